@@ -1,0 +1,115 @@
+"""One answer in the making: the only mutable record of the control plane."""
+
+from __future__ import annotations
+
+from cluster.core.ids import SequenceId
+from cluster.core.types import (
+    Commit,
+    FinishReason,
+    GenerationRequest,
+    RowFault,
+    RowFaultCode,
+    SequenceStart,
+    Usage,
+    Verdict,
+)
+
+LOST = RowFault(RowFaultCode.OUT_OF_SYNC, "the target no longer holds this sequence")
+
+
+class Sequence:
+    """Prompt and answer so far, and how much of it the target stores. Only `commit` changes it."""
+
+    __slots__ = ("_drafted", "_accepted", "_steps", "_stored_len", "arrival", "finish", "id", "request", "tokens")
+
+    def __init__(self, sequence_id: SequenceId, request: GenerationRequest, arrival: int) -> None:
+        self.id = sequence_id
+        self.request = request
+        self.arrival = arrival
+        """Order of arrival: the older goes first, and a preempted sequence keeps its place."""
+        self.tokens: list[int] = list(request.prompt)
+        self.finish: FinishReason | None = None
+        self._stored_len = 0
+        self._drafted = 0
+        self._accepted = 0
+        self._steps = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def stored_len(self) -> int:
+        """Leading tokens whose KV the target holds; fewer than `len(self)` until it finishes."""
+        return self._stored_len
+
+    @property
+    def missing(self) -> int:
+        """Committed tokens whose KV is not stored: 1 while decoding, more while (re)filling."""
+        return len(self.tokens) - self._stored_len
+
+    @property
+    def remaining(self) -> int:
+        """Tokens the answer may still have."""
+        return self.request.stopping.max_tokens - (len(self.tokens) - self.prompt_len)
+
+    @property
+    def start(self) -> SequenceStart:
+        return SequenceStart(self.prompt_len, self.request.sampling)
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.prompt_len,
+            completion_tokens=len(self.tokens) - self.prompt_len,
+            drafted_tokens=self._drafted,
+            accepted_tokens=self._accepted,
+            target_steps=self._steps,
+        )
+
+    def commit(self, verdict: Verdict) -> Commit | None:
+        """Take the target's word. Returns what it added to the answer, or `None` for nothing.
+
+        A verdict that grew from another length than expected is dropped, never repaired; one whose
+        fault says that the target lost the sequence makes it be sent from the start again.
+        """
+        if self.finish is not None:
+            return None
+        if verdict.fault is not None:
+            if verdict.fault.code is RowFaultCode.OUT_OF_SYNC:
+                self._stored_len = 0
+            return None
+        if verdict.base_len <= self._stored_len or verdict.base_len > len(self.tokens):
+            return None
+        if not verdict.tokens:
+            self._stored_len = verdict.base_len
+            return None
+        if verdict.base_len != len(self.tokens):
+            return None
+        tokens, finish = self._until_stop(verdict.tokens)
+        accepted = min(verdict.accepted, len(tokens))
+        self._stored_len = verdict.base_len + verdict.accepted
+        self._drafted += verdict.drafted
+        self._accepted += accepted
+        self._steps += 1
+        self.tokens.extend(tokens)
+        self.finish = finish
+        return Commit(
+            tokens=tokens,
+            accepted=accepted,
+            logprobs=verdict.logprobs[: len(tokens)],
+            finish=finish,
+            usage=self.usage() if finish is not None else None,
+        )
+
+    def _until_stop(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Cut a block at the first stop token (kept, as its last) or at the length bound."""
+        stops = self.request.stopping.stop_token_ids
+        for count, token in enumerate(tokens[: self.remaining], start=1):
+            if token in stops:
+                return tokens[:count], FinishReason.STOP
+        if len(tokens) >= self.remaining:
+            return tokens[: self.remaining], FinishReason.LENGTH
+        return tokens, None
