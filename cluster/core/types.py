@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from cluster.core.errors import InvalidRequest
 from cluster.core.ids import RequestId, SequenceId
 from cluster.core.tree import EMPTY_TREE, TokenTree
 
@@ -106,9 +107,19 @@ class VerifyRow:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What the target computes in one forward pass. Sequence ids are distinct."""
+    """What the target computes in one forward pass.
+
+    Raises `InvalidRequest` when two rows are of one sequence: their order would matter.
+    """
 
     rows: tuple[VerifyRow, ...]
+
+    def __post_init__(self) -> None:
+        seen: set[SequenceId] = set()
+        for index, row in enumerate(self.rows):
+            if row.sequence_id in seen:
+                raise InvalidRequest(f"rows[{index}].sequence_id", row.sequence_id, "in one row only")
+            seen.add(row.sequence_id)
 
 
 @dataclass(frozen=True, slots=True)

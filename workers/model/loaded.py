@@ -1,0 +1,35 @@
+"""A model in memory, and what the rest of the data plane must know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer stores per token on this rank."""
+
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal language model whose attention is paged."""
+
+    module: PreTrainedModel
+    name: str
+    layers: tuple[LayerShape, ...]
+    vocabulary_size: int
+    """Tokens in the whole vocabulary."""
+    vocabulary_offset: int
+    """First token of this rank's part of the logits; 0 when they are whole."""
+    max_context_len: int
+    """Longest sequence, in tokens."""
+    eos_token_ids: tuple[int, ...]
+    device: torch.device
+    dtype: torch.dtype
+    tensor_parallel: int = 1

@@ -1,0 +1,146 @@
+"""Weights into memory, attention paged, heads and vocabulary divided among the ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
+
+from cluster.core.config import ModelSection
+from cluster.core.errors import ConfigurationError, ModelLoadError
+from workers.model.attention import ATTENTION_NAME, bind, register
+from workers.model.loaded import LayerShape, LoadedModel
+from workers.model.weights import end_of_sequence_ids
+
+# The layers follow the model's own plan; the head is cut by `_keep_vocabulary_shard`, so that logits are never gathered.
+_HEAD_STAYS_WHOLE = {"lm_head": "replicate"}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    section: ModelSection, *, rank: int = 0, tensor_parallel: int = 1, max_context_len: int | None = None
+) -> LoadedModel:
+    """Load a causal LM from the local directory `section.path` (see `resolve_model_directory`).
+
+    With `tensor_parallel > 1`, `torch.distributed` must be up; every rank calls this at once and
+    keeps its own heads and its own part of the vocabulary. Raises `ModelLoadError`,
+    `ConfigurationError`.
+    """
+    directory = Path(section.path)
+    device = choose_device(section.device, rank)
+    dtype = _DTYPES[section.dtype]
+    config = _load_config(directory)
+    if tensor_parallel > 1:
+        check_divisible(config, tensor_parallel)
+    register()
+    arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION_NAME, "use_safetensors": True}
+    if tensor_parallel > 1:
+        arguments["distributed_config"] = DistributedConfig(tp_size=tensor_parallel, tp_plan=_HEAD_STAYS_WHOLE)
+    else:
+        arguments["device_map"] = {"": device}
+    try:
+        module = AutoModelForCausalLM.from_pretrained(directory, **arguments)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"model directory {str(directory)!r} cannot be loaded: {error}") from error
+    module = module.eval().requires_grad_(False)
+    vocabulary_size = int(config.get_text_config().vocab_size)
+    offset = _keep_vocabulary_shard(module, rank, tensor_parallel) if tensor_parallel > 1 else 0
+    return LoadedModel(
+        module=module,
+        name=directory.name,
+        layers=_measure_layers(module, device),
+        vocabulary_size=vocabulary_size,
+        vocabulary_offset=offset,
+        max_context_len=_context_len(config, max_context_len),
+        eos_token_ids=end_of_sequence_ids(directory),
+        device=device,
+        dtype=dtype,
+        tensor_parallel=tensor_parallel,
+    )
+
+
+def choose_device(wanted: str, rank: int) -> torch.device:
+    """The device of a rank. Raises `ConfigurationError` when CUDA is wanted and absent."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigurationError("device: cuda is asked for and torch finds no CUDA device")
+    # Ray shows each rank its own GPUs only; a rank that sees them all takes its own.
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def check_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
+    """Raise `ConfigurationError` unless every head count divides by the number of ranks."""
+    text = config.get_text_config()
+    heads = int(text.num_attention_heads)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    for name, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
+        if count % tensor_parallel:
+            fitting = [ranks for ranks in range(1, kv_heads + 1) if heads % ranks == 0 and kv_heads % ranks == 0]
+            raise ConfigurationError(
+                f"target.tensor_parallel: {tensor_parallel} does not divide {name} = {count}; "
+                f"it must be one of {', '.join(map(str, fitting))}"
+            )
+    if not getattr(text, "base_model_tp_plan", None):
+        raise ConfigurationError(
+            f"target.tensor_parallel: {tensor_parallel} is asked for and model type {text.model_type!r} "
+            "has no tensor-parallel plan in transformers; it must be 1"
+        )
+
+
+def _load_config(directory: Path) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(
+            f"model directory {str(directory)!r}: its configuration cannot be read: {error}"
+        ) from error
+    return config
+
+
+def _keep_vocabulary_shard(module: PreTrainedModel, rank: int, ranks: int) -> int:
+    """Cut the output head to this rank's part of the vocabulary; returns its first token."""
+    head = module.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ModelLoadError(f"an output head of type {type(head).__name__} cannot be divided among ranks")
+    rows = -(-head.out_features // ranks)
+    first, last = rank * rows, min((rank + 1) * rows, head.out_features)
+    shard = nn.Linear(head.in_features, last - first, bias=head.bias is not None, device="meta")
+    # A view of the embedding where the two are tied: no second copy.
+    shard.weight = nn.Parameter(_local(head.weight)[first:last], requires_grad=False)
+    if head.bias is not None:
+        shard.bias = nn.Parameter(_local(head.bias)[first:last], requires_grad=False)
+    module.set_output_embeddings(shard)
+    return first
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    to_local = getattr(parameter, "to_local", None)
+    return to_local() if to_local is not None else parameter.data
+
+
+def _measure_layers(module: PreTrainedModel, device: torch.device) -> tuple[LayerShape, ...]:
+    """What each layer stores, seen in one forward pass rather than guessed from the configuration."""
+    paged = bind(module)
+    paged.probe = {}
+    with torch.inference_mode():
+        module(
+            input_ids=torch.zeros((1, 1), dtype=torch.long, device=device),
+            position_ids=torch.zeros((1, 1), dtype=torch.long, device=device),
+            use_cache=False,
+        )
+    found, paged.probe = paged.probe, None
+    if not found or sorted(found) != list(range(len(found))):
+        raise ModelLoadError(f"model type {module.config.model_type!r}: its attention layers cannot be told apart")
+    return tuple(LayerShape(*found[layer]) for layer in range(len(found)))
+
+
+def _context_len(config: PreTrainedConfig, wanted: int | None) -> int:
+    own = int(config.get_text_config().max_position_embeddings)
+    if wanted is not None and wanted > own:
+        raise ConfigurationError(f"target.max_context_len: {wanted} is refused; the model's own bound is {own}")
+    return wanted or own

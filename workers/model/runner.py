@@ -1,0 +1,85 @@
+"""One forward pass over a ragged batch of rows, and the keeping of what was accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cluster.core.tree import EMPTY_TREE, TokenTree
+from workers.model.attention import RowShape, bind, lay_out
+from workers.model.blocks import BlockTable
+from workers.model.loaded import LoadedModel
+from workers.model.pool import KvPool
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRow:
+    """Tokens that follow a table's stored ones, a tree below the last, and which logits are wanted."""
+
+    table: BlockTable
+    tokens: tuple[int, ...]
+    tree: TokenTree = EMPTY_TREE
+    select: tuple[int, ...] = ()
+    """Row-relative indices: the fresh tokens first, then the tree's nodes."""
+
+    @property
+    def end(self) -> int:
+        """Length to reserve before the forward pass."""
+        return self.table.stored_len + len(self.tokens) + len(self.tree)
+
+
+class ModelRunner:
+    """Runs a loaded model over its pool. One at a time; not for use from several threads."""
+
+    def __init__(self, model: LoadedModel, pool: KvPool) -> None:
+        self._model = model
+        self._pool = pool
+        self._paged = bind(model.module)
+        self._paged.pool = pool
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[ForwardRow]) -> torch.Tensor:
+        """Compute all rows at once; each row's table must have room for `row.end` tokens.
+
+        Stores keys and values of all tokens and nodes; nothing is committed until `keep`. Returns
+        the selected logits, row after row: `[selected, vocabulary (this rank's part)]`.
+        """
+        device = self._model.device
+        shapes = [RowShape(row.table.blocks, row.table.stored_len, len(row.tokens), row.tree) for row in rows]
+        tokens = [token for row in rows for token in (*row.tokens, *row.tree.tokens)]
+        positions = [position for shape in shapes for position in shape.positions()]
+        selected: list[int] = []
+        first = 0
+        for row, shape in zip(rows, shapes, strict=True):
+            selected.extend(first + index for index in row.select)
+            first += shape.width
+        if not selected:
+            selected = [first - 1]  # a head over no token at all is no legal product everywhere
+        self._paged.layout = lay_out(shapes, self._pool, device)
+        try:
+            output = self._model.module(
+                input_ids=torch.tensor([tokens], device=device),
+                position_ids=torch.tensor([positions], device=device),
+                use_cache=False,
+                logits_to_keep=torch.tensor(selected, device=device),
+            )
+        finally:
+            self._paged.layout = None
+        logits: torch.Tensor = output.logits[0]  # [selected, vocabulary]
+        return logits[: sum(len(row.select) for row in rows)]
+
+    @torch.inference_mode()
+    def keep(self, row: ForwardRow, nodes: Sequence[int] = ()) -> None:
+        """Commit the row's tokens and the accepted path `nodes`; free what the rest of the tree took.
+
+        The path's keys and values move to the positions that follow the committed tokens.
+        """
+        base_len = row.table.stored_len + len(row.tokens)
+        length = base_len + len(nodes)
+        if any(node != depth for depth, node in enumerate(nodes)):
+            slots = self._pool.slots(row.table, base_len, row.end)
+            self._pool.move([slots[node] for node in nodes], slots[: len(nodes)])
+        row.table.stored_len = length
+        self._pool.truncate(row.table, length)
