@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -16,8 +15,9 @@ from workers.model.attention import ATTENTION_NAME, bind, register
 from workers.model.loaded import LayerShape, LoadedModel
 from workers.model.weights import end_of_sequence_ids
 
-# The layers follow the model's own plan; the head is cut by `_keep_vocabulary_shard`, so that logits are never gathered.
-_HEAD_STAYS_WHOLE = {"lm_head": "replicate"}
+# Layers follow the model's own plan; the head's, which gathers all logits on every rank, is replaced by one that
+# leaves each rank the logits of its own part of the vocabulary.
+_HEAD_STAYS_CUT = {"lm_head": "colwise"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -39,7 +39,7 @@ def load_model(
     register()
     arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION_NAME, "use_safetensors": True}
     if tensor_parallel > 1:
-        arguments["distributed_config"] = DistributedConfig(tp_size=tensor_parallel, tp_plan=_HEAD_STAYS_WHOLE)
+        arguments["distributed_config"] = DistributedConfig(tp_size=tensor_parallel, tp_plan=_HEAD_STAYS_CUT)
     else:
         arguments["device_map"] = {"": device}
     try:
@@ -48,13 +48,12 @@ def load_model(
         raise ModelLoadError(f"model directory {str(directory)!r} cannot be loaded: {error}") from error
     module = module.eval().requires_grad_(False)
     vocabulary_size = int(config.get_text_config().vocab_size)
-    offset = _keep_vocabulary_shard(module, rank, tensor_parallel) if tensor_parallel > 1 else 0
     return LoadedModel(
         module=module,
         name=directory.name,
         layers=_measure_layers(module, device),
         vocabulary_size=vocabulary_size,
-        vocabulary_offset=offset,
+        vocabulary_offset=_first_token(vocabulary_size, rank, tensor_parallel),
         max_context_len=_context_len(config, max_context_len),
         eos_token_ids=end_of_sequence_ids(directory),
         device=device,
@@ -102,25 +101,9 @@ def _load_config(directory: Path) -> PreTrainedConfig:
     return config
 
 
-def _keep_vocabulary_shard(module: PreTrainedModel, rank: int, ranks: int) -> int:
-    """Cut the output head to this rank's part of the vocabulary; returns its first token."""
-    head = module.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise ModelLoadError(f"an output head of type {type(head).__name__} cannot be divided among ranks")
-    rows = -(-head.out_features // ranks)
-    first, last = rank * rows, min((rank + 1) * rows, head.out_features)
-    shard = nn.Linear(head.in_features, last - first, bias=head.bias is not None, device="meta")
-    # A view of the embedding where the two are tied: no second copy.
-    shard.weight = nn.Parameter(_local(head.weight)[first:last], requires_grad=False)
-    if head.bias is not None:
-        shard.bias = nn.Parameter(_local(head.bias)[first:last], requires_grad=False)
-    module.set_output_embeddings(shard)
-    return first
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    to_local = getattr(parameter, "to_local", None)
-    return to_local() if to_local is not None else parameter.data
+def _first_token(vocabulary_size: int, rank: int, ranks: int) -> int:
+    """Where a rank's part of the vocabulary begins: equal parts, the last one shorter."""
+    return min(rank * -(-vocabulary_size // ranks), vocabulary_size)
 
 
 def _measure_layers(module: PreTrainedModel, device: torch.device) -> tuple[LayerShape, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,7 +34,7 @@ from workers.model.pool import KvPool
 from workers.model.runner import ForwardRow, ModelRunner
 from workers.sampling.accept import Accepted, walk
 from workers.sampling.context import DecisionContext
-from workers.sampling.decide import decide
+from workers.sampling.decide import Undecidable, decide
 from workers.sampling.logprobs import token_logprobs
 from workers.target.history import History
 
@@ -62,16 +62,26 @@ class LocalDecider:
 
     def decide(self, logits: torch.Tensor, contexts: Sequence[DecisionContext]) -> Decisions:
         """See `Decider`."""
-        sound = (~torch.isnan(logits)).any(dim=-1).tolist() if logits.numel() else []
-        tokens = [-1] * len(contexts)
-        deciding = [index for index, fine in enumerate(sound) if fine]
-        chosen = decide(logits if len(deciding) == len(contexts) else logits[deciding], [contexts[i] for i in deciding])
-        for index, token in zip(deciding, chosen, strict=True):
-            tokens[index] = token
+        tokens = mark_undecidable(
+            len(contexts), lambda rows: decide(logits[rows], [contexts[row] for row in rows]) if rows else []
+        )
         asked = {
             index: logits[index] for index, context in enumerate(contexts) if context.sampling.logprobs is not None
         }
         return Decisions(tokens, asked)
+
+
+def mark_undecidable(count: int, choose: Callable[[list[int]], list[int]]) -> list[int]:
+    """`choose` for all of `count` rows; those that hold no number get -1 and the others are chosen without them."""
+    rows = list(range(count))
+    try:
+        return choose(rows)
+    except Undecidable as hopeless:
+        tokens = [-1] * count
+        sound = [row for row in rows if row not in hopeless.rows]
+        for row, token in zip(sound, choose(sound), strict=True):
+            tokens[row] = token
+        return tokens
 
 
 @dataclass(slots=True)

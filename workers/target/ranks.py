@@ -26,8 +26,8 @@ from workers.model.loaded import LoadedModel
 from workers.model.loading import load_model
 from workers.model.pool import KvPool, blocks_that_fit
 from workers.sampling.context import DecisionContext
-from workers.sampling.decide import decide, is_shardable, merge_winners, shard_winners
-from workers.target.engine import Decider, Decisions, LocalDecider, TargetEngine
+from workers.sampling.decide import is_shardable, merge_winners, shard_winners
+from workers.target.engine import Decider, Decisions, LocalDecider, TargetEngine, mark_undecidable
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class GroupDecider:
         """See `Decider`. `logits` `[decisions, this rank's part of the vocabulary]`."""
         if not contexts:
             return Decisions([], {})
-        whole = [index for index, context in enumerate(contexts) if _needs_whole(context)]
+        whole = [index for index, context in enumerate(contexts) if not is_shardable(context.sampling)]
         part = [index for index in range(len(contexts)) if index not in set(whole)]
         tokens = [-1] * len(contexts)
         asked: dict[int, torch.Tensor] = {}
@@ -83,7 +83,8 @@ class GroupDecider:
         gathered_values, gathered_ids = self._gather(values), self._gather(ids)
         if gathered_values is None or gathered_ids is None:
             return [-1] * len(contexts)
-        return merge_winners(torch.stack(gathered_values), torch.stack(gathered_ids))
+        best, tokens = torch.stack(gathered_values), torch.stack(gathered_ids)
+        return mark_undecidable(len(contexts), lambda rows: merge_winners(best[:, rows], tokens[:, rows]))
 
     def _padded(self, logits: torch.Tensor) -> torch.Tensor:
         """Parts of equal width: the last rank's may be shorter."""
@@ -95,10 +96,6 @@ class GroupDecider:
         gathered = [torch.empty_like(tensor) for _ in range(self._ranks)] if self._rank == 0 else None
         distributed.gather(tensor.contiguous(), gathered, dst=0)
         return gathered
-
-
-def _needs_whole(context: DecisionContext) -> bool:
-    return context.sampling.logprobs is not None or not is_shardable(context.sampling)
 
 
 def build_engine(section: TargetSection, rank: int = 0) -> TargetEngine:

@@ -1,0 +1,74 @@
+"""What a decision depends on, besides the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import overload
+
+from cluster.core.tree import TokenTree
+from cluster.core.types import SamplingParameters
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this take the most probable token: logits divided by less leave float32's range."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionContext:
+    """One row of logits decides the token at position `len(tokens)`."""
+
+    sampling: SamplingParameters
+    tokens: Sequence[int]
+    """All tokens before the position: prompt, answer so far, path in the tree."""
+    prompt_len: int
+    """How many of them are the prompt."""
+
+    @property
+    def position(self) -> int:
+        """The absolute position that is decided."""
+        return len(self.tokens)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is taken, without noise."""
+        return self.sampling.temperature < GREEDY_BELOW
+
+
+@dataclass(frozen=True, slots=True)
+class Branch(Sequence[int]):
+    """`stem` followed by `path`, without copying the stem: most decisions need only the length."""
+
+    stem: Sequence[int]
+    path: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.stem) + len(self.path)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain(self.stem, self.path)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        position = range(len(self))[index]  # resolves negative indices, refuses those outside
+        stem_len = len(self.stem)
+        return self.stem[position] if position < stem_len else self.path[position - stem_len]
+
+
+def tree_contexts(
+    sampling: SamplingParameters, tokens: Sequence[int], prompt_len: int, tree: TokenTree
+) -> tuple[DecisionContext, ...]:
+    """The contexts of one row's decisions: at the root (after `tokens`), then at every node of `tree`.
+
+    A node's context holds the tokens of its own path, so penalties count nothing of its siblings.
+    """
+    root = DecisionContext(sampling, tokens, prompt_len)
+    nodes = (DecisionContext(sampling, Branch(tokens, tree.path_tokens(node)), prompt_len) for node in range(len(tree)))
+    return (root, *nodes)
