@@ -99,7 +99,7 @@ def test_no_drafter_changes_the_text(engine: TargetEngine, sampling: SamplingPar
 
     def mixed(tokens: Sequence[int]) -> TokenTree:
         true = right(tokens).tokens
-        candidates = [[draw.randrange(tiny.VOCABULARY) for _ in range(4)], true[: draw.randrange(6)], true[:2] + (3, 4)]
+        candidates = [[draw.randrange(tiny.VOCABULARY) for _ in range(4)], true[: draw.randrange(6)], (*true[:2], 3, 4)]
         draw.shuffle(candidates)
         return TokenTree.from_candidates(candidates, max_nodes=12)
 

@@ -62,9 +62,11 @@ class LocalDecider:
 
     def decide(self, logits: torch.Tensor, contexts: Sequence[DecisionContext]) -> Decisions:
         """See `Decider`."""
-        tokens = mark_undecidable(
-            len(contexts), lambda rows: decide(logits[rows], [contexts[row] for row in rows]) if rows else []
-        )
+
+        def choose(rows: list[int]) -> list[int]:
+            return decide(logits if len(rows) == len(contexts) else logits[rows], [contexts[row] for row in rows])
+
+        tokens = mark_undecidable(len(contexts), choose)
         asked = {
             index: logits[index] for index, context in enumerate(contexts) if context.sampling.logprobs is not None
         }
