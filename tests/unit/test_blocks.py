@@ -22,7 +22,7 @@ def test_a_refused_reservation_changes_nothing() -> None:
     allocator = BlockAllocator(blocks_total=2, block_size=8)
     table = BlockTable()
     allocator.reserve(table, 8)
-    with pytest.raises(KvPoolExhausted, match="3 tokens|2 KV blocks are needed for 24 tokens and 1 of 2"):
+    with pytest.raises(KvPoolExhausted, match="2 KV blocks are needed for 24 tokens and 1 of 2"):
         allocator.reserve(table, 24)
     assert len(table.blocks) == 1
     assert allocator.blocks_free == 1

@@ -83,7 +83,7 @@ def _winners(logits: Tensor, contexts: Sequence[DecisionContext], offset: int) -
     ids = torch.empty(len(contexts), dtype=torch.int64, device=logits.device)
     for first in range(0, len(contexts), rows):
         part = slice(first, first + rows)
-        scores = _scores(logits[part], contexts[part], offset)
+        scores = _scores(logits[part].detach(), contexts[part], offset)
         torch.max(scores, dim=-1, out=(values[part], ids[part]))  # the first among equals
     return values, ids + offset
 

@@ -31,7 +31,7 @@ def _row_logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
     vocabulary = logits.shape[0]
     if not 0 <= token < vocabulary:
         raise ValueError(f"token {token} is outside the vocabulary of {vocabulary}")
-    clean = logits.double().nan_to_num(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
+    clean = logits.detach().double().nan_to_num(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
     normalizer = float(clean.logsumexp(dim=0))
     top = _leading_tokens(clean, min(count, vocabulary))
     values: list[float] = clean[[token, *top]].tolist()

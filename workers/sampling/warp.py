@@ -89,7 +89,7 @@ def _penalise(logits: Tensor, contexts: Sequence[DecisionContext], offset: int) 
         (row, token, context.sampling.repetition_penalty)
         for row, context in enumerate(contexts)
         if context.sampling.repetition_penalty != 1.0
-        for token in set(context.tokens)
+        for token in set(context.tokens[:])  # a slice: some sequences are slow to read one by one
     ]
     _update(logits, repeated, offset, divide)
     added = [

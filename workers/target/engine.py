@@ -33,10 +33,9 @@ from workers.model.loaded import LoadedModel
 from workers.model.pool import KvPool
 from workers.model.runner import ForwardRow, ModelRunner
 from workers.sampling.accept import Accepted, walk
-from workers.sampling.context import DecisionContext
+from workers.sampling.context import Branch, DecisionContext, tree_contexts
 from workers.sampling.decide import Undecidable, decide
 from workers.sampling.logprobs import token_logprobs
-from workers.target.history import History
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,18 +257,12 @@ class TargetEngine:
         return record.verdict
 
 
-def _contexts(work: _Work) -> list[DecisionContext]:
+def _contexts(work: _Work) -> tuple[DecisionContext, ...]:
     """One per decision: at the last pending token, then at every node of the tree."""
     if not work.row.decide:
-        return []
-    start, tree = work.record.start, work.row.tree
-    history = History(work.record.tokens, work.row.pending)
-    contexts = [DecisionContext(start.sampling, history, start.prompt_len)]
-    contexts.extend(
-        DecisionContext(start.sampling, history.extended(tree.path_tokens(node)), start.prompt_len)
-        for node in range(len(tree))
-    )
-    return contexts
+        return ()
+    start = work.record.start
+    return tree_contexts(start.sampling, Branch(work.record.tokens, work.row.pending), start.prompt_len, work.row.tree)
 
 
 def _logprobs(decisions: Decisions, mine: range, accepted: Accepted, count: int | None) -> tuple[TokenLogprobs, ...]:
