@@ -1,0 +1,160 @@
+"""Messages that several services speak: proto ↔ types, every bound checked on the way in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.core.errors import InvalidRequest
+from cluster.core.ids import SequenceId
+from cluster.core.tree import EMPTY_TREE, TokenTree
+from cluster.core.types import (
+    RowFault,
+    RowFaultCode,
+    SamplingParameters,
+    SequenceStart,
+    TokenLogprobs,
+)
+from cluster.wire import bounds
+from pilotfish.v1 import common_pb2 as pb
+
+_FAULTS = {
+    pb.ROW_FAULT_CODE_OUT_OF_SYNC: RowFaultCode.OUT_OF_SYNC,
+    pb.ROW_FAULT_CODE_KV_EXHAUSTED: RowFaultCode.KV_EXHAUSTED,
+    pb.ROW_FAULT_CODE_INVALID: RowFaultCode.INVALID,
+}
+_FAULT_NUMBERS = {code: number for number, code in _FAULTS.items()}
+
+
+def encode_sampling(sampling: SamplingParameters) -> pb.SamplingParameters:
+    """Every field set: a worker never has to know a default."""
+    return pb.SamplingParameters(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=[pb.LogitBias(token_id=token, bias=bias) for token, bias in sampling.logit_bias],
+        seed=sampling.seed,
+        logprobs=sampling.logprobs,
+    )
+
+
+def decode_sampling(message: pb.SamplingParameters, field: str = "sampling") -> SamplingParameters:
+    """Unset fields take their defaults. Raises `InvalidRequest`."""
+    default = SamplingParameters()
+
+    def real(name: str, least: float, most: float, *, above: bool = False) -> float:
+        if not message.HasField(name):  # type: ignore[arg-type]
+            return float(getattr(default, name))
+        return bounds.real(f"{field}.{name}", getattr(message, name), least, most, above=above)
+
+    bounds.count(f"{field}.logit_bias", message.logit_bias, 0, bounds.MAX_LOGIT_BIAS)
+    bias = tuple(
+        (
+            bounds.whole(f"{field}.logit_bias[{index}].token_id", entry.token_id, 0, bounds.MAX_TOKEN_ID),
+            bounds.real(f"{field}.logit_bias[{index}].bias", entry.bias, -100.0, 100.0),
+        )
+        for index, entry in enumerate(message.logit_bias)
+    )
+    return SamplingParameters(
+        temperature=real("temperature", 0.0, 2.0),
+        top_k=bounds.whole(f"{field}.top_k", message.top_k, 0, bounds.MAX_TOKENS),
+        top_p=real("top_p", 0.0, 1.0, above=True),
+        min_p=real("min_p", 0.0, 1.0),
+        repetition_penalty=real("repetition_penalty", 0.0, 2.0, above=True),
+        presence_penalty=real("presence_penalty", -2.0, 2.0),
+        frequency_penalty=real("frequency_penalty", -2.0, 2.0),
+        logit_bias=bias,
+        seed=message.seed,
+        logprobs=bounds.whole(f"{field}.logprobs", message.logprobs, 0, bounds.MAX_LOGPROBS)
+        if message.HasField("logprobs")
+        else None,
+    )
+
+
+def encode_start(start: SequenceStart) -> pb.SequenceStart:
+    """See `decode_start`."""
+    return pb.SequenceStart(prompt_len=start.prompt_len, sampling=encode_sampling(start.sampling))
+
+
+def decode_start(message: pb.SequenceStart, field: str) -> SequenceStart:
+    """Raises `InvalidRequest`."""
+    return SequenceStart(
+        prompt_len=bounds.whole(f"{field}.prompt_len", message.prompt_len, 1, bounds.MAX_TOKENS),
+        sampling=decode_sampling(message.sampling, f"{field}.sampling"),
+    )
+
+
+def encode_tree(tree: TokenTree) -> pb.TokenTree:
+    """See `decode_tree`."""
+    return pb.TokenTree(tokens=tree.tokens, parents=tree.parents)
+
+
+def decode_tree(message: pb.TokenTree, field: str) -> TokenTree:
+    """Raises `InvalidRequest`: sizes, order of parents, equal siblings, depth."""
+    if not message.tokens and not message.parents:
+        return EMPTY_TREE
+    tokens = bounds.tokens(f"{field}.tokens", message.tokens, 0, bounds.MAX_TREE_NODES)
+    bounds.count(f"{field}.parents", message.parents, len(tokens), len(tokens))
+    try:
+        tree = TokenTree(tokens, tuple(message.parents))
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{field}.{error.field.removeprefix('tree.')}", error.value, error.bound) from None
+    if tree.depth() > bounds.MAX_TREE_DEPTH:
+        raise InvalidRequest(f"{field}.parents", f"depth {tree.depth()}", f"at most {bounds.MAX_TREE_DEPTH} deep")
+    return tree
+
+
+def encode_fault(fault: RowFault) -> pb.RowFault:
+    """Long messages are cut to what the receiver takes."""
+    text = fault.message.encode()[: bounds.MAX_FAULT_BYTES].decode(errors="ignore")
+    return pb.RowFault(code=_FAULT_NUMBERS[fault.code], message=text, stored_len=fault.stored_len)
+
+
+def decode_fault(message: pb.RowFault, field: str) -> RowFault:
+    """Raises `InvalidRequest`."""
+    code = _FAULTS.get(message.code)
+    if code is None:
+        raise InvalidRequest(f"{field}.code", message.code, f"one of {sorted(_FAULTS)}")
+    bounds.count(f"{field}.message", message.message.encode(), 0, bounds.MAX_FAULT_BYTES)
+    stored = bounds.whole(f"{field}.stored_len", message.stored_len, 0, bounds.MAX_TOKENS)
+    return RowFault(code, message.message, stored)
+
+
+def encode_logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    """See `decode_logprobs`."""
+    return pb.TokenLogprobs(
+        token_id=logprobs.token,
+        logprob=logprobs.logprob,
+        top=[pb.TopLogprob(token_id=token, logprob=value) for token, value in logprobs.top],
+    )
+
+
+def decode_logprobs(message: pb.TokenLogprobs, field: str = "logprobs") -> TokenLogprobs:
+    """Raises `InvalidRequest`."""
+    bounds.count(f"{field}.top", message.top, 0, bounds.MAX_LOGPROBS)
+    return TokenLogprobs(
+        token=bounds.whole(f"{field}.token_id", message.token_id, 0, bounds.MAX_TOKEN_ID),
+        logprob=_logprob(f"{field}.logprob", message.logprob),
+        top=tuple(
+            (
+                bounds.whole(f"{field}.top[{index}].token_id", entry.token_id, 0, bounds.MAX_TOKEN_ID),
+                _logprob(f"{field}.top[{index}].logprob", entry.logprob),
+            )
+            for index, entry in enumerate(message.top)
+        ),
+    )
+
+
+def _logprob(field: str, value: float) -> float:
+    return bounds.real(field, value, -1e30, 0.0)
+
+
+def decode_sequence_ids(
+    values: Sequence[str], field: str = "sequence_ids", most: int = bounds.MAX_ROWS
+) -> tuple[SequenceId, ...]:
+    """Raises `InvalidRequest`."""
+    bounds.count(field, values, 0, most)
+    return tuple(SequenceId(bounds.identifier(f"{field}[{index}]", value)) for index, value in enumerate(values))

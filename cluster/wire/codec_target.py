@@ -1,0 +1,161 @@
+"""The target's messages: proto ↔ types."""
+
+from __future__ import annotations
+
+from google.protobuf.message import DecodeError
+
+from cluster.core.errors import InvalidRequest
+from cluster.core.ids import SequenceId
+from cluster.core.types import KvOccupancy, StepBatch, StepResult, TargetInfo, Verdict, VerifyRow
+from cluster.wire import bounds
+from cluster.wire.codec_common import (
+    decode_fault,
+    decode_logprobs,
+    decode_start,
+    decode_tree,
+    encode_fault,
+    encode_logprobs,
+    encode_start,
+    encode_tree,
+)
+from pilotfish.v1 import target_pb2 as pb
+
+_LONGEST_STEP_SECONDS = 86_400.0
+
+
+def encode_step_batch(batch: StepBatch) -> pb.TargetServiceStepRequest:
+    """See `decode_step_batch`."""
+    return pb.TargetServiceStepRequest(
+        rows=[
+            pb.VerifyRow(
+                sequence_id=row.sequence_id,
+                base_len=row.base_len,
+                pending=row.pending,
+                tree=encode_tree(row.tree),
+                decide=row.decide,
+                start=encode_start(row.start) if row.start is not None else None,
+            )
+            for row in batch.rows
+        ]
+    )
+
+
+def decode_step_batch(message: pb.TargetServiceStepRequest) -> StepBatch:
+    """Raises `InvalidRequest`."""
+    bounds.count("rows", message.rows, 0, bounds.MAX_ROWS)
+    return StepBatch(tuple(_decode_row(row, f"rows[{index}]") for index, row in enumerate(message.rows)))
+
+
+def _decode_row(row: pb.VerifyRow, field: str) -> VerifyRow:
+    base_len = bounds.whole(f"{field}.base_len", row.base_len, 1, bounds.MAX_TOKENS)
+    tree = decode_tree(row.tree, f"{field}.tree")
+    if tree and not row.decide:
+        raise InvalidRequest(f"{field}.tree", f"{len(tree)} nodes", "empty where nothing is decided")
+    return VerifyRow(
+        sequence_id=SequenceId(bounds.identifier(f"{field}.sequence_id", row.sequence_id)),
+        base_len=base_len,
+        pending=bounds.tokens(f"{field}.pending", row.pending, 1, base_len),
+        tree=tree,
+        decide=row.decide,
+        start=decode_start(row.start, f"{field}.start") if row.HasField("start") else None,
+    )
+
+
+def step_batch_to_bytes(batch: StepBatch) -> bytes:
+    """For the ranks of one group: the message itself."""
+    return encode_step_batch(batch).SerializeToString()
+
+
+def step_batch_from_bytes(data: bytes) -> StepBatch:
+    """Raises `InvalidRequest`."""
+    try:
+        return decode_step_batch(pb.TargetServiceStepRequest.FromString(data))
+    except DecodeError as error:
+        raise InvalidRequest("batch", f"{len(data)} bytes", "a StepRequest message") from error
+
+
+def encode_step_result(result: StepResult) -> pb.TargetServiceStepResponse:
+    """See `decode_step_result`."""
+    return pb.TargetServiceStepResponse(
+        verdicts=[
+            pb.Verdict(
+                sequence_id=verdict.sequence_id,
+                base_len=verdict.base_len,
+                tokens=verdict.tokens,
+                drafted=verdict.drafted,
+                logprobs=[encode_logprobs(entry) for entry in verdict.logprobs],
+                fault=encode_fault(verdict.fault) if verdict.fault is not None else None,
+            )
+            for verdict in result.verdicts
+        ],
+        kv=encode_occupancy(result.kv),
+        step_seconds=result.step_seconds,
+    )
+
+
+def decode_step_result(message: pb.TargetServiceStepResponse) -> StepResult:
+    """Raises `InvalidRequest`."""
+    bounds.count("verdicts", message.verdicts, 0, bounds.MAX_ROWS)
+    return StepResult(
+        verdicts=tuple(_decode_verdict(entry, f"verdicts[{index}]") for index, entry in enumerate(message.verdicts)),
+        kv=decode_occupancy(message.kv),
+        step_seconds=bounds.real("step_seconds", message.step_seconds, 0.0, _LONGEST_STEP_SECONDS),
+    )
+
+
+def _decode_verdict(verdict: pb.Verdict, field: str) -> Verdict:
+    drafted = bounds.whole(f"{field}.drafted", verdict.drafted, 0, bounds.MAX_TREE_NODES)
+    tokens = bounds.tokens(f"{field}.tokens", verdict.tokens, 0, drafted + 1)
+    if verdict.logprobs:
+        bounds.count(f"{field}.logprobs", verdict.logprobs, len(tokens), len(tokens))
+    return Verdict(
+        sequence_id=SequenceId(bounds.identifier(f"{field}.sequence_id", verdict.sequence_id)),
+        base_len=bounds.whole(f"{field}.base_len", verdict.base_len, 1, bounds.MAX_TOKENS),
+        tokens=tokens,
+        drafted=drafted,
+        logprobs=tuple(
+            decode_logprobs(entry, f"{field}.logprobs[{index}]") for index, entry in enumerate(verdict.logprobs)
+        ),
+        fault=decode_fault(verdict.fault, f"{field}.fault") if verdict.HasField("fault") else None,
+    )
+
+
+def encode_occupancy(kv: KvOccupancy) -> pb.KvOccupancy:
+    """See `decode_occupancy`."""
+    return pb.KvOccupancy(blocks_total=kv.blocks_total, blocks_free=kv.blocks_free)
+
+
+def decode_occupancy(message: pb.KvOccupancy, field: str = "kv") -> KvOccupancy:
+    """Raises `InvalidRequest`."""
+    free = bounds.whole(f"{field}.blocks_free", message.blocks_free, 0, message.blocks_total)
+    return KvOccupancy(message.blocks_total, free)
+
+
+def encode_target_info(info: TargetInfo) -> pb.TargetServiceGetInfoResponse:
+    """See `decode_target_info`."""
+    return pb.TargetServiceGetInfoResponse(
+        model=info.model,
+        vocabulary_size=info.vocabulary_size,
+        max_context_len=info.max_context_len,
+        block_size=info.block_size,
+        kv=encode_occupancy(info.kv),
+        eos_token_ids=info.eos_token_ids,
+        tensor_parallel=info.tensor_parallel,
+        dtype=info.dtype,
+        epoch=info.epoch,
+    )
+
+
+def decode_target_info(message: pb.TargetServiceGetInfoResponse) -> TargetInfo:
+    """Raises `InvalidRequest`."""
+    return TargetInfo(
+        model=message.model,
+        vocabulary_size=bounds.whole("vocabulary_size", message.vocabulary_size, 1, bounds.MAX_TOKEN_ID),
+        max_context_len=bounds.whole("max_context_len", message.max_context_len, 1, bounds.MAX_TOKENS),
+        block_size=bounds.whole("block_size", message.block_size, 1, bounds.MAX_TOKENS),
+        kv=decode_occupancy(message.kv),
+        eos_token_ids=bounds.tokens("eos_token_ids", message.eos_token_ids, 0, 1024),
+        tensor_parallel=bounds.whole("tensor_parallel", message.tensor_parallel, 1, 4096),
+        dtype=message.dtype,
+        epoch=message.epoch,
+    )

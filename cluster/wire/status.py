@@ -1,0 +1,114 @@
+"""Errors across the wire: what is raised on one side is raised on the other, with the same words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+
+from cluster.core.errors import (
+    Aborted,
+    ConfigurationError,
+    DeadlineExceeded,
+    DrafterUnavailable,
+    InvalidRequest,
+    KvPoolExhausted,
+    ModelLoadError,
+    NotReady,
+    Overloaded,
+    PilotfishError,
+    TargetUnavailable,
+    TooLarge,
+    UnknownModel,
+    UnsupportedParameter,
+    WorkerUnavailable,
+)
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+DETAIL_KEY = "pilotfish-error-bin"
+"""Trailing metadata: JSON with the error's class, message and what else it carries."""
+
+# The first class that fits decides.
+_CODES: tuple[tuple[type[PilotfishError], grpc.StatusCode], ...] = (
+    (UnknownModel, grpc.StatusCode.NOT_FOUND),
+    (TooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (KvPoolExhausted, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (NotReady, grpc.StatusCode.UNAVAILABLE),
+    (WorkerUnavailable, grpc.StatusCode.UNAVAILABLE),
+    (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (Aborted, grpc.StatusCode.CANCELLED),
+    (ConfigurationError, grpc.StatusCode.FAILED_PRECONDITION),
+    (ModelLoadError, grpc.StatusCode.FAILED_PRECONDITION),
+)
+_KINDS: dict[str, type[PilotfishError]] = {
+    kind.__name__: kind
+    for kind in (
+        *(kind for kind, _ in _CODES),
+        UnsupportedParameter,
+        TargetUnavailable,
+        DrafterUnavailable,
+    )
+}
+
+
+def to_status(error: PilotfishError) -> tuple[grpc.StatusCode, str, Metadata]:
+    """The status, its message, and trailing metadata from which `from_rpc_error` rebuilds the error."""
+    code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.UNKNOWN)
+    detail: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
+    metadata: list[tuple[str, str | bytes]] = []
+    if isinstance(error, InvalidRequest):
+        detail |= {"field": error.field, "bound": error.bound}
+    if isinstance(error, Overloaded):
+        detail["retry_after_seconds"] = error.retry_after_seconds
+        metadata.append(("retry-after", str(max(1, round(error.retry_after_seconds)))))
+    metadata.append((DETAIL_KEY, json.dumps(detail).encode()))
+    return code, str(error), tuple(metadata)
+
+
+def from_rpc_error(
+    error: grpc.aio.AioRpcError, unavailable: type[PilotfishError] = WorkerUnavailable
+) -> PilotfishError:
+    """The error that the other side raised; `unavailable` for one that the connection itself made."""
+    message = error.details() or error.code().name
+    rebuilt = _rebuild(error)
+    if rebuilt is not None:
+        return rebuilt
+    match error.code():
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return _with_message(InvalidRequest("request", "", "valid"), message)
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineExceeded(message)
+        case grpc.StatusCode.CANCELLED:
+            return Aborted(message)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return _with_message(TooLarge("body", "", "smaller"), message)
+        case _:
+            return unavailable(message)
+
+
+def _rebuild(error: grpc.aio.AioRpcError) -> PilotfishError | None:
+    """From the trailing metadata; nothing in it is trusted to be well-formed."""
+    for key, value in error.trailing_metadata() or ():
+        if key != DETAIL_KEY:
+            continue
+        try:
+            detail = json.loads(value)
+            kind, message = _KINDS[detail["kind"]], str(detail["message"])
+            if issubclass(kind, InvalidRequest):
+                return _with_message(kind(str(detail["field"]), "", str(detail["bound"])), message)
+            if issubclass(kind, Overloaded):
+                return Overloaded(message, float(detail["retry_after_seconds"]))
+            return kind(message)
+        except (ValueError, KeyError, TypeError):
+            return None
+    return None
+
+
+def _with_message(error: PilotfishError, message: str) -> PilotfishError:
+    """The same words as on the other side."""
+    error.args = (message,)
+    return error
