@@ -61,6 +61,8 @@ class TargetSection(ModelSection):
     """Longest sequence, in tokens; unset takes the model's own bound."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Intra-op threads of each rank on CPU; 0 divides the cores among the roles."""
+    step_timeout_seconds: Seconds = 120.0
+    """A step later than this counts as lost: its sequences are sent anew once the target answers."""
     kv: KvSection = KvSection()
     """The pool on each rank."""
 

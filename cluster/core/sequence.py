@@ -102,6 +102,7 @@ class Sequence:
             logprobs=verdict.logprobs[: len(tokens)],
             finish=finish,
             usage=self.usage() if finish is not None else None,
+            drafted=verdict.drafted,
         )
 
     def _until_stop(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:

@@ -291,3 +291,5 @@ class Commit:
     finish: FinishReason | None = None
     usage: Usage | None = None
     """Set with `finish`."""
+    drafted: int = 0
+    """Nodes in the tree that was verified for it: whoever ends an answer early still knows its cost."""

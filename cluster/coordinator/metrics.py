@@ -1,0 +1,140 @@
+"""What the coordinator counts. vLLM's names where it has one, `pilotfish:*` where nobody has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from cluster.core.types import Commit
+
+_MODEL = "model_name"
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
+_LONG_SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
+_SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
+
+
+class Metrics:
+    """One registry of its own; every series carries the model's name, known once the target has told it."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.model_name = ""
+        self._running = self._gauge("vllm:num_requests_running", "Requests in flight.")
+        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests in the queue.")
+        self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of the target's KV blocks in use, 0 to 1.")
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.")
+        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens committed to answers.")
+        self._success = self._counter("vllm:request_success", "Ended requests, by reason.", "finished_reason")
+        self._preemptions = self._counter("vllm:num_preemptions", "Sequences that gave their blocks up.")
+        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Trees verified.")
+        self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Nodes of trees verified.")
+        self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Answer tokens that drafters wrote.")
+        self._first_token = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first commit.", _SECONDS)
+        self._inter_token = self._histogram(
+            "vllm:inter_token_latency_seconds", "Between commits, per token of the later one.", _SECONDS
+        )
+        self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last commit.", _LONG_SECONDS)
+        self._fallback = self._counter(
+            "pilotfish:drafter_fallback", "Rounds that went without wanted drafts, by reason.", "reason"
+        )
+        self._stale = self._counter("pilotfish:stale_proposals", "Proposals dropped: grown from another length.")
+        self._replays = self._counter("pilotfish:target_replays", "Sequences sent to the target anew after a loss.")
+        self._errors = self._counter("pilotfish:request_errors", "Requests that ended with an error.", "error")
+        self._crashes = self._counter("pilotfish:loop_restarts", "Times the coordinator's loop died of a bug.")
+        self._committed = self._histogram(
+            "pilotfish:committed_tokens_per_step", "Tokens that one verdict added to an answer.", _TOKENS
+        )
+        self._step_tokens = self._histogram(
+            "pilotfish:step_tokens", "Tokens in one step: prompt chunks, last tokens and trees.", _TOKENS
+        )
+        self._propose = self._histogram(
+            "pilotfish:propose_latency_seconds", "Waiting for drafts, per round that asked.", _SHORT_SECONDS
+        )
+        self._step = self._histogram("pilotfish:step_latency_seconds", "Waiting for verdicts, per round.", _SECONDS)
+        self._target = self._histogram(
+            "pilotfish:target_step_seconds", "The part of the wait that the target itself reports.", _SECONDS
+        )
+        self._overhead = self._histogram(
+            "pilotfish:round_overhead_seconds",
+            "A round less its wait for drafts and the target's own step: the coordinator's work and the wire.",
+            _SHORT_SECONDS,
+        )
+
+    def exposition(self) -> tuple[bytes, str]:
+        """Everything in Prometheus' text format, and its content type."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+    def watch(self, running: Callable[[], float], waiting: Callable[[], float], kv_usage: Callable[[], float]) -> None:
+        """Read these whenever the metrics are asked for."""
+        self._running.labels(self.model_name).set_function(running)
+        self._waiting.labels(self.model_name).set_function(waiting)
+        self._kv_usage.labels(self.model_name).set_function(kv_usage)
+
+    def admitted(self, prompt_tokens: int) -> None:
+        """A request was accepted into the queue."""
+        self._prompt_tokens.labels(self.model_name).inc(prompt_tokens)
+
+    def committed(self, commit: Commit, since_arrival: float, since_latest: float | None) -> None:
+        """A verdict added `commit` to an answer; `since_latest` is `None` for its first tokens. In seconds."""
+        count = len(commit.tokens)
+        self._generation_tokens.labels(self.model_name).inc(count)
+        self._committed.labels(self.model_name).observe(count)
+        if commit.drafted:
+            self._drafts.labels(self.model_name).inc()
+            self._draft_tokens.labels(self.model_name).inc(commit.drafted)
+            self._accepted.labels(self.model_name).inc(commit.accepted)
+        if since_latest is None:
+            self._first_token.labels(self.model_name).observe(since_arrival)
+        else:
+            for _ in range(count):
+                self._inter_token.labels(self.model_name).observe(since_latest / count)
+
+    def finished(self, reason: str, since_arrival: float) -> None:
+        """A request ended with a finish reason; a client that left counts as `abort`."""
+        self._success.labels(self.model_name, reason).inc()
+        self._e2e.labels(self.model_name).observe(since_arrival)
+
+    def failed(self, error: Exception) -> None:
+        """A request ended with an error."""
+        self._errors.labels(self.model_name, type(error).__name__).inc()
+
+    def preempted(self, count: int) -> None:
+        """Sequences gave their blocks up to older ones."""
+        self._preemptions.labels(self.model_name).inc(count)
+
+    def replayed(self, count: int) -> None:
+        """Sequences will be sent anew: the target lost them."""
+        self._replays.labels(self.model_name).inc(count)
+
+    def drafter_fallback(self, reason: str) -> None:
+        """A round goes without drafts that it wanted: `late`, `failed`, `open` (breaker) or `busy` (a late call)."""
+        self._fallback.labels(self.model_name, reason).inc()
+
+    def stale_proposal(self) -> None:
+        """A proposal was dropped."""
+        self._stale.labels(self.model_name).inc()
+
+    def loop_died(self) -> None:
+        """The coordinator's loop is restarted."""
+        self._crashes.labels(self.model_name).inc()
+
+    def round(self, *, tokens: int, total: float, propose: float | None, step: float, target: float) -> None:
+        """One round: tokens in its step, and seconds; `propose` is `None` when no drafts were asked for."""
+        self._step_tokens.labels(self.model_name).observe(tokens)
+        if propose is not None:
+            self._propose.labels(self.model_name).observe(propose)
+        self._step.labels(self.model_name).observe(step)
+        self._target.labels(self.model_name).observe(target)
+        self._overhead.labels(self.model_name).observe(max(0.0, total - (propose or 0.0) - target))
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, (_MODEL,), registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, (_MODEL, *labels), registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(name, text, (_MODEL,), registry=self.registry, buckets=buckets)

@@ -1,0 +1,45 @@
+"""A plan made into the step's rows, and a verdict held against its row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cluster.coordinator.stream import Stream
+from cluster.core.ids import SequenceId
+from cluster.core.scheduler import Plan
+from cluster.core.tree import EMPTY_TREE, TokenTree
+from cluster.core.types import Verdict, VerifyRow
+
+
+def build_rows(
+    plan: Plan, running: Mapping[SequenceId, Stream], trees: Mapping[SequenceId, TokenTree]
+) -> tuple[VerifyRow, ...]:
+    """The planned rows of those sequences that are still there, each with its tree if it got one."""
+    rows: list[VerifyRow] = []
+    for planned in plan.rows:
+        stream = running.get(planned.sequence_id)
+        if stream is None:
+            continue
+        stream.touched = True
+        sequence = stream.sequence
+        first, end = sequence.stored_len, sequence.stored_len + planned.pending
+        row = VerifyRow(
+            sequence_id=sequence.id,
+            base_len=end,
+            pending=tuple(sequence.tokens[first:end]),
+            tree=trees.get(sequence.id, EMPTY_TREE) if planned.decide else EMPTY_TREE,
+            decide=planned.decide,
+            start=sequence.start if first == 0 else None,
+        )
+        rows.append(row)
+    return tuple(rows)
+
+
+def is_sound(row: VerifyRow, verdict: Verdict | None) -> bool:
+    """Whether the verdict answers the row: of its length, and with as many tokens as its tree allows."""
+    if verdict is None or verdict.base_len != row.base_len:
+        return False
+    if verdict.fault is not None:
+        return True
+    fewest, most = (1, 1 + row.tree.depth()) if row.decide else (0, 0)
+    return fewest <= len(verdict.tokens) <= most

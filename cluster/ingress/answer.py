@@ -1,0 +1,104 @@
+"""One answer's way from committed tokens to text: detokenize, look for stop strings, count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.core.ids import RequestId
+from cluster.core.types import Commit, FinishReason, GenerationRequest, TokenLogprobs, Usage
+from cluster.ingress.stop import StopMatcher
+from cluster.ingress.tokenizer import Detokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request was admitted; sending `seed` again gives the same answer."""
+
+    request_id: RequestId
+    model: str
+    seed: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one commit added. `text` may lag behind `tokens`; together all texts are the answer."""
+
+    text: str
+    tokens: tuple[int, ...]
+    accepted: int
+    """How many of the leading `tokens` a drafter wrote first."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Why the answer ended, by which stop, and what it cost."""
+
+    reason: FinishReason
+    usage: Usage
+    stop_string: str | None = None
+    stop_token: int | None = None
+
+
+Event = Started | Delta | Finished
+
+
+class Answer:
+    """Turns commits into deltas until something ends the answer; then `finished` is set."""
+
+    __slots__ = ("_accepted", "_drafted", "_matcher", "_prompt_len", "_steps", "_stream", "_tokens", "finished")
+
+    def __init__(self, request: GenerationRequest, stream: Detokenizer) -> None:
+        self.finished: Finished | None = None
+        self._stream = stream
+        self._matcher = StopMatcher(request.stopping.stop_strings)
+        self._prompt_len = len(request.prompt)
+        self._tokens = 0
+        self._drafted = 0
+        self._accepted = 0
+        self._steps = 0
+
+    def take(self, commit: Commit) -> Delta:
+        """What the commit adds. A stop string cuts it after the token that completes the string.
+
+        The stop token of an answer counts as one of its tokens and adds nothing to its text.
+        """
+        text, count, stop = self._read(commit)
+        if stop is None and commit.finish is not None:
+            last = self._matcher.push(self._stream.flush())
+            text += last.text
+            stop = last.stop
+            if stop is None:
+                text += self._matcher.flush()
+        delta = Delta(text, commit.tokens[:count], min(commit.accepted, count), commit.logprobs[:count])
+        self._count(commit, delta)
+        self._finish(commit, stop)
+        return delta
+
+    def _read(self, commit: Commit) -> tuple[str, int, str | None]:
+        """Text of the commit, how many of its tokens the answer keeps, and the stop string found."""
+        silent = len(commit.tokens) - 1 if commit.finish is FinishReason.STOP else len(commit.tokens)
+        texts: list[str] = []
+        for position, token in enumerate(commit.tokens[:silent]):
+            matched = self._matcher.push(self._stream.push(token))
+            texts.append(matched.text)
+            if matched.stop is not None:
+                return "".join(texts), position + 1, matched.stop
+        return "".join(texts), len(commit.tokens), None
+
+    def _count(self, commit: Commit, delta: Delta) -> None:
+        self._tokens += len(delta.tokens)
+        self._accepted += delta.accepted
+        self._drafted += commit.drafted
+        self._steps += 1 if commit.tokens else 0
+
+    def _finish(self, commit: Commit, stop: str | None) -> None:
+        if stop is not None:
+            self.finished = Finished(FinishReason.STOP, self._usage(), stop_string=stop)
+        elif commit.finish is not None:
+            stop_token = commit.tokens[-1] if commit.finish is FinishReason.STOP and commit.tokens else None
+            self.finished = Finished(commit.finish, commit.usage or self._usage(), stop_token=stop_token)
+
+    def _usage(self) -> Usage:
+        return Usage(self._prompt_len, self._tokens, self._drafted, self._accepted, self._steps)

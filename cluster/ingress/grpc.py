@@ -1,0 +1,169 @@
+"""The gRPC door: protobuf in, protobuf out, everything else in the room."""
+
+# ruff: noqa: N802, ARG002 - names and signatures are the schema's
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, Protocol, TypeAlias
+
+import grpc
+
+from cluster.core.types import FinishReason, TokenLogprobs, Usage
+from cluster.ingress.answer import Delta, Event, Finished, Started
+from cluster.ingress.generation import Generation, ServedModel
+from pilotfish.v1 import common_pb2, generation_pb2, generation_pb2_grpc, operations_pb2, operations_pb2_grpc
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+_REASONS = {
+    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: generation_pb2.FINISH_REASON_ABORT,
+}
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """The public service. Errors are raised as they are; the server maps them to statuses."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    async def Generate(
+        self, request: generation_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        """Stream one answer. A cancelled call closes it, and with it everything it held."""
+        async with aclosing(self._generation.generate(request, context.time_remaining())) as events:
+            async for event in events:
+                yield self._encode(event)
+
+    async def Abort(
+        self,
+        request: generation_pb2.AbortRequest,
+        context: Context,
+    ) -> generation_pb2.AbortResponse:
+        """Stop a running request."""
+        return generation_pb2.AbortResponse(aborted=self._generation.abort(request.request_id))
+
+    async def Tokenize(
+        self,
+        request: generation_pb2.TokenizeRequest,
+        context: Context,
+    ) -> generation_pb2.TokenizeResponse:
+        """Text or conversation to tokens."""
+        tokens = await self._generation.tokenize(request)
+        return generation_pb2.TokenizeResponse(
+            token_ids=tokens, max_context_len=self._generation.model().max_context_len
+        )
+
+    async def Detokenize(
+        self,
+        request: generation_pb2.DetokenizeRequest,
+        context: Context,
+    ) -> generation_pb2.DetokenizeResponse:
+        """Tokens to text."""
+        return generation_pb2.DetokenizeResponse(text=await self._generation.detokenize(request))
+
+    async def ListModels(
+        self,
+        request: generation_pb2.ListModelsRequest,
+        context: Context,
+    ) -> generation_pb2.ListModelsResponse:
+        """The models served."""
+        return generation_pb2.ListModelsResponse(models=[_encode_model(self._generation.model())])
+
+    async def GetModel(
+        self,
+        request: generation_pb2.GetModelRequest,
+        context: Context,
+    ) -> generation_pb2.GetModelResponse:
+        """One model by name."""
+        return generation_pb2.GetModelResponse(model=_encode_model(self._generation.model(request.model)))
+
+    def _encode(self, event: Event) -> generation_pb2.GenerateResponse:
+        match event:
+            case Started():
+                return generation_pb2.GenerateResponse(started=_encode_started(event))
+            case Delta():
+                return generation_pb2.GenerateResponse(delta=self._encode_delta(event))
+            case Finished():
+                return generation_pb2.GenerateResponse(finished=_encode_finished(event))
+
+    def _encode_delta(self, delta: Delta) -> generation_pb2.GenerationDelta:
+        return generation_pb2.GenerationDelta(
+            text=delta.text,
+            token_ids=delta.tokens,
+            accepted_draft_tokens=delta.accepted,
+            logprobs=[self._encode_logprobs(entry) for entry in delta.logprobs],
+            token_bytes=[self._generation.token_bytes(entry.token) for entry in delta.logprobs],
+        )
+
+    def _encode_logprobs(self, entry: TokenLogprobs) -> common_pb2.TokenLogprobs:
+        return common_pb2.TokenLogprobs(
+            token_id=entry.token,
+            logprob=entry.logprob,
+            top=[
+                common_pb2.TopLogprob(token_id=token, logprob=logprob, token_bytes=self._generation.token_bytes(token))
+                for token, logprob in entry.top
+            ],
+        )
+
+
+class Exposition(Protocol):
+    """What the operations service needs of the coordinator's metrics."""
+
+    def exposition(self) -> tuple[bytes, str]:
+        """Prometheus text and its content type."""
+        ...
+
+
+class OperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
+    """What operators read."""
+
+    def __init__(self, metrics: Exposition) -> None:
+        self._metrics = metrics
+
+    async def GetMetrics(
+        self,
+        request: operations_pb2.GetMetricsRequest,
+        context: Context,
+    ) -> operations_pb2.GetMetricsResponse:
+        """The coordinator's metrics."""
+        exposition, content_type = self._metrics.exposition()
+        return operations_pb2.GetMetricsResponse(exposition=exposition, content_type=content_type)
+
+
+def _encode_started(event: Started) -> generation_pb2.GenerationStarted:
+    return generation_pb2.GenerationStarted(
+        request_id=event.request_id, model=event.model, seed=event.seed, prompt_tokens=event.prompt_tokens
+    )
+
+
+def _encode_finished(event: Finished) -> generation_pb2.GenerationFinished:
+    return generation_pb2.GenerationFinished(
+        reason=_REASONS[event.reason],
+        usage=_encode_usage(event.usage),
+        stop_string=event.stop_string,
+        stop_token_id=event.stop_token,
+    )
+
+
+def _encode_usage(usage: Usage) -> generation_pb2.Usage:
+    return generation_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        drafted_tokens=usage.drafted_tokens,
+        accepted_draft_tokens=usage.accepted_tokens,
+        target_steps=usage.target_steps,
+    )
+
+
+def _encode_model(model: ServedModel) -> generation_pb2.Model:
+    return generation_pb2.Model(
+        id=model.name,
+        created=model.created,
+        max_context_len=model.max_context_len,
+        vocabulary_size=model.vocabulary_size,
+        draft_method=model.draft_method,
+    )

@@ -1,0 +1,75 @@
+"""Every failure in the shape of OpenAI's API: status, `{"error": {message, type, param, code}}`, headers."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+
+from cluster.core.errors import (
+    Aborted,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    PilotfishError,
+    TooLarge,
+    UnknownModel,
+    UnsupportedParameter,
+    WorkerUnavailable,
+)
+
+_INVALID = "invalid_request_error"
+_SERVER = "server_error"
+
+# The first class that fits decides: error, status, type, code.
+_TABLE: tuple[tuple[type[Exception], int, str, str | None], ...] = (
+    (UnsupportedParameter, 400, _INVALID, "unsupported_parameter"),
+    (TooLarge, 413, _INVALID, "request_too_large"),
+    (UnknownModel, 404, _INVALID, "model_not_found"),
+    (InvalidRequest, 400, _INVALID, None),
+    (Overloaded, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (NotReady, 503, _SERVER, "service_unavailable"),
+    (WorkerUnavailable, 503, _SERVER, "service_unavailable"),
+    (DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
+    (Aborted, 499, _INVALID, "aborted"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error as it is sent."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> bytes:
+        """The JSON body, ASCII only, so that even a lone surrogate in a message can be sent."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+
+def failure(error: Exception) -> Failure:
+    """How to answer. What was not raised on purpose is told in no detail."""
+    for kind, status, name, code in _TABLE:
+        if isinstance(error, kind):
+            return Failure(status, str(error), name, _param(error), code, _headers(error))
+    if isinstance(error, PilotfishError):
+        return Failure(500, str(error), _SERVER, code="internal_error")
+    return Failure(500, "the server failed to answer; its log says why", _SERVER, code="internal_error")
+
+
+def _param(error: Exception) -> str | None:
+    if not isinstance(error, InvalidRequest) or error.field == "body":
+        return None
+    return error.field
+
+
+def _headers(error: Exception) -> dict[str, str]:
+    if isinstance(error, Overloaded):
+        return {"retry-after": str(max(1, math.ceil(error.retry_after_seconds)))}
+    return {}

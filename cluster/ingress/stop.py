@@ -1,0 +1,61 @@
+"""Stop strings that may span tokens and commits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """Text that may be sent, and the stop string that was found right after it, if one was."""
+
+    text: str
+    stop: str | None = None
+
+
+class StopMatcher:
+    """Lets text through, but for a suffix that may still become a stop string.
+
+    The stop string that is complete first ends the text, before its first character; among those complete
+    at the same character the longest. How the text was cut into pieces changes nothing.
+    """
+
+    __slots__ = ("_held", "_stops")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, text: str) -> Matched:
+        """Take a piece; returns what is certain now. After a match nothing more may be pushed."""
+        held = self._held + text
+        found = self._first(held)
+        if found is not None:
+            start, stop = found
+            self._held = ""
+            return Matched(held[:start], stop)
+        certain = len(held) - self._undecided(held)
+        self._held = held[certain:]
+        return Matched(held[:certain])
+
+    def flush(self) -> str:
+        """What was held back, at the end of the answer."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first(self, text: str) -> tuple[int, str] | None:
+        ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if not ends:
+            return None
+        _, start, stop = min(ends)
+        return start, stop
+
+    def _undecided(self, text: str) -> int:
+        """Length of the longest suffix that begins a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        for length in range(min(longest, len(text)), 0, -1):
+            suffix = text[-length:]
+            if any(stop.startswith(suffix) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,208 @@
+"""One answer through the whole cluster, each token marked by who wrote it first; then the same without drafts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import httpx
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cluster.core.config import Configuration, DraftSection
+from cluster.core.errors import WorkerUnavailable
+from cluster.ingress.tokenizer import Tokenizer
+from deploy.models import resolve_models, served_name
+from deploy.running import ServeCluster
+from deploy.settings import Settings
+
+MAX_TOKENS = 96
+
+# Answers that repeat their prompt are what prompt lookup is for: a rewrite, a correction, an extraction.
+PROMPT = """\
+Correct the spelling mistakes in this text and write it out again, changing nothing else:
+
+The pilot fish is a smal carnivorous fish. It swims ahed of sharks and eats the leftovers of thier meals. \
+In the mouth of the shark it eats the parasites, and the shark does not eat the pilot fish. \
+Sailors once beleived that the pilot fish leads the shark to its food."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one commit added: the first `accepted` tokens were drafted, the rest are the target's own."""
+
+    tokens: tuple[int, ...]
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One streamed answer, measured at the client."""
+
+    tokens: tuple[int, ...]
+    first_tokens: int
+    """Tokens of the first chunk."""
+    steps: int
+    accepted: int
+    seconds: float
+    """From the first chunk to the last: what decoding took."""
+    first_seconds: float
+    """From the request to the first chunk."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of decoding: the first chunk and its time belong to the prompt."""
+        return (len(self.tokens) - self.first_tokens) / self.seconds if self.seconds else 0.0
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens per target step."""
+        return len(self.tokens) / self.steps if self.steps else 0.0
+
+
+class Marker:
+    """Writes an answer as it comes: drafted tokens coloured, and bracketed too where colour cannot be seen."""
+
+    def __init__(self, output: Console, tokenizer: Tokenizer) -> None:
+        self._output = output
+        self._stream = tokenizer.stream()
+        self._bracketed = not output.is_terminal
+        self._inside = False
+
+    def write(self, chunk: Chunk) -> None:
+        """One commit's tokens."""
+        for position, token in enumerate(chunk.tokens):
+            drafted = position < chunk.accepted
+            self._bracket(drafted)
+            self._output.print(Text(self._stream.push(token), "bold green" if drafted else "default"), end="")
+
+    def end(self) -> None:
+        """The last character and a new line."""
+        self._bracket(False)
+        self._output.print(Text(self._stream.flush()))
+
+    def _bracket(self, drafted: bool) -> None:
+        if self._bracketed and drafted != self._inside:
+            self._output.print(Text("[" if drafted else "]"), end="")
+            self._inside = drafted
+
+
+def stream_chat(url: str, model: str, timeout_seconds: float) -> Iterator[Chunk]:
+    """One greedy chat answer over HTTP, a chunk per commit. Raises `WorkerUnavailable`."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": PROMPT}],
+        "temperature": 0,
+        "max_tokens": MAX_TOKENS,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    try:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=timeout_seconds) as response:
+            if response.status_code != httpx.codes.OK:
+                raise WorkerUnavailable(f"{url} answered {response.status_code}: {response.read().decode()}")
+            for line in response.iter_lines():
+                chunk = _chunk(line)
+                if chunk is not None and chunk.tokens:
+                    yield chunk
+    except httpx.TransportError as error:
+        raise WorkerUnavailable(f"{url} broke off: {error!r}") from None
+
+
+def measure(chunks: Iterator[Chunk], hear: Callable[[Chunk], None]) -> Run:
+    """Time a stream as its reader sees it."""
+    begun = time.perf_counter()
+    arrivals: list[float] = []
+    heard: list[Chunk] = []
+    for chunk in chunks:
+        arrivals.append(time.perf_counter() - begun)
+        heard.append(chunk)
+        hear(chunk)
+    if not heard:
+        raise WorkerUnavailable("the answer was empty")
+    return Run(
+        tokens=tuple(token for chunk in heard for token in chunk.tokens),
+        first_tokens=len(heard[0].tokens),
+        steps=len(heard),
+        accepted=sum(chunk.accepted for chunk in heard),
+        seconds=arrivals[-1] - arrivals[0],
+        first_seconds=arrivals[0],
+    )
+
+
+def run(settings: Settings, output: Console, notices: Console) -> None:
+    """Start, ask, compare, stop. Raises `PilotfishError`."""
+    drafting = settings.configuration
+    plain = drafting.model_copy(update={"draft": DraftSection(method="none")})
+    with ExitStack() as stack:
+        status = stack.enter_context(notices.status("starting"))
+        cluster = stack.enter_context(ServeCluster(settings, status.update))
+        tokenizer = Tokenizer.load(resolve_models(settings, status.update).target)
+        status.stop()
+        output.print(Text(f"Question: {PROMPT}"))
+        with_drafts = _answer(cluster, drafting, output, tokenizer)
+        status.start()
+        cluster.redeploy(plain)
+        status.stop()
+        without = _answer(cluster, plain, output, tokenizer)
+        status.start()
+    output.print(comparison(drafting.draft.method, with_drafts, without))
+    if with_drafts.tokens != without.tokens:
+        raise WorkerUnavailable("the two answers differ: this must not happen; please report it")
+    output.print(f"Both answers are the same {len(without.tokens)} tokens.")
+
+
+def comparison(method: str, with_drafts: Run, without: Run) -> Table:
+    """Both runs side by side."""
+    table = Table(box=SIMPLE)
+    for heading in (
+        "drafts",
+        "tokens",
+        "target steps",
+        "tokens per step",
+        "drafted and accepted",
+        "tokens/s",
+        "first token",
+    ):
+        table.add_column(heading, justify="left" if heading == "drafts" else "right")
+    for name, measured in ((method, with_drafts), ("none", without)):
+        table.add_row(
+            name,
+            str(len(measured.tokens)),
+            str(measured.steps),
+            f"{measured.mean_length:.2f}",
+            f"{measured.accepted}",
+            f"{measured.tokens_per_second:.1f}",
+            f"{measured.first_seconds:.2f} s",
+        )
+    return table
+
+
+def _answer(cluster: ServeCluster, configuration: Configuration, output: Console, tokenizer: Tokenizer) -> Run:
+    """Stream one answer to the terminal and time it."""
+    drafter = configuration.draft.method
+    legend = "green" if output.is_terminal else "in brackets"
+    note = f"{legend}: drafted, then accepted by the target" if drafter != "none" else "every token the target's own"
+    output.print(f"\nDrafts: {drafter} ({note})\n", markup=False)
+    marker = Marker(output, tokenizer)
+    seconds = configuration.limits.max_timeout_seconds
+    measured = measure(stream_chat(cluster.http_url, served_name(configuration), seconds), marker.write)
+    marker.end()
+    return measured
+
+
+def _chunk(line: str) -> Chunk | None:
+    """One server-sent event, if it is one that carries tokens. Raises `WorkerUnavailable` for an error event."""
+    payload = line.removeprefix("data: ")
+    if payload == line or payload == "[DONE]":
+        return None
+    event = json.loads(payload)
+    if "error" in event:
+        raise WorkerUnavailable(f"the answer broke off: {event['error']}")
+    choice = event["choices"][0]
+    return Chunk(tuple(choice.get("token_ids", ())), int(choice.get("accepted_draft_tokens", 0)))

@@ -1,0 +1,48 @@
+"""What the machine at hand offers; the one place that looks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from deploy.placement import Resources
+
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
+
+
+def local_resources() -> Resources:
+    """Cores, free memory and visible GPUs of this machine or container, without starting anything."""
+    # Imported here: torch takes seconds, and most commands end before they need it.
+    import psutil
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpu_memory = [int(torch.cuda.mem_get_info(index)[0]) for index in range(gpus)]
+    return Resources(
+        cpus=float(usable_cores(_CONTROL_GROUP)),
+        gpus=gpus,
+        memory_bytes=min(int(psutil.virtual_memory().available), free_memory_limit(_CONTROL_GROUP)),
+        gpu_memory_bytes=min(gpu_memory, default=0),
+    )
+
+
+def usable_cores(control_group: Path) -> int:
+    """Cores this process may run on: by affinity, and by the container's quota where there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _read(control_group / "cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit() and int(period):
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def free_memory_limit(control_group: Path) -> int:
+    """Bytes that the container's memory limit leaves; a very large number where there is no limit."""
+    limit, used = _read(control_group / "memory.max"), _read(control_group / "memory.current")
+    return max(0, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else 1 << 62
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text("ascii").strip()
+    except OSError:
+        return ""

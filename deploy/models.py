@@ -1,0 +1,60 @@
+"""From the names in a configuration to local directories, before any actor starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.core.config import Configuration, ModelSection
+from deploy.settings import Settings
+
+Report = Callable[[str], None]
+"""Hears, in a few words, what long work is going on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Where the models lie, and the configuration that says so."""
+
+    configuration: Configuration
+    """As the operator wrote it, with every path resolved and the served name settled."""
+    target: Path
+    draft: Path | None
+
+
+def served_name(configuration: Configuration) -> str:
+    """The model name clients send: as configured, or the last part of the path, without `.gguf`."""
+    return configuration.target.served_name or Path(configuration.target.path).name.removesuffix(".gguf")
+
+
+def resolve_models(settings: Settings, report: Report) -> Models:
+    """Find, fetch or convert the configured models. Raises `ModelLoadError`, which says what to do."""
+    configuration = settings.configuration
+    target = _resolve(configuration.target, settings.cache_directory, report)
+    draft = None
+    if configuration.draft.model is not None:
+        draft = _resolve(configuration.draft.model, settings.cache_directory, report)
+    return Models(_with_paths(configuration, target, draft), target, draft)
+
+
+def _resolve(section: ModelSection, cache_directory: Path, report: Report) -> Path:
+    report(f"finding {section.path} (fetched or converted the first time)")
+    # Imported here: torch and transformers take seconds, and most commands end before they need them.
+    from workers.model.weights import resolve_model_directory
+
+    return resolve_model_directory(section.path, cache_directory, section.revision)
+
+
+def _with_paths(configuration: Configuration, target: Path, draft: Path | None) -> Configuration:
+    sections = {
+        "target": configuration.target.model_copy(
+            update={"path": str(target), "revision": None, "served_name": served_name(configuration)}
+        )
+    }
+    if draft is not None and configuration.draft.model is not None:
+        model = configuration.draft.model.model_copy(update={"path": str(draft), "revision": None})
+        return configuration.model_copy(
+            update=sections | {"draft": configuration.draft.model_copy(update={"model": model})}
+        )
+    return configuration.model_copy(update=sections)

@@ -1,0 +1,128 @@
+"""Who sits where: a pure function from a configuration and a node's resources to bundles and threads.
+
+One Serve replica is one placement group. A target's ranks are packed on one node (their all-reduces
+cross it at every layer); a draft model takes a GPU that no rank uses, so that both can run at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cluster.core.config import Configuration
+
+Device = Literal["cpu", "cuda"]
+
+HELPER_CPUS = 0.1
+"""What a role that only waits, sends and looks up claims of a core."""
+
+STRATEGY = "STRICT_PACK"
+"""All bundles of a replica on one node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one node offers."""
+
+    cpus: float
+    gpus: int
+    memory_bytes: int
+    """Free main memory."""
+    gpu_memory_bytes: int = 0
+    """Free memory of the fullest GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What one process claims."""
+
+    cpus: float
+    gpus: int = 0
+
+    def claims(self) -> dict[str, float]:
+        """As Ray writes it."""
+        return {"CPU": self.cpus} | ({"GPU": float(self.gpus)} if self.gpus else {})
+
+
+@dataclass(frozen=True, slots=True)
+class RolePlacement:
+    """One role: a bundle per process, the first for the replica itself."""
+
+    role: str
+    device: Device
+    bundles: tuple[Bundle, ...]
+    threads: int
+    """Intra-op threads of each process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Every role."""
+
+    target: RolePlacement
+    draft: RolePlacement
+    coordinator: RolePlacement
+    ingress: RolePlacement
+
+    @property
+    def roles(self) -> tuple[RolePlacement, ...]:
+        return (self.ingress, self.coordinator, self.draft, self.target)
+
+    @property
+    def cpus(self) -> float:
+        """All cores claimed."""
+        return sum(bundle.cpus for role in self.roles for bundle in role.bundles)
+
+    @property
+    def gpus(self) -> int:
+        """All GPUs claimed."""
+        return sum(bundle.gpus for role in self.roles for bundle in role.bundles)
+
+
+def plan(configuration: Configuration, resources: Resources) -> Placement:
+    """Place every role; never fails: `preflight` tells what the node lacks for it.
+
+    A drafter computes where the configuration gives it a model; otherwise it only looks up.
+    """
+    target, draft = configuration.target, configuration.draft
+    ranks = target.tensor_parallel
+    target_device = _device(target.device, resources.gpus)
+    gpus_left = resources.gpus - (ranks if target_device == "cuda" else 0)
+    draft_device = _device(draft.model.device, gpus_left) if draft.model is not None else "cpu"
+
+    cores = max(1, int(resources.cpus))
+    draft_cores = _draft_cores(cores, target_device) if draft.model is not None and draft_device == "cpu" else 0
+    target_cores = cores - draft_cores if target_device == "cpu" else 0
+
+    helpers = 2 if draft.model is not None else 3
+    cpus_left = max(0.0, resources.cpus - helpers * HELPER_CPUS)
+    draft_bundle = Bundle(HELPER_CPUS)
+    if draft.model is not None:
+        draft_bundle = Bundle(1.0, 1) if draft_device == "cuda" else Bundle(_share(cpus_left, draft_cores / cores))
+        cpus_left -= draft_bundle.cpus
+    target_bundle = Bundle(1.0, 1) if target_device == "cuda" else Bundle(_share(cpus_left, 1 / ranks))
+    return Placement(
+        target=RolePlacement(
+            "target", target_device, (target_bundle,) * ranks, target.threads or max(1, target_cores // ranks)
+        ),
+        draft=RolePlacement("draft", draft_device, (draft_bundle,), draft.threads or max(1, draft_cores)),
+        coordinator=RolePlacement("coordinator", "cpu", (Bundle(HELPER_CPUS),), 1),
+        ingress=RolePlacement("ingress", "cpu", (Bundle(HELPER_CPUS),), 1),
+    )
+
+
+def _device(asked: str, gpus_left: int) -> Device:
+    """`auto` takes a GPU where one is left."""
+    if asked == "auto":
+        return "cuda" if gpus_left > 0 else "cpu"
+    return "cuda" if asked == "cuda" else "cpu"
+
+
+def _draft_cores(cores: int, target_device: Device) -> int:
+    """Cores of a draft model on CPU: a quarter beside a target on the same cores, else all but one."""
+    return max(1, cores // 4 if target_device == "cpu" else cores - 1)
+
+
+def _share(cpus: float, fraction: float) -> float:
+    """A part of the cores, rounded down to hundredths so that the parts never add up to more than the whole."""
+    return max(0.01, int(cpus * fraction * 100) / 100)

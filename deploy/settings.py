@@ -1,0 +1,130 @@
+"""Where settings come from: presets, files, `--set` and the environment, in that order of strength.
+
+This is the only reader of the environment:
+
+- `PILOTFISH_CONFIG`: the preset or file taken when none is named (default: the preset `cpu`);
+- `PILOTFISH_CACHE_DIR`: where converted weights are kept (default: `~/.cache/pilotfish`);
+- `PILOTFISH_RAY_ADDRESS`: a running Ray cluster to join (default: start one on this machine).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.core.config import Configuration, load
+from cluster.core.errors import ConfigurationError
+
+DEFAULT_PRESET = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All that a command needs to know before it starts anything."""
+
+    configuration: Configuration
+    cache_directory: Path
+    """Where converted weights are kept."""
+    ray_address: str | None = None
+    """A running Ray cluster to join; `None` starts one on this machine."""
+
+
+def read(
+    config: str | None = None,
+    assignments: Iterable[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Settings:
+    """Settings from a preset name or a file, then `key=value` assignments over it.
+
+    Raises `ConfigurationError` for an unreadable file, a malformed assignment or a refused value.
+    """
+    return _settle(config, parse_assignments(assignments), os.environ if environment is None else environment)
+
+
+def from_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Settings:
+    """Settings from the arguments of `serve run deploy.app:build_app config=cpu target.dtype=bfloat16`.
+
+    `config` names a preset or a file; every other key is a setting, dotted or nested; strings are read
+    as YAML. Raises `ConfigurationError`.
+    """
+    values = {key: value for key, value in arguments.items() if key != "config"}
+    overrides = {key: _parse(key, value) if isinstance(value, str) else value for key, value in _flatten(values)}
+    config = arguments.get("config")
+    return _settle(
+        None if config is None else str(config), overrides, os.environ if environment is None else environment
+    )
+
+
+def disable_ray_reports() -> None:
+    """Ray reports its use to its makers unless this is set before it starts."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+def _settle(config: str | None, overrides: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
+    values = read_values(config or environment.get("PILOTFISH_CONFIG") or DEFAULT_PRESET)
+    cache = environment.get("PILOTFISH_CACHE_DIR") or "~/.cache/pilotfish"
+    return Settings(
+        configuration=load(values, overrides),
+        cache_directory=Path(cache).expanduser(),
+        ray_address=environment.get("PILOTFISH_RAY_ADDRESS") or None,
+    )
+
+
+def presets() -> tuple[str, ...]:
+    """Names of the presets that come with Pilotfish."""
+    directory = resources.files("deploy").joinpath("presets")
+    return tuple(
+        sorted(entry.name.removesuffix(".yaml") for entry in directory.iterdir() if entry.name.endswith(".yaml"))
+    )
+
+
+def read_values(config: str) -> dict[str, Any]:
+    """The nested values of a preset or a YAML file. Raises `ConfigurationError`."""
+    if config in presets():
+        text = resources.files("deploy").joinpath("presets", f"{config}.yaml").read_text("utf-8")
+    else:
+        try:
+            text = Path(config).expanduser().read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            known = ", ".join(presets())
+            raise ConfigurationError(
+                f"--config {config}: needed a readable file or a preset ({known}); {error}"
+            ) from None
+    values = _parse(config, text)
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigurationError(f"{config}: needed sections with keys, found {type(values).__name__}")
+    return values
+
+
+def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
+    """`["target.dtype=bfloat16"]` to dotted overrides; values are YAML. Raises `ConfigurationError`."""
+    overrides: dict[str, Any] = {}
+    for assignment in assignments:
+        key, sign, value = assignment.partition("=")
+        if not sign or not key.strip():
+            raise ConfigurationError(f"--set {assignment}: needed key=value, as in --set target.dtype=bfloat16")
+        overrides[key.strip()] = _parse(f"--set {key}", value)
+    return overrides
+
+
+def _parse(source: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{source}: not YAML; {' '.join(str(error).split())}") from None
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,74 @@
+"""The room over the true coordinator: who drafts changes nothing that a client reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from cluster.coordinator.coordinator import Coordinator
+from cluster.coordinator.metrics import Metrics
+from cluster.core.config import LimitsSection, load
+from cluster.core.types import FinishReason
+from cluster.ingress.answer import Delta, Event, Finished
+from cluster.ingress.generation import Generation
+from cluster.ingress.tokenizer import Tokenizer
+from pilotfish.v1 import common_pb2, generation_pb2
+from tests.fakes import AlwaysAgree, FakeDrafter, FakeTarget, NeverAgree, RandomGuesses
+from tests.tiny_tokenizer import byte_level
+
+DRAFTERS = [NeverAgree, AlwaysAgree, RandomGuesses]
+Read = tuple[str, list[int], Finished]
+
+
+@asynccontextmanager
+async def coordinated(directory: Path, drafter: type[FakeDrafter]) -> AsyncIterator[tuple[Generation, FakeTarget]]:
+    target = FakeTarget(vocabulary_size=282)
+    async with Coordinator(target, drafter(target), load({"draft": {"method": "ngram"}}), Metrics()) as coordinator:
+        yield Generation(coordinator, Tokenizer.load(byte_level(directory)), LimitsSection()), target
+
+
+async def read(generation: Generation, *stops: str) -> Read:
+    request = generation_pb2.GenerateRequest(
+        text="hello",
+        sampling=common_pb2.SamplingParameters(seed=5),
+        stopping=generation_pb2.StoppingCriteria(max_tokens=60, stop=stops, ignore_eos=True),
+    )
+    async with aclosing(generation.generate(request)) as stream:
+        events: list[Event] = [event async for event in stream]
+    deltas = [event for event in events if isinstance(event, Delta)]
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    return "".join(delta.text for delta in deltas), [token for delta in deltas for token in delta.tokens], finished
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+async def test_text_and_stop_are_the_same_whoever_drafts(tmp_path: Path, drafter: type[FakeDrafter]) -> None:
+    async with coordinated(tmp_path, NeverAgree) as (plain, _):
+        text, tokens, finished = await read(plain)
+        assert (len(tokens), finished.reason) == (60, FinishReason.LENGTH)
+        stop = text[len(text) // 2 :][:3]
+        cut = await read(plain, stop)
+    async with coordinated(tmp_path, drafter) as (generation, _):
+        assert (await read(generation))[:2] == (text, tokens)
+        assert (await read(generation, stop))[:2] == cut[:2]
+        assert cut[0] == text[: text.index(stop)]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+async def test_an_answer_cut_by_a_stop_string_counts_what_was_kept_and_frees_the_target(
+    tmp_path: Path, drafter: type[FakeDrafter]
+) -> None:
+    async with coordinated(tmp_path, drafter) as (generation, target):
+        text, _, _ = await read(generation)
+        _, tokens, finished = await read(generation, text[len(text) // 2 :][:3])
+        usage = finished.usage
+        assert (finished.reason, usage.completion_tokens) == (FinishReason.STOP, len(tokens))
+        assert 0 <= usage.accepted_tokens <= usage.drafted_tokens
+        assert (usage.accepted_tokens > 0) is (drafter is not NeverAgree)
+        async with asyncio.timeout(5):
+            while target.stored:  # noqa: ASYNC110 - the fake tells nobody
+                await asyncio.sleep(0)

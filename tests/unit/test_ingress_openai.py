@@ -1,0 +1,230 @@
+"""OpenAI's requests: types and names, before any bound."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+
+from cluster.core.config import LimitsSection
+from cluster.core.errors import InvalidRequest, UnsupportedParameter
+from cluster.ingress.openai import ChatRequest, CompletionRequest, Parameters, parse
+from cluster.ingress.translate import chat_request, completion_requests, seed_of
+
+LIMITS = LimitsSection(max_prompts=2)
+HI = [{"role": "user", "content": "hi"}]
+
+
+def chat(**values: object) -> ChatRequest:
+    return parse(ChatRequest, json.dumps({"messages": HI, **values}).encode())
+
+
+def completion(**values: object) -> CompletionRequest:
+    return parse(CompletionRequest, json.dumps({"prompt": "hi", **values}).encode())
+
+
+def test_explicit_nulls_are_unset() -> None:
+    nulls = dict.fromkeys([*ChatRequest.model_fields, *ChatRequest.not_served])
+    assert chat(**{**nulls, "messages": HI}) == chat()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ("", [""])],
+)
+def test_a_prompt_may_come_in_four_forms(prompt: object, expected: object) -> None:
+    assert completion(prompt=prompt).prompt == expected
+
+
+@pytest.mark.parametrize("prompt", [[], 5, ["a", 1], [[1], "a"], [[1.5]], [True], {"text": "a"}])
+def test_any_other_form_of_prompt_is_refused(prompt: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        completion(prompt=prompt)
+    assert caught.value.field == "prompt"
+
+
+def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "one\ntwo"
+
+
+def test_other_parts_are_refused_by_name() -> None:
+    image = {"type": "image_url", "image_url": {"url": "https://example.org/fish.png"}}
+    with pytest.raises(UnsupportedParameter, match="'image_url' is refused") as caught:
+        chat(messages=[{"role": "user", "content": [{"type": "text", "text": "see"}, image]}])
+    assert caught.value.field == "messages[0].content[1].type"
+
+
+def test_an_assistants_message_can_be_sent_back_as_it_came() -> None:
+    turn = {"role": "assistant", "content": "hello", "refusal": None, "tool_calls": None, "annotations": []}
+    assert chat(messages=[turn]).messages[0].content == "hello"
+
+
+@pytest.mark.parametrize("name", [*ChatRequest.not_served])
+def test_every_parameter_of_chat_that_is_not_served_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedParameter) as caught:
+        chat(**{name: {"any": "thing"}})
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("name", [*CompletionRequest.not_served])
+def test_every_parameter_of_completions_that_is_not_served_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedParameter) as caught:
+        completion(**{name: {"any": "thing"}})
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("schema", [ChatRequest, CompletionRequest])
+def test_a_value_that_asks_for_nothing_is_let_through(schema: type[Parameters]) -> None:
+    harmless = {name: values[0] for name, values in schema.not_served.items() if values}
+    assert len(harmless) > 5
+    parse(
+        schema,
+        json.dumps(
+            {"messages" if schema is ChatRequest else "prompt": HI if schema is ChatRequest else "a", **harmless}
+        ).encode(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("schema", "params"),
+    [
+        (ChatRequest, chat_params.CompletionCreateParamsBase),
+        (CompletionRequest, completion_params.CompletionCreateParamsBase),
+    ],
+)
+def test_every_parameter_of_openais_own_client_is_known(schema: type[Parameters], params: type) -> None:
+    known = {*schema.model_fields, *schema.not_served}
+    assert set(params.__annotations__) - known == set()
+    assert not {*schema.model_fields} & {*schema.not_served}
+
+
+def test_true_is_not_one() -> None:
+    with pytest.raises(UnsupportedParameter, match="n: True is refused"):
+        chat(n=True)
+
+
+def test_an_unknown_field_is_told_the_nearest_known_one() -> None:
+    with pytest.raises(InvalidRequest, match="the nearest is temperature") as caught:
+        chat(temprature=1)
+    assert caught.value.field == "temprature"
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"stream": 1}, "stream"),
+        ({"stop": [1]}, "stop[0]"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias.5"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stream_options": {"hue": 1}}, "stream_options.hue"),
+        ({"messages": None}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "a", "mood": "b"}]}, "messages[0].mood"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"user": "\ud800"}, "user"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+    ],
+)
+def test_a_wrong_type_is_refused_by_path(values: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(**values)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff", b'{"a": "\xc3"}', b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}"]
+)
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(ChatRequest, body)
+    assert caught.value.field == "body"
+
+
+def test_a_chat_becomes_one_request() -> None:
+    body = chat(
+        model="tiny",
+        max_completion_tokens=5,
+        temperature=0,
+        stop="x",
+        logprobs=True,
+        top_logprobs=2,
+        top_k=-1,
+        logit_bias={"7": -100},
+        stop_token_ids=[9],
+        ignore_eos=True,
+    )
+    request = chat_request(body, LIMITS, "r", 3)
+    assert (request.request_id, request.model, request.chat.messages[0].content) == ("r", "tiny", "hi")
+    assert (request.stopping.max_tokens, [*request.stopping.stop], [*request.stopping.stop_token_ids]) == (
+        5,
+        ["x"],
+        [9],
+    )
+    assert request.stopping.ignore_eos
+    assert (request.sampling.temperature, request.sampling.logprobs, request.sampling.top_k) == (0.0, 2, 0)
+    assert (request.sampling.logit_bias[0].token_id, request.sampling.logit_bias[0].bias) == (7, -100.0)
+    assert request.sampling.seed == 3
+
+
+def test_what_is_unset_stays_unset() -> None:
+    request = chat_request(chat(), LIMITS, "r", 3)
+    assert not request.HasField("model")
+    assert not request.sampling.HasField("temperature")
+    assert not request.sampling.HasField("logprobs")
+    assert not request.stopping.HasField("max_tokens")
+
+
+def test_prompts_fan_out_under_one_seed_and_distinct_names() -> None:
+    requests = completion_requests(completion(prompt=["a", "b"]), LIMITS, "r", 3)
+    assert [(request.request_id, request.text, request.sampling.seed) for request in requests] == [
+        ("r-0", "a", 3),
+        ("r-1", "b", 3),
+    ]
+
+
+def test_completions_have_openais_default_length() -> None:
+    assert completion_requests(completion(), LIMITS, "r", 3)[0].stopping.max_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_completion_tokens": 2**40}, "max_completion_tokens"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {str(2**32): 1}}, "logit_bias"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ],
+)
+def test_what_the_schema_cannot_hold_is_refused_in_the_validators_words(values: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidRequest, match="is refused; it must be") as caught:
+        chat_request(chat(**values), LIMITS, "r", 3)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("prompt", [["a", "b", "c"], [-1], [2**32]])
+def test_prompts_the_schema_cannot_hold_are_refused(prompt: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        completion_requests(completion(prompt=prompt), LIMITS, "r", 3)
+    assert caught.value.field.startswith("prompt")
+
+
+def test_a_seed_is_kept_drawn_or_refused() -> None:
+    assert seed_of(chat(seed=2**64 - 1)) == 2**64 - 1
+    assert seed_of(chat()) != seed_of(chat())
+    for seed in (-1, 2**64):
+        with pytest.raises(InvalidRequest, match="seed"):
+            seed_of(chat(seed=seed))

@@ -1,0 +1,103 @@
+"""Where each role sits, as a table of machines and configurations."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.core.config import Configuration, load
+from deploy.placement import Bundle, Placement, Resources, RolePlacement, plan
+
+LAPTOP = Resources(cpus=2, gpus=0, memory_bytes=8 << 30)
+SERVER = Resources(cpus=64, gpus=0, memory_bytes=256 << 30)
+GPU_NODE = Resources(cpus=96, gpus=8, memory_bytes=1 << 40, gpu_memory_bytes=80 << 30)
+
+DRAFT_MODEL = {"draft.method": "model", "draft.model.path": "somewhere"}
+
+
+def configured(**changes: object) -> Configuration:
+    return load({}, {key.replace("__", "."): value for key, value in changes.items()})
+
+
+def threads_on_cpu(placement: Placement) -> int:
+    computing = (placement.target, placement.draft)
+    return sum(role.threads * len(role.bundles) for role in computing if role.device == "cpu")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("with_draft_model", [False, True])
+@pytest.mark.parametrize("resources", [LAPTOP, SERVER])
+def test_every_cpu_placement_fits_the_machine(resources: Resources, with_draft_model: bool, ranks: int) -> None:
+    overrides = {"target.tensor_parallel": ranks} | (DRAFT_MODEL if with_draft_model else {})
+
+    placement = plan(load({}, overrides), resources)
+
+    assert placement.cpus <= resources.cpus
+    assert placement.gpus == 0
+    assert len(placement.target.bundles) == ranks
+    assert all(bundle.cpus > 0 for role in placement.roles for bundle in role.bundles)
+
+
+def test_a_lone_target_computes_with_all_cores() -> None:
+    assert plan(configured(), LAPTOP).target.threads == 2
+    assert plan(configured(), SERVER).target.threads == 64
+
+
+@pytest.mark.parametrize(("ranks", "threads"), [(1, 64), (2, 32), (3, 21), (64, 1)])
+def test_ranks_divide_the_cores_among_them(ranks: int, threads: int) -> None:
+    assert plan(configured(target__tensor_parallel=ranks), SERVER).target.threads == threads
+
+
+def test_a_rank_has_a_thread_even_where_cores_are_fewer_than_ranks() -> None:
+    assert plan(configured(target__tensor_parallel=3), LAPTOP).target.threads == 1
+
+
+@pytest.mark.parametrize("resources", [LAPTOP, SERVER])
+def test_a_draft_model_and_its_target_do_not_fight_for_cores(resources: Resources) -> None:
+    placement = plan(load({}, DRAFT_MODEL), resources)
+
+    assert placement.draft.threads >= 1
+    assert threads_on_cpu(placement) == resources.cpus
+
+
+def test_configured_threads_are_taken_as_they_are() -> None:
+    placement = plan(load({}, DRAFT_MODEL | {"target.threads": 5, "draft.threads": 4}), LAPTOP)
+
+    assert (placement.target.threads, placement.draft.threads) == (5, 4)
+
+
+def test_ranks_take_a_gpu_each_and_the_draft_another() -> None:
+    placement = plan(load({}, DRAFT_MODEL | {"target.tensor_parallel": 4}), GPU_NODE)
+
+    assert placement.target == RolePlacement("target", "cuda", (Bundle(1.0, 1),) * 4, threads=1)
+    assert placement.draft == RolePlacement("draft", "cuda", (Bundle(1.0, 1),), threads=1)
+    assert placement.gpus == 5
+
+
+def test_a_lookup_drafter_takes_no_gpu() -> None:
+    placement = plan(configured(target__tensor_parallel=4), GPU_NODE)
+
+    assert placement.draft.device == "cpu"
+    assert placement.gpus == 4
+
+
+def test_a_draft_model_computes_on_cores_when_the_target_has_the_last_gpu() -> None:
+    placement = plan(load({}, DRAFT_MODEL | {"target.tensor_parallel": 8}), GPU_NODE)
+
+    assert (placement.target.device, placement.draft.device) == ("cuda", "cpu")
+    assert placement.draft.threads == 95
+
+
+def test_a_device_that_is_asked_for_is_claimed_though_it_is_missing() -> None:
+    assert plan(configured(target__device="cuda", target__tensor_parallel=2), LAPTOP).gpus == 2
+
+
+def test_cpu_is_taken_where_it_is_asked_for_though_there_are_gpus() -> None:
+    placement = plan(configured(target__device="cpu"), GPU_NODE)
+
+    assert placement.target.device == "cpu"
+    assert placement.gpus == 0
+
+
+def test_a_bundle_without_gpus_claims_none_of_ray() -> None:
+    assert Bundle(0.5).claims() == {"CPU": 0.5}
+    assert Bundle(1.0, 1).claims() == {"CPU": 1.0, "GPU": 1.0}

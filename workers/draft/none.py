@@ -1,0 +1,30 @@
+"""No guesses: plain decoding. It remembers nothing, so nothing is ever out of sync."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.core.config import DraftSection, TargetSection
+from cluster.core.ids import SequenceId
+from cluster.core.types import DraftRow, Proposal
+from workers.draft.method import register
+
+
+class NoDrafter:
+    """Answers every row with the empty tree."""
+
+    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        """See `DraftMethod`."""
+        return tuple(Proposal(row.sequence_id, row.base_len) for row in rows)
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """Nothing is held."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@register("none")
+def create_none(section: DraftSection, target_section: TargetSection) -> NoDrafter:  # noqa: ARG001
+    """The method `none`; it has no settings."""
+    return NoDrafter()

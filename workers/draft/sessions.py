@@ -1,0 +1,107 @@
+"""What a drafter remembers of each sequence: its committed tokens, and nothing that it could not lose.
+
+A drafter's memory is a cache of the coordinator's truth. Whatever is dropped here, or lost with the
+process, costs one `OUT_OF_SYNC` fault, after which the coordinator sends the sequence again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Generic, TypeVar
+
+from cluster.core.ids import SequenceId
+from cluster.core.types import DraftRow, RowFault, RowFaultCode, SequenceStart
+
+MOST_SESSIONS = 4096
+"""As many as one batch may have rows, so that no row of a batch pushes out another one of it."""
+
+
+class Session:
+    """One sequence's committed tokens. Methods derive from it what else they keep."""
+
+    __slots__ = ("start", "tokens")
+
+    def __init__(self, start: SequenceStart) -> None:
+        self.start = start
+        self.tokens: list[int] = []
+
+    def replace(self, known_len: int, new_tokens: Sequence[int]) -> None:
+        """Keep the first `known_len` tokens and put `new_tokens` in place of the rest."""
+        self.tokens[known_len:] = new_tokens
+
+
+SessionType = TypeVar("SessionType", bound=Session)
+
+
+class Sessions(Generic[SessionType]):
+    """All sequences of one drafter, the least recently used first to go."""
+
+    def __init__(
+        self,
+        create: Callable[[SequenceStart], SessionType],
+        discard: Callable[[SessionType], None] = lambda _: None,
+        vocabulary_size: int | None = None,
+        most: int = MOST_SESSIONS,
+    ) -> None:
+        self._create = create
+        self._discard = discard
+        self._vocabulary_size = vocabulary_size
+        self._most = most
+        self._sessions: OrderedDict[SequenceId, SessionType] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def apply(self, row: DraftRow) -> RowFault | SessionType:
+        """Commit the row's new tokens. A fault says why nothing was changed.
+
+        A repeated row changes nothing; one that was overtaken takes tokens away, which its successor
+        finds out of sync.
+        """
+        problem = self._problem(row)
+        if problem is not None:
+            return RowFault(RowFaultCode.INVALID, problem)
+        session = self._sessions.get(row.sequence_id)
+        if row.start is not None:
+            session = self._open(row.sequence_id, row.start) if session is None else session
+            session.start = row.start
+        elif session is None or row.known_len > len(session.tokens):
+            held = 0 if session is None else len(session.tokens)
+            return RowFault(RowFaultCode.OUT_OF_SYNC, f"{held} tokens are held, not {row.known_len}", held)
+        session.replace(row.known_len, row.new_tokens)
+        self._sessions.move_to_end(row.sequence_id)
+        return session
+
+    def least_recent(self, without: Collection[SequenceId] = ()) -> Iterator[SessionType]:
+        """Sessions, the least recently used first, but for those of the given ids."""
+        return (session for sequence_id, session in self._sessions.items() if sequence_id not in without)
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """Forget the sequences; unknown ones are no error."""
+        for sequence_id in sequence_ids:
+            session = self._sessions.pop(sequence_id, None)
+            if session is not None:
+                self._discard(session)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.release(tuple(self._sessions))
+
+    def _open(self, sequence_id: SequenceId, start: SequenceStart) -> SessionType:
+        while len(self._sessions) >= self._most:
+            self.release([next(iter(self._sessions))])
+        session = self._sessions[sequence_id] = self._create(start)
+        return session
+
+    def _problem(self, row: DraftRow) -> str | None:
+        """Why this row can never be served, if so."""
+        if row.known_len < 0 or row.base_len < 1:
+            return f"base_len: {row.base_len} must be at least 1 and the number of new_tokens ({len(row.new_tokens)})"
+        if row.start is not None and row.known_len:
+            return f"new_tokens: {len(row.new_tokens)} must be the whole sequence ({row.base_len}) where start is set"
+        if row.start is not None and not 1 <= row.start.prompt_len <= row.base_len:
+            return f"start.prompt_len: {row.start.prompt_len} must be between 1 and base_len ({row.base_len})"
+        if self._vocabulary_size is not None and row.new_tokens and max(row.new_tokens) >= self._vocabulary_size:
+            return f"new_tokens: {max(row.new_tokens)} must be below the vocabulary size {self._vocabulary_size}"
+        return None

@@ -1,0 +1,102 @@
+"""`TargetService` over one engine, or over the first of many ranks."""
+
+# ruff: noqa: N802, ARG002 - names and signatures are the schema's
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import grpc
+
+from cluster.core.ids import SequenceId
+from cluster.core.types import KvOccupancy, RowFault, StepBatch, StepResult, TargetInfo, Verdict, VerifyRow
+from cluster.wire import bounds
+from cluster.wire.codec import (
+    decode_sequence_ids,
+    decode_step_batch,
+    encode_occupancy,
+    encode_step_result,
+    encode_target_info,
+)
+from pilotfish.v1 import target_pb2, target_pb2_grpc
+from workers.serve.compute import ComputeThread, compute_rows
+
+
+class StepEngine(Protocol):
+    """What computes: `TargetEngine` alone, or `RankZero` with its followers. Synchronous."""
+
+    def step(self, batch: StepBatch) -> StepResult:
+        """Compute the rows; leaves its state consistent when it raises. Raises `TargetUnavailable`."""
+        ...
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
+        """Free the sequences' blocks; unknown ones are no error."""
+        ...
+
+    def fork(self, parent: SequenceId, children: Sequence[SequenceId]) -> KvOccupancy:
+        """Share the parent's blocks with the children. Raises `InvalidRequest`."""
+        ...
+
+    def info(self) -> TargetInfo:
+        """What this target is."""
+        ...
+
+
+class TargetServicer(target_pb2_grpc.TargetServiceServicer):
+    """Owns the thread that the engine computes in; the engine stays its maker's to close.
+
+    Errors are raised as they are; the server maps them. A step that nobody waits for any more is not
+    begun; one that was begun is finished, and repeating its rows repeats their verdicts.
+    """
+
+    def __init__(self, engine: StepEngine) -> None:
+        self._engine = engine
+        self._compute = ComputeThread("target")
+
+    async def Step(
+        self, request: target_pb2.TargetServiceStepRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.TargetServiceStepResponse:
+        """Verify."""
+        batch = decode_step_batch(request)
+        return encode_step_result(await self._compute.run(self._step, batch))
+
+    async def Release(
+        self, request: target_pb2.TargetServiceReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.TargetServiceReleaseResponse:
+        """Free sequences."""
+        kv = await self._compute.run_surely(self._engine.release, decode_sequence_ids(request.sequence_ids))
+        return target_pb2.TargetServiceReleaseResponse(kv=encode_occupancy(kv))
+
+    async def Fork(
+        self, request: target_pb2.TargetServiceForkRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.TargetServiceForkResponse:
+        """Share a sequence's blocks."""
+        parent = bounds.sequence_id("parent", request.parent)
+        children = decode_sequence_ids(request.children, "children", bounds.MAX_CHILDREN)
+        kv = await self._compute.run(self._engine.fork, parent, children)
+        return target_pb2.TargetServiceForkResponse(kv=encode_occupancy(kv))
+
+    async def GetInfo(
+        self, request: target_pb2.TargetServiceGetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.TargetServiceGetInfoResponse:
+        """What this target is."""
+        return encode_target_info(await self._compute.run(self._engine.info))
+
+    async def close(self) -> None:
+        """Finish what is under way and end the thread. Closing again does nothing."""
+        await self._compute.close(lambda: None)
+
+    def _step(self, batch: StepBatch) -> StepResult:
+        results: list[StepResult] = []
+
+        def compute(rows: Sequence[VerifyRow]) -> tuple[Verdict, ...]:
+            results.append(self._engine.step(StepBatch(tuple(rows))))
+            return results[-1].verdicts
+
+        verdicts = compute_rows(batch.rows, compute, _faulted)
+        return StepResult(verdicts, results[-1].kv, sum(result.step_seconds for result in results))
+
+
+def _faulted(row: VerifyRow, fault: RowFault) -> Verdict:
+    return Verdict(row.sequence_id, row.base_len, fault=fault)
