@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from cluster.core.config import Configuration
 from cluster.core.errors import InvalidRequest
 from cluster.wire.clients import GenerationClient
+from deploy.frontend import fixed
 from deploy.settings import Settings
 from pilotfish.v1 import common_pb2, generation_pb2
 
@@ -63,17 +64,14 @@ async def ask(
     from deploy.local import LocalCluster  # torch is needed only here
     from deploy.models import resolve_models
 
-    models = resolve_models(settings, lambda _: None)
+    models = resolve_models(settings.configuration, settings.cache_directory, lambda _: None)
     quiet = models.configuration.server.model_copy(update={"grpc_port": 0})
     async with LocalCluster(models.configuration.model_copy(update={"server": quiet})) as cluster:
         await _stream(cluster.grpc_address, settings.configuration, question, write, notice)
 
 
 async def _stream(address: str, configuration: Configuration, question: Question, write: Write, notice: Write) -> None:
-    async def resolve() -> str:
-        return address
-
-    client = GenerationClient(resolve)
+    client = GenerationClient(fixed(address))
     begun = time.perf_counter()
     seed = 0
     try:

@@ -95,7 +95,7 @@ def prepare(config: ConfigOption = None, assignments: SetOption = None) -> None:
     from deploy.models import resolve_models
 
     with notices.status("looking") as status:
-        models = resolve_models(settings, status.update)
+        models = resolve_models(settings.configuration, settings.cache_directory, status.update)
     for name, directory in (("target", models.target), ("draft", models.draft)):
         if directory is not None:
             output.print(f"{name}: {directory}", markup=False)

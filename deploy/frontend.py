@@ -13,6 +13,7 @@ from cluster.core.ports import Drafter, Target
 from cluster.ingress.generation import Generation
 from cluster.ingress.grpc import GenerationServicer, OperationsServicer
 from cluster.ingress.tokenizer import Tokenizer
+from cluster.wire.clients import Resolve
 from cluster.wire.server import WireServer
 from pilotfish.v1 import generation_pb2_grpc, operations_pb2_grpc
 
@@ -23,6 +24,7 @@ OPERATIONS_SERVICE = "pilotfish.v1.OperationsService"
 
 _HEALTH_SECONDS = 0.25
 """How often readiness is looked at."""
+_READY_POLL_SECONDS = 0.01
 _CLOSING_SECONDS = 1.0
 """How long the last words may take to reach their clients once every answer has ended."""
 
@@ -72,6 +74,12 @@ class Frontend:
         if self._opening is not None and self._opening.done() and not self._opening.cancelled():
             self._opening.result()
 
+    async def wait_until_ready(self) -> None:
+        """Return once requests are taken. Raises what prevents it."""
+        while not self.ready:
+            self.check_health()
+            await asyncio.sleep(_READY_POLL_SECONDS)
+
     async def stop(self, drain_seconds: float) -> None:
         """Take no new requests, let the running ones end within `drain_seconds`, then close."""
         if self._opening is not None:
@@ -95,3 +103,12 @@ class Frontend:
     async def _tell(self, ready: bool) -> None:
         for service in (GENERATION_SERVICE, OPERATIONS_SERVICE):
             await self._server.set_serving(service, ready)
+
+
+def fixed(address: str) -> Resolve:
+    """Where a server that never moves is."""
+
+    async def resolve() -> str:
+        return address
+
+    return resolve

@@ -16,10 +16,10 @@ import uvicorn
 from cluster.core.config import Configuration
 from cluster.core.errors import ConfigurationError
 from cluster.ingress.http import create_app
-from cluster.wire.clients import GenerationClient, GrpcDrafter, GrpcTarget, Resolve
-from deploy.frontend import Frontend
+from cluster.wire.clients import GenerationClient, GrpcDrafter, GrpcTarget
+from deploy.frontend import Frontend, fixed
 from workers.draft.method import create
-from workers.serve.hosting import DraftHost, TargetHost
+from workers.serve.hosting import host_draft, host_target
 from workers.target.ranks import build_engine
 
 LOOPBACK = "127.0.0.1"
@@ -61,3 +61,40 @@ class LocalCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.aclose()
+
+    async def _start(self) -> None:
+        configuration = self._configuration
+        if configuration.target.tensor_parallel > 1:
+            raise ConfigurationError(
+                f"target.tensor_parallel: needed 1 in one process, found {configuration.target.tensor_parallel}; "
+                "use `pilotfish serve`"
+            )
+        enter = self._stack.enter_async_context
+        engine = await asyncio.to_thread(build_engine, configuration.target)
+        target = await enter(host_target(LOOPBACK, engine))
+        method = await asyncio.to_thread(create, configuration.draft.method, configuration.draft, configuration.target)
+        draft = await enter(host_draft(LOOPBACK, method))
+        target_client, draft_client = GrpcTarget(fixed(target.address)), GrpcDrafter(fixed(draft.address))
+        self._stack.push_async_callback(target_client.close)
+        self._stack.push_async_callback(draft_client.close)
+        frontend = Frontend(configuration, target_client, draft_client)
+        self._stack.push_async_callback(frontend.stop, 0.0)
+        self._grpc_port = await frontend.start()
+        await frontend.wait_until_ready()
+        if self._http:
+            await self._start_http()
+
+    async def _start_http(self) -> None:
+        client = GenerationClient(fixed(self.grpc_address))
+        self._stack.push_async_callback(client.close)
+        listener = socket.create_server((self._configuration.server.http_host, self._configuration.server.http_port))
+        self._http_port = int(listener.getsockname()[1])
+        app = create_app(client, self._configuration.limits)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        serving = asyncio.create_task(server.serve([listener]))
+
+        async def stop() -> None:
+            server.should_exit = True
+            await serving
+
+        self._stack.push_async_callback(stop)

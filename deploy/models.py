@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.core.config import Configuration, ModelSection
-from deploy.settings import Settings
 
 Report = Callable[[str], None]
 """Hears, in a few words, what long work is going on."""
@@ -28,13 +27,12 @@ def served_name(configuration: Configuration) -> str:
     return configuration.target.served_name or Path(configuration.target.path).name.removesuffix(".gguf")
 
 
-def resolve_models(settings: Settings, report: Report) -> Models:
+def resolve_models(configuration: Configuration, cache_directory: Path, report: Report) -> Models:
     """Find, fetch or convert the configured models. Raises `ModelLoadError`, which says what to do."""
-    configuration = settings.configuration
-    target = _resolve(configuration.target, settings.cache_directory, report)
+    target = _resolve(configuration.target, cache_directory, report)
     draft = None
     if configuration.draft.model is not None:
-        draft = _resolve(configuration.draft.model, settings.cache_directory, report)
+        draft = _resolve(configuration.draft.model, cache_directory, report)
     return Models(_with_paths(configuration, target, draft), target, draft)
 
 

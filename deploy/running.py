@@ -23,11 +23,15 @@ from deploy.models import Report, resolve_models, served_name
 from deploy.placement import Resources, plan
 from deploy.preflight import check, machine_problems, model_problems
 from deploy.settings import Settings, disable_ray_reports
+from workers.serve.actors import free_port
+
+logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 
 _OBJECT_STORE_BYTES = 96 * 2**20
 """Ray's objects carry configurations here, nothing else."""
+_STOP_SECONDS = 20.0
 _POLL_SECONDS = 0.25
 _LONGEST_REASON = 2000
 
@@ -40,7 +44,7 @@ class ServeCluster:
 
     def __init__(self, settings: Settings, report: Report) -> None:
         self._settings = settings
-        self._configuration = settings.configuration
+        self._configuration = with_ports(settings.configuration)
         self._report = report
         self._owns_ray = settings.ray_address is None
         self._resources: Resources | None = None
@@ -74,7 +78,7 @@ class ServeCluster:
             self._resources = cluster_resources()
             configuration = self._configuration
             check(machine_problems(configuration, plan(configuration, self._resources), self._resources))
-            self._deploy(self._settings)
+            self._deploy()
         except BaseException:
             self.stop()
             raise
@@ -83,8 +87,8 @@ class ServeCluster:
         """Replace what runs by another configuration, on the same ports. Raises like `start`."""
         self._report("ending what runs")
         serve.delete(APPLICATION)
-        self._configuration = configuration
-        self._deploy(Settings(configuration, self._settings.cache_directory, self._settings.ray_address))
+        self._configuration = configuration.model_copy(update={"server": self._configuration.server})
+        self._deploy()
 
     def drain(self) -> None:
         """Take no new requests and let the running ones end, within the configured time."""
@@ -99,16 +103,17 @@ class ServeCluster:
         if not ray.is_initialized():
             return
         self._report("stopping")
-        if self._owns_ray:
-            serve.shutdown()
-        else:
-            serve.delete(APPLICATION)
+        try:
+            # Replicas end on purpose, and give back what they hold; Serve's own actors end with Ray.
+            _in_thread(lambda: serve.delete(APPLICATION)).result(_STOP_SECONDS)
+        except (RayError, RayServeException, TimeoutError) as error:
+            logger.warning("the application did not end by itself: %s", error)
         ray.shutdown()
 
-    def _deploy(self, settings: Settings) -> None:
+    def _deploy(self) -> None:
         """Find the models, see whether they fit, hand the application to Serve and wait for it."""
-        configuration = settings.configuration
-        models = resolve_models(settings, self._report)
+        configuration = self._configuration
+        models = resolve_models(configuration, self._settings.cache_directory, self._report)
         resources = self._resources or cluster_resources()
         placement = plan(models.configuration, resources)
         check(model_problems(models.configuration, placement, resources, models.target, models.draft))
@@ -160,6 +165,16 @@ class ServeCluster:
             raise WorkerUnavailable(
                 f"the first answer failed: {response.status_code} {response.text[:_LONGEST_REASON]}"
             )
+
+
+def with_ports(configuration: Configuration) -> Configuration:
+    """Ports of 0 replaced by free ones: Serve's proxy takes none, and clients must know them."""
+    server = configuration.server
+    ports = {
+        "http_port": server.http_port or free_port(server.http_host),
+        "grpc_port": server.grpc_port or free_port(server.grpc_host),
+    }
+    return configuration.model_copy(update={"server": server.model_copy(update=ports)})
 
 
 def _in_thread(function: Callable[[], object]) -> Future[None]:

@@ -19,7 +19,7 @@ TOO_LONG_SECONDS = 30.0
 
 def configure(**overrides: object) -> Configuration:
     """Small budgets, so that every bound is met; `draft__max_nodes=0` sets `draft.max_nodes`."""
-    values = {"draft.max_nodes": 6, "draft.max_depth": 4, "scheduler.max_step_tokens": 32}
+    values: dict[str, object] = {"draft.max_nodes": 6, "draft.max_depth": 4, "scheduler.max_step_tokens": 32}
     values.update({key.replace("__", "."): value for key, value in overrides.items()})
     return load({}, values)
 
@@ -84,7 +84,7 @@ async def first_commit_then_leave(coordinator: Coordinator, wanted: GenerationRe
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let the others work until it holds (a hang ends by the test's own timeout)."""
-    while not condition():
+    while not condition():  # noqa: ASYNC110 - what it waits for has no event
         await asyncio.sleep(0.001)
 
 

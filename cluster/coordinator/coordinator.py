@@ -90,14 +90,14 @@ class Coordinator:
     @property
     def ready(self) -> bool:
         """Whether new requests are taken: not while starting, draining, or without a target for long."""
-        away = 0.0 if self._lost_at is None else self._clock() - self._lost_at
-        return self._is_alive and not self._is_draining and away < GRACE_SECONDS
+        is_away = self._lost_at is not None and self._clock() - self._lost_at >= GRACE_SECONDS
+        return self._is_alive and not self._is_draining and not is_away
 
     async def start(self) -> None:
         """Wait for the target, however long that takes, then take requests."""
         await self._link.connect(lambda: ())
-        self._metrics.model_name = self.info.model
-        self._metrics.watch(
+        self._metrics.begin(
+            self.info.model,
             running=lambda: len(self._roster.running),
             waiting=lambda: self._roster.waiting_count,
             kv_usage=lambda: 1 - self._link.kv.blocks_free / max(1, self._link.kv.blocks_total),
@@ -278,7 +278,7 @@ class Coordinator:
     def _commit(self, stream: Stream, row: VerifyRow, verdict: Verdict | None) -> RowFaultCode | None:
         """Take the target's word on one row; returns the fault that the loop must mend."""
         if verdict is None or not is_sound(row, verdict):
-            log.error("the target's verdict does not answer its row: %s, %s", row, verdict)
+            log.error("the target's verdict on %s does not answer its row: it is asked again", row.sequence_id)
             return RowFaultCode.OUT_OF_SYNC
         if verdict.fault is not None and verdict.fault.code is RowFaultCode.INVALID:
             self._desk.fail(stream, InvalidRequest("prompt", verdict.fault.message, "what the target can compute"))
@@ -304,12 +304,14 @@ class Coordinator:
         """Wait for the target; whatever it may have held is released and will be sent anew."""
         log.warning("the target is lost, %d sequences wait for it: %s", len(self._roster.running), error)
         self._lost_at = self._clock()
-        await self._pause()
-        await self._link.connect(lambda: [stream.sequence.id for stream in self._roster if stream.touched])
+        try:
+            await self._pause()
+            await self._link.connect(lambda: [stream.sequence.id for stream in self._roster if stream.touched])
+        finally:
+            self._lost_at = None
         for stream in self._roster.running.values():
             self._lose(stream)
         self._metrics.replayed(len(self._roster.running))
-        self._lost_at = None
 
     @staticmethod
     def _lose(stream: Stream) -> None:

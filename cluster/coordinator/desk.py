@@ -42,9 +42,9 @@ class Desk:
         check_fits(len(request.prompt), request.stopping.max_tokens, info.max_context_len, pool_tokens)
         if self.roster.find(request.request_id) is not None:
             raise InvalidRequest("request_id", request.request_id, "unlike those of running requests")
-        if self.roster.waiting_count >= self._limits.max_waiting:
+        if len(self.roster) >= self._limits.max_sequences + self._limits.max_waiting:
             place_seconds = self._mean_seconds / self._limits.max_sequences
-            raise Overloaded(f"{self.roster.waiting_count} requests are waiting already", max(1.0, place_seconds))
+            raise Overloaded(f"the queue of {self._limits.max_waiting} requests is full", max(1.0, place_seconds))
         now = self._clock()
         if request.deadline is not None and request.deadline <= now:
             raise DeadlineExceeded("the deadline passed before the request came in")

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from cluster.core.types import Commit
+from cluster.core.types import Commit, FinishReason
 
 _MODEL = "model_name"
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 _LONG_SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
 _SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
-_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
+_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 4096)
 
 
 class Metrics:
@@ -22,6 +22,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.model_name = ""
+        self._plain: list[Counter | Histogram] = []
         self._running = self._gauge("vllm:num_requests_running", "Requests in flight.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests in the queue.")
         self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of the target's KV blocks in use, 0 to 1.")
@@ -67,11 +68,22 @@ class Metrics:
         """Everything in Prometheus' text format, and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
-    def watch(self, running: Callable[[], float], waiting: Callable[[], float], kv_usage: Callable[[], float]) -> None:
-        """Read these whenever the metrics are asked for."""
-        self._running.labels(self.model_name).set_function(running)
-        self._waiting.labels(self.model_name).set_function(waiting)
-        self._kv_usage.labels(self.model_name).set_function(kv_usage)
+    def begin(
+        self,
+        model_name: str,
+        running: Callable[[], float],
+        waiting: Callable[[], float],
+        kv_usage: Callable[[], float],
+    ) -> None:
+        """Name the model, let every series stand at zero, and read the gauges whenever the metrics are asked for."""
+        self.model_name = model_name
+        for metric in self._plain:
+            metric.labels(model_name)
+        for reason in FinishReason:
+            self._success.labels(model_name, reason.value)
+        self._running.labels(model_name).set_function(running)
+        self._waiting.labels(model_name).set_function(waiting)
+        self._kv_usage.labels(model_name).set_function(kv_usage)
 
     def admitted(self, prompt_tokens: int) -> None:
         """A request was accepted into the queue."""
@@ -89,8 +101,9 @@ class Metrics:
         if since_latest is None:
             self._first_token.labels(self.model_name).observe(since_arrival)
         else:
+            inter_token = self._inter_token.labels(self.model_name)
             for _ in range(count):
-                self._inter_token.labels(self.model_name).observe(since_latest / count)
+                inter_token.observe(since_latest / count)
 
     def finished(self, reason: str, since_arrival: float) -> None:
         """A request ended with a finish reason; a client that left counts as `abort`."""
@@ -134,7 +147,12 @@ class Metrics:
         return Gauge(name, text, (_MODEL,), registry=self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, (_MODEL, *labels), registry=self.registry)
+        counter = Counter(name, text, (_MODEL, *labels), registry=self.registry)
+        if not labels:
+            self._plain.append(counter)
+        return counter
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(name, text, (_MODEL,), registry=self.registry, buckets=buckets)
+        histogram = Histogram(name, text, (_MODEL,), registry=self.registry, buckets=buckets)
+        self._plain.append(histogram)
+        return histogram

@@ -17,7 +17,8 @@ LARGEST_BATCH = 4096
 """Ids in one Release, by its bound on the wire."""
 MOST_OWED = 65_536
 """Ids remembered for a worker that is away; the oldest are forgotten first, for it will come back empty."""
-TIMEOUT_SECONDS = 10.0
+TIMEOUT_SECONDS = 60.0
+"""A release may have to wait for a step to end."""
 
 
 class Releases:

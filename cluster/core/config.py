@@ -124,9 +124,9 @@ class LimitsSection(Section):
     """Longest stop string."""
     max_stop_token_ids: Annotated[int, Field(ge=0)] = 64
     """Most stop tokens a request may add."""
-    max_logprobs: Annotated[int, Field(ge=0)] = 20
+    max_logprobs: Annotated[int, Field(ge=0, le=20)] = 20
     """Most alternatives reported per token."""
-    max_logit_bias: Annotated[int, Field(ge=0)] = 1024
+    max_logit_bias: Annotated[int, Field(ge=0, le=1024)] = 1024
     """Most tokens whose logit a request may shift."""
     max_prompts: Positive = 64
     """Most prompts in one completions request."""

@@ -81,12 +81,12 @@ class Sequence:
             if verdict.fault.code is RowFaultCode.OUT_OF_SYNC:
                 self._stored_len = 0
             return None
-        if verdict.base_len <= self._stored_len or verdict.base_len > len(self.tokens):
+        if not self._stored_len < verdict.base_len <= len(self.tokens):
             return None
+        if bool(verdict.tokens) != (verdict.base_len == len(self.tokens)):
+            return None  # decided before its end, or not decided at its end
         if not verdict.tokens:
             self._stored_len = verdict.base_len
-            return None
-        if verdict.base_len != len(self.tokens):
             return None
         tokens, finish = self._until_stop(verdict.tokens)
         accepted = min(verdict.accepted, len(tokens))

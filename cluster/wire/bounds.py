@@ -15,6 +15,7 @@ MAX_SEQUENCE_ID_BYTES = 128
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_FAULT_BYTES = 1024
+MAX_NAME_BYTES = 256
 MAX_CHILDREN = 64
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -46,6 +47,13 @@ def identifier(field: str, value: str) -> str:
     """Refuse a sequence id that is empty or too long."""
     if not 1 <= len(value.encode()) <= MAX_SEQUENCE_ID_BYTES:
         raise InvalidRequest(field, value, f"between 1 and {MAX_SEQUENCE_ID_BYTES} bytes")
+    return value
+
+
+def text(field: str, value: str, most: int) -> str:
+    """Refuse a string of more than `most` bytes."""
+    if len(value.encode()) > most:
+        raise InvalidRequest(field, value, f"at most {most} bytes")
     return value
 
 

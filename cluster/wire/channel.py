@@ -33,6 +33,7 @@ def open_channel(
         *message_options(max_message_bytes),
         *_KEEPALIVE_OPTIONS,
         ("grpc.enable_retries", 0),  # a Generate must never run twice
+        ("grpc.enable_http_proxy", 0),  # a proxy for the outside world does not know the cluster's addresses
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.initial_reconnect_backoff_ms", 100),
     )

@@ -82,6 +82,12 @@ class _Connection:
             self._channel = None
         return from_rpc_error(error, self._unavailable)
 
+    def readable(self, answer: Any) -> Any:
+        """The answer, if it is one: for bytes that are no message of the schema gRPC hands on `None`."""
+        if answer is None:
+            raise self._unavailable("its answer is no message of the schema")
+        return answer
+
     async def close(self) -> None:
         """Drop the channel; the next call opens another."""
         channel, self._channel = self._channel, None
@@ -115,11 +121,12 @@ class GrpcDrafter:
 
     async def _call(self, method: Any, request: Any, timeout_seconds: float) -> Any:
         try:
-            return await method(request, timeout=timeout_seconds)
+            return self._connection.readable(await method(request, timeout=timeout_seconds))
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise DrafterUnavailable(f"no answer within {timeout_seconds} s") from error
-            raise self._connection.failed(error) from error
+            # Whatever ails a drafter, the answer to it is the same: go on without.
+            raise DrafterUnavailable(str(self._connection.failed(error))) from error
 
 
 class GrpcTarget:
@@ -173,7 +180,7 @@ class GrpcTarget:
 
     async def _call(self, method: Any, request: Any, timeout_seconds: float) -> Any:
         try:
-            return await method(request, timeout=timeout_seconds)
+            return self._connection.readable(await method(request, timeout=timeout_seconds))
         except grpc.aio.AioRpcError as error:
             raised = self._connection.failed(error)
             if isinstance(raised, DeadlineExceeded):
@@ -195,7 +202,7 @@ class GenerationClient:
         call = stub.Generate(request, timeout=timeout_seconds)
         try:
             async for response in call:
-                yield response
+                yield self._connection.readable(response)
         except grpc.aio.AioRpcError as error:
             raise self._connection.failed(error) from error
         finally:
@@ -256,6 +263,6 @@ class GenerationClient:
 
     async def _call(self, method: Any, request: Any) -> Any:
         try:
-            return await method(request, timeout=_QUICK_SECONDS)
+            return self._connection.readable(await method(request, timeout=_QUICK_SECONDS))
         except grpc.aio.AioRpcError as error:
             raise self._connection.failed(error) from error

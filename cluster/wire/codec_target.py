@@ -149,13 +149,13 @@ def encode_target_info(info: TargetInfo) -> pb.TargetServiceGetInfoResponse:
 def decode_target_info(message: pb.TargetServiceGetInfoResponse) -> TargetInfo:
     """Raises `InvalidRequest`."""
     return TargetInfo(
-        model=message.model,
+        model=bounds.text("model", message.model, bounds.MAX_NAME_BYTES),
         vocabulary_size=bounds.whole("vocabulary_size", message.vocabulary_size, 1, bounds.MAX_TOKEN_ID),
         max_context_len=bounds.whole("max_context_len", message.max_context_len, 1, bounds.MAX_TOKENS),
         block_size=bounds.whole("block_size", message.block_size, 1, bounds.MAX_TOKENS),
         kv=decode_occupancy(message.kv),
         eos_token_ids=bounds.tokens("eos_token_ids", message.eos_token_ids, 0, 1024),
         tensor_parallel=bounds.whole("tensor_parallel", message.tensor_parallel, 1, 4096),
-        dtype=message.dtype,
-        epoch=message.epoch,
+        dtype=bounds.text("dtype", message.dtype, bounds.MAX_NAME_BYTES),
+        epoch=bounds.text("epoch", message.epoch, bounds.MAX_NAME_BYTES),
     )

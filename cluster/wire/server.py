@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,6 +28,8 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.so_reuseport", 0),
 )
+_MOST_SEARCHED = 10_000
+"""Messages within a message that are searched to name an unknown field."""
 
 
 class WireServer:
@@ -176,32 +179,45 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
     if isinstance(error, PilotfishError):
         code, message, metadata = to_status(error)
         await context.abort(code, message, metadata)
+    if isinstance(error, NotImplementedError):
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this method is not served")
     logger.error("a call failed", exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, "the server failed; its log says why")
 
 
 def readable(request: Message | _Unreadable) -> Message:
-    """The request, if all of it was understood. Raises `InvalidRequest`."""
+    """The request, if all of it was understood. Raises `InvalidRequest`.
+
+    Whether something was not is asked of protobuf itself, since a message may hold millions of others and a walk
+    through them would hold up everybody; only the search for its name walks, and not far.
+    """
     if isinstance(request, _Unreadable):
         raise request.error
-    unknown = _unknown_field(request, "")
-    if unknown is not None:
-        raise InvalidRequest(unknown, "an unknown field", f"one of the fields of {request.DESCRIPTOR.full_name}")
+    understood = type(request)()
+    understood.CopyFrom(request)
+    understood.DiscardUnknownFields()
+    if understood.ByteSize() != request.ByteSize():
+        field = _unknown_field(request) or "message"
+        raise InvalidRequest(field, "an unknown field", f"one of the fields of {request.DESCRIPTOR.full_name}")
     return request
 
 
-def _unknown_field(message: Message, path: str) -> str | None:
-    """The path of the first field that the schema does not know, however deep."""
-    unknown: Any = unknown_fields.UnknownFieldSet(message)
-    for field in unknown:
-        return f"{path}field {field.field_number}"
+def _unknown_field(message: Message) -> str | None:
+    """The path of the first field that the schema does not know; `None` when it lies too far back."""
+    for path, part in itertools.islice(_parts(message, ""), _MOST_SEARCHED):
+        unknown: Any = unknown_fields.UnknownFieldSet(part)
+        for field in unknown:
+            return f"{path}field {field.field_number}"
+    return None
+
+
+def _parts(message: Message, path: str) -> Iterator[tuple[str, Message]]:
+    """The message and all within it, each with the prefix of its fields' paths."""
+    yield path, message
     for descriptor, value in message.ListFields():
         if descriptor.message_type is None:
             continue
         values = value if descriptor.is_repeated else (value,)
         for index, inner in enumerate(values):
             name = f"{descriptor.name}[{index}]" if descriptor.is_repeated else descriptor.name
-            found = _unknown_field(inner, f"{path}{name}.")
-            if found is not None:
-                return found
-    return None
+            yield from _parts(inner, f"{path}{name}.")

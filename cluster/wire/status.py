@@ -28,7 +28,11 @@ from cluster.core.errors import (
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 DETAIL_KEY = "pilotfish-error-bin"
-"""Trailing metadata: JSON with the error's class, message and what else it carries."""
+"""Trailing metadata: JSON with the error's class and what it carries beside its message."""
+# gRPC drops trailers over 8 KiB, and the error's class with them; escaping can make the longest of these so long.
+_MESSAGE_BYTES = 1024
+_FIELD_BYTES = 128
+_BOUND_BYTES = 256
 
 # The first class that fits decides.
 _CODES: tuple[tuple[type[PilotfishError], grpc.StatusCode], ...] = (
@@ -58,15 +62,15 @@ _KINDS: dict[str, type[PilotfishError]] = {
 def to_status(error: PilotfishError) -> tuple[grpc.StatusCode, str, Metadata]:
     """The status, its message, and trailing metadata from which `from_rpc_error` rebuilds the error."""
     code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.UNKNOWN)
-    detail: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
+    detail: dict[str, Any] = {"kind": type(error).__name__}
     metadata: list[tuple[str, str | bytes]] = []
     if isinstance(error, InvalidRequest):
-        detail |= {"field": error.field, "bound": error.bound}
+        detail |= {"field": _cut(error.field, _FIELD_BYTES), "bound": _cut(error.bound, _BOUND_BYTES)}
     if isinstance(error, Overloaded):
         detail["retry_after_seconds"] = error.retry_after_seconds
         metadata.append(("retry-after", str(max(1, round(error.retry_after_seconds)))))
     metadata.append((DETAIL_KEY, json.dumps(detail).encode()))
-    return code, str(error), tuple(metadata)
+    return code, _cut(str(error), _MESSAGE_BYTES), tuple(metadata)
 
 
 def from_rpc_error(
@@ -74,7 +78,7 @@ def from_rpc_error(
 ) -> PilotfishError:
     """The error that the other side raised; `unavailable` for one that the connection itself made."""
     message = error.details() or error.code().name
-    rebuilt = _rebuild(error)
+    rebuilt = _rebuild(error, message)
     if rebuilt is not None:
         return rebuilt
     match error.code():
@@ -90,14 +94,14 @@ def from_rpc_error(
             return unavailable(message)
 
 
-def _rebuild(error: grpc.aio.AioRpcError) -> PilotfishError | None:
+def _rebuild(error: grpc.aio.AioRpcError, message: str) -> PilotfishError | None:
     """From the trailing metadata; nothing in it is trusted to be well-formed."""
     for key, value in error.trailing_metadata() or ():
         if key != DETAIL_KEY:
             continue
         try:
             detail = json.loads(value)
-            kind, message = _KINDS[detail["kind"]], str(detail["message"])
+            kind = _KINDS[detail["kind"]]
             if issubclass(kind, InvalidRequest):
                 return _with_message(kind(str(detail["field"]), "", str(detail["bound"])), message)
             if issubclass(kind, Overloaded):
@@ -106,6 +110,11 @@ def _rebuild(error: grpc.aio.AioRpcError) -> PilotfishError | None:
         except (ValueError, KeyError, TypeError):
             return None
     return None
+
+
+def _cut(text: str, most: int) -> str:
+    """The first `most` bytes of `text`, as UTF-8 that can be sent."""
+    return text.encode(errors="backslashreplace")[:most].decode(errors="ignore")
 
 
 def _with_message(error: PilotfishError, message: str) -> PilotfishError:

@@ -180,7 +180,10 @@ def test_garbage_is_refused_or_read_but_never_anything_else(data: bytes) -> None
     try:
         codec.step_batch_from_bytes(data)
     except InvalidRequest as error:
-        assert error.field
+        field = error.field
+    else:
+        field = "none: it was read"
+    assert field
 
 
 # --- one message per bound, each wrong in that one place ---------------------------------------
@@ -307,6 +310,9 @@ REFUSED = [
     (proposal(tree=tree([1, 2], [0, -1])), "proposals[0].tree.parents[0]", "between -1 and -1"),
     (info(vocabulary_size=0), "vocabulary_size", "between 1 and 2147483647"),
     (info(block_size=0), "block_size", "between 1 and 1048576"),
+    (info(model="x" * 257), "model", "at most 256 bytes"),
+    (info(dtype="é" * 129), "dtype", "at most 256 bytes"),
+    (info(epoch="x" * 257), "epoch", "at most 256 bytes"),
 ]
 
 

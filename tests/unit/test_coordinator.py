@@ -17,9 +17,9 @@ from cluster.core.types import Commit, FinishReason
 from tests.fakes import (
     AlwaysAgree,
     Broken,
+    Failing,
     FakeDrafter,
     FakeTarget,
-    Failing,
     Liar,
     NeverAgree,
     OutOfSync,
@@ -277,13 +277,15 @@ async def test_two_live_requests_cannot_have_one_name() -> None:
 async def test_before_the_start_and_after_the_stop_requests_are_refused() -> None:
     target = FakeTarget()
     coordinator = Coordinator(target, AlwaysAgree(target), configure(), Metrics())
-    assert not coordinator.ready
+    seen_ready = [coordinator.ready]
     with pytest.raises(NotReady):
         await read(coordinator, request())
     await coordinator.start()
-    assert coordinator.ready and coordinator.info.model == "fake"
+    seen_ready.append(coordinator.ready)
+    assert coordinator.info.model == "fake"
     await coordinator.stop(0.0)
-    assert not coordinator.ready
+    seen_ready.append(coordinator.ready)
+    assert seen_ready == [False, True, False]
     with pytest.raises(NotReady):
         await read(coordinator, request())
 

@@ -332,3 +332,14 @@ def test_the_method_is_made_from_its_configuration(directory: Path, plain: Plain
     method = create("model", section, TargetSection(path=str(directory)))
     assert method.propose([first(PROMPT)])[0].tree == TokenTree.chain(plain.continued(PROMPT, 8, GREEDY, 8))
     method.close()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+def test_a_draft_on_a_gpu_guesses_what_it_guesses_on_a_cpu(
+    directory: Path, plain: Plain, sampling: SamplingParameters
+) -> None:
+    bench = Bench(load_model(ModelSection(path=str(directory), device="cuda")))
+    guessed = bench.propose(first(PROMPT, sampling=sampling))[0].tree
+    assert guessed == TokenTree.chain(plain.continued(PROMPT, 8, sampling, len(PROMPT)))

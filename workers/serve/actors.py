@@ -3,37 +3,29 @@
 A target replica is rank 0 in the first bundle of its placement group; the other ranks are actors in
 the further bundles. They live and die together: a dead rank makes the replica unhealthy, Serve ends
 it, its followers end with it, and a new replica starts with an empty pool at a new address.
+
+Torch is imported where it computes: whoever only names these classes, or only looks up, starts seconds sooner.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
+from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.core.config import DraftSection, TargetSection
 from cluster.core.errors import TargetUnavailable
-from cluster.wire.server import WireServer
-from pilotfish.v1 import draft_pb2_grpc, target_pb2_grpc
-from workers.draft.method import create
-from workers.serve.draft_servicer import DraftServicer
-from workers.serve.target_servicer import TargetServicer
-from workers.target import ranks
-from workers.target.engine import TargetEngine
+from workers.draft.method import DraftMethod, create
+from workers.serve.hosting import WorkerHost, host_draft, host_target
+from workers.serve.target_servicer import StepEngine
 
-logger = logging.getLogger(__name__)
-
-TARGET_SERVICE = "pilotfish.v1.TargetService"
-DRAFT_SERVICE = "pilotfish.v1.DraftService"
-
-_GRACE_SECONDS = 1.0
-"""How long calls in flight may take when a replica ends; the coordinator repeats them elsewhere."""
+if TYPE_CHECKING:
+    from workers.target.ranks import RankZero
 
 
 class Follower:
@@ -41,8 +33,10 @@ class Follower:
 
     def run(self, section: Mapping[str, Any], threads: int, rank: int, address: str, port: int) -> None:
         """Join, load this rank's part, obey rank 0 until it says stop. Raises whatever ends the group."""
+        from workers.target import ranks
+
         target = TargetSection.model_validate(section)
-        torch.set_num_threads(threads)
+        set_threads(threads)
         ranks.join(rank, target.tensor_parallel, address, port)
         try:
             ranks.follow(ranks.build_engine(target, rank))
@@ -53,22 +47,22 @@ class Follower:
 class TargetReplica:
     """Rank 0: loads, gathers its followers, serves `TargetService` at an address of its own."""
 
-    async def __init__(
-        self, section: Mapping[str, Any], threads: int, host: str | None, max_message_bytes: int
-    ) -> None:
+    def __init__(self, section: Mapping[str, Any], threads: int, address: str | None) -> None:
         self._section = TargetSection.model_validate(section)
         self._threads = threads
-        self._host = host or ray.util.get_node_ip_address()
-        self._server = WireServer(self._host, 0, max_message_bytes=max_message_bytes)
+        self._address = address or node_address()
         self._followers: dict[asyncio.Future[None], int] = {}
-        self._group: ranks.RankZero | None = None
-        self._servicer: TargetServicer | None = None
-        self._port = 0
-        await self._start()
+        self._group: RankZero | None = None
+        self._host: WorkerHost | None = None
+
+    async def reconfigure(self, user_config: object) -> None:  # noqa: ARG002 - nothing changes later
+        """Serve calls this on the event loop of requests, before it counts the replica as up. Raises what failed."""
+        if self._host is None:
+            self._host = await self._start()
 
     async def address(self) -> str:
         """Where `TargetService` listens."""
-        return f"{self._host}:{self._port}"
+        return self._host.address if self._host is not None else ""
 
     async def check_health(self) -> None:
         """Raise what makes this replica useless, so that Serve replaces it."""
@@ -78,36 +72,38 @@ class TargetReplica:
 
     async def __del__(self) -> None:
         """Serve calls this when the replica ends on purpose."""
-        await self._server.stop(_GRACE_SECONDS)
-        if self._servicer is not None:
-            await self._servicer.close()
+        if self._host is not None:
+            await self._host.stop()
 
-    async def _start(self) -> None:
+    async def _start(self) -> WorkerHost:
         """Load in a thread: the event loop stays free for Serve's questions."""
-        rendezvous = free_port(self._host)
+        rendezvous = free_port(self._address)
         self._followers = self._spawn_followers(rendezvous)
         loading = asyncio.ensure_future(asyncio.to_thread(self._load, rendezvous))
         # A follower that ends while rank 0 waits for it must not leave rank 0 waiting for ever.
-        await asyncio.wait([loading, *self._followers], return_when=asyncio.FIRST_COMPLETED)
+        awaited: list[asyncio.Future[Any]] = [loading, *self._followers]
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         self._raise_for_followers()
-        engine = await loading
-        self._servicer = TargetServicer(engine)
-        self._server.add(TARGET_SERVICE, target_pb2_grpc.add_TargetServiceServicer_to_server, self._servicer)
-        self._port = await self._server.start()
-        await self._server.set_serving(TARGET_SERVICE, True)
+        host = host_target(self._address, await loading)
+        await host.start()
+        return host
 
-    def _load(self, rendezvous: int) -> TargetEngine | ranks.RankZero:
-        torch.set_num_threads(self._threads)
+    def _load(self, rendezvous: int) -> StepEngine:
+        from workers.target import ranks
+
+        set_threads(self._threads)
         if self._section.tensor_parallel == 1:
             return ranks.build_engine(self._section)
-        ranks.join(0, self._section.tensor_parallel, self._host, rendezvous)
+        ranks.join(0, self._section.tensor_parallel, self._address, rendezvous)
         self._group = ranks.RankZero(ranks.build_engine(self._section))
         return self._group
 
     def _spawn_followers(self, rendezvous: int) -> dict[asyncio.Future[None], int]:
         """One actor per further bundle of this replica's placement group."""
         followers: dict[asyncio.Future[None], int] = {}
-        group = ray.util.get_current_placement_group()
+        group = get_current_placement_group()
+        if group is None:
+            return followers
         for rank in range(1, self._section.tensor_parallel):
             claims = group.bundle_specs[rank]
             actor = ray.remote(Follower).options(
@@ -115,9 +111,9 @@ class TargetReplica:
                 num_gpus=claims.get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
             )
-            handle = actor.remote()
             section = self._section.model_dump(mode="json")
-            running = handle.run.remote(section, self._threads, rank, self._host, rendezvous)
+            follower: Any = actor.remote()  # Ray's types do not know the methods of actors
+            running = follower.run.remote(section, self._threads, rank, self._address, rendezvous)
             followers[asyncio.wrap_future(running.future())] = rank
         return followers
 
@@ -129,42 +125,49 @@ class TargetReplica:
 
 
 class DraftReplica:
-    """Hosts one draft method behind `DraftService`."""
+    """Hosts one drafting method behind `DraftService`, at an address of its own."""
 
-    async def __init__(
-        self,
-        section: Mapping[str, Any],
-        target_section: Mapping[str, Any],
-        threads: int,
-        host: str | None,
-        max_message_bytes: int,
+    def __init__(
+        self, section: Mapping[str, Any], target_section: Mapping[str, Any], threads: int, address: str | None
     ) -> None:
         self._section = DraftSection.model_validate(section)
         self._target_section = TargetSection.model_validate(target_section)
         self._threads = threads
-        self._host = host or ray.util.get_node_ip_address()
-        self._server = WireServer(self._host, 0, max_message_bytes=max_message_bytes)
-        self._servicer: DraftServicer | None = None
-        self._port = 0
-        await self._start()
+        self._address = address or node_address()
+        self._host: WorkerHost | None = None
+
+    async def reconfigure(self, user_config: object) -> None:  # noqa: ARG002 - nothing changes later
+        """As `TargetReplica.reconfigure`."""
+        if self._host is None:
+            host = host_draft(self._address, await asyncio.to_thread(self._load))
+            await host.start()
+            self._host = host
 
     async def address(self) -> str:
         """Where `DraftService` listens."""
-        return f"{self._host}:{self._port}"
+        return self._host.address if self._host is not None else ""
 
     async def __del__(self) -> None:
         """Serve calls this when the replica ends on purpose."""
-        await self._server.stop(_GRACE_SECONDS)
-        if self._servicer is not None:
-            await self._servicer.close()
+        if self._host is not None:
+            await self._host.stop()
 
-    async def _start(self) -> None:
-        torch.set_num_threads(self._threads)
-        method = await asyncio.to_thread(create, self._section.method, self._section, self._target_section)
-        self._servicer = DraftServicer(method)
-        self._server.add(DRAFT_SERVICE, draft_pb2_grpc.add_DraftServiceServicer_to_server, self._servicer)
-        self._port = await self._server.start()
-        await self._server.set_serving(DRAFT_SERVICE, True)
+    def _load(self) -> DraftMethod:
+        if self._section.model is not None:
+            set_threads(self._threads)
+        return create(self._section.method, self._section, self._target_section)
+
+
+def set_threads(threads: int) -> None:
+    """Intra-op threads of this process; Ray's own default is one."""
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def node_address() -> str:
+    """Where other nodes reach this one."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def free_port(host: str) -> int:

@@ -47,10 +47,10 @@ class ComputeThread:
         """Finish what is under way, run `last`, end the thread. Closing again does nothing."""
         if self._closed:
             return
-        running = self.run_surely(last)
+        future = self._submit(last)
         self._closed = True
         try:
-            await running
+            await self._result(future, asyncio.shield(asyncio.wrap_future(future)))
         finally:
             await asyncio.to_thread(self._executor.shutdown)
 

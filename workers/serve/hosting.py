@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from cluster.wire.server import WireServer
 from pilotfish.v1 import draft_pb2_grpc, target_pb2_grpc
 from workers.draft.method import DraftMethod
 from workers.serve.draft_servicer import DraftServicer
-from workers.serve.target_servicer import TargetServicer
-from workers.target.engine import TargetEngine
-from workers.target.ranks import RankZero
+from workers.serve.target_servicer import StepEngine, TargetServicer
 
 TARGET_SERVICE = "pilotfish.v1.TargetService"
 DRAFT_SERVICE = "pilotfish.v1.DraftService"
@@ -20,10 +19,54 @@ _GRACE_SECONDS = 1.0
 """How long calls in flight may take when a worker ends; the coordinator repeats them elsewhere."""
 
 
-class TargetHost:
-    """A loaded target at an address of its own, from `start()` to `stop()`."""
+class WorkerHost:
+    """Serves from `start()` to `stop()` on a free port of `host`; also a context manager. Owns its servicer."""
 
-    def __init__(self, engine: TargetEngine | RankZero, host: str) -> None:
+    def __init__(
+        self,
+        host: str,
+        service: str,
+        servicer: TargetServicer | DraftServicer,
+        add_to_server: Callable[[Any, Any], None],
+    ) -> None:
         self._host = host
+        self._service = service
+        self._servicer = servicer
+        self._add_to_server = add_to_server
         self._server = WireServer(host, 0)
-        self._servicer = TargetServicer(engine)
+        self._port = 0
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    @property
+    def address(self) -> str:
+        """Where it listens, once started."""
+        return f"{self._host}:{self._port}"
+
+    async def start(self) -> None:
+        """Listen. Raises `ConfigurationError` when the address cannot be bound."""
+        self._server.add(self._service, self._add_to_server, self._servicer)
+        self._port = await self._server.start()
+        await self._server.set_serving(self._service, True)
+
+    async def stop(self) -> None:
+        """End the calls in flight, then the thread they compute in. More than once does no harm."""
+        await self._server.stop(_GRACE_SECONDS)
+        await self._servicer.close()
+
+
+def host_target(host: str, engine: StepEngine) -> WorkerHost:
+    """`TargetService` over a loaded engine, or over the first of its ranks."""
+    return WorkerHost(host, TARGET_SERVICE, TargetServicer(engine), target_pb2_grpc.add_TargetServiceServicer_to_server)
+
+
+def host_draft(host: str, method: DraftMethod) -> WorkerHost:
+    """`DraftService` over a drafting method."""
+    return WorkerHost(host, DRAFT_SERVICE, DraftServicer(method), draft_pb2_grpc.add_DraftServiceServicer_to_server)

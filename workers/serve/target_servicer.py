@@ -72,7 +72,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self, request: target_pb2.TargetServiceForkRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.TargetServiceForkResponse:
         """Share a sequence's blocks."""
-        parent = bounds.sequence_id("parent", request.parent)
+        (parent,) = decode_sequence_ids((request.parent,), "parent")
         children = decode_sequence_ids(request.children, "children", bounds.MAX_CHILDREN)
         kv = await self._compute.run(self._engine.fork, parent, children)
         return target_pb2.TargetServiceForkResponse(kv=encode_occupancy(kv))

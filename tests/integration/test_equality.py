@@ -1,0 +1,88 @@
+"""What clients read is what the model alone would have written, token for token.
+
+Whatever the drafter, the batch, the door and the number of ranks: greedy text equals `generate` of
+`transformers` in float32, and sampled text with a seed equals a plain loop over the model's own
+forward pass. Each answer is asked for twice over, alone and among seven others.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.core.config import Configuration, load
+from deploy.local import LocalCluster
+from tests.integration.serving import Ask, Reference, Server, ask_all
+from tests.prompts import CHAT, PLAIN
+
+pytestmark = pytest.mark.weights
+
+METHODS = ("none", "ngram", "model")
+GREEDY_TOKENS = 24
+SAMPLED_TOKENS = 16
+
+
+@pytest.fixture(scope="session")
+def prompts(reference: Reference) -> list[tuple[int, ...]]:
+    return [*map(reference.chat, CHAT), *map(reference.plain, PLAIN)]
+
+
+@pytest.fixture(scope="session")
+def greedy(reference: Reference, prompts: list[tuple[int, ...]]) -> dict[Ask, tuple[int, ...]]:
+    return {Ask(prompt, GREEDY_TOKENS): reference.greedy(prompt, GREEDY_TOKENS) for prompt in prompts}
+
+
+@pytest.fixture(scope="session")
+def sampled(reference: Reference, prompts: list[tuple[int, ...]]) -> dict[Ask, tuple[int, ...]]:
+    asks = [
+        Ask(prompt, SAMPLED_TOKENS, temperature, top_p, seed)
+        for seed, (prompt, (temperature, top_p)) in enumerate(
+            zip(prompts[::2], [(0.7, 1.0), (1.0, 0.9), (0.5, 0.95)] * len(prompts), strict=False)
+        )
+    ]
+    return {asked: reference.sampled(asked) for asked in asks}
+
+
+def configure(target: Path, draft: Path, method: str, ranks: int) -> Configuration:
+    drafting: dict[str, Any] = {"method": method, "max_nodes": 6, "max_depth": 3, "timeout_seconds": 60.0}
+    if method == "model":
+        drafting |= {"model": {"path": str(draft), "device": "cpu"}, "kv": {"pool_bytes": 300 << 20}}
+    return load(
+        {
+            "target": {
+                "path": str(target),
+                "served_name": "smollm2-135m-instruct",
+                "device": "cpu",
+                "tensor_parallel": ranks,
+                "kv": {"pool_bytes": 300 << 20},
+            },
+            "draft": drafting,
+            "scheduler": {"max_sequences": 8, "max_step_tokens": 128},
+            "server": {"grpc_port": 0, "http_port": 0},
+        }
+    )
+
+
+async def check(server: Server, expected: dict[Ask, tuple[int, ...]], at_once: int) -> None:
+    asks = list(expected)
+    for asked, answer in zip(asks, await ask_all(server, asks, at_once), strict=True):
+        assert answer == expected[asked], asked
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_one_rank(
+    method: str,
+    target_directory: Path,
+    draft_directory: Path,
+    greedy: dict[Ask, tuple[int, ...]],
+    sampled: dict[Ask, tuple[int, ...]],
+) -> None:
+    assert len(greedy) >= 20
+    configuration = configure(target_directory, draft_directory, method, ranks=1)
+    async with LocalCluster(configuration, http=True) as cluster:
+        server = Server(cluster.grpc_address, cluster.http_url)
+        for at_once in (1, 8):
+            await check(server, greedy, at_once)
+            await check(server, sampled, at_once)

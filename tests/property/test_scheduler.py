@@ -1,0 +1,183 @@
+"""Whatever arrives, and however the guesses turn out: everything finishes, in bounds, and nobody starves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.core.config import SchedulerSection
+from cluster.core.ids import SequenceId
+from cluster.core.scheduler import Plan, SequenceView, State, blocks_for, plan
+from cluster.core.types import DraftBudget, KvOccupancy
+
+CONTEXT = 96
+
+
+@dataclass(slots=True)
+class Job:
+    """A request: it comes before step `at`, and ends after `answer` tokens."""
+
+    arrival: int
+    at: int
+    prompt: int
+    answer: int
+    length: int = 0
+    stored: int = 0
+    finished_at: int | None = None
+
+    def view(self) -> SequenceView:
+        remaining = self.prompt + self.answer - self.length
+        return SequenceView(SequenceId(str(self.arrival)), self.arrival, self.length, self.stored, remaining)
+
+
+@dataclass(slots=True)
+class World:
+    """A target that stores what the rows say and accepts as much of each tree as `luck` says."""
+
+    limits: SchedulerSection
+    draft: DraftBudget
+    block_size: int
+    blocks: int
+    luck: list[int]
+    waiting: list[Job] = field(default_factory=list)
+    running: list[Job] = field(default_factory=list)
+    steps: int = 0
+
+    def free(self) -> int:
+        return self.blocks - sum(blocks_for(job.stored, self.block_size) for job in self.running)
+
+    def step(self) -> Plan:
+        state = State(
+            waiting=tuple(job.view() for job in self.waiting),
+            running=tuple(job.view() for job in self.running),
+            kv=KvOccupancy(self.blocks, self.free()),
+            block_size=self.block_size,
+            max_context_len=CONTEXT,
+            limits=self.limits,
+            draft=self.draft,
+        )
+        decided = plan(state)
+        assert decided == plan(state)
+        self._move(decided)
+        self._check(decided)
+        self._compute(decided)
+        self.steps += 1
+        return decided
+
+    def _move(self, decided: Plan) -> None:
+        by_id = {job.view().id: job for job in (*self.waiting, *self.running)}
+        for sequence_id in decided.preempt:
+            job = by_id[sequence_id]
+            # Whoever gives way is younger than all who stay.
+            assert all(other.arrival < job.arrival for other in self.running if other.view().id not in decided.preempt)
+            job.stored = 0
+            self.running.remove(job)
+            self.waiting.append(job)
+        for sequence_id in decided.admit:
+            self.waiting.remove(by_id[sequence_id])
+            self.running.append(by_id[sequence_id])
+        for job in self.waiting:
+            assert all(other.arrival < job.arrival for other in self.running), "a waiting sequence was overtaken"
+
+    def _check(self, decided: Plan) -> None:
+        running = {job.view().id: job for job in self.running}
+        assert len(running) <= self.limits.max_sequences
+        assert len({row.sequence_id for row in decided.rows}) == len(decided.rows)
+        assert sum(row.pending + row.draft.max_nodes for row in decided.rows) <= self.limits.max_step_tokens
+        needed = 0
+        for row in decided.rows:
+            job = running[row.sequence_id]
+            assert 1 <= row.pending <= job.length - job.stored
+            assert row.decide == (row.pending == job.length - job.stored)
+            assert row.decide or row.draft.max_nodes == 0
+            assert row.draft.max_nodes <= self.draft.max_nodes
+            assert row.draft.max_depth <= min(self.draft.max_depth, job.view().remaining - 1, CONTEXT - job.length)
+            assert (row.draft.max_nodes == 0) == (row.draft.max_depth == 0)
+            end = job.stored + row.pending + row.draft.max_nodes
+            needed += blocks_for(end, self.block_size) - blocks_for(job.stored, self.block_size)
+        assert needed <= self.free(), "more blocks than the pool has"
+
+    def _compute(self, decided: Plan) -> None:
+        running = {job.view().id: job for job in self.running}
+        for index, row in enumerate(decided.rows):
+            job = running[row.sequence_id]
+            job.stored += row.pending
+            if row.decide:
+                accepted = min(self.luck[(self.steps + index) % len(self.luck)], row.draft.max_depth)
+                job.stored += accepted
+                job.length += accepted + 1
+            if job.length == job.prompt + job.answer:
+                job.finished_at = self.steps
+                self.running.remove(job)
+
+
+def worlds() -> st.SearchStrategy[World]:
+    return st.builds(
+        World,
+        limits=st.builds(
+            SchedulerSection,
+            max_sequences=st.integers(1, 8),
+            max_step_tokens=st.integers(16, 64),
+        ),
+        draft=st.integers(0, 8).flatmap(lambda n: st.integers(min(n, 1), n).map(lambda depth: DraftBudget(n, depth))),
+        block_size=st.sampled_from([1, 3, 4, 16]),
+        blocks=st.just(0),
+        luck=st.lists(st.integers(0, 8), min_size=1, max_size=5),
+    )
+
+
+def jobs() -> st.SearchStrategy[list[tuple[int, int, int]]]:
+    one = st.tuples(st.integers(0, 20), st.integers(1, 60), st.integers(1, 36))
+    return st.lists(one, min_size=1, max_size=12)
+
+
+def live_through(world: World, arrivals: list[tuple[int, int, int]], spare_blocks: int) -> list[Job]:
+    """Run everything to its end in a pool that holds the largest request and `spare_blocks` more."""
+    largest = max(prompt + answer for _, prompt, answer in arrivals)
+    world.blocks = blocks_for(largest, world.block_size) + spare_blocks
+    coming = [
+        Job(arrival, at, prompt, answer, length=prompt)
+        for arrival, (at, prompt, answer) in enumerate(sorted(arrivals, key=lambda job: job[0]))
+    ]
+    everyone = list(coming)
+    while coming or world.waiting or world.running:
+        while coming and coming[0].at <= world.steps:
+            world.waiting.append(coming.pop(0))
+        busy = bool(world.waiting or world.running)
+        decided = world.step()
+        assert bool(decided.rows) == busy, "a step was lost though somebody waited"
+    return everyone
+
+
+@settings(max_examples=150, deadline=None)
+@given(world=worlds(), arrivals=jobs(), spare_blocks=st.integers(0, 12))
+def test_everything_finishes_within_every_bound(
+    world: World, arrivals: list[tuple[int, int, int]], spare_blocks: int
+) -> None:
+    everyone = live_through(world, arrivals, spare_blocks)
+    # The oldest always progresses, so work done one by one bounds any wait: a step per token of each answer, and
+    # its prompt (and what is replayed) in chunks.
+    bound = 0
+    for job in everyone:
+        bound = max(bound, job.at) + job.answer + job.prompt + 1
+        assert job.finished_at is not None
+        assert job.finished_at <= bound
+
+
+@settings(max_examples=50, deadline=None)
+@given(world=worlds(), arrivals=jobs())
+def test_with_blocks_for_all_nobody_is_preempted(world: World, arrivals: list[tuple[int, int, int]]) -> None:
+    preempted: list[SequenceId] = []
+    plain = World.step
+
+    class Watched(World):
+        def step(self) -> Plan:
+            decided = plain(self)
+            preempted.extend(decided.preempt)
+            return decided
+
+    watched = Watched(world.limits, world.draft, world.block_size, 0, world.luck)
+    live_through(watched, arrivals, spare_blocks=12 * CONTEXT)
+    assert preempted == []

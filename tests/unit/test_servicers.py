@@ -1,0 +1,365 @@
+"""The workers' doors: one thread computes, a bad row faults alone, and nobody's leaving breaks anything."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from cluster.core.config import DraftSection, KvSection, ModelSection
+from cluster.core.errors import DrafterUnavailable, InvalidRequest, NotReady, TargetUnavailable
+from cluster.core.ids import SequenceId
+from cluster.core.tree import TokenTree
+from cluster.core.types import (
+    DraftBudget,
+    DraftRow,
+    KvOccupancy,
+    Proposal,
+    RowFaultCode,
+    SamplingParameters,
+    SequenceStart,
+    StepBatch,
+    StepResult,
+    TargetInfo,
+    Verdict,
+    VerifyRow,
+)
+from cluster.wire.clients import GrpcDrafter, GrpcTarget
+from cluster.wire.codec import decode_proposals, decode_step_result, encode_draft_rows, encode_step_batch
+from cluster.wire.server import WireServer
+from pilotfish.v1 import draft_pb2, draft_pb2_grpc, target_pb2_grpc
+from tests import tiny
+from workers.draft.ngram import NgramDrafter
+from workers.model.loading import load_model
+from workers.model.pool import KvPool
+from workers.serve.draft_servicer import DraftServicer
+from workers.serve.target_servicer import TargetServicer
+from workers.target.engine import LocalDecider, TargetEngine
+
+START = SequenceStart(1, SamplingParameters(temperature=0.0))
+POISON = 666
+KV = KvOccupancy(10, 4)
+
+
+def draft_row(name: str, *tokens: int) -> DraftRow:
+    return DraftRow(SequenceId(name), len(tokens), tokens, DraftBudget(4, 4), START)
+
+
+def verify_row(name: str, *tokens: int) -> VerifyRow:
+    return VerifyRow(SequenceId(name), len(tokens), tokens, start=START)
+
+
+class Gate:
+    """Holds the computing thread until it is opened, and tells when it has arrived."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self._arrived = threading.Event()
+
+    def pass_through(self) -> None:
+        self._arrived.set()
+        assert self.opened.wait(10)
+
+    async def reached(self) -> None:
+        await asyncio.to_thread(self._arrived.wait, 10)
+
+
+class EchoDrafter:
+    """Guesses each row's last token; chokes on one of them."""
+
+    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+        self.before = before
+        self.calls: list[tuple[str, ...]] = []
+        self.threads: set[int] = set()
+
+    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        self._note("propose", *(row.sequence_id for row in rows))
+        self.before()
+        if any(POISON in row.new_tokens for row in rows):
+            raise RuntimeError("choked")
+        return tuple(Proposal(row.sequence_id, row.base_len, TokenTree.chain(row.new_tokens[-1:])) for row in rows)
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        self._note("release", *sequence_ids)
+
+    def close(self) -> None:
+        self._note("close")
+
+    def _note(self, *call: str) -> None:
+        self.calls.append(call)
+        self.threads.add(threading.get_ident())
+
+
+class EchoEngine:
+    """Decides each row's last token again; chokes on one of them."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def step(self, batch: StepBatch) -> StepResult:
+        self.sizes.append(len(batch.rows))
+        if any(POISON in row.pending for row in batch.rows):
+            raise RuntimeError("choked")
+        verdicts = tuple(Verdict(row.sequence_id, row.base_len, row.pending[-1:]) for row in batch.rows)
+        return StepResult(verdicts, KV, 0.5)
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
+        return KvOccupancy(10, 4 + len(sequence_ids))
+
+    def fork(self, parent: SequenceId, children: Sequence[SequenceId]) -> KvOccupancy:
+        raise InvalidRequest("parent", parent, "a sequence that the target holds")
+
+    def info(self) -> TargetInfo:
+        return TargetInfo("echo", 700, 64, 4, KV, (2,), 1, "float32", "e")
+
+
+async def propose(servicer: DraftServicer, *rows: DraftRow) -> tuple[Proposal, ...]:
+    return decode_proposals(await servicer.Propose(encode_draft_rows(rows), None))  # type: ignore[arg-type]
+
+
+async def release(servicer: DraftServicer, *names: str) -> None:
+    await servicer.Release(draft_pb2.DraftServiceReleaseRequest(sequence_ids=names), None)  # type: ignore[arg-type]
+
+
+async def step(servicer: TargetServicer, *rows: VerifyRow) -> StepResult:
+    return decode_step_result(await servicer.Step(encode_step_batch(StepBatch(rows)), None))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.opened.set()
+
+
+@pytest.fixture
+async def held(gate: Gate) -> AsyncIterator[tuple[DraftServicer, EchoDrafter]]:
+    """A drafter that waits at the gate whenever it is asked for guesses."""
+    method = EchoDrafter(gate.pass_through)
+    servicer = DraftServicer(method)
+    yield servicer, method
+    gate.opened.set()
+    await servicer.close()
+
+
+@asynccontextmanager
+async def drafter_at(servicer: DraftServicer) -> AsyncIterator[GrpcDrafter]:
+    async with WireServer("127.0.0.1", 0) as server:
+        server.add("pilotfish.v1.DraftService", draft_pb2_grpc.add_DraftServiceServicer_to_server, servicer)
+        port = await server.start()
+
+        async def resolve() -> str:
+            return f"127.0.0.1:{port}"
+
+        drafter = GrpcDrafter(resolve)
+        yield drafter
+        await drafter.close()
+    await servicer.close()
+
+
+@asynccontextmanager
+async def target_at(servicer: TargetServicer) -> AsyncIterator[GrpcTarget]:
+    async with WireServer("127.0.0.1", 0) as server:
+        server.add("pilotfish.v1.TargetService", target_pb2_grpc.add_TargetServiceServicer_to_server, servicer)
+        port = await server.start()
+
+        async def resolve() -> str:
+            return f"127.0.0.1:{port}"
+
+        target = GrpcTarget(resolve)
+        yield target
+        await target.close()
+    await servicer.close()
+
+
+# --- drafter ----------------------------------------------------------------------------------
+
+
+async def test_proposals_cross_the_wire_as_the_method_made_them() -> None:
+    rows = [draft_row("a", 1, 2, 3, 1, 2), draft_row("b", 1, 2), DraftRow(SequenceId("c"), 5, (1,), DraftBudget(1, 1))]
+    async with drafter_at(DraftServicer(NgramDrafter(DraftSection()))) as drafter:
+        assert await drafter.propose(rows, 10) == NgramDrafter(DraftSection()).propose(rows)
+        await drafter.release([SequenceId("a")])
+        forgotten = await drafter.propose([DraftRow(SequenceId("a"), 6, (3,), DraftBudget(1, 1))], 10)
+        assert forgotten[0].fault is not None and forgotten[0].fault.code is RowFaultCode.OUT_OF_SYNC
+
+
+async def test_two_rows_of_one_sequence_are_refused_before_anything_is_computed() -> None:
+    method = EchoDrafter()
+    async with drafter_at(DraftServicer(method)) as drafter:
+        with pytest.raises(InvalidRequest, match=r"rows\[1\]\.sequence_id: 'a'"):
+            await drafter.propose([draft_row("a", 1), draft_row("a", 1)], 10)
+        assert method.calls == []
+
+
+async def test_everything_is_computed_in_one_thread_that_is_not_the_event_loops() -> None:
+    method = EchoDrafter()
+    servicer = DraftServicer(method)
+    await asyncio.gather(*(propose(servicer, draft_row(name, 1)) for name in "abcd"), release(servicer, "a"))
+    await servicer.close()
+    assert len(method.calls) == 6
+    assert len(method.threads) == 1
+    assert threading.get_ident() not in method.threads
+
+
+async def test_a_row_that_makes_the_method_raise_faults_alone() -> None:
+    servicer = DraftServicer(EchoDrafter())
+    proposals = await propose(servicer, draft_row("a", 1), draft_row("b", POISON), draft_row("c", 3))
+    await servicer.close()
+    assert [proposal.tree.tokens for proposal in proposals] == [(1,), (), (3,)]
+    assert [proposal.fault and proposal.fault.code for proposal in proposals] == [None, RowFaultCode.INVALID, None]
+
+
+async def test_what_befalls_every_row_is_the_workers_own_failure_and_the_next_call_works() -> None:
+    async with drafter_at(DraftServicer(EchoDrafter())) as drafter:
+        with pytest.raises(DrafterUnavailable):
+            await drafter.propose([draft_row("a", POISON), draft_row("b", POISON)], 10)
+        assert (await drafter.propose([draft_row("a", 1)], 10))[0].tree == TokenTree.chain([1])
+
+
+async def test_a_client_that_does_not_wait_leaves_the_computation_whole_and_asking_again_answers(
+    held: tuple[DraftServicer, EchoDrafter], gate: Gate
+) -> None:
+    servicer, method = held
+    async with drafter_at(servicer) as drafter:
+        leaving = asyncio.create_task(drafter.propose([draft_row("a", 1)], 10))
+        await gate.reached()
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        gate.opened.set()
+        assert (await drafter.propose([draft_row("a", 1)], 10))[0].tree == TokenTree.chain([1])
+    assert method.calls == [("propose", "a"), ("propose", "a"), ("close",)]
+
+
+async def test_a_proposal_that_nobody_waits_for_any_more_is_not_begun(
+    held: tuple[DraftServicer, EchoDrafter], gate: Gate
+) -> None:
+    servicer, method = held
+    begun = asyncio.create_task(propose(servicer, draft_row("begun", 1)))
+    await gate.reached()
+    queued = asyncio.create_task(propose(servicer, draft_row("queued", 1)))
+    await asyncio.sleep(0)
+    queued.cancel()
+    await asyncio.gather(queued, return_exceptions=True)
+    gate.opened.set()
+    await begun
+    await propose(servicer, draft_row("last", 1))
+    assert method.calls == [("propose", "begun"), ("propose", "last")]
+
+
+async def test_a_release_is_done_even_if_nobody_waits_for_it(
+    held: tuple[DraftServicer, EchoDrafter], gate: Gate
+) -> None:
+    servicer, method = held
+    begun = asyncio.create_task(propose(servicer, draft_row("a", 1)))
+    await gate.reached()
+    freeing = asyncio.create_task(release(servicer, "a"))
+    await asyncio.sleep(0)
+    freeing.cancel()
+    await asyncio.gather(freeing, return_exceptions=True)
+    gate.opened.set()
+    await begun
+    await servicer.close()
+    assert method.calls == [("propose", "a"), ("release", "a"), ("close",)]
+
+
+async def test_a_failure_that_nobody_waits_for_is_logged(
+    held: tuple[DraftServicer, EchoDrafter], gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    servicer, _ = held
+    leaving = asyncio.create_task(propose(servicer, draft_row("a", POISON)))
+    await gate.reached()
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    with caplog.at_level(logging.ERROR):
+        gate.opened.set()
+        await servicer.close()
+    assert "choked" in caplog.text
+
+
+async def test_closing_finishes_what_is_under_way_and_refuses_what_comes_after(
+    held: tuple[DraftServicer, EchoDrafter], gate: Gate
+) -> None:
+    servicer, method = held
+    begun = asyncio.create_task(propose(servicer, draft_row("a", 1)))
+    await gate.reached()
+    closing = asyncio.create_task(servicer.close())
+    await asyncio.sleep(0)
+    with pytest.raises(NotReady):
+        await propose(servicer, draft_row("b", 1))
+    gate.opened.set()
+    await closing
+    await servicer.close()
+    assert (await begun)[0].tree == TokenTree.chain([1])
+    assert method.calls == [("propose", "a"), ("close",)]
+
+
+# --- target -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("target"), tiny.llama())
+
+
+def open_engine(directory: Path) -> TargetEngine:
+    model = load_model(ModelSection(path=str(directory), device="cpu"))
+    return TargetEngine(model, KvPool(model, KvSection(block_size=4), blocks=20), LocalDecider())
+
+
+async def test_verdicts_cross_the_wire_as_the_engine_gave_them(directory: Path) -> None:
+    batch = StepBatch((verify_row("a", 5, 6, 7), verify_row("b", 9), verify_row("c", tiny.VOCABULARY)))
+    expected = open_engine(directory).step(batch)
+    async with target_at(TargetServicer(open_engine(directory))) as target:
+        info = await target.info()
+        assert (info.vocabulary_size, info.kv.blocks_free) == (tiny.VOCABULARY, 20)
+        first = await target.step(batch)
+        assert (first.verdicts, first.kv) == (expected.verdicts, expected.kv)
+        assert (await target.step(batch)).verdicts == expected.verdicts
+        await target.fork(SequenceId("a"), [SequenceId("child")])
+        await target.release([SequenceId("a"), SequenceId("b"), SequenceId("child"), SequenceId("unknown")])
+        assert (await target.info()).kv.blocks_free == 20
+
+
+async def test_a_row_that_makes_the_engine_raise_faults_alone_and_the_times_add_up() -> None:
+    engine = EchoEngine()
+    servicer = TargetServicer(engine)
+    result = await step(servicer, verify_row("a", 1), verify_row("b", POISON), verify_row("c", 3))
+    await servicer.close()
+    assert engine.sizes == [3, 1, 1, 1]
+    assert [verdict.tokens for verdict in result.verdicts] == [(1,), (), (3,)]
+    assert [verdict.fault and verdict.fault.code for verdict in result.verdicts] == [None, RowFaultCode.INVALID, None]
+    assert (result.kv, result.step_seconds) == (KV, 1.0)
+
+
+async def test_an_engine_that_fails_every_row_is_unavailable_and_serves_the_next_step() -> None:
+    async with target_at(TargetServicer(EchoEngine())) as target:
+        with pytest.raises(TargetUnavailable):
+            await target.step(StepBatch((verify_row("a", POISON),)))
+        assert (await target.step(StepBatch((verify_row("a", 1),)))).verdicts[0].tokens == (1,)
+
+
+async def test_a_broken_group_is_told_at_once_and_its_rows_are_not_tried_alone() -> None:
+    class Broken(EchoEngine):
+        def step(self, batch: StepBatch) -> StepResult:
+            self.sizes.append(len(batch.rows))
+            raise TargetUnavailable("the tensor-parallel group is broken")
+
+    engine = Broken()
+    async with target_at(TargetServicer(engine)) as target:
+        with pytest.raises(TargetUnavailable, match="group is broken"):
+            await target.step(StepBatch((verify_row("a", 1), verify_row("b", 1))))
+    assert engine.sizes == [2]
+
+
+async def test_what_the_engine_refuses_arrives_as_it_was_raised() -> None:
+    async with target_at(TargetServicer(EchoEngine())) as target:
+        with pytest.raises(InvalidRequest, match="parent: 'nobody' is refused"):
+            await target.fork(SequenceId("nobody"), [SequenceId("child")])
+        with pytest.raises(InvalidRequest, match="children"):
+            await target.fork(SequenceId("a"), [SequenceId(str(child)) for child in range(65)])
