@@ -135,6 +135,11 @@ class FakeTarget:
         for sequence_id in sequence_ids:
             self.stored.pop(sequence_id, None)
 
+    async def release_all(self) -> None:
+        """See `Target`."""
+        await self._answering()
+        self.stored.clear()
+
     async def fork(self, parent: SequenceId, children: Sequence[SequenceId]) -> None:
         """See `Target`."""
         await self._answering()

@@ -95,7 +95,7 @@ class Coordinator:
 
     async def start(self) -> None:
         """Wait for the target, however long that takes, then take requests."""
-        await self._link.connect(lambda: ())
+        await self._link.take_over()
         self._metrics.begin(
             self.info.model,
             running=lambda: len(self._roster.running),

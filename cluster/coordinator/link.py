@@ -52,6 +52,18 @@ class TargetLink:
             raise NotReady("the target has not been reached yet")
         return self._info
 
+    async def take_over(self) -> None:
+        """Connect for the first time; what an earlier coordinator left on the target is freed."""
+        while True:
+            await self.connect(lambda: ())
+            try:
+                await self._bounded(self._target.release_all(), CALL_TIMEOUT_SECONDS)
+                await self.refresh()
+            except TargetUnavailable as error:
+                log.warning("the target was lost while it was taken over: %s", error)
+            else:
+                return
+
     async def connect(self, held: Callable[[], Sequence[SequenceId]]) -> None:
         """Return once the target answers, however long that takes; it holds none of the sequences `held` names."""
         attempt = 0

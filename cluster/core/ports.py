@@ -35,6 +35,13 @@ class Target(Protocol):
         """Free the sequences' blocks; unknown ones are no error. Raises `TargetUnavailable`."""
         ...
 
+    async def release_all(self) -> None:
+        """Free whatever is held: asked by a coordinator that starts, before it sends anything.
+
+        Raises `TargetUnavailable`.
+        """
+        ...
+
     async def fork(self, parent: SequenceId, children: Sequence[SequenceId]) -> None:
         """Give each child the parent's stored tokens, sharing its blocks copy-on-write.
 

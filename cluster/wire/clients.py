@@ -156,6 +156,12 @@ class GrpcTarget:
         request = target_pb2.TargetServiceReleaseRequest(sequence_ids=sequence_ids)
         await self._call(stub.Release, request, self._step_timeout_seconds)
 
+    async def release_all(self) -> None:
+        """See the port."""
+        stub = await self._stub()
+        request = target_pb2.TargetServiceReleaseRequest(all=True)
+        await self._call(stub.Release, request, self._step_timeout_seconds)
+
     async def fork(self, parent: SequenceId, children: Sequence[SequenceId]) -> None:
         """See the port."""
         stub = await self._stub()

@@ -101,6 +101,22 @@ async def test_the_start_waits_for_a_target_that_is_not_there_yet() -> None:
     await coordinator.stop(0.0)
 
 
+async def test_a_new_coordinator_frees_what_a_dead_one_left_on_the_target() -> None:
+    target = FakeTarget(blocks=12)
+    orphans = FakeTarget(blocks=12)
+    coordinator = Coordinator(target, AlwaysAgree(target), configure(), Metrics())
+    await coordinator.start()
+    reading = coordinator.generate(request(0, max_tokens=30))
+    await anext(reading)
+    orphans.stored = dict(target.stored)  # the coordinator dies here: nobody will ever release these
+    assert orphans.blocks_free < orphans.blocks
+    await coordinator.stop(0.0)
+    async with serving(orphans, AlwaysAgree(orphans)) as successor:
+        assert orphans.blocks_free == orphans.blocks
+        wanted = request(1, max_tokens=5)
+        assert await tokens_of(successor, wanted) == orphans.answer(wanted)
+
+
 async def test_a_hanging_target_does_not_hold_deadlines_back() -> None:
     target = FakeTarget(step_delay=0.001)
     async with serving(target, NeverAgree(target)) as coordinator:

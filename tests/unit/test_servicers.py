@@ -111,6 +111,9 @@ class EchoEngine:
     def release(self, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
         return KvOccupancy(10, 4 + len(sequence_ids))
 
+    def release_all(self) -> KvOccupancy:
+        return KvOccupancy(10, 10)
+
     def fork(self, parent: SequenceId, children: Sequence[SequenceId]) -> KvOccupancy:
         raise InvalidRequest("parent", parent, "a sequence that the target holds")
 
@@ -192,7 +195,7 @@ async def test_proposals_cross_the_wire_as_the_method_made_them() -> None:
 async def test_two_rows_of_one_sequence_are_refused_before_anything_is_computed() -> None:
     method = EchoDrafter()
     async with drafter_at(DraftServicer(method)) as drafter:
-        with pytest.raises(InvalidRequest, match=r"rows\[1\]\.sequence_id: 'a'"):
+        with pytest.raises(DrafterUnavailable, match=r"rows\[1\]\.sequence_id: 'a'"):
             await drafter.propose([draft_row("a", 1), draft_row("a", 1)], 10)
         assert method.calls == []
 

@@ -226,6 +226,22 @@ def test_forks_share_the_prompt_and_go_their_own_ways(engine: TargetEngine) -> N
     assert engine.info().kv.blocks_free == engine.info().kv.blocks_total
 
 
+def test_a_repeated_fork_does_nothing(engine: TargetEngine) -> None:
+    one(engine, first_row("parent", PROMPT))
+    first = engine.fork(SequenceId("parent"), [SequenceId("child")])
+    assert engine.fork(SequenceId("parent"), [SequenceId("child")]) == first
+    one(engine, VerifyRow(SequenceId("parent"), len(PROMPT) + 1, (20,)))
+    with pytest.raises(InvalidRequest, match="a new sequence"):
+        engine.fork(SequenceId("parent"), [SequenceId("child")])
+
+
+def test_releasing_all_frees_what_nobody_names(engine: TargetEngine) -> None:
+    one(engine, first_row("a", PROMPT))
+    one(engine, first_row("b", PROMPT))
+    kv = engine.release_all()
+    assert kv.blocks_free == kv.blocks_total
+
+
 def test_a_fork_of_nothing_or_into_something_is_refused(engine: TargetEngine) -> None:
     one(engine, first_row("parent", PROMPT))
     with pytest.raises(InvalidRequest, match="parent: 'nobody'"):

@@ -137,7 +137,8 @@ def test_forks_follow_on_every_rank(group: Group) -> None:
     rows = tuple(VerifyRow(SequenceId(name), len(PROMPT) + 1, (11,)) for name in ("p", "c"))
     verdicts = group.ask("step", StepBatch(rows)).verdicts
     assert verdicts[0].tokens == verdicts[1].tokens
-    group.ask("release", [SequenceId("p"), SequenceId("c")])
+    released = group.ask("release_all")
+    assert released.blocks_free == released.blocks_total
 
 
 def test_the_death_of_any_rank_breaks_the_group_and_says_so(group: Group) -> None:

@@ -34,6 +34,10 @@ class StepEngine(Protocol):
         """Free the sequences' blocks; unknown ones are no error."""
         ...
 
+    def release_all(self) -> KvOccupancy:
+        """Free every sequence's blocks."""
+        ...
+
     def fork(self, parent: SequenceId, children: Sequence[SequenceId]) -> KvOccupancy:
         """Share the parent's blocks with the children. Raises `InvalidRequest`."""
         ...
@@ -65,7 +69,10 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self, request: target_pb2.TargetServiceReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.TargetServiceReleaseResponse:
         """Free sequences."""
-        kv = await self._compute.run_surely(self._engine.release, decode_sequence_ids(request.sequence_ids))
+        if request.all:
+            kv = await self._compute.run_surely(self._engine.release_all)
+        else:
+            kv = await self._compute.run_surely(self._engine.release, decode_sequence_ids(request.sequence_ids))
         return target_pb2.TargetServiceReleaseResponse(kv=encode_occupancy(kv))
 
     async def Fork(

@@ -92,6 +92,8 @@ class _Record:
     start: SequenceStart
     table: BlockTable
     tokens: list[int] = field(default_factory=list)
+    forked_from: tuple[SequenceId, int] | None = None
+    """The parent and its length, so that a repeated fork is known again."""
     answered: VerifyRow | None = None
     verdict: Verdict | None = None
 
@@ -165,16 +167,27 @@ class TargetEngine:
                 self._pool.release(record.table)
         return self._pool.occupancy()
 
+    def release_all(self) -> KvOccupancy:
+        """Free every sequence's blocks."""
+        return self.release(list(self._records))
+
     def fork(self, parent: SequenceId, children: Sequence[SequenceId]) -> KvOccupancy:
-        """Share the parent's stored tokens with each child, copy-on-write. Raises `InvalidRequest`."""
+        """Share the parent's stored tokens with each child, copy-on-write. A repeated fork does nothing.
+
+        Raises `InvalidRequest` for an unknown parent, and for a child that is another sequence already.
+        """
         record = self._records.get(parent)
         if record is None:
             raise InvalidRequest("parent", parent, "a sequence that the target holds")
+        origin = (parent, len(record.tokens))
         for index, child in enumerate(children):
-            if child in self._records or child in children[:index]:
+            taken = self._records.get(child)
+            if child in children[:index] or (taken is not None and taken.forked_from != origin):
                 raise InvalidRequest(f"children[{index}]", child, "a new sequence")
         for child in children:
-            self._records[child] = _Record(record.start, self._pool.fork(record.table), list(record.tokens))
+            if child not in self._records:
+                table = self._pool.fork(record.table)
+                self._records[child] = _Record(record.start, table, list(record.tokens), forked_from=origin)
         return self._pool.occupancy()
 
     def _prepare(self, row: VerifyRow) -> _Work | Verdict:

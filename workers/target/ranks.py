@@ -41,6 +41,7 @@ class _Command(IntEnum):
     RELEASE = 2
     FORK = 3
     STOP = 4
+    RELEASE_ALL = 5
 
 
 class GroupDecider:
@@ -157,6 +158,11 @@ class RankZero:
         self._command(_Command.RELEASE, json.dumps(list(sequence_ids)).encode())
         return self._engine.release(sequence_ids)
 
+    def release_all(self) -> KvOccupancy:
+        """See `TargetEngine.release_all`."""
+        self._command(_Command.RELEASE_ALL, b"")
+        return self._engine.release_all()
+
     def fork(self, parent: SequenceId, children: Sequence[SequenceId]) -> KvOccupancy:
         """See `TargetEngine.fork`: refused alike on every rank."""
         self._command(_Command.FORK, json.dumps([parent, *children]).encode())
@@ -211,6 +217,9 @@ def follow(engine: TargetEngine) -> None:
             return
         if command is _Command.STEP:
             engine.step(step_batch_from_bytes(content))
+            continue
+        if command is _Command.RELEASE_ALL:
+            engine.release_all()
             continue
         names = [SequenceId(name) for name in json.loads(content)]
         if command is _Command.RELEASE:

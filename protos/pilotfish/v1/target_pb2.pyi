@@ -206,6 +206,9 @@ class TargetServiceReleaseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
+    ALL_FIELD_NUMBER: _builtins.int
+    all: _builtins.bool
+    """Free every sequence: what a coordinator asks when it starts, since nobody owns what an earlier one left."""
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Bound: 4096 ids of 1 to 128 bytes."""
@@ -214,10 +217,11 @@ class TargetServiceReleaseRequest(_message.Message):
         self,
         *,
         sequence_ids: _abc.Iterable[_builtins.str] | None = ...,
+        all: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence_ids", b"sequence_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "sequence_ids", b"sequence_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
