@@ -59,6 +59,11 @@ class ServeCluster:
         self.stop()
 
     @property
+    def configuration(self) -> Configuration:
+        """What runs."""
+        return self._configuration
+
+    @property
     def http_url(self) -> str:
         """Where HTTP clients come in."""
         return f"http://{self._configuration.server.http_host}:{self._configuration.server.http_port}"

@@ -10,8 +10,12 @@ import torch
 from cluster.core.errors import ModelLoadError
 from deploy.settings import read
 from tests import tiny
-from tests.integration.serving import Reference
+from tests.integration.serving import Ask, Reference
+from tests.prompts import CHAT, PLAIN
 from workers.model.weights import resolve_model_directory
+
+GREEDY_TOKENS = 24
+SAMPLED_TOKENS = 16
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +38,24 @@ def reference(target_directory: Path) -> Reference:
     """`transformers` by itself."""
     torch.set_num_threads(2)
     return Reference(target_directory)
+
+
+@pytest.fixture(scope="session")
+def prompts(reference: Reference) -> list[tuple[int, ...]]:
+    return [*map(reference.chat, CHAT), *map(reference.plain, PLAIN)]
+
+
+@pytest.fixture(scope="session")
+def greedy(reference: Reference, prompts: list[tuple[int, ...]]) -> dict[Ask, tuple[int, ...]]:
+    return {Ask(prompt, GREEDY_TOKENS): reference.greedy(prompt, GREEDY_TOKENS) for prompt in prompts}
+
+
+@pytest.fixture(scope="session")
+def sampled(reference: Reference, prompts: list[tuple[int, ...]]) -> dict[Ask, tuple[int, ...]]:
+    asks = [
+        Ask(prompt, SAMPLED_TOKENS, temperature, top_p, seed)
+        for seed, (prompt, (temperature, top_p)) in enumerate(
+            zip(prompts[::2], [(0.7, 1.0), (1.0, 0.9), (0.5, 0.95)] * len(prompts), strict=False)
+        )
+    ]
+    return {asked: reference.sampled(asked) for asked in asks}

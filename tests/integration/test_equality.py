@@ -14,35 +14,11 @@ import pytest
 
 from cluster.core.config import Configuration, load
 from deploy.local import LocalCluster
-from tests.integration.serving import Ask, Reference, Server, ask_all
-from tests.prompts import CHAT, PLAIN
+from tests.integration.serving import Ask, Server, ask_all
 
 pytestmark = pytest.mark.weights
 
 METHODS = ("none", "ngram", "model")
-GREEDY_TOKENS = 24
-SAMPLED_TOKENS = 16
-
-
-@pytest.fixture(scope="session")
-def prompts(reference: Reference) -> list[tuple[int, ...]]:
-    return [*map(reference.chat, CHAT), *map(reference.plain, PLAIN)]
-
-
-@pytest.fixture(scope="session")
-def greedy(reference: Reference, prompts: list[tuple[int, ...]]) -> dict[Ask, tuple[int, ...]]:
-    return {Ask(prompt, GREEDY_TOKENS): reference.greedy(prompt, GREEDY_TOKENS) for prompt in prompts}
-
-
-@pytest.fixture(scope="session")
-def sampled(reference: Reference, prompts: list[tuple[int, ...]]) -> dict[Ask, tuple[int, ...]]:
-    asks = [
-        Ask(prompt, SAMPLED_TOKENS, temperature, top_p, seed)
-        for seed, (prompt, (temperature, top_p)) in enumerate(
-            zip(prompts[::2], [(0.7, 1.0), (1.0, 0.9), (0.5, 0.95)] * len(prompts), strict=False)
-        )
-    ]
-    return {asked: reference.sampled(asked) for asked in asks}
 
 
 def configure(target: Path, draft: Path, method: str, ranks: int) -> Configuration:
