@@ -44,7 +44,7 @@ test: $(WEIGHTS)  ## Run the tests (ARGS goes to pytest)
 	$(TEST_ENVIRONMENT) $(BIN)/pytest -q --durations=10 --ignore=tests/bench $(ARGS)
 
 bench: $(WEIGHTS)  ## Measure; the figures of README.md come from here
-	$(BIN)/pytest -q -s tests/bench $(ARGS)
+	$(BIN)/python -m tests.bench.serving $(ARGS)
 
 check: $(INSTALLED)  ## Lint, format, types, import direction, stubs
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ Ray and torch take seconds to import: each command imports them once its setting
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 from importlib.metadata import version
@@ -193,24 +194,28 @@ def how_to_ask(configuration: Configuration) -> str:
     from deploy.models import served_name
 
     server, name = configuration.server, served_name(configuration)
-    url = f"http://{server.http_host}:{server.http_port}"
-    question = "Why is the sky blue?"
+    url, address = f"http://{server.http_host}:{server.http_port}", f"{server.grpc_host}:{server.grpc_port}"
+    messages = [{"role": "user", "content": "Name three things that swim."}]
+    over_http = json.dumps({"model": name, "messages": messages, "max_tokens": 64, "temperature": 0})
+    over_grpc = json.dumps(
+        {"chat": {"messages": messages}, "sampling": {"temperature": 0}, "stopping": {"max_tokens": 64}}
+    )
     return f"""\
-{name} is ready at {url} (HTTP) and {server.grpc_host}:{server.grpc_port} (gRPC). Ctrl-C stops it.
+{name} is ready at {url} (HTTP) and {address} (gRPC). Ctrl-C stops it.
 
-curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
-  -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "{question}"}}], "max_tokens": 64}}'
+curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{over_http}'
 
-python3 -c '
+{sys.executable} -c '
 from openai import OpenAI
 client = OpenAI(base_url="{url}/v1", api_key="none")
-for chunk in client.chat.completions.create(model="{name}", max_tokens=64, stream=True,
-        messages=[{{"role": "user", "content": "{question}"}}]):
-    print(chunk.choices[0].delta.content or "" if chunk.choices else "", end="", flush=True)
+answer = client.chat.completions.create(model="{name}", stream=True, max_tokens=64, temperature=0,
+                                        messages={json.dumps(messages)})
+for chunk in answer:
+    for choice in chunk.choices:
+        print(choice.delta.content or "", end="", flush=True)
 '
 
-grpcurl -plaintext -d '{{"text": "{question}", "stopping": {{"max_tokens": 64}}}}' \\
-  {server.grpc_host}:{server.grpc_port} pilotfish.v1.GenerationService/Generate
+grpcurl -plaintext -d '{over_grpc}' {address} pilotfish.v1.GenerationService/Generate
 """
 
 

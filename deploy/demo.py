@@ -23,13 +23,14 @@ from deploy.settings import Settings
 
 MAX_TOKENS = 96
 
-# Answers that repeat their prompt are what prompt lookup is for: a rewrite, a correction, an extraction.
+# Prompt lookup guesses that the answer goes on as the prompt did. Proofreading mostly does; the corrections are
+# where the target's own tokens show.
 PROMPT = """\
-Correct the spelling mistakes in this text and write it out again, changing nothing else:
+Proofread this paragraph and write the corrected version:
 
-The pilot fish is a smal carnivorous fish. It swims ahed of sharks and eats the leftovers of thier meals. \
-In the mouth of the shark it eats the parasites, and the shark does not eat the pilot fish. \
-Sailors once beleived that the pilot fish leads the shark to its food."""
+the pilot fish swim ahead of the shark. it eat the leftovers of the sharks meals, and it clean the parasites \
+from its skin and its mouth. the shark do not eat the pilot fish. sailors once believed that the pilot fish \
+lead the shark to its food, and they telled this story in every harbour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +152,12 @@ def run(settings: Settings, output: Console, notices: Console) -> None:
         without = _answer(cluster, plain, output, tokenizer)
         status.start()
     output.print(comparison(drafting.draft.method, with_drafts, without))
-    if with_drafts.tokens != without.tokens:
-        raise WorkerUnavailable("the two answers differ: this must not happen; please report it")
-    output.print(f"Both answers are the same {len(without.tokens)} tokens.")
+    if with_drafts.tokens == without.tokens:
+        output.print(f"Both answers are the same {len(without.tokens)} tokens.")
+    elif drafting.target.dtype == "float32":
+        raise WorkerUnavailable("the two answers differ, which must not happen in float32: please report it")
+    else:
+        output.print("The answers differ: in half precision, logits that are nearly equal may swap places.")
 
 
 def comparison(method: str, with_drafts: Run, without: Run) -> Table:

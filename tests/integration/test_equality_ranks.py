@@ -9,13 +9,13 @@ import pytest
 
 from deploy.running import ServeCluster, with_ports
 from deploy.settings import Settings
-from tests.integration.serving import Ask, Server, ask_all
-from tests.integration.test_equality import METHODS, configure
+from tests.integration.serving import Ask, Server
+from tests.integration.test_equality import METHODS, check, configure, shortened
 
 pytestmark = [pytest.mark.weights, pytest.mark.ray]
 
 RANKS = 3
-ALONE_TOKENS = 6
+ALONE_TOKENS = 4
 TOGETHER_TOKENS = 12
 
 
@@ -27,14 +27,6 @@ def cluster(
     settings = Settings(configuration, tmp_path_factory.mktemp("cache"))
     with ServeCluster(settings, lambda _: None) as running:
         yield running
-
-
-def shortened(expected: dict[Ask, tuple[int, ...]], count: int) -> dict[Ask, tuple[int, ...]]:
-    """The same questions, answered in fewer tokens: an answer's beginning does not depend on its length."""
-    return {
-        Ask(asked.prompt, count, asked.temperature, asked.top_p, asked.seed): answer[:count]
-        for asked, answer in expected.items()
-    }
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -51,7 +43,5 @@ async def test_three_ranks(
         cluster.redeploy(cluster.configuration.model_copy(update={"draft": drafting}))
     server = Server(cluster.grpc_address, cluster.http_url)
     for expected in (greedy, sampled):
-        alone, together = shortened(expected, ALONE_TOKENS), shortened(expected, TOGETHER_TOKENS)
-        answers = [*await ask_all(server, list(alone), 1), *await ask_all(server, list(together), 8)]
-        for asked, answer in zip([*alone, *together], answers, strict=True):
-            assert answer == (alone | together)[asked], asked
+        await check(server, shortened(expected, ALONE_TOKENS), at_once=1)
+        await check(server, shortened(expected, TOGETHER_TOKENS), at_once=8)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
+from google.protobuf import json_format
 
 from cluster.core.errors import ConfigurationError
+from cluster.ingress.openai import ChatRequest, parse
 from deploy import cli, settings
+from pilotfish.v1 import generation_pb2
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -138,12 +142,17 @@ class TestCommands:
         assert run(monkeypatch, "prepare", "--set", "target.path=./nowhere") == 1
         assert "no such directory" in capsys.readouterr().err
 
-    def test_what_serve_prints_names_the_model_and_both_doors(self) -> None:
+    def test_the_three_ways_to_ask_are_well_formed_and_name_model_and_doors(self) -> None:
         configuration = settings.read("cpu", ["server.http_port=8123", "server.grpc_port=9123"], {}).configuration
 
-        text = cli.how_to_ask(configuration)
+        ready, curl, python, grpcurl = cli.how_to_ask(configuration).strip().split("\n\n")
 
-        assert "curl http://127.0.0.1:8123/v1/chat/completions" in text
-        assert 'base_url="http://127.0.0.1:8123/v1"' in text
-        assert "127.0.0.1:9123 pilotfish.v1.GenerationService/Generate" in text
-        assert '"model": "smollm2-135m-instruct"' in text
+        assert ready.startswith("smollm2-135m-instruct is ready at http://127.0.0.1:8123 (HTTP) and 127.0.0.1:9123")
+        command, url, *_, body = shlex.split(curl)
+        assert (command, url) == ("curl", "http://127.0.0.1:8123/v1/chat/completions")
+        assert parse(ChatRequest, body.encode()).model == "smollm2-135m-instruct"
+        compile(shlex.split(python)[-1], "snippet", "exec")
+        *_, message, address, method = shlex.split(grpcurl)
+        assert (address, method) == ("127.0.0.1:9123", "pilotfish.v1.GenerationService/Generate")
+        request = json_format.Parse(message, generation_pb2.GenerateRequest())
+        assert request.chat.messages[0].role == "user"
