@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx
 from rich.box import SIMPLE
@@ -135,7 +135,10 @@ def measure(chunks: Iterator[Chunk], hear: Callable[[Chunk], None]) -> Run:
 
 def run(settings: Settings, output: Console, notices: Console) -> None:
     """Start, ask, compare, stop. Raises `PilotfishError`."""
-    drafting = settings.configuration
+    # Nobody else comes to these doors, so any free ports will do.
+    doors = settings.configuration.server.model_copy(update={"http_port": 0, "grpc_port": 0})
+    drafting = settings.configuration.model_copy(update={"server": doors})
+    settings = replace(settings, configuration=drafting)
     plain = drafting.model_copy(update={"draft": DraftSection(method="none")})
     with ExitStack() as stack:
         status = stack.enter_context(notices.status("starting"))

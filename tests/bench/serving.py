@@ -196,7 +196,7 @@ def main() -> None:
     asked = parser.parse_args()
     settings = read(None, ["server.http_port=0", "server.grpc_port=0", *asked.set])
     settings = Settings(with_ports(settings.configuration), settings.cache_directory)
-    models = resolve_models(settings, lambda _: None)
+    models = resolve_models(settings.configuration, settings.cache_directory, lambda _: None)
     prompts = load_prompts(Tokenizer.load(models.target), asked.prompts, asked.count)
     write(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {models.target.name}, "
