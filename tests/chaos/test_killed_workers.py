@@ -46,11 +46,16 @@ def asks(reference: Reference) -> dict[Ask, tuple[int, ...]]:
 
 
 def replicas(deployment: str) -> list[int]:
-    """Process ids of a deployment's replicas: Ray writes what a process hosts into its title."""
+    """Process ids of a deployment's replicas, among our own: Ray writes what a process hosts into its title."""
     title = f"ray::ServeReplica:pilotfish:{deployment}"
-    return [
-        process.pid for process in psutil.process_iter(["cmdline"]) if title in " ".join(process.info["cmdline"] or ())
-    ]
+    return [process.pid for process in psutil.Process().children(recursive=True) if title in title_of(process)]
+
+
+def title_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it ended meanwhile
+        return ""
 
 
 def metric(server: Server, name: str) -> float:

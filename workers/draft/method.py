@@ -59,9 +59,13 @@ def register(name: str) -> Callable[[FactoryType], FactoryType]:
 
 def names() -> tuple[str, ...]:
     """The registered methods, sorted."""
-    for module in pkgutil.iter_modules(workers.draft.__path__, "workers.draft."):
-        importlib.import_module(module.name)
+    for file in _files():
+        importlib.import_module(f"workers.draft.{file}")
     return tuple(sorted(_factories))
+
+
+def _files() -> tuple[str, ...]:
+    return tuple(module.name for module in pkgutil.iter_modules(workers.draft.__path__))
 
 
 def create(name: str, section: DraftSection, target_section: TargetSection) -> DraftMethod:
@@ -69,10 +73,15 @@ def create(name: str, section: DraftSection, target_section: TargetSection) -> D
 
     Raises `ConfigurationError` for an unknown name, and whatever the factory raises.
     """
-    known = names()
-    if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        raise ConfigurationError(
-            f"draft.method: {shorten(name)} is unknown; it must be one of {', '.join(known)} (the nearest is {nearest})"
-        )
+    if name in _files():
+        # A method lives in the file of its name: one that only looks up need not load what the others compute with.
+        importlib.import_module(f"workers.draft.{name}")
+    if name not in _factories:
+        known = names()
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise ConfigurationError(
+                f"draft.method: {shorten(name)} is unknown; it must be one of {', '.join(known)} "
+                f"(the nearest is {nearest})"
+            )
     return _factories[name](section, target_section)

@@ -5,10 +5,12 @@ Weights are read from safetensors or GGUF and from nothing else: other formats c
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,11 +53,11 @@ def resolve_model_directory(path: str, cache_directory: Path, revision: str | No
     if directory.is_dir():
         return _checked(directory)
     if path in PACKAGED_MODELS:
-        return _converted(_packaged_file(path), cache_directory / path)
+        return _converted(lambda: _packaged_file(path), cache_directory / path)
     if directory.suffix == ".gguf":
         if not directory.is_file():
             raise ModelLoadError(f"model path {path!r}: no such file")
-        return _converted(directory, cache_directory / directory.stem)
+        return _converted(lambda: directory, cache_directory / _cache_name(directory))
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ModelLoadError(
             f"model path {path!r}: no such directory; give a directory, a .gguf file, a hub id "
@@ -92,14 +94,21 @@ def _packaged_file(name: str) -> Path:
     )
 
 
-def _converted(file: Path, destination: Path) -> Path:
-    """De-quantize `file` into `destination`, unless that was done before."""
+def _cache_name(file: Path) -> str:
+    """Another file of the same name, or the same one rewritten, is another model."""
+    status = file.stat()
+    identity = f"{file.resolve()}\n{status.st_size}\n{status.st_mtime_ns}"
+    return f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+
+
+def _converted(find: Callable[[], Path], destination: Path) -> Path:
+    """De-quantize the file that `find` names into `destination`, unless that was done before."""
     if (destination / "config.json").is_file():
         return _checked(destination)
     destination.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f"{destination.name}.", dir=destination.parent))
     try:
-        _convert(file, building)
+        _convert(find(), building)
         # The configuration is the sign of a complete directory: a half-written one never has its final name.
         building.chmod(0o755)
         building.rename(destination)
@@ -116,7 +125,7 @@ def _convert(file: Path, destination: Path) -> None:
     try:
         quantized = AutoModelForCausalLM.from_pretrained(directory, gguf_file=name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=name)
-    except (OSError, ValueError, KeyError, NotImplementedError) as error:
+    except Exception as error:  # the file is from outside: what its reader raises on a broken one is anything
         raise ModelLoadError(f"GGUF file {str(file)!r} cannot be converted: {error}") from error
     # A model that was loaded quantized is saved as one; its weights are plain by now, so a plain model takes them.
     settings = quantized.config.to_dict()
