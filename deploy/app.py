@@ -52,24 +52,30 @@ def bind(configuration: Configuration, placement: Placement, worker_host: str | 
     Workers listen on `worker_host`, or on their node's address when it is `None`.
     """
     values = configuration.model_dump(mode="json")
+    # The device that was planned, not what a process finds: one that claims no GPU may still see them all.
+    values["target"]["device"] = placement.target.device
+    if values["draft"]["model"] is not None:
+        values["draft"]["model"]["device"] = placement.draft.device
     target = serve.deployment(
         name="Target",
         placement_group_bundles=[bundle.claims() for bundle in placement.target.bundles],
         placement_group_strategy=STRATEGY,
         ray_actor_options=_actor_options(placement.target, worker_host),
-        **_supervision(),
+        **_supervision(configuration),
     )(TargetReplica).bind(values["target"], placement.target.threads, worker_host)
     draft = serve.deployment(
-        name="Draft", ray_actor_options=_actor_options(placement.draft, worker_host), **_supervision()
+        name="Draft", ray_actor_options=_actor_options(placement.draft, worker_host), **_supervision(configuration)
     )(DraftReplica).bind(values["draft"], values["target"], placement.draft.threads, worker_host)
     coordinator = serve.deployment(
-        name="Coordinator", ray_actor_options=_actor_options(placement.coordinator, worker_host), **_supervision()
+        name="Coordinator",
+        ray_actor_options=_actor_options(placement.coordinator, worker_host),
+        **_supervision(configuration),
     )(CoordinatorReplica).bind(values, target, draft)
     return serve.deployment(
         name="Ingress",
         max_ongoing_requests=_MOST_HTTP_CALLS,
         ray_actor_options=_actor_options(placement.ingress, worker_host),
-        **_supervision() | {"user_config": None},
+        **_supervision(configuration) | {"user_config": None},
     )(IngressReplica).bind(values, coordinator)
 
 
@@ -106,11 +112,11 @@ def _actor_options(role: RolePlacement, worker_host: str | None) -> dict[str, An
     return options
 
 
-def _supervision() -> dict[str, Any]:
+def _supervision(configuration: Configuration) -> dict[str, Any]:
     """A dead replica is noticed within a second or two; a constructor's failure is told, not repeated."""
     return {
         "num_replicas": 1,
-        "user_config": {},  # anything but None makes Serve call `reconfigure`
+        "user_config": {"log_level": configuration.log_level},  # Serve hands it to `reconfigure`
         "health_check_period_s": _HEALTH_PERIOD_SECONDS,
         "health_check_timeout_s": _HEALTH_TIMEOUT_SECONDS,
         "graceful_shutdown_wait_loop_s": 0.1,

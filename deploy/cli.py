@@ -114,7 +114,7 @@ def serve(config: ConfigOption = None, assignments: SetOption = None) -> None:
         cluster.start()
     try:
         raise_on_signals()  # Ray has put its own in their place
-        output.print(how_to_ask(settings.configuration), markup=False)
+        output.print(how_to_ask(cluster.configuration), markup=False)
         wait_for_signal()
         notices.print("draining; a second signal stops at once")
         cluster.drain()

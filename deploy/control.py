@@ -16,6 +16,7 @@ from cluster.core.errors import DrafterUnavailable, NotReady, PilotfishError, Ta
 from cluster.ingress.http import create_app
 from cluster.wire.clients import GenerationClient, GrpcDrafter, GrpcTarget, Resolve
 from deploy.frontend import Frontend
+from workers.serve.hosting import set_log_level
 
 
 class CoordinatorReplica:
@@ -30,8 +31,9 @@ class CoordinatorReplica:
         self._frontend = Frontend(configuration, self._target, self._drafter)
         self._port = 0
 
-    async def reconfigure(self, user_config: object) -> None:  # noqa: ARG002 - nothing changes later
+    async def reconfigure(self, user_config: Mapping[str, str]) -> None:
         """Serve calls this on the event loop of requests, before it counts the replica as up."""
+        set_log_level(user_config)
         if not self._port:
             self._port = await self._frontend.start()
 
@@ -59,7 +61,9 @@ class IngressReplica:
     """The HTTP door, a gRPC client of the coordinator."""
 
     def __init__(self, values: Mapping[str, Any], coordinator: DeploymentHandle[Any]) -> None:
-        self._limits = load(values).limits
+        configuration = load(values)
+        set_log_level({"log_level": configuration.log_level})
+        self._limits = configuration.limits
         self._client = GenerationClient(resolver(coordinator, NotReady))
 
     def __serve_build_asgi_app__(self) -> FastAPI:

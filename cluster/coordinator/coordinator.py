@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5.0
 """How long a lost target may be away before new requests are turned to other replicas."""
+MOST_LOSSES = 8
+"""Steps in a row that may be lost with a sequence in them before its request is given up."""
 FAREWELL_SECONDS = 2.0
 """How long the last releases may take when stopping."""
 RESTART_SECONDS = 1.0
@@ -178,7 +180,11 @@ class Coordinator:
         rows = build_rows(plan, self._roster.running, trees or {})
         if not rows:
             return
-        result = await self._link.step(rows)
+        try:
+            result = await self._link.step(rows)
+        except TargetUnavailable:
+            self._suspect(rows)
+            raise
         stepped = self._clock() - proposed
         await self._take(rows, result)
         self._metrics.round(
@@ -283,6 +289,7 @@ class Coordinator:
         if verdict.fault is not None and verdict.fault.code is RowFaultCode.INVALID:
             self._desk.fail(stream, InvalidRequest("prompt", verdict.fault.message, "what the target can compute"))
             return None
+        stream.losses = 0
         commit = stream.sequence.commit(verdict)
         if commit is not None:
             self._desk.emit(stream, commit)
@@ -312,6 +319,17 @@ class Coordinator:
         for stream in self._roster.running.values():
             self._lose(stream)
         self._metrics.replayed(len(self._roster.running))
+
+    def _suspect(self, rows: tuple[VerifyRow, ...]) -> None:
+        """A step was lost. A request that is there every time must not take the target from all others for ever."""
+        for row in rows:
+            stream = self._roster.running.get(row.sequence_id)
+            if stream is None:
+                continue
+            stream.losses += 1
+            if stream.losses >= MOST_LOSSES:
+                log.error("request %s: %d steps in a row were lost with it", row.sequence_id, MOST_LOSSES)
+                self._desk.fail(stream, NotReady(f"the target was lost {MOST_LOSSES} times in a row on this request"))
 
     @staticmethod
     def _lose(stream: Stream) -> None:

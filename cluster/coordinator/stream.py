@@ -13,7 +13,7 @@ from cluster.core.types import Commit
 class Stream:
     """Commits in, commits out. Its queue is bounded by nature: an answer has `max_tokens` at most."""
 
-    __slots__ = ("_queue", "arrived_at", "expiry", "latest_at", "sequence", "touched")
+    __slots__ = ("_queue", "arrived_at", "expiry", "latest_at", "losses", "sequence", "touched")
 
     def __init__(self, sequence: Sequence, arrived_at: float) -> None:
         self.sequence = sequence
@@ -23,6 +23,8 @@ class Stream:
         """When tokens were last committed."""
         self.touched = False
         """Whether the target may hold something of it."""
+        self.losses = 0
+        """Steps in a row that were lost with this sequence in them."""
         self.expiry: asyncio.TimerHandle | None = None
         """Rings at the deadline."""
         self._queue: asyncio.Queue[Commit | PilotfishError] = asyncio.Queue()

@@ -59,6 +59,8 @@ class TargetSection(ModelSection):
     """Ranks that share each layer; heads must divide by it."""
     max_context_len: Positive | None = None
     """Longest sequence, in tokens; unset takes the model's own bound."""
+    acceptance: str = "coupled"
+    """The registered acceptance rule; `coupled` is the only one yet, and lossless."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Intra-op threads of each rank on CPU; 0 divides the cores among the roles."""
     step_timeout_seconds: Seconds = 120.0

@@ -162,6 +162,26 @@ async def test_a_target_that_refuses_in_another_way_is_tried_again() -> None:
         assert await tokens_of(coordinator, request()) == target.answer(request())
 
 
+async def test_a_request_that_takes_the_target_down_every_time_is_given_up() -> None:
+    target = FakeTarget(blocks=40)
+    poison = request(0, max_tokens=4)
+    original = target.step
+
+    async def step(batch: StepBatch) -> StepResult:
+        if any(row.pending[: len(poison.prompt)] == poison.prompt for row in batch.rows):
+            target.crash()
+            target.revive()
+            raise TargetUnavailable("it went down")
+        return await original(batch)
+
+    target.step = step  # type: ignore[method-assign]
+    async with serving(target, AlwaysAgree(target)) as coordinator:
+        with pytest.raises(NotReady, match="times in a row on this request"):
+            await tokens_of(coordinator, poison)
+        wanted = request(1, max_tokens=5)
+        assert await tokens_of(coordinator, wanted) == target.answer(wanted)
+
+
 async def test_an_invalid_row_fails_its_request_alone() -> None:
     target = FakeTarget()
     wanted = requests(3)

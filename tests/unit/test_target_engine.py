@@ -213,6 +213,21 @@ def test_logits_without_a_number_fail_their_own_request(engine: TargetEngine, di
     assert good.tokens == one(engine, first_row("good", PROMPT)).tokens
 
 
+def test_what_is_no_number_does_not_outlive_its_sequence(directory: Path) -> None:
+    model = load_model(ModelSection(path=str(directory), device="cpu"))
+    with torch.no_grad():
+        model.module.get_input_embeddings().weight[50] = float("nan")
+    poisoned = TargetEngine(model, KvPool(model, KvSection(block_size=4), blocks=8), LocalDecider())
+    healthy = one(open_engine(directory), first_row("a", PROMPT)).tokens
+    bad = one(poisoned, first_row("bad", [5, 7, 9, 50] * 8))
+    assert bad.fault is not None
+    poisoned.release([SequenceId("bad")])
+    for length in (len(PROMPT), 5, 1):  # blocks used before, whole and in part, alone and as padding
+        row = first_row("a", PROMPT[:length])
+        assert one(poisoned, row).fault is None
+    assert one(poisoned, first_row("b", PROMPT)).tokens == healthy
+
+
 def test_forks_share_the_prompt_and_go_their_own_ways(engine: TargetEngine) -> None:
     one(engine, first_row("parent", PROMPT))
     free = engine.info().kv.blocks_free

@@ -48,7 +48,7 @@ def serve_rank(rank: int, directory: Path, port: int, pipe: Connection | None) -
     from workers.target.ranks import RankZero, build_engine, follow, join, leave
 
     torch.set_num_threads(1)
-    join(rank, RANKS, "127.0.0.1", port)
+    join(section(directory, RANKS), rank, "127.0.0.1", port)
     engine = build_engine(section(directory, RANKS), rank)
     if pipe is None:
         follow(engine)

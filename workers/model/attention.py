@@ -61,14 +61,17 @@ class RowGroup:
     targets: torch.Tensor  # [tokens] where those outputs belong in the step
     blocks: torch.Tensor  # [rows, blocks]
     mask: torch.Tensor  # [rows, queries, keys] true where a query sees a key
-    distance: torch.Tensor  # [rows, queries, keys] query position minus key position
+    query_position: torch.Tensor  # [rows, queries]
+    key_position: torch.Tensor  # [rows, keys]
     folded: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def folded_mask(self, heads_per_kv: int, window: int | None) -> torch.Tensor:
         """The mask for queries folded over the heads of one KV head: `[rows, 1, heads * queries, keys]`."""
         key = (heads_per_kv, window)
         if key not in self.folded:
-            mask = self.mask if window is None else self.mask & (self.distance < window)
+            mask = self.mask
+            if window is not None:
+                mask = mask & (self.query_position[:, :, None] - self.key_position[:, None, :] < window)
             self.folded[key] = mask.repeat(1, heads_per_kv, 1).unsqueeze(1)
         return self.folded[key]
 
@@ -222,7 +225,7 @@ def _group(rows: list[RowShape], first_token: list[int], block_size: int, device
     tables: list[list[int]] = []
     query_limit: list[list[int]] = []
     query_position: list[list[int]] = []
-    key_position = torch.arange(keys).repeat(len(rows), 1)
+    key_position = torch.arange(keys, device=device).repeat(len(rows), 1)
     for index, (row, first) in enumerate(zip(rows, first_token, strict=True)):
         padding = queries - row.width
         gather.append([first + query for query in range(row.width)] + [first] * padding)
@@ -233,21 +236,23 @@ def _group(rows: list[RowShape], first_token: list[int], block_size: int, device
         positions = row.positions()
         query_position.append(positions + [0] * padding)
         query_limit.append(_last_key_seen(row) + [0] * padding)
-        key_position[index, row.base_len : row.base_len + len(row.tree)] = torch.tensor(positions[row.fresh :])
-    mask = torch.arange(keys)[None, None, :] <= torch.tensor(query_limit)[:, :, None]
+        key_position[index, row.base_len : row.base_len + len(row.tree)] = torch.tensor(
+            positions[row.fresh :], device=device
+        )
+    mask = torch.arange(keys, device=device)[None, None, :] <= torch.tensor(query_limit, device=device)[:, :, None]
     for index, row in enumerate(rows):
         if not row.tree.is_chain:
             nodes = len(row.tree)
-            ancestors = torch.tensor(row.tree.ancestor_mask())
+            ancestors = torch.tensor(row.tree.ancestor_mask(), device=device)
             mask[index, row.fresh : row.width, row.base_len : row.base_len + nodes] = ancestors
-    distance = torch.tensor(query_position)[:, :, None] - key_position[:, None, :]
     return RowGroup(
         gather=torch.tensor(gather, device=device),
         scatter=torch.tensor(scatter, device=device),
         targets=torch.tensor(targets, device=device),
         blocks=torch.tensor(tables, device=device),
-        mask=mask.to(device),
-        distance=distance.to(device),
+        mask=mask,
+        query_position=torch.tensor(query_position, device=device),
+        key_position=key_position,
     )
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.distributed import mixin
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.utils import TransformersDeviceMesh
 
 from cluster.core.config import ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
@@ -43,7 +49,8 @@ def load_model(
     else:
         arguments["device_map"] = {"": device}
     try:
-        module = AutoModelForCausalLM.from_pretrained(directory, **arguments)
+        with _ranks_on(device):
+            module = AutoModelForCausalLM.from_pretrained(directory, **arguments)
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"model directory {str(directory)!r} cannot be loaded: {error}") from error
     module = module.eval().requires_grad_(False)
@@ -60,6 +67,29 @@ def load_model(
         dtype=dtype,
         tensor_parallel=tensor_parallel,
     )
+
+
+@contextmanager
+def _ranks_on(device: torch.device) -> Iterator[None]:
+    """Lay the ranks out on the device that was asked for.
+
+    `transformers` takes the accelerator that torch was built for, whether or not there is one and whatever the
+    configuration says; it offers no argument for it.
+    """
+
+    def on_device(config: DistributedConfig) -> tuple[torch.device, TransformersDeviceMesh]:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        shape = (1, 1, 1, config.tp_size or 1)
+        dense = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+        # Experts are not divided here (ep_size 1): all ranks lie on the axis that is left over.
+        expert = init_device_mesh(
+            device.type, (1, 1, shape[3], 1), mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep")
+        )
+        return device, TransformersDeviceMesh(dense, expert)
+
+    with patch.object(mixin, "initialize_distributed_mesh", on_device):
+        yield
 
 
 def choose_device(wanted: str, rank: int) -> torch.device:

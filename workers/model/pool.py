@@ -116,9 +116,12 @@ class KvPool:
         return [table.blocks[position // size] * size + position % size for position in range(start, end)]
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store `keys`, `values` `[tokens, heads, dim]` at `slots` `[tokens]`."""
+        """Store `keys`, `values` `[tokens, heads, dim]` at `slots` `[tokens]`.
+
+        What is no number is stored as one: a freed block may be read, masked, by the next sequence that gets it.
+        """
         for store, fresh in ((self.keys[layer], keys), (self.values[layer], values)):
-            store.view(-1, *store.shape[2:]).index_copy_(0, slots, fresh)
+            store.view(-1, *store.shape[2:]).index_copy_(0, slots, fresh.nan_to_num())
 
     def move(self, sources: list[int], destinations: list[int]) -> None:
         """Copy slots to slots in every layer; all sources are read before any is written."""

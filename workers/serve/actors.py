@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.core.config import DraftSection, TargetSection
 from cluster.core.errors import TargetUnavailable
 from workers.draft.method import DraftMethod, create
-from workers.serve.hosting import WorkerHost, host_draft, host_target
+from workers.serve.hosting import WorkerHost, host_draft, host_target, set_log_level
 from workers.serve.target_servicer import StepEngine
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Follower:
 
         target = TargetSection.model_validate(section)
         set_threads(threads)
-        ranks.join(rank, target.tensor_parallel, address, port)
+        ranks.join(target, rank, address, port)
         try:
             ranks.follow(ranks.build_engine(target, rank))
         finally:
@@ -55,8 +55,9 @@ class TargetReplica:
         self._group: RankZero | None = None
         self._host: WorkerHost | None = None
 
-    async def reconfigure(self, user_config: object) -> None:  # noqa: ARG002 - nothing changes later
+    async def reconfigure(self, user_config: Mapping[str, str]) -> None:
         """Serve calls this on the event loop of requests, before it counts the replica as up. Raises what failed."""
+        set_log_level(user_config)
         if self._host is None:
             self._host = await self._start()
 
@@ -69,11 +70,15 @@ class TargetReplica:
         self._raise_for_followers()
         if self._group is not None and self._group.broken is not None:
             raise TargetUnavailable(f"the tensor-parallel group is broken: {self._group.broken}")
+        if self._host is not None:
+            self._host.check_health()
 
     async def __del__(self) -> None:
         """Serve calls this when the replica ends on purpose."""
         if self._host is not None:
             await self._host.stop()
+        if self._group is not None:
+            await asyncio.to_thread(self._group.close)
 
     async def _start(self) -> WorkerHost:
         """Load in a thread: the event loop stays free for Serve's questions."""
@@ -94,7 +99,7 @@ class TargetReplica:
         set_threads(self._threads)
         if self._section.tensor_parallel == 1:
             return ranks.build_engine(self._section)
-        ranks.join(0, self._section.tensor_parallel, self._address, rendezvous)
+        ranks.join(self._section, 0, self._address, rendezvous)
         self._group = ranks.RankZero(ranks.build_engine(self._section))
         return self._group
 
@@ -136,8 +141,9 @@ class DraftReplica:
         self._address = address or node_address()
         self._host: WorkerHost | None = None
 
-    async def reconfigure(self, user_config: object) -> None:  # noqa: ARG002 - nothing changes later
+    async def reconfigure(self, user_config: Mapping[str, str]) -> None:
         """As `TargetReplica.reconfigure`."""
+        set_log_level(user_config)
         if self._host is None:
             host = host_draft(self._address, await asyncio.to_thread(self._load))
             await host.start()
@@ -146,6 +152,11 @@ class DraftReplica:
     async def address(self) -> str:
         """Where `DraftService` listens."""
         return self._host.address if self._host is not None else ""
+
+    async def check_health(self) -> None:
+        """Raise what makes this replica useless, so that Serve replaces it."""
+        if self._host is not None:
+            self._host.check_health()
 
     async def __del__(self) -> None:
         """Serve calls this when the replica ends on purpose."""

@@ -25,6 +25,8 @@ class ComputeThread:
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._closed = False
+        self.failures = 0
+        """Batches in a row that failed for no row's fault."""
 
     async def run(
         self, function: Callable[Arguments, Result], *arguments: Arguments.args, **keywords: Arguments.kwargs
@@ -73,6 +75,17 @@ class ComputeThread:
 def _log_failure(future: Future[Result]) -> None:
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.error("what the caller no longer waited for has failed", exc_info=error)
+
+
+def counted(thread: ComputeThread, compute: Callable[[], Result]) -> Result:
+    """`compute()`, noting on its thread whether it failed."""
+    try:
+        result = compute()
+    except Exception:
+        thread.failures += 1
+        raise
+    thread.failures = 0
+    return result
 
 
 def compute_rows(

@@ -13,7 +13,7 @@ from cluster.core.types import DraftRow, Proposal, RowFault
 from cluster.wire.codec import decode_draft_rows, decode_sequence_ids, encode_proposals
 from pilotfish.v1 import draft_pb2, draft_pb2_grpc
 from workers.draft.method import DraftMethod
-from workers.serve.compute import ComputeThread, compute_rows
+from workers.serve.compute import ComputeThread, compute_rows, counted
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
@@ -41,12 +41,17 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         await self._compute.run_surely(self._method.release, decode_sequence_ids(request.sequence_ids))
         return draft_pb2.DraftServiceReleaseResponse()
 
+    @property
+    def failures(self) -> int:
+        """Proposals in a row that failed for no row's fault."""
+        return self._compute.failures
+
     async def close(self) -> None:
         """Finish what is under way and close the method. Closing again does nothing."""
         await self._compute.close(self._method.close)
 
     def _propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        return compute_rows(rows, self._method.propose, _faulted)
+        return counted(self._compute, lambda: compute_rows(rows, self._method.propose, _faulted))
 
 
 def _faulted(row: DraftRow, fault: RowFault) -> Proposal:

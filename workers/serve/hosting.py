@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from cluster.core.errors import WorkerUnavailable
 from cluster.wire.server import WireServer
 from pilotfish.v1 import draft_pb2_grpc, target_pb2_grpc
 from workers.draft.method import DraftMethod
@@ -15,6 +17,8 @@ from workers.serve.target_servicer import StepEngine, TargetServicer
 TARGET_SERVICE = "pilotfish.v1.TargetService"
 DRAFT_SERVICE = "pilotfish.v1.DraftService"
 
+_MOST_FAILURES = 3
+"""Computations in a row that may fail before the worker counts as broken."""
 _GRACE_SECONDS = 1.0
 """How long calls in flight may take when a worker ends; the coordinator repeats them elsewhere."""
 
@@ -50,6 +54,11 @@ class WorkerHost:
         """Where it listens, once started."""
         return f"{self._host}:{self._port}"
 
+    def check_health(self) -> None:
+        """Raise `WorkerUnavailable` when whatever is asked of the servicer fails: its device may be lost."""
+        if self._servicer.failures >= _MOST_FAILURES:
+            raise WorkerUnavailable(f"{self._service}: the last {self._servicer.failures} computations failed")
+
     async def start(self) -> None:
         """Listen. Raises `ConfigurationError` when the address cannot be bound."""
         self._server.add(self._service, self._add_to_server, self._servicer)
@@ -60,6 +69,11 @@ class WorkerHost:
         """End the calls in flight, then the thread they compute in. More than once does no harm."""
         await self._server.stop(_GRACE_SECONDS)
         await self._servicer.close()
+
+
+def set_log_level(user_config: Mapping[str, str]) -> None:
+    """Serve hands every replica the level that was configured."""
+    logging.getLogger().setLevel(user_config["log_level"].upper())
 
 
 def host_target(host: str, engine: StepEngine) -> WorkerHost:

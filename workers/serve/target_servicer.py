@@ -20,7 +20,7 @@ from cluster.wire.codec import (
     encode_target_info,
 )
 from pilotfish.v1 import target_pb2, target_pb2_grpc
-from workers.serve.compute import ComputeThread, compute_rows
+from workers.serve.compute import ComputeThread, compute_rows, counted
 
 
 class StepEngine(Protocol):
@@ -90,6 +90,11 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """What this target is."""
         return encode_target_info(await self._compute.run(self._engine.info))
 
+    @property
+    def failures(self) -> int:
+        """Steps in a row that failed for no row's fault."""
+        return self._compute.failures
+
     async def close(self) -> None:
         """Finish what is under way and end the thread. Closing again does nothing."""
         await self._compute.close(lambda: None)
@@ -101,7 +106,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             results.append(self._engine.step(StepBatch(tuple(rows))))
             return results[-1].verdicts
 
-        verdicts = compute_rows(batch.rows, compute, _faulted)
+        verdicts = counted(self._compute, lambda: compute_rows(batch.rows, compute, _faulted))
         return StepResult(verdicts, results[-1].kv, sum(result.step_seconds for result in results))
 
 

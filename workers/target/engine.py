@@ -32,7 +32,7 @@ from workers.model.blocks import BlockTable
 from workers.model.loaded import LoadedModel
 from workers.model.pool import KvPool
 from workers.model.runner import ForwardRow, ModelRunner
-from workers.sampling.accept import Accepted, walk
+from workers.sampling.accept import AcceptanceRule, Accepted, walk
 from workers.sampling.context import Branch, DecisionContext, tree_contexts
 from workers.sampling.decide import Undecidable, decide
 from workers.sampling.logprobs import token_logprobs
@@ -110,11 +110,19 @@ class _Work:
 class TargetEngine:
     """Synchronous; one step at a time, always from the same thread."""
 
-    def __init__(self, model: LoadedModel, pool: KvPool, decider: Decider, served_name: str | None = None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        pool: KvPool,
+        decider: Decider,
+        served_name: str | None = None,
+        rule: AcceptanceRule = walk,
+    ) -> None:
         self._model = model
         self._pool = pool
         self._runner = ModelRunner(model, pool)
         self._decider = decider
+        self._rule = rule
         self._name = served_name or model.name
         self._records: dict[SequenceId, _Record] = {}
         self._epoch = secrets.token_hex(8)
@@ -251,7 +259,7 @@ class TargetEngine:
         logprobs: tuple[TokenLogprobs, ...] = ()
         if row.decide:
             chosen = [decisions.tokens[index] for index in mine]
-            accepted = walk(row.tree, chosen)
+            accepted = self._rule(row.tree, chosen)
             if -1 in accepted.tokens:
                 self._pool.truncate(record.table, len(record.tokens))
                 return _fault(row, RowFaultCode.INVALID, "the model's logits hold no number here", len(record.tokens))

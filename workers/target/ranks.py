@@ -23,8 +23,9 @@ from cluster.core.ids import SequenceId
 from cluster.core.types import KvOccupancy, StepBatch, StepResult, TargetInfo
 from cluster.wire.codec import step_batch_from_bytes, step_batch_to_bytes
 from workers.model.loaded import LoadedModel
-from workers.model.loading import load_model
+from workers.model.loading import choose_device, load_model
 from workers.model.pool import KvPool, blocks_that_fit
+from workers.sampling.accept import acceptance_rule
 from workers.sampling.context import DecisionContext
 from workers.sampling.decide import is_shardable, merge_winners, shard_winners
 from workers.target.engine import Decider, Decisions, LocalDecider, TargetEngine, mark_undecidable
@@ -104,6 +105,7 @@ def build_engine(section: TargetSection, rank: int = 0) -> TargetEngine:
 
     Raises `ModelLoadError`, `ConfigurationError`.
     """
+    rule = acceptance_rule(section.acceptance)
     model = load_model(
         section, rank=rank, tensor_parallel=section.tensor_parallel, max_context_len=section.max_context_len
     )
@@ -114,14 +116,17 @@ def build_engine(section: TargetSection, rank: int = 0) -> TargetEngine:
         distributed.all_reduce(fewest, op=distributed.ReduceOp.MIN)
         blocks = int(fewest)
         decider = GroupDecider(model, rank)
-    return TargetEngine(model, KvPool(model, section.kv, blocks), decider, section.served_name)
+    return TargetEngine(model, KvPool(model, section.kv, blocks), decider, section.served_name, rule)
 
 
-def join(rank: int, ranks: int, address: str, port: int) -> None:
-    """Enter the group whose rank 0 listens at `address:port`: gloo between CPUs, NCCL between GPUs."""
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+def join(section: TargetSection, rank: int, address: str, port: int) -> None:
+    """Enter the group whose rank 0 listens at `address:port`: gloo between CPUs, NCCL between GPUs.
+
+    Raises `ConfigurationError` when CUDA is wanted and absent.
+    """
+    backend = "cpu:gloo,cuda:nccl" if choose_device(section.device, rank).type == "cuda" else "gloo"
     distributed.init_process_group(
-        backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=ranks, timeout=_IDLE
+        backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=section.tensor_parallel, timeout=_IDLE
     )
 
 
