@@ -106,14 +106,14 @@ async def test_a_new_coordinator_frees_what_a_dead_one_left_on_the_target() -> N
     orphans = FakeTarget(blocks=12)
     coordinator = Coordinator(target, AlwaysAgree(target), configure(), Metrics())
     await coordinator.start()
-    reading = coordinator.generate(request(0, max_tokens=30))
+    reading = coordinator.generate(request("orphan", max_tokens=30))
     await anext(reading)
     orphans.stored = dict(target.stored)  # the coordinator dies here: nobody will ever release these
     assert orphans.blocks_free < orphans.blocks
     await coordinator.stop(0.0)
     async with serving(orphans, AlwaysAgree(orphans)) as successor:
         assert orphans.blocks_free == orphans.blocks
-        wanted = request(1, max_tokens=5)
+        wanted = request("well", max_tokens=5)
         assert await tokens_of(successor, wanted) == orphans.answer(wanted)
 
 
@@ -164,7 +164,7 @@ async def test_a_target_that_refuses_in_another_way_is_tried_again() -> None:
 
 async def test_a_request_that_takes_the_target_down_every_time_is_given_up() -> None:
     target = FakeTarget(blocks=40)
-    poison = request(0, max_tokens=4)
+    poison = request("poison", (9, 9, 9), max_tokens=4)
     original = target.step
 
     async def step(batch: StepBatch) -> StepResult:
@@ -178,7 +178,7 @@ async def test_a_request_that_takes_the_target_down_every_time_is_given_up() -> 
     async with serving(target, AlwaysAgree(target)) as coordinator:
         with pytest.raises(NotReady, match="times in a row on this request"):
             await tokens_of(coordinator, poison)
-        wanted = request(1, max_tokens=5)
+        wanted = request("well", max_tokens=5)
         assert await tokens_of(coordinator, wanted) == target.answer(wanted)
 
 
