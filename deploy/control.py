@@ -16,7 +16,10 @@ from cluster.core.errors import DrafterUnavailable, NotReady, PilotfishError, Ta
 from cluster.ingress.http import create_app
 from cluster.wire.clients import GenerationClient, GrpcDrafter, GrpcTarget, Resolve
 from deploy.frontend import Frontend
+from workers.serve.actors import node_address
 from workers.serve.hosting import set_log_level
+
+_EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared with, never bound to
 
 
 class CoordinatorReplica:
@@ -39,7 +42,8 @@ class CoordinatorReplica:
 
     async def address(self) -> str:
         """Where the public gRPC service listens."""
-        return f"{self._host}:{self._port}"
+        host = node_address() if self._host in _EVERYWHERE else self._host
+        return f"{host}:{self._port}"
 
     async def drain(self) -> None:
         """Take no new requests and let the running ones end."""

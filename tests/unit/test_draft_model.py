@@ -17,7 +17,7 @@ from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from cluster.core.types import DraftBudget, DraftRow, Proposal, RowFaultCode, SamplingParameters, SequenceStart
-from tests import tiny
+from tests import tiny, tiny_tokenizer
 from workers.draft.method import create
 from workers.draft.model import ModelDrafter
 from workers.model.loaded import LoadedModel
@@ -317,6 +317,15 @@ def test_whatever_was_accepted_rejected_rewound_or_pushed_out_every_guess_is_the
             assert list(guessed[name]) in ([], expected)  # empty where the pool has no room
     bench.drafter.close()
     assert bench.blocks_held == 0
+
+
+def test_a_draft_that_only_pads_its_embeddings_differently_is_taken(tmp_path: Path) -> None:
+    target = tiny.save(tmp_path / "target", tiny.llama(vocab_size=320))
+    draft = tiny.save(tmp_path / "draft", tiny.llama(vocab_size=352), seed=1)
+    for directory in (target, draft):
+        tiny_tokenizer.byte_level(directory)
+    section = DraftSection(method="model", model=ModelSection(path=str(draft), device="cpu"))
+    create("model", section, TargetSection(path=str(target), device="cpu")).close()
 
 
 def test_a_draft_with_another_vocabulary_is_refused_with_both_sizes(directory: Path, tmp_path: Path) -> None:

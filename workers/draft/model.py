@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoConfig
 
 from cluster.core.config import DraftSection, TargetSection
@@ -224,20 +225,30 @@ def _tree(chain: _Chain | None) -> TokenTree:
     return TokenTree() if chain is None else TokenTree.chain(chain.guesses)
 
 
-def check_vocabularies(draft: LoadedModel, target_section: TargetSection) -> None:
-    """Raise `ConfigurationError` unless the draft has as many tokens as the target.
+def check_vocabularies(draft: LoadedModel, draft_directory: Path, target_section: TargetSection) -> None:
+    """Raise `ConfigurationError` unless the draft has as many tokens as the target, or at least its tokenizer.
 
-    A target whose directory is not on this machine cannot be looked at, and is not.
+    Models of one family pad their embeddings differently: sizes may differ where the tokenizers are the same, and
+    the coordinator drops guesses beyond the target's. A target whose directory is not on this machine cannot be
+    looked at, and is not.
     """
     directory = Path(target_section.path)
     if not (directory / "config.json").is_file():
         return
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False).get_text_config()
-    if draft.vocabulary_size != config.vocab_size:
+    if draft.vocabulary_size != config.vocab_size and not _same_tokenizer(draft_directory, directory):
         raise ConfigurationError(
             f"draft.model.path: {draft.name!r} has a vocabulary of {draft.vocabulary_size} tokens and the target "
             f"{directory.name!r} one of {config.vocab_size}; a draft must share the target's tokenizer"
         )
+
+
+def _same_tokenizer(one: Path, other: Path) -> bool:
+    files = [directory / "tokenizer.json" for directory in (one, other)]
+    if not all(file.is_file() for file in files):
+        return False
+    first, second = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
+    return bool(first == second)
 
 
 @register("model")
@@ -249,5 +260,5 @@ def create_model(section: DraftSection, target_section: TargetSection) -> ModelD
     if section.model is None:
         raise ConfigurationError("draft.model: method 'model' needs draft.model.path")
     model = load_model(section.model)
-    check_vocabularies(model, target_section)
+    check_vocabularies(model, Path(section.model.path), target_section)
     return ModelDrafter(model, KvPool(model, section.kv), section)
