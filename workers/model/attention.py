@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from cluster.core.errors import ModelLoadError
 from cluster.core.tree import ROOT, TokenTree
 from workers.model.pool import KvPool
 
@@ -162,7 +163,8 @@ def paged_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """The signature that `transformers` calls."""
     if softcap is not None or s_aux is not None:
-        raise NotImplementedError("attention with soft-capped logits or learned sinks is not supported")
+        # Seen in the probe pass, when the model is loaded.
+        raise ModelLoadError("a model whose attention has soft-capped logits or learned sinks is not supported")
     paged = module.paged_attention
     if not isinstance(paged, PagedAttention):
         raise TypeError("the attention module was not bound by bind()")
