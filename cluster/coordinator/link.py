@@ -84,7 +84,7 @@ class TargetLink:
         Raises `TargetUnavailable`.
         """
         try:
-            result = await self._bounded(self._target.step(StepBatch(rows)), self._step_timeout)
+            result = await self._bounded(self._target.step(StepBatch(rows)), self._step_timeout, refusable=True)
         except InvalidRequest as error:
             if len(rows) == 1:
                 row = rows[0]
@@ -129,13 +129,21 @@ class TargetLink:
             batch = sequence_ids[first : first + LARGEST_BATCH]
             await self._bounded(self._target.release(batch), CALL_TIMEOUT_SECONDS)
 
-    async def _bounded(self, call: Awaitable[Answer], seconds: float) -> Answer:
+    async def _bounded(self, call: Awaitable[Answer], seconds: float, *, refusable: bool = False) -> Answer:
+        """Every failure is `TargetUnavailable`, except that a `refusable` call may be refused with `InvalidRequest`."""
         try:
             async with asyncio.timeout(seconds):
                 return await call
-        except (InvalidRequest, TargetUnavailable):
+        except TargetUnavailable:
             raise
+        except InvalidRequest as error:
+            if refusable:
+                raise
+            raise TargetUnavailable(str(error)) from error
         except TimeoutError as error:
             raise TargetUnavailable(f"no answer within {seconds:g} s") from error
         except PilotfishError as error:
             raise TargetUnavailable(str(error)) from error
+        except Exception as error:
+            log.exception("a call to the target failed in an unforeseen way")
+            raise TargetUnavailable(repr(error)) from error

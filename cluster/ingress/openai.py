@@ -10,7 +10,7 @@ import difflib
 import json
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
@@ -29,6 +29,16 @@ def _encodable(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_encodable)]
+
+
+class FirstErrorOnly(FailFast):
+    """A list is read up to its first error: errors about each of a million entries would not fit in memory."""
+
+    __hash__ = object.__hash__  # unions of annotated types are compared by hash
+
+
+Texts = Annotated[list[Text], FirstErrorOnly()]
+Integers = Annotated[list[int], FirstErrorOnly()]
 
 
 class Schema(BaseModel):
@@ -60,7 +70,7 @@ class Parameters(Schema):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] = {}
     seed: int | None = None
-    stop: list[Text] = []
+    stop: Texts = []
     user: Text | None = None
     """Taken and not used."""
     metadata: dict[Text, Text] = {}
@@ -69,7 +79,7 @@ class Parameters(Schema):
     min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool = False
-    stop_token_ids: list[int] = []
+    stop_token_ids: Integers = []
     return_token_ids: bool = False
     """Report each chunk's tokens, and how many of them a drafter wrote first."""
 
@@ -89,7 +99,10 @@ class CompletionRequest(Parameters):
 
     not_served: ClassVar[Neutral] = COMPLETIONS
 
-    prompt: list[Text] | list[list[int]]
+    prompt: (
+        Annotated[list[Text], FirstErrorOnly()]
+        | Annotated[list[Annotated[list[int], FirstErrorOnly()]], FirstErrorOnly()]
+    )
     """One or several prompts, all text or all tokens."""
     logprobs: int | None = None
     """Alternatives per token."""
@@ -115,7 +128,7 @@ class ChatRequest(Parameters):
 
     not_served: ClassVar[Neutral] = CHAT
 
-    messages: list[ChatTurn]
+    messages: Annotated[list[ChatTurn], FirstErrorOnly()]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -148,9 +161,12 @@ def parse(schema: type[_Request], body: bytes) -> _Request:
         if name not in schema.model_fields:
             raise _unknown(name, (*schema.model_fields, *schema.not_served))
     try:
-        return schema.model_validate(given)
+        request = schema.model_validate(given)
     except ValidationError as error:
         raise _explain(error) from None
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options", given["stream_options"], "left out unless stream is true")
+    return request
 
 
 def _read_object(body: bytes) -> dict[str, Any]:

@@ -99,7 +99,11 @@ def admit(
     if len(prompt) >= context:
         raise too_long(request.prompt.field, len(prompt), "tokens", info)
     room = context - len(prompt)
-    wanted = min(room, limits.max_output_tokens) if request.max_tokens is None else request.max_tokens
+    wanted = request.max_tokens
+    if wanted is None:
+        # What the client did not ask for must not be what it is refused for: the KV pool may hold less than a context.
+        pool = info.kv.blocks_total * info.block_size or context
+        wanted = max(1, min(room, pool - len(prompt), limits.max_output_tokens))
     if wanted > room:
         raise InvalidRequest(
             "max_tokens",

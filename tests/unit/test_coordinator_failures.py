@@ -176,8 +176,35 @@ async def test_a_request_that_takes_the_target_down_every_time_is_given_up() -> 
 
     target.step = step  # type: ignore[method-assign]
     async with serving(target, AlwaysAgree(target)) as coordinator:
+        innocent = requests(4, max_tokens=6)
+        reading = asyncio.create_task(all_tokens(coordinator, innocent))
         with pytest.raises(NotReady, match="times in a row on this request"):
             await tokens_of(coordinator, poison)
+        assert await reading == [target.answer(one) for one in innocent]
+
+
+async def test_a_target_that_dies_while_nobody_asks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.coordinator.coordinator.GRACE_SECONDS", 0.05)
+    target = FakeTarget()
+    async with serving(target, AlwaysAgree(target)) as coordinator:
+        assert coordinator.ready
+        target.crash()
+        await until(lambda: not coordinator.ready)
+        target.revive()
+        await until(lambda: coordinator.ready)
+
+
+async def test_a_target_that_fails_in_an_unforeseen_way_is_a_lost_target() -> None:
+    target = FakeTarget()
+    original, failures = target.step, [RuntimeError("unforeseen")]
+
+    async def step(batch: StepBatch) -> StepResult:
+        if failures:
+            raise failures.pop()
+        return await original(batch)
+
+    target.step = step  # type: ignore[method-assign]
+    async with serving(target, AlwaysAgree(target)) as coordinator:
         wanted = request("well", max_tokens=5)
         assert await tokens_of(coordinator, wanted) == target.answer(wanted)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 from openai.types import completion_create_params as completion_params
@@ -228,3 +229,29 @@ def test_a_seed_is_kept_drawn_or_refused() -> None:
     for seed in (-1, 2**64):
         with pytest.raises(InvalidRequest, match="seed"):
             seed_of(chat(seed=seed))
+
+
+@pytest.mark.parametrize(
+    ("schema", "body", "field"),
+    [
+        (ChatRequest, {"messages": [{}] * 50_000}, "messages[0].role"),
+        (CompletionRequest, {"prompt": "a", "stop": [0] * 50_000}, "stop[0]"),
+        (CompletionRequest, {"prompt": [0.5] * 50_000}, "prompt"),
+    ],
+)
+def test_a_list_full_of_errors_is_read_up_to_the_first(schema: type, body: dict[str, object], field: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest) as refused:
+            parse(schema, json.dumps(body).encode())
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert refused.value.field == field
+    assert peak < 40 * 2**20
+
+
+def test_stream_options_of_an_answer_that_is_not_streamed_are_refused() -> None:
+    body = {"prompt": "a", "stream_options": {"include_usage": True}}
+    with pytest.raises(InvalidRequest, match=r"stream_options.*left out unless stream is true"):
+        parse(CompletionRequest, json.dumps(body).encode())

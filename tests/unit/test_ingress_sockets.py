@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -115,7 +116,12 @@ async def test_several_prompts_of_a_client_that_leaves_are_all_freed(served: tup
     async with asyncio.timeout(PATIENCE), httpx.AsyncClient() as http:
         body = {"prompt": ["a", "b", "c"], "stream": True}
         async with http.stream("POST", f"{address}/v1/completions", json=body) as response:
-            await anext(response.aiter_lines())
+            begun: set[int] = set()
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    begun |= {choice["index"] for choice in json.loads(line.removeprefix("data: "))["choices"]}
+                if len(begun) == 3:
+                    break
         await http.aclose()
         assert len({await engine.freed.get() for _ in range(3)}) == 3
 

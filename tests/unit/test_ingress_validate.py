@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -148,3 +149,11 @@ def test_prompt_and_answer_must_fit_the_context() -> None:
         admit(valid, (1,) * 32, INFO, LIMITS, 0.0)
     with pytest.raises(InvalidRequest, match="at least one token"):
         admit(valid, (), INFO, LIMITS, 0.0)
+
+
+def test_an_answer_of_no_asked_length_fits_a_pool_smaller_than_the_context() -> None:
+    small = replace(INFO, max_context_len=1000, kv=KvOccupancy(10, 10), block_size=16)
+    message = Request(text="hi")
+    limits = LimitsSection()
+    admitted = admit(validate(message, small, limits, ()), (1, 2, 3), small, limits, deadline=1.0)
+    assert admitted.stopping.max_tokens == 157
