@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 
 import grpc
@@ -156,11 +155,10 @@ class House:
         self.port = await self.server.start()
 
     async def move(self) -> None:
-        """Die, and come back elsewhere: the old port is kept from being drawn again."""
-        await self.server.stop(0.0)
-        with socket.socket() as placeholder:
-            placeholder.bind((HOST, self.port))
-            await self.open()
+        """Come back elsewhere, then die here: in this order the old port cannot be drawn again."""
+        old = self.server
+        await self.open()
+        await old.stop(0.0)
 
     async def resolve(self) -> str:
         self.resolved += 1
