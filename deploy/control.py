@@ -29,7 +29,9 @@ class CoordinatorReplica:
         configuration = load(values)
         self._drain_seconds = configuration.server.drain_timeout_seconds
         self._host = configuration.server.grpc_host
-        self._target = GrpcTarget(resolver(target, TargetUnavailable))
+        self._target = GrpcTarget(
+            resolver(target, TargetUnavailable), step_timeout_seconds=configuration.target.step_timeout_seconds
+        )
         self._drafter = GrpcDrafter(resolver(draft, DrafterUnavailable))
         self._frontend = Frontend(configuration, self._target, self._drafter)
         self._port = 0

@@ -74,7 +74,9 @@ class LocalCluster:
         target = await enter(host_target(LOOPBACK, engine))
         method = await asyncio.to_thread(create, configuration.draft.method, configuration.draft, configuration.target)
         draft = await enter(host_draft(LOOPBACK, method))
-        target_client, draft_client = GrpcTarget(fixed(target.address)), GrpcDrafter(fixed(draft.address))
+        step_timeout = configuration.target.step_timeout_seconds
+        target_client = GrpcTarget(fixed(target.address), step_timeout_seconds=step_timeout)
+        draft_client = GrpcDrafter(fixed(draft.address))
         self._stack.push_async_callback(target_client.close)
         self._stack.push_async_callback(draft_client.close)
         frontend = Frontend(configuration, target_client, draft_client)
