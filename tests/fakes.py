@@ -13,13 +13,16 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cluster.core.errors import DrafterUnavailable, InvalidRequest, TargetUnavailable
+from cluster.core.errors import DrafterUnavailable, TargetUnavailable
 from cluster.core.ids import SequenceId
+from cluster.core.kv import KvLayout
 from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
 from cluster.core.types import (
     DraftRow,
     GenerationRequest,
     KvOccupancy,
+    OpenResult,
+    OpenRow,
     Proposal,
     RowFault,
     RowFaultCode,
@@ -140,15 +143,18 @@ class FakeTarget:
         await self._answering()
         self.stored.clear()
 
-    async def fork(self, parent: SequenceId, children: Sequence[SequenceId]) -> None:
-        """See `Target`."""
+    async def open(self, rows: Sequence[OpenRow]) -> OpenResult:
+        """See `Target`. Finds nothing but what the parent stores."""
         await self._answering()
-        if parent not in self.stored:
-            raise InvalidRequest("parent", parent, "a sequence that the target holds")
-        for child in children:
-            if child in self.stored:
-                raise InvalidRequest("children", child, "a new sequence")
-            self.stored[child] = _Stored(self.stored[parent].start, list(self.stored[parent].tokens))
+        for row in rows:
+            parent = self.stored.get(row.parent) if row.parent is not None else None
+            alike = 0
+            if parent is not None:
+                most = min(len(parent.tokens), len(row.tokens) - 1)
+                alike = next((i for i in range(most) if parent.tokens[i] != row.tokens[i]), most)
+            self.stored[row.sequence_id] = _Stored(row.start, list(row.tokens[:alike]))
+        lens = tuple(len(self.stored[row.sequence_id].tokens) for row in rows)
+        return OpenResult(lens, KvOccupancy(self.blocks, self.blocks_free))
 
     async def info(self) -> TargetInfo:
         """See `Target`."""
@@ -157,7 +163,7 @@ class FakeTarget:
             model="fake",
             vocabulary_size=self.vocabulary_size,
             max_context_len=self.max_context_len,
-            block_size=self.block_size,
+            layout=KvLayout(self.block_size),
             kv=KvOccupancy(self.blocks, self.blocks_free),
             eos_token_ids=(),
             tensor_parallel=1,

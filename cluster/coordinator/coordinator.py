@@ -207,7 +207,7 @@ class Coordinator:
             waiting=self._roster.waiting_views(self._limits.max_sequences),
             running=self._roster.running_views(),
             kv=self._link.kv,
-            block_size=self.info.block_size,
+            layout=self.info.layout,
             max_context_len=self.info.max_context_len,
             limits=self._limits,
             draft=self._draft,

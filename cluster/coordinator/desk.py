@@ -38,8 +38,9 @@ class Desk:
 
     def enter(self, request: GenerationRequest, info: TargetInfo) -> Stream:
         """Queue a request. Raises `InvalidRequest`, `Overloaded`, `DeadlineExceeded`."""
-        pool_tokens = info.kv.blocks_total * info.block_size
-        check_fits(len(request.prompt), request.stopping.max_tokens, info.max_context_len, pool_tokens)
+        context = info.max_context_len
+        pool_tokens = info.layout.longest(info.kv.blocks_total, self._limits.max_step_tokens, context)
+        check_fits(len(request.prompt), request.stopping.max_tokens, context, pool_tokens)
         if self.roster.find(request.request_id) is not None:
             raise InvalidRequest("request_id", request.request_id, "unlike those of running requests")
         if len(self.roster) >= self._limits.max_sequences + self._limits.max_waiting:

@@ -48,6 +48,18 @@ class KvSection(Section):
     """Bytes for keys and values on each rank; unset takes `memory_fraction`."""
     memory_fraction: Annotated[float, Field(gt=0, le=0.95)] = 0.1
     """Share of the device's free memory after loading, when `pool_bytes` is unset."""
+    prefix_cache: bool = True
+    """Keep full blocks of keys and values after their sequence is gone, for others that begin alike."""
+    host_bytes: Annotated[int, Field(ge=0)] = 0
+    """Bytes of host memory for blocks that the pool has no place for; 0 drops them."""
+    disk_directory: str | None = None
+    """Where blocks go that host memory has no place for; unset drops them."""
+    disk_bytes: Annotated[int, Field(ge=0)] = 1 << 30
+    """Most bytes in `disk_directory`."""
+    window: Annotated[int, Field(ge=16)] | None = None
+    """LOSSY: let layers of full attention see the last `window` positions and the first `sinks` only."""
+    sinks: Annotated[int, Field(ge=0, le=256)] = 4
+    """First positions that stay visible when `window` is set (attention sinks)."""
 
 
 class TargetSection(ModelSection):
@@ -59,6 +71,10 @@ class TargetSection(ModelSection):
     """Ranks that share each layer; heads must divide by it."""
     max_context_len: Positive | None = None
     """Longest sequence, in tokens; unset takes the model's own bound."""
+    compile: Literal["off", "on", "auto"] = "auto"
+    """Compile the forward pass at start: `auto` does where it pays (reduced precision, CUDA). The start takes longer."""
+    quantization: Literal["none", "int8"] = "none"
+    """`int8` stores linear layers in eight bits per weight: the quantized model is then the target."""
     acceptance: str = "coupled"
     """The registered acceptance rule; `coupled` is the only one yet, and lossless."""
     threads: Annotated[int, Field(ge=0)] = 0
@@ -109,6 +125,8 @@ class SchedulerSection(Section):
     """Most sequences in flight."""
     max_step_tokens: Annotated[int, Field(ge=16, le=65536)] = 512
     """Most tokens in one forward pass: prompt chunks, last tokens and trees together."""
+    max_prompt_tokens: Positive | None = None
+    """Most prompt tokens in a step that others decode in, so that they are not held up; unset: `max_step_tokens`."""
     max_waiting: Annotated[int, Field(ge=1, le=100_000)] = 256
     """Bound of the queue; a request beyond it is refused with `Overloaded`."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from cluster.core.ids import SequenceId
-from cluster.core.types import DraftRow, Proposal, StepBatch, StepResult, TargetInfo
+from cluster.core.types import DraftRow, OpenResult, OpenRow, Proposal, StepBatch, StepResult, TargetInfo
 
 
 class Drafter(Protocol):
@@ -24,6 +24,13 @@ class Drafter(Protocol):
 class Target(Protocol):
     """Decides. Its verdict is the only thing that commits a token."""
 
+    async def open(self, rows: Sequence[OpenRow]) -> OpenResult:
+        """Create sequences with whatever of their KV is stored already. Repeating it does no harm.
+
+        Raises `TargetUnavailable`.
+        """
+        ...
+
     async def step(self, batch: StepBatch) -> StepResult:
         """Compute the rows. Repeating a row's (sequence, base_len) repeats its verdict.
 
@@ -39,13 +46,6 @@ class Target(Protocol):
         """Free whatever is held: asked by a coordinator that starts, before it sends anything.
 
         Raises `TargetUnavailable`.
-        """
-        ...
-
-    async def fork(self, parent: SequenceId, children: Sequence[SequenceId]) -> None:
-        """Give each child the parent's stored tokens, sharing its blocks copy-on-write.
-
-        Raises `InvalidRequest` for an unknown parent or a taken child, `TargetUnavailable`.
         """
         ...
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from cluster.core.config import SchedulerSection
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
+from cluster.core.kv import KvLayout
 from cluster.core.types import DraftBudget, KvOccupancy
 
 NO_DRAFT = DraftBudget(0, 0)
@@ -46,7 +47,7 @@ class State:
     running: tuple[SequenceView, ...]
     kv: KvOccupancy
     """As the target last reported it."""
-    block_size: int
+    layout: KvLayout
     max_context_len: int
     limits: SchedulerSection
     draft: DraftBudget
@@ -73,11 +74,6 @@ class Plan:
     admit: tuple[SequenceId, ...] = ()
     preempt: tuple[SequenceId, ...] = ()
     rows: tuple[PlannedRow, ...] = ()
-
-
-def blocks_for(tokens: int, block_size: int) -> int:
-    """Blocks that hold `tokens` tokens."""
-    return -(-tokens // block_size)
 
 
 def check_fits(prompt_len: int, max_tokens: int, max_context_len: int, pool_tokens: int) -> None:
@@ -146,7 +142,7 @@ class _Sheet:
 
     def held(self, view: SequenceView) -> int:
         """Blocks of the sequence that preempting it gives back."""
-        return blocks_for(view.stored_len, self._state.block_size)
+        return self._state.layout.held(view.stored_len)
 
     def send(self, view: SequenceView, pending: int) -> None:
         """Raise the sequence's committed tokens towards `pending`, as far as tokens and blocks go."""
@@ -171,11 +167,11 @@ class _Sheet:
 
     def _grant(self, view: SequenceView, wanted: int) -> int:
         """Take up to `wanted` tokens and the blocks they need; how many were had."""
+        layout = self._state.layout
         end = view.stored_len + self.pending(view) + self._nodes.get(view.id, 0)
-        held = blocks_for(end, self._state.block_size)
-        granted = max(0, min(wanted, self.tokens, (held + self.blocks) * self._state.block_size - end))
+        granted = max(0, min(wanted, self.tokens, layout.room(end, self.blocks) - end))
         self.tokens -= granted
-        self.blocks -= blocks_for(end + granted, self._state.block_size) - held
+        self.blocks -= layout.held(view.stored_len, end + granted) - layout.held(view.stored_len, end)
         return granted
 
 
@@ -210,14 +206,15 @@ def _admissible(state: State, running: Sequence[SequenceView]) -> list[SequenceV
     Each must find blocks for its whole length and one more, beside what those before it have yet to store. The
     count is bounded by the step's tokens too: so each running sequence can have one in every step.
     """
-    size = state.block_size
+    layout = state.layout
+    step_tokens = state.limits.max_step_tokens
     most = min(state.limits.max_sequences, state.limits.max_step_tokens)
     room = state.kv.blocks_free
-    room -= sum(blocks_for(view.length + 1, size) - blocks_for(view.stored_len, size) for view in running)
+    room -= sum(max(0, layout.peak(view.length + 1, step_tokens) - layout.held(view.stored_len)) for view in running)
     admitted: list[SequenceView] = []
     for view in sorted(state.waiting, key=_arrival):
         alone = not running and not admitted
-        need = blocks_for(view.length, size) + (0 if alone else 1)
+        need = layout.peak(view.length, step_tokens) + (0 if alone else layout.tables)
         if need > room or len(running) + len(admitted) >= most:
             break
         room -= need

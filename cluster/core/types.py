@@ -11,6 +11,7 @@ from enum import Enum
 
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import RequestId, SequenceId
+from cluster.core.kv import KvLayout
 from cluster.core.tree import EMPTY_TREE, TokenTree
 
 
@@ -71,9 +72,36 @@ class SequenceStart:
     prompt_len: int
     """How many of the first tokens are the prompt (penalties count the answer alone)."""
     sampling: SamplingParameters
+    cache_salt: str = ""
+    """Only sequences of one salt share stored keys and values: tenants cannot probe each other's prompts."""
 
 
 # --- target -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRow:
+    """Create a sequence anew on the target, with as much of its KV as is already stored somewhere.
+
+    The target looks for leading tokens of `tokens` in the parent's blocks, in its prefix cache and
+    in what was moved out; it keeps at least the last token out, so that there is something to decide on.
+    """
+
+    sequence_id: SequenceId
+    tokens: tuple[int, ...]
+    """All committed tokens, at least one."""
+    start: SequenceStart
+    parent: SequenceId | None = None
+    """A sequence that begins alike: its blocks are shared copy-on-write, the last, half-filled one included."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenResult:
+    """What was found."""
+
+    stored_lens: tuple[int, ...]
+    """One per row, in the rows' order: leading tokens whose KV the sequence holds now."""
+    kv: KvOccupancy
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +208,7 @@ class KvOccupancy:
 
     blocks_total: int
     blocks_free: int
+    """Blocks that no sequence holds; what the prefix cache keeps in them gives way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +227,7 @@ class TargetInfo:
     model: str
     vocabulary_size: int
     max_context_len: int
-    block_size: int
+    layout: KvLayout
     kv: KvOccupancy
     eos_token_ids: tuple[int, ...]
     tensor_parallel: int
@@ -251,6 +280,28 @@ class Proposal:
 # --- requests ---------------------------------------------------------------------------------
 
 
+class EarlyStopping(Enum):
+    """When a beam search ends, once it has as many finished answers as beams."""
+
+    YES = "yes"
+    """At once."""
+    NO = "no"
+    """When the best running beam, at its present length, scores no better than the worst finished answer."""
+    NEVER = "never"
+    """When no running beam can ever score better than the worst finished answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParameters:
+    """Beam search: the `width` most probable continuations are followed side by side."""
+
+    width: int
+    """At least 2."""
+    length_penalty: float = 1.0
+    """A finished answer scores its summed log-probability ÷ (its tokens ** length_penalty)."""
+    early_stopping: EarlyStopping = EarlyStopping.NO
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A request as the coordinator admits it: validated and tokenized."""
@@ -261,6 +312,12 @@ class GenerationRequest:
     stopping: StoppingCriteria = field(default_factory=StoppingCriteria)
     deadline: float | None = None
     """On the coordinator's monotonic clock, in seconds; `None` never passes."""
+    cache_salt: str = ""
+    """See `SequenceStart`."""
+    n: int = 1
+    """Answers to the one prompt. The seed of answer `i` is the request's plus `i`, modulo 2**64."""
+    beam: BeamParameters | None = None
+    """Set: the `n` best answers of a beam search (`n` at most its width), instead of samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,3 +350,5 @@ class Commit:
     """Set with `finish`."""
     drafted: int = 0
     """Nodes in the tree that was verified for it: whoever ends an answer early still knows its cost."""
+    index: int = 0
+    """Which of the request's `n` answers it belongs to; each has one commit with `finish`."""

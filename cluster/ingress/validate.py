@@ -102,7 +102,7 @@ def admit(
     wanted = request.max_tokens
     if wanted is None:
         # What the client did not ask for must not be what it is refused for: the KV pool may hold less than a context.
-        pool = info.kv.blocks_total * info.block_size or context
+        pool = info.layout.longest(info.kv.blocks_total, context, context) or context
         wanted = max(1, min(room, pool - len(prompt), limits.max_output_tokens))
     if wanted > room:
         raise InvalidRequest(

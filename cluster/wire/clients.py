@@ -18,7 +18,7 @@ from cluster.core.errors import (
     TargetUnavailable,
 )
 from cluster.core.ids import SequenceId
-from cluster.core.types import DraftRow, Proposal, StepBatch, StepResult, TargetInfo
+from cluster.core.types import DraftRow, OpenResult, OpenRow, Proposal, StepBatch, StepResult, TargetInfo
 from cluster.wire import codec
 from cluster.wire.bounds import MAX_MESSAGE_BYTES
 from cluster.wire.channel import open_channel
@@ -141,6 +141,15 @@ class GrpcTarget:
         self._connection = _Connection(resolve, TargetUnavailable, credentials=credentials)
         self._step_timeout_seconds = step_timeout_seconds
 
+    async def open(self, rows: Sequence[OpenRow]) -> OpenResult:
+        """See the port."""
+        stub = await self._stub()
+        answer = await self._call(stub.Open, codec.encode_open_rows(rows), self._step_timeout_seconds)
+        try:
+            return codec.decode_open_result(answer)
+        except InvalidRequest as error:
+            raise TargetUnavailable(f"the target's answer is refused: {error}") from error
+
     async def step(self, batch: StepBatch) -> StepResult:
         """See the port."""
         stub = await self._stub()
@@ -161,12 +170,6 @@ class GrpcTarget:
         stub = await self._stub()
         request = target_pb2.TargetServiceReleaseRequest(all=True)
         await self._call(stub.Release, request, self._step_timeout_seconds)
-
-    async def fork(self, parent: SequenceId, children: Sequence[SequenceId]) -> None:
-        """See the port."""
-        stub = await self._stub()
-        request = target_pb2.TargetServiceForkRequest(parent=parent, children=children)
-        await self._call(stub.Fork, request, self._step_timeout_seconds)
 
     async def info(self) -> TargetInfo:
         """See the port."""

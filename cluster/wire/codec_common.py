@@ -76,7 +76,9 @@ def decode_sampling(message: pb.SamplingParameters, field: str = "sampling") -> 
 
 def encode_start(start: SequenceStart) -> pb.SequenceStart:
     """See `decode_start`."""
-    return pb.SequenceStart(prompt_len=start.prompt_len, sampling=encode_sampling(start.sampling))
+    return pb.SequenceStart(
+        prompt_len=start.prompt_len, sampling=encode_sampling(start.sampling), cache_salt=start.cache_salt
+    )
 
 
 def decode_start(message: pb.SequenceStart, field: str) -> SequenceStart:
@@ -84,6 +86,7 @@ def decode_start(message: pb.SequenceStart, field: str) -> SequenceStart:
     return SequenceStart(
         prompt_len=bounds.whole(f"{field}.prompt_len", message.prompt_len, 1, bounds.MAX_TOKENS),
         sampling=decode_sampling(message.sampling, f"{field}.sampling"),
+        cache_salt=bounds.text(f"{field}.cache_salt", message.cache_salt, bounds.MAX_SALT_BYTES),
     )
 
 

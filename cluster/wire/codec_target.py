@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from google.protobuf.message import DecodeError
 
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
-from cluster.core.types import KvOccupancy, StepBatch, StepResult, TargetInfo, Verdict, VerifyRow
+from cluster.core.kv import KvGroup, KvLayout
+from cluster.core.types import (
+    KvOccupancy,
+    OpenResult,
+    OpenRow,
+    StepBatch,
+    StepResult,
+    TargetInfo,
+    Verdict,
+    VerifyRow,
+)
 from cluster.wire import bounds
 from cluster.wire.codec_common import (
     decode_fault,
@@ -21,6 +33,70 @@ from cluster.wire.codec_common import (
 from pilotfish.v1 import target_pb2 as pb
 
 _LONGEST_STEP_SECONDS = 86_400.0
+
+
+def encode_open_rows(rows: Sequence[OpenRow]) -> pb.TargetServiceOpenRequest:
+    """See `decode_open_rows`."""
+    return pb.TargetServiceOpenRequest(
+        rows=[
+            pb.OpenRow(
+                sequence_id=row.sequence_id,
+                tokens=row.tokens,
+                start=encode_start(row.start),
+                parent=row.parent or "",
+            )
+            for row in rows
+        ]
+    )
+
+
+def decode_open_rows(message: pb.TargetServiceOpenRequest) -> tuple[OpenRow, ...]:
+    """Raises `InvalidRequest`."""
+    bounds.count("rows", message.rows, 0, bounds.MAX_ROWS)
+    rows = tuple(_decode_open_row(row, f"rows[{index}]") for index, row in enumerate(message.rows))
+    seen: set[SequenceId] = set()
+    for index, row in enumerate(rows):
+        if row.sequence_id in seen:
+            raise InvalidRequest(f"rows[{index}].sequence_id", row.sequence_id, "in one row only")
+        seen.add(row.sequence_id)
+    return rows
+
+
+def _decode_open_row(row: pb.OpenRow, field: str) -> OpenRow:
+    return OpenRow(
+        sequence_id=SequenceId(bounds.identifier(f"{field}.sequence_id", row.sequence_id)),
+        tokens=bounds.tokens(f"{field}.tokens", row.tokens, 1, bounds.MAX_TOKENS),
+        start=decode_start(row.start, f"{field}.start"),
+        parent=SequenceId(bounds.identifier(f"{field}.parent", row.parent)) if row.parent else None,
+    )
+
+
+def open_rows_to_bytes(rows: Sequence[OpenRow]) -> bytes:
+    """For the ranks of one group: the message itself."""
+    return encode_open_rows(rows).SerializeToString()
+
+
+def open_rows_from_bytes(data: bytes) -> tuple[OpenRow, ...]:
+    """Raises `InvalidRequest`."""
+    try:
+        return decode_open_rows(pb.TargetServiceOpenRequest.FromString(data))
+    except DecodeError as error:
+        raise InvalidRequest("rows", f"{len(data)} bytes", "an OpenRequest message") from error
+
+
+def encode_open_result(result: OpenResult) -> pb.TargetServiceOpenResponse:
+    """See `decode_open_result`."""
+    return pb.TargetServiceOpenResponse(stored_lens=result.stored_lens, kv=encode_occupancy(result.kv))
+
+
+def decode_open_result(message: pb.TargetServiceOpenResponse) -> OpenResult:
+    """Raises `InvalidRequest`."""
+    bounds.count("stored_lens", message.stored_lens, 0, bounds.MAX_ROWS)
+    lens = tuple(
+        bounds.whole(f"stored_lens[{index}]", length, 0, bounds.MAX_TOKENS)
+        for index, length in enumerate(message.stored_lens)
+    )
+    return OpenResult(lens, decode_occupancy(message.kv))
 
 
 def encode_step_batch(batch: StepBatch) -> pb.TargetServiceStepRequest:
@@ -137,7 +213,10 @@ def encode_target_info(info: TargetInfo) -> pb.TargetServiceGetInfoResponse:
         model=info.model,
         vocabulary_size=info.vocabulary_size,
         max_context_len=info.max_context_len,
-        block_size=info.block_size,
+        block_size=info.layout.block_size,
+        groups=[
+            pb.KvGroup(tables=group.tables, window=group.window or 0, sinks=group.sinks) for group in info.layout.groups
+        ],
         kv=encode_occupancy(info.kv),
         eos_token_ids=info.eos_token_ids,
         tensor_parallel=info.tensor_parallel,
@@ -152,10 +231,27 @@ def decode_target_info(message: pb.TargetServiceGetInfoResponse) -> TargetInfo:
         model=bounds.text("model", message.model, bounds.MAX_NAME_BYTES),
         vocabulary_size=bounds.whole("vocabulary_size", message.vocabulary_size, 1, bounds.MAX_TOKEN_ID),
         max_context_len=bounds.whole("max_context_len", message.max_context_len, 1, bounds.MAX_TOKENS),
-        block_size=bounds.whole("block_size", message.block_size, 1, bounds.MAX_TOKENS),
+        layout=_decode_layout(message),
         kv=decode_occupancy(message.kv),
         eos_token_ids=bounds.tokens("eos_token_ids", message.eos_token_ids, 0, 1024),
         tensor_parallel=bounds.whole("tensor_parallel", message.tensor_parallel, 1, 4096),
         dtype=bounds.text("dtype", message.dtype, bounds.MAX_NAME_BYTES),
         epoch=bounds.text("epoch", message.epoch, bounds.MAX_NAME_BYTES),
+    )
+
+
+def _decode_layout(message: pb.TargetServiceGetInfoResponse) -> KvLayout:
+    bounds.count("groups", message.groups, 1, bounds.MAX_KV_GROUPS)
+    return KvLayout(
+        block_size=bounds.whole("block_size", message.block_size, 1, bounds.MAX_TOKENS),
+        groups=tuple(_decode_group(group, f"groups[{index}]") for index, group in enumerate(message.groups)),
+    )
+
+
+def _decode_group(message: pb.KvGroup, field: str) -> KvGroup:
+    window = bounds.whole(f"{field}.window", message.window, 0, bounds.MAX_TOKENS)
+    return KvGroup(
+        tables=bounds.whole(f"{field}.tables", message.tables, 1, bounds.MAX_KV_TABLES),
+        window=window or None,
+        sinks=bounds.whole(f"{field}.sinks", message.sinks, 0, bounds.MAX_TOKENS if window else 0),
     )

@@ -7,6 +7,7 @@ import torch
 
 from cluster.core.config import KvSection
 from cluster.core.errors import ConfigurationError
+from cluster.core.kv import KvLayout
 from cluster.core.types import KvOccupancy
 from workers.model.blocks import BlockAllocator, BlockTable
 from workers.model.loaded import LoadedModel
@@ -70,6 +71,11 @@ class KvPool:
     def block_size(self) -> int:
         """Tokens per block."""
         return self._allocator.block_size
+
+    @property
+    def layout(self) -> KvLayout:
+        """How sequences take blocks."""
+        return KvLayout(self.block_size)
 
     @property
     def blocks_total(self) -> int:

@@ -10,12 +10,23 @@ from typing import Any, Protocol
 import grpc
 
 from cluster.core.ids import SequenceId
-from cluster.core.types import KvOccupancy, RowFault, StepBatch, StepResult, TargetInfo, Verdict, VerifyRow
-from cluster.wire import bounds
+from cluster.core.types import (
+    KvOccupancy,
+    OpenResult,
+    OpenRow,
+    RowFault,
+    StepBatch,
+    StepResult,
+    TargetInfo,
+    Verdict,
+    VerifyRow,
+)
 from cluster.wire.codec import (
+    decode_open_rows,
     decode_sequence_ids,
     decode_step_batch,
     encode_occupancy,
+    encode_open_result,
     encode_step_result,
     encode_target_info,
 )
@@ -38,8 +49,8 @@ class StepEngine(Protocol):
         """Free every sequence's blocks."""
         ...
 
-    def fork(self, parent: SequenceId, children: Sequence[SequenceId]) -> KvOccupancy:
-        """Share the parent's blocks with the children. Raises `InvalidRequest`."""
+    def open(self, rows: Sequence[OpenRow]) -> OpenResult:
+        """Create sequences with whatever of their KV is stored already."""
         ...
 
     def info(self) -> TargetInfo:
@@ -75,14 +86,12 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             kv = await self._compute.run_surely(self._engine.release, decode_sequence_ids(request.sequence_ids))
         return target_pb2.TargetServiceReleaseResponse(kv=encode_occupancy(kv))
 
-    async def Fork(
-        self, request: target_pb2.TargetServiceForkRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> target_pb2.TargetServiceForkResponse:
-        """Share a sequence's blocks."""
-        (parent,) = decode_sequence_ids((request.parent,), "parent")
-        children = decode_sequence_ids(request.children, "children", bounds.MAX_CHILDREN)
-        kv = await self._compute.run(self._engine.fork, parent, children)
-        return target_pb2.TargetServiceForkResponse(kv=encode_occupancy(kv))
+    async def Open(
+        self, request: target_pb2.TargetServiceOpenRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.TargetServiceOpenResponse:
+        """Create sequences with whatever of their KV is stored already."""
+        rows = decode_open_rows(request)
+        return encode_open_result(await self._compute.run(self._engine.open, rows))
 
     async def GetInfo(
         self, request: target_pb2.TargetServiceGetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -14,10 +14,12 @@ from typing import Protocol
 
 import torch
 
-from cluster.core.errors import InvalidRequest, KvPoolExhausted
+from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.types import (
     KvOccupancy,
+    OpenResult,
+    OpenRow,
     RowFault,
     RowFaultCode,
     SequenceStart,
@@ -92,8 +94,6 @@ class _Record:
     start: SequenceStart
     table: BlockTable
     tokens: list[int] = field(default_factory=list)
-    forked_from: tuple[SequenceId, int] | None = None
-    """The parent and its length, so that a repeated fork is known again."""
     answered: VerifyRow | None = None
     verdict: Verdict | None = None
 
@@ -133,7 +133,7 @@ class TargetEngine:
             model=self._name,
             vocabulary_size=self._model.vocabulary_size,
             max_context_len=self._model.max_context_len,
-            block_size=self._pool.block_size,
+            layout=self._pool.layout,
             kv=self._pool.occupancy(),
             eos_token_ids=self._model.eos_token_ids,
             tensor_parallel=self._model.tensor_parallel,
@@ -179,24 +179,20 @@ class TargetEngine:
         """Free every sequence's blocks."""
         return self.release(list(self._records))
 
-    def fork(self, parent: SequenceId, children: Sequence[SequenceId]) -> KvOccupancy:
-        """Share the parent's stored tokens with each child, copy-on-write. A repeated fork does nothing.
+    def open(self, rows: Sequence[OpenRow]) -> OpenResult:
+        """Create sequences anew, each with as much of its KV as is stored already. Repeating it does no harm."""
+        return OpenResult(tuple(self._open(row) for row in rows), self._pool.occupancy())
 
-        Raises `InvalidRequest` for an unknown parent, and for a child that is another sequence already.
-        """
-        record = self._records.get(parent)
-        if record is None:
-            raise InvalidRequest("parent", parent, "a sequence that the target holds")
-        origin = (parent, len(record.tokens))
-        for index, child in enumerate(children):
-            taken = self._records.get(child)
-            if child in children[:index] or (taken is not None and taken.forked_from != origin):
-                raise InvalidRequest(f"children[{index}]", child, "a new sequence")
-        for child in children:
-            if child not in self._records:
-                table = self._pool.fork(record.table)
-                self._records[child] = _Record(record.start, table, list(record.tokens), forked_from=origin)
-        return self._pool.occupancy()
+    def _open(self, row: OpenRow) -> int:
+        parent = self._records.get(row.parent) if row.parent is not None else None
+        table = self._pool.new_table()
+        if parent is not None:
+            shared = _alike(parent.tokens, row.tokens)
+            table = self._pool.fork(parent.table)
+            self._pool.truncate(table, shared)
+        self.release([row.sequence_id])
+        self._records[row.sequence_id] = _Record(row.start, table, list(row.tokens[: table.stored_len]))
+        return table.stored_len
 
     def _prepare(self, row: VerifyRow) -> _Work | Verdict:
         """Check the row against what is held and reserve its blocks; or say at once what came of it."""
@@ -276,6 +272,12 @@ class TargetEngine:
             logprobs=logprobs,
         )
         return record.verdict
+
+
+def _alike(stored: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many leading tokens are the same; at least the last of `tokens` is left over."""
+    most = min(len(stored), len(tokens) - 1)
+    return next((index for index in range(most) if stored[index] != tokens[index]), most)
 
 
 def _contexts(work: _Work) -> tuple[DecisionContext, ...]:

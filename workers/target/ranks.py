@@ -18,10 +18,10 @@ import torch
 from torch import distributed
 
 from cluster.core.config import TargetSection
-from cluster.core.errors import InvalidRequest, TargetUnavailable
+from cluster.core.errors import TargetUnavailable
 from cluster.core.ids import SequenceId
-from cluster.core.types import KvOccupancy, StepBatch, StepResult, TargetInfo
-from cluster.wire.codec import step_batch_from_bytes, step_batch_to_bytes
+from cluster.core.types import KvOccupancy, OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
+from cluster.wire.codec import open_rows_from_bytes, open_rows_to_bytes, step_batch_from_bytes, step_batch_to_bytes
 from workers.model.loaded import LoadedModel
 from workers.model.loading import choose_device, load_model
 from workers.model.pool import KvPool, blocks_that_fit
@@ -40,7 +40,7 @@ _IDLE = timedelta(days=365)
 class _Command(IntEnum):
     STEP = 1
     RELEASE = 2
-    FORK = 3
+    OPEN = 3
     STOP = 4
     RELEASE_ALL = 5
 
@@ -168,10 +168,11 @@ class RankZero:
         self._command(_Command.RELEASE_ALL, b"")
         return self._engine.release_all()
 
-    def fork(self, parent: SequenceId, children: Sequence[SequenceId]) -> KvOccupancy:
-        """See `TargetEngine.fork`: refused alike on every rank."""
-        self._command(_Command.FORK, json.dumps([parent, *children]).encode())
-        return self._engine.fork(parent, children)
+    def open(self, rows: Sequence[OpenRow]) -> OpenResult:
+        """See `TargetEngine.open`."""
+        self._command(_Command.OPEN, open_rows_to_bytes(rows))
+        with _Breaks(self):
+            return self._engine.open(rows)
 
     def close(self) -> None:
         """Let the followers go."""
@@ -226,15 +227,7 @@ def follow(engine: TargetEngine) -> None:
         if command is _Command.RELEASE_ALL:
             engine.release_all()
             continue
-        names = [SequenceId(name) for name in json.loads(content)]
-        if command is _Command.RELEASE:
-            engine.release(names)
-        else:
-            _fork_alike(engine, names)
-
-
-def _fork_alike(engine: TargetEngine, names: list[SequenceId]) -> None:
-    try:
-        engine.fork(names[0], names[1:])
-    except InvalidRequest as error:
-        logger.info("fork refused on every rank: %s", error)
+        if command is _Command.OPEN:
+            engine.open(open_rows_from_bytes(content))
+            continue
+        engine.release([SequenceId(name) for name in json.loads(content)])

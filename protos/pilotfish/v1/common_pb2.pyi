@@ -300,8 +300,11 @@ class SequenceStart(_message.Message):
 
     PROMPT_LEN_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     prompt_len: _builtins.int
     """Leading tokens that are the prompt. Bound: 1 to 2^20."""
+    cache_salt: _builtins.str
+    """Only sequences of one salt share stored keys and values. Bound: 256 bytes."""
     @_builtins.property
     def sampling(self) -> Global___SamplingParameters:
         """Sampling parameters, seed included."""
@@ -311,10 +314,11 @@ class SequenceStart(_message.Message):
         *,
         prompt_len: _builtins.int = ...,
         sampling: Global___SamplingParameters | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_len", b"prompt_len", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "prompt_len", b"prompt_len", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,35 +25,39 @@ _sym_db = _symbol_database.Default()
 from pilotfish.v1 import common_pb2 as pilotfish_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pilotfish/v1/target.proto\x12\x0cpilotfish.v1\x1a\x19pilotfish/v1/common.proto\"A\n\x18TargetServiceStepRequest\x12%\n\x04rows\x18\x01 \x03(\x0b\x32\x17.pilotfish.v1.VerifyRow\"\xa6\x01\n\tVerifyRow\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x0f\n\x07pending\x18\x03 \x03(\r\x12%\n\x04tree\x18\x04 \x01(\x0b\x32\x17.pilotfish.v1.TokenTree\x12\x0e\n\x06\x64\x65\x63ide\x18\x05 \x01(\x08\x12*\n\x05start\x18\x06 \x01(\x0b\x32\x1b.pilotfish.v1.SequenceStart\"\x81\x01\n\x19TargetServiceStepResponse\x12\'\n\x08verdicts\x18\x01 \x03(\x0b\x32\x15.pilotfish.v1.Verdict\x12%\n\x02kv\x18\x02 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\x12\x14\n\x0cstep_seconds\x18\x03 \x01(\x01\"\xa7\x01\n\x07Verdict\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0f\n\x07\x64rafted\x18\x04 \x01(\r\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.pilotfish.v1.TokenLogprobs\x12%\n\x05\x66\x61ult\x18\x06 \x01(\x0b\x32\x16.pilotfish.v1.RowFault\"8\n\x0bKvOccupancy\x12\x14\n\x0c\x62locks_total\x18\x01 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x02 \x01(\r\"@\n\x1bTargetServiceReleaseRequest\x12\x14\n\x0csequence_ids\x18\x01 \x03(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"E\n\x1cTargetServiceReleaseResponse\x12%\n\x02kv\x18\x01 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\"<\n\x18TargetServiceForkRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x10\n\x08\x63hildren\x18\x02 \x03(\t\"B\n\x19TargetServiceForkResponse\x12%\n\x02kv\x18\x01 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\"\x1d\n\x1bTargetServiceGetInfoRequest\"\xe8\x01\n\x1cTargetServiceGetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x02 \x01(\r\x12\x17\n\x0fmax_context_len\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12%\n\x02kv\x18\x05 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x17\n\x0ftensor_parallel\x18\x07 \x01(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\t2\x85\x03\n\rTargetService\x12W\n\x04Step\x12&.pilotfish.v1.TargetServiceStepRequest\x1a\'.pilotfish.v1.TargetServiceStepResponse\x12`\n\x07Release\x12).pilotfish.v1.TargetServiceReleaseRequest\x1a*.pilotfish.v1.TargetServiceReleaseResponse\x12W\n\x04\x46ork\x12&.pilotfish.v1.TargetServiceForkRequest\x1a\'.pilotfish.v1.TargetServiceForkResponse\x12`\n\x07GetInfo\x12).pilotfish.v1.TargetServiceGetInfoRequest\x1a*.pilotfish.v1.TargetServiceGetInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pilotfish/v1/target.proto\x12\x0cpilotfish.v1\x1a\x19pilotfish/v1/common.proto\"?\n\x18TargetServiceOpenRequest\x12#\n\x04rows\x18\x01 \x03(\x0b\x32\x15.pilotfish.v1.OpenRow\"j\n\x07OpenRow\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12*\n\x05start\x18\x03 \x01(\x0b\x32\x1b.pilotfish.v1.SequenceStart\x12\x0e\n\x06parent\x18\x04 \x01(\t\"W\n\x19TargetServiceOpenResponse\x12\x13\n\x0bstored_lens\x18\x01 \x03(\r\x12%\n\x02kv\x18\x02 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\"A\n\x18TargetServiceStepRequest\x12%\n\x04rows\x18\x01 \x03(\x0b\x32\x17.pilotfish.v1.VerifyRow\"\xa6\x01\n\tVerifyRow\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x0f\n\x07pending\x18\x03 \x03(\r\x12%\n\x04tree\x18\x04 \x01(\x0b\x32\x17.pilotfish.v1.TokenTree\x12\x0e\n\x06\x64\x65\x63ide\x18\x05 \x01(\x08\x12*\n\x05start\x18\x06 \x01(\x0b\x32\x1b.pilotfish.v1.SequenceStart\"\x81\x01\n\x19TargetServiceStepResponse\x12\'\n\x08verdicts\x18\x01 \x03(\x0b\x32\x15.pilotfish.v1.Verdict\x12%\n\x02kv\x18\x02 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\x12\x14\n\x0cstep_seconds\x18\x03 \x01(\x01\"\xa7\x01\n\x07Verdict\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0f\n\x07\x64rafted\x18\x04 \x01(\r\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.pilotfish.v1.TokenLogprobs\x12%\n\x05\x66\x61ult\x18\x06 \x01(\x0b\x32\x16.pilotfish.v1.RowFault\"8\n\x0bKvOccupancy\x12\x14\n\x0c\x62locks_total\x18\x01 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x02 \x01(\r\"8\n\x07KvGroup\x12\x0e\n\x06tables\x18\x01 \x01(\r\x12\x0e\n\x06window\x18\x02 \x01(\r\x12\r\n\x05sinks\x18\x03 \x01(\r\"@\n\x1bTargetServiceReleaseRequest\x12\x14\n\x0csequence_ids\x18\x01 \x03(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"E\n\x1cTargetServiceReleaseResponse\x12%\n\x02kv\x18\x01 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\"\x1d\n\x1bTargetServiceGetInfoRequest\"\x8f\x02\n\x1cTargetServiceGetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x02 \x01(\r\x12\x17\n\x0fmax_context_len\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12%\n\x02kv\x18\x05 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x17\n\x0ftensor_parallel\x18\x07 \x01(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\t\x12%\n\x06groups\x18\n \x03(\x0b\x32\x15.pilotfish.v1.KvGroup2\x85\x03\n\rTargetService\x12W\n\x04Open\x12&.pilotfish.v1.TargetServiceOpenRequest\x1a\'.pilotfish.v1.TargetServiceOpenResponse\x12W\n\x04Step\x12&.pilotfish.v1.TargetServiceStepRequest\x1a\'.pilotfish.v1.TargetServiceStepResponse\x12`\n\x07Release\x12).pilotfish.v1.TargetServiceReleaseRequest\x1a*.pilotfish.v1.TargetServiceReleaseResponse\x12`\n\x07GetInfo\x12).pilotfish.v1.TargetServiceGetInfoRequest\x1a*.pilotfish.v1.TargetServiceGetInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pilotfish.v1.target_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TARGETSERVICESTEPREQUEST']._serialized_start=70
-  _globals['_TARGETSERVICESTEPREQUEST']._serialized_end=135
-  _globals['_VERIFYROW']._serialized_start=138
-  _globals['_VERIFYROW']._serialized_end=304
-  _globals['_TARGETSERVICESTEPRESPONSE']._serialized_start=307
-  _globals['_TARGETSERVICESTEPRESPONSE']._serialized_end=436
-  _globals['_VERDICT']._serialized_start=439
-  _globals['_VERDICT']._serialized_end=606
-  _globals['_KVOCCUPANCY']._serialized_start=608
-  _globals['_KVOCCUPANCY']._serialized_end=664
-  _globals['_TARGETSERVICERELEASEREQUEST']._serialized_start=666
-  _globals['_TARGETSERVICERELEASEREQUEST']._serialized_end=730
-  _globals['_TARGETSERVICERELEASERESPONSE']._serialized_start=732
-  _globals['_TARGETSERVICERELEASERESPONSE']._serialized_end=801
-  _globals['_TARGETSERVICEFORKREQUEST']._serialized_start=803
-  _globals['_TARGETSERVICEFORKREQUEST']._serialized_end=863
-  _globals['_TARGETSERVICEFORKRESPONSE']._serialized_start=865
-  _globals['_TARGETSERVICEFORKRESPONSE']._serialized_end=931
-  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_start=933
-  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_end=962
-  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_start=965
-  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_end=1197
-  _globals['_TARGETSERVICE']._serialized_start=1200
-  _globals['_TARGETSERVICE']._serialized_end=1589
+  _globals['_TARGETSERVICEOPENREQUEST']._serialized_start=70
+  _globals['_TARGETSERVICEOPENREQUEST']._serialized_end=133
+  _globals['_OPENROW']._serialized_start=135
+  _globals['_OPENROW']._serialized_end=241
+  _globals['_TARGETSERVICEOPENRESPONSE']._serialized_start=243
+  _globals['_TARGETSERVICEOPENRESPONSE']._serialized_end=330
+  _globals['_TARGETSERVICESTEPREQUEST']._serialized_start=332
+  _globals['_TARGETSERVICESTEPREQUEST']._serialized_end=397
+  _globals['_VERIFYROW']._serialized_start=400
+  _globals['_VERIFYROW']._serialized_end=566
+  _globals['_TARGETSERVICESTEPRESPONSE']._serialized_start=569
+  _globals['_TARGETSERVICESTEPRESPONSE']._serialized_end=698
+  _globals['_VERDICT']._serialized_start=701
+  _globals['_VERDICT']._serialized_end=868
+  _globals['_KVOCCUPANCY']._serialized_start=870
+  _globals['_KVOCCUPANCY']._serialized_end=926
+  _globals['_KVGROUP']._serialized_start=928
+  _globals['_KVGROUP']._serialized_end=984
+  _globals['_TARGETSERVICERELEASEREQUEST']._serialized_start=986
+  _globals['_TARGETSERVICERELEASEREQUEST']._serialized_end=1050
+  _globals['_TARGETSERVICERELEASERESPONSE']._serialized_start=1052
+  _globals['_TARGETSERVICERELEASERESPONSE']._serialized_end=1121
+  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_start=1123
+  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_end=1152
+  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_start=1155
+  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_end=1426
+  _globals['_TARGETSERVICE']._serialized_start=1429
+  _globals['_TARGETSERVICE']._serialized_end=1818
 # @@protoc_insertion_point(module_scope)

@@ -20,6 +20,98 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class TargetServiceOpenRequest(_message.Message):
+    """Sequences to create."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenRow]:
+        """Distinct sequences. Bound: 4096 rows."""
+
+    def __init__(
+        self,
+        *,
+        rows: _abc.Iterable[Global___OpenRow] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TargetServiceOpenRequest: _TypeAlias = TargetServiceOpenRequest  # noqa: Y015
+
+@_typing.final
+class OpenRow(_message.Message):
+    """One sequence to create."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.str
+    """Bound: 1 to 128 bytes."""
+    parent: _builtins.str
+    """A sequence that begins alike; unset: none. Bound: 128 bytes."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """All committed tokens. Bound: 1 to 2^20."""
+
+    @_builtins.property
+    def start(self) -> _common_pb2.SequenceStart:
+        """As on a first VerifyRow."""
+
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.str = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        start: _common_pb2.SequenceStart | None = ...,
+        parent: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parent", b"parent", "sequence_id", b"sequence_id", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenRow: _TypeAlias = OpenRow  # noqa: Y015
+
+@_typing.final
+class TargetServiceOpenResponse(_message.Message):
+    """What was found."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORED_LENS_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def stored_lens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One per row, in the rows' order: leading tokens that the sequence holds now, fewer than it has."""
+
+    @_builtins.property
+    def kv(self) -> Global___KvOccupancy:
+        """The pool afterwards."""
+
+    def __init__(
+        self,
+        *,
+        stored_lens: _abc.Iterable[_builtins.int] | None = ...,
+        kv: Global___KvOccupancy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "stored_lens", b"stored_lens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TargetServiceOpenResponse: _TypeAlias = TargetServiceOpenResponse  # noqa: Y015
+
+@_typing.final
 class TargetServiceStepRequest(_message.Message):
     """A batch of rows."""
 
@@ -184,7 +276,7 @@ class KvOccupancy(_message.Message):
     blocks_total: _builtins.int
     """Blocks in the pool."""
     blocks_free: _builtins.int
-    """Blocks that no sequence holds."""
+    """Blocks that no sequence holds; what the prefix cache keeps in them gives way."""
     def __init__(
         self,
         *,
@@ -198,6 +290,36 @@ class KvOccupancy(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvOccupancy: _TypeAlias = KvOccupancy  # noqa: Y015
+
+@_typing.final
+class KvGroup(_message.Message):
+    """Layers that keep the same positions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLES_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    SINKS_FIELD_NUMBER: _builtins.int
+    tables: _builtins.int
+    """Blocks per block_size positions. Bound: 1 to 4096."""
+    window: _builtins.int
+    """Positions that a token sees, itself included; 0 is all of them. Bound: 2^20."""
+    sinks: _builtins.int
+    """First positions that stay visible beside the window. Bound: 2^20, 0 without a window."""
+    def __init__(
+        self,
+        *,
+        tables: _builtins.int = ...,
+        window: _builtins.int = ...,
+        sinks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sinks", b"sinks", "tables", b"tables", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvGroup: _TypeAlias = KvGroup  # noqa: Y015
 
 @_typing.final
 class TargetServiceReleaseRequest(_message.Message):
@@ -252,58 +374,6 @@ class TargetServiceReleaseResponse(_message.Message):
 Global___TargetServiceReleaseResponse: _TypeAlias = TargetServiceReleaseResponse  # noqa: Y015
 
 @_typing.final
-class TargetServiceForkRequest(_message.Message):
-    """Who forks into whom."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PARENT_FIELD_NUMBER: _builtins.int
-    CHILDREN_FIELD_NUMBER: _builtins.int
-    parent: _builtins.str
-    """Bound: 1 to 128 bytes."""
-    @_builtins.property
-    def children(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """New sequences. Bound: 64 ids of 1 to 128 bytes."""
-
-    def __init__(
-        self,
-        *,
-        parent: _builtins.str = ...,
-        children: _abc.Iterable[_builtins.str] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["children", b"children", "parent", b"parent"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TargetServiceForkRequest: _TypeAlias = TargetServiceForkRequest  # noqa: Y015
-
-@_typing.final
-class TargetServiceForkResponse(_message.Message):
-    """The pool afterwards."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KV_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def kv(self) -> Global___KvOccupancy:
-        """The pool after the fork."""
-
-    def __init__(
-        self,
-        *,
-        kv: Global___KvOccupancy | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TargetServiceForkResponse: _TypeAlias = TargetServiceForkResponse  # noqa: Y015
-
-@_typing.final
 class TargetServiceGetInfoRequest(_message.Message):
     """Nothing."""
 
@@ -335,6 +405,7 @@ class TargetServiceGetInfoResponse(_message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name as clients send it."""
     vocabulary_size: _builtins.int
@@ -357,6 +428,10 @@ class TargetServiceGetInfoResponse(_message.Message):
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end an answer."""
 
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvGroup]:
+        """How sequences take blocks. Bound: 1 to 256 groups."""
+
     def __init__(
         self,
         *,
@@ -369,10 +444,11 @@ class TargetServiceGetInfoResponse(_message.Message):
         tensor_parallel: _builtins.int = ...,
         dtype: _builtins.str = ...,
         epoch: _builtins.str = ...,
+        groups: _abc.Iterable[Global___KvGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "kv", b"kv", "max_context_len", b"max_context_len", "model", b"model", "tensor_parallel", b"tensor_parallel", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "groups", b"groups", "kv", b"kv", "max_context_len", b"max_context_len", "model", b"model", "tensor_parallel", b"tensor_parallel", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,6 +35,11 @@ class TargetServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Open = channel.unary_unary(
+                '/pilotfish.v1.TargetService/Open',
+                request_serializer=pilotfish_dot_v1_dot_target__pb2.TargetServiceOpenRequest.SerializeToString,
+                response_deserializer=pilotfish_dot_v1_dot_target__pb2.TargetServiceOpenResponse.FromString,
+                _registered_method=True)
         self.Step = channel.unary_unary(
                 '/pilotfish.v1.TargetService/Step',
                 request_serializer=pilotfish_dot_v1_dot_target__pb2.TargetServiceStepRequest.SerializeToString,
@@ -44,11 +49,6 @@ class TargetServiceStub:
                 '/pilotfish.v1.TargetService/Release',
                 request_serializer=pilotfish_dot_v1_dot_target__pb2.TargetServiceReleaseRequest.SerializeToString,
                 response_deserializer=pilotfish_dot_v1_dot_target__pb2.TargetServiceReleaseResponse.FromString,
-                _registered_method=True)
-        self.Fork = channel.unary_unary(
-                '/pilotfish.v1.TargetService/Fork',
-                request_serializer=pilotfish_dot_v1_dot_target__pb2.TargetServiceForkRequest.SerializeToString,
-                response_deserializer=pilotfish_dot_v1_dot_target__pb2.TargetServiceForkResponse.FromString,
                 _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/pilotfish.v1.TargetService/GetInfo',
@@ -60,6 +60,14 @@ class TargetServiceStub:
 class TargetServiceServicer:
     """Internal: coordinator to the target's rank 0.
     """
+
+    def Open(self, request, context):
+        """Create sequences with whatever of their keys and values is stored already: in a parent's blocks (shared
+        copy-on-write), in the prefix cache, or moved out. Repeating it does no harm.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Step(self, request, context):
         """Compute the rows in one forward pass. Repeating (sequence_id, base_len) repeats the verdict.
@@ -75,13 +83,6 @@ class TargetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Fork(self, request, context):
-        """Share a sequence's blocks with children, copy-on-write.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def GetInfo(self, request, context):
         """What this target is.
         """
@@ -92,6 +93,11 @@ class TargetServiceServicer:
 
 def add_TargetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Open': grpc.unary_unary_rpc_method_handler(
+                    servicer.Open,
+                    request_deserializer=pilotfish_dot_v1_dot_target__pb2.TargetServiceOpenRequest.FromString,
+                    response_serializer=pilotfish_dot_v1_dot_target__pb2.TargetServiceOpenResponse.SerializeToString,
+            ),
             'Step': grpc.unary_unary_rpc_method_handler(
                     servicer.Step,
                     request_deserializer=pilotfish_dot_v1_dot_target__pb2.TargetServiceStepRequest.FromString,
@@ -101,11 +107,6 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=pilotfish_dot_v1_dot_target__pb2.TargetServiceReleaseRequest.FromString,
                     response_serializer=pilotfish_dot_v1_dot_target__pb2.TargetServiceReleaseResponse.SerializeToString,
-            ),
-            'Fork': grpc.unary_unary_rpc_method_handler(
-                    servicer.Fork,
-                    request_deserializer=pilotfish_dot_v1_dot_target__pb2.TargetServiceForkRequest.FromString,
-                    response_serializer=pilotfish_dot_v1_dot_target__pb2.TargetServiceForkResponse.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -123,6 +124,33 @@ def add_TargetServiceServicer_to_server(servicer, server):
 class TargetService:
     """Internal: coordinator to the target's rank 0.
     """
+
+    @staticmethod
+    def Open(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pilotfish.v1.TargetService/Open',
+            pilotfish_dot_v1_dot_target__pb2.TargetServiceOpenRequest.SerializeToString,
+            pilotfish_dot_v1_dot_target__pb2.TargetServiceOpenResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Step(request,
@@ -168,33 +196,6 @@ class TargetService:
             '/pilotfish.v1.TargetService/Release',
             pilotfish_dot_v1_dot_target__pb2.TargetServiceReleaseRequest.SerializeToString,
             pilotfish_dot_v1_dot_target__pb2.TargetServiceReleaseResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Fork(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pilotfish.v1.TargetService/Fork',
-            pilotfish_dot_v1_dot_target__pb2.TargetServiceForkRequest.SerializeToString,
-            pilotfish_dot_v1_dot_target__pb2.TargetServiceForkResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,12 +33,14 @@ class TargetServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TargetServiceAsyncStub: ...
+    Open: _grpc.UnaryUnaryMultiCallable[_target_pb2.TargetServiceOpenRequest, _target_pb2.TargetServiceOpenResponse]
+    """Create sequences with whatever of their keys and values is stored already: in a parent's blocks (shared
+    copy-on-write), in the prefix cache, or moved out. Repeating it does no harm.
+    """
     Step: _grpc.UnaryUnaryMultiCallable[_target_pb2.TargetServiceStepRequest, _target_pb2.TargetServiceStepResponse]
     """Compute the rows in one forward pass. Repeating (sequence_id, base_len) repeats the verdict."""
     Release: _grpc.UnaryUnaryMultiCallable[_target_pb2.TargetServiceReleaseRequest, _target_pb2.TargetServiceReleaseResponse]
     """Free sequences' blocks. Unknown ones are no error."""
-    Fork: _grpc.UnaryUnaryMultiCallable[_target_pb2.TargetServiceForkRequest, _target_pb2.TargetServiceForkResponse]
-    """Share a sequence's blocks with children, copy-on-write."""
     GetInfo: _grpc.UnaryUnaryMultiCallable[_target_pb2.TargetServiceGetInfoRequest, _target_pb2.TargetServiceGetInfoResponse]
     """What this target is."""
 
@@ -47,17 +49,29 @@ class TargetServiceAsyncStub(TargetServiceStub):
     """Internal: coordinator to the target's rank 0."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Open: _aio.UnaryUnaryMultiCallable[_target_pb2.TargetServiceOpenRequest, _target_pb2.TargetServiceOpenResponse]  # type: ignore[assignment]
+    """Create sequences with whatever of their keys and values is stored already: in a parent's blocks (shared
+    copy-on-write), in the prefix cache, or moved out. Repeating it does no harm.
+    """
     Step: _aio.UnaryUnaryMultiCallable[_target_pb2.TargetServiceStepRequest, _target_pb2.TargetServiceStepResponse]  # type: ignore[assignment]
     """Compute the rows in one forward pass. Repeating (sequence_id, base_len) repeats the verdict."""
     Release: _aio.UnaryUnaryMultiCallable[_target_pb2.TargetServiceReleaseRequest, _target_pb2.TargetServiceReleaseResponse]  # type: ignore[assignment]
     """Free sequences' blocks. Unknown ones are no error."""
-    Fork: _aio.UnaryUnaryMultiCallable[_target_pb2.TargetServiceForkRequest, _target_pb2.TargetServiceForkResponse]  # type: ignore[assignment]
-    """Share a sequence's blocks with children, copy-on-write."""
     GetInfo: _aio.UnaryUnaryMultiCallable[_target_pb2.TargetServiceGetInfoRequest, _target_pb2.TargetServiceGetInfoResponse]  # type: ignore[assignment]
     """What this target is."""
 
 class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
     """Internal: coordinator to the target's rank 0."""
+
+    @_abc_1.abstractmethod
+    def Open(
+        self,
+        request: _target_pb2.TargetServiceOpenRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_target_pb2.TargetServiceOpenResponse, _abc.Awaitable[_target_pb2.TargetServiceOpenResponse]]:
+        """Create sequences with whatever of their keys and values is stored already: in a parent's blocks (shared
+        copy-on-write), in the prefix cache, or moved out. Repeating it does no harm.
+        """
 
     @_abc_1.abstractmethod
     def Step(
@@ -74,14 +88,6 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_target_pb2.TargetServiceReleaseResponse, _abc.Awaitable[_target_pb2.TargetServiceReleaseResponse]]:
         """Free sequences' blocks. Unknown ones are no error."""
-
-    @_abc_1.abstractmethod
-    def Fork(
-        self,
-        request: _target_pb2.TargetServiceForkRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_target_pb2.TargetServiceForkResponse, _abc.Awaitable[_target_pb2.TargetServiceForkResponse]]:
-        """Share a sequence's blocks with children, copy-on-write."""
 
     @_abc_1.abstractmethod
     def GetInfo(
