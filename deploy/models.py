@@ -8,6 +8,9 @@ from pathlib import Path
 
 from cluster.core.config import Configuration, ModelSection
 
+COMPILED = "compiled"
+"""Folder of the cache where code made for this machine is kept between starts."""
+
 Report = Callable[[str], None]
 """Hears, in a few words, what long work is going on."""
 
@@ -33,7 +36,7 @@ def resolve_models(configuration: Configuration, cache_directory: Path, report: 
     draft = None
     if configuration.draft.model is not None:
         draft = _resolve(configuration.draft.model, cache_directory, report)
-    return Models(_with_paths(configuration, target, draft), target, draft)
+    return Models(_with_paths(configuration, target, draft, str(cache_directory / COMPILED)), target, draft)
 
 
 def _resolve(section: ModelSection, cache_directory: Path, report: Report) -> Path:
@@ -44,14 +47,17 @@ def _resolve(section: ModelSection, cache_directory: Path, report: Report) -> Pa
     return resolve_model_directory(section.path, cache_directory, section.revision)
 
 
-def _with_paths(configuration: Configuration, target: Path, draft: Path | None) -> Configuration:
+def _with_paths(configuration: Configuration, target: Path, draft: Path | None, compiled: str) -> Configuration:
+    def settled(section: ModelSection, path: Path) -> dict[str, str | None]:
+        return {"path": str(path), "revision": None, "compile_directory": section.compile_directory or compiled}
+
     sections = {
         "target": configuration.target.model_copy(
-            update={"path": str(target), "revision": None, "served_name": served_name(configuration)}
+            update=settled(configuration.target, target) | {"served_name": served_name(configuration)}
         )
     }
     if draft is not None and configuration.draft.model is not None:
-        model = configuration.draft.model.model_copy(update={"path": str(draft), "revision": None})
+        model = configuration.draft.model.model_copy(update=settled(configuration.draft.model, draft))
         return configuration.model_copy(
             update=sections | {"draft": configuration.draft.model_copy(update={"model": model})}
         )

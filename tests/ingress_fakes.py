@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 import uvicorn
@@ -13,8 +15,18 @@ from fastapi import FastAPI
 from cluster.core.config import LimitsSection
 from cluster.core.errors import PilotfishError
 from cluster.core.ids import RequestId, SequenceId
+from cluster.core.kv import KvLayout
 from cluster.core.sequence import Sequence as Record
-from cluster.core.types import Commit, FinishReason, GenerationRequest, KvOccupancy, TargetInfo, TokenLogprobs, Verdict
+from cluster.core.types import (
+    Commit,
+    FinishReason,
+    GenerationRequest,
+    KvOccupancy,
+    TargetInfo,
+    TokenLogprobs,
+    Usage,
+    Verdict,
+)
 from cluster.ingress.generation import Generation
 from cluster.ingress.grpc import GenerationServicer, OperationsServicer
 from cluster.ingress.tokenizer import Tokenizer
@@ -41,14 +53,17 @@ class Reciter:
         self.refusal: PilotfishError | None = None
         self.failure: PilotfishError | None = None
         """Raised after the first commit."""
+        self.certainty: Callable[[GenerationRequest], float] = lambda _: -0.5
+        """Log-probability of every token of an answer."""
         self.requests: list[GenerationRequest] = []
+        self.concluded: list[tuple[RequestId, int]] = []
         self.arrived: asyncio.Queue[RequestId] = asyncio.Queue()
         self.freed: asyncio.Queue[RequestId] = asyncio.Queue()
         self._aborted: dict[RequestId, asyncio.Event] = {}
 
     @property
     def info(self) -> TargetInfo:
-        return TargetInfo(MODEL, VOCABULARY, CONTEXT, 16, KvOccupancy(8, 8), (2,), 1, "float32")
+        return TargetInfo(MODEL, VOCABULARY, CONTEXT, KvLayout(16), KvOccupancy(8, 8), (2,), 1, "float32")
 
     def abort(self, request_id: RequestId) -> bool:
         event = self._aborted.get(request_id)
@@ -56,26 +71,41 @@ class Reciter:
             event.set()
         return event is not None
 
+    def conclude(self, request_id: RequestId, index: int) -> bool:
+        self.concluded.append((request_id, index))
+        return True
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit, None]:
         self.requests.append(request)
         self.arrived.put_nowait(request.request_id)
         if self.refusal is not None:
             raise self.refusal
         aborted = self._aborted[request.request_id] = asyncio.Event()
-        record = Record(SequenceId(request.request_id), request, 0)
         try:
-            for count, commit in enumerate(self._commits(record)):
+            for count, commit in enumerate(self._all(request)):
                 if count == self.hold_after:
                     await aborted.wait()
-                    yield Commit((), 0, finish=FinishReason.ABORT, usage=record.usage())
+                    for index in range(request.n):
+                        yield Commit((), 0, finish=FinishReason.ABORT, usage=Usage(len(request.prompt)), index=index)
                     return
-                yield commit
+                if (request.request_id, commit.index) not in self.concluded:
+                    yield commit
                 if self.failure is not None:
                     raise self.failure
                 await asyncio.sleep(0)
         finally:
             del self._aborted[request.request_id]
             self.freed.put_nowait(request.request_id)
+
+    def _all(self, request: GenerationRequest) -> list[Commit]:
+        """Commits of every answer, a turn each; an answer's script is that of a single request with its seed."""
+        answers = []
+        for index in range(request.n):
+            seed = (request.sampling.seed + index) % 2**64
+            single = replace(request, n=1, sampling=replace(request.sampling, seed=seed))
+            commits = self._commits(Record(SequenceId(f"{request.request_id}-{index}"), single, 0))
+            answers.append([replace(commit, index=index) for commit in commits])
+        return [commit for turn in zip_longest(*answers) for commit in turn if commit is not None]
 
     def _commits(self, record: Record) -> list[Commit]:
         script = list(self.script(record.request))
@@ -85,11 +115,15 @@ class Reciter:
         while record.finish is None:
             tokens = tuple(script[(position + step) % len(script)] for step in range(self.block))
             position += self.block
-            logprobs = () if wanted is None else tuple(_logprobs(token, wanted) for token in tokens)
+            logprobs = () if wanted is None else tuple(self._logprobs(record, token, wanted) for token in tokens)
             commit = record.commit(Verdict(record.id, len(record), tokens, self.block, logprobs))
             if commit is not None:
                 commits.append(commit)
         return commits
+
+    def _logprobs(self, record: Record, token: int, count: int) -> TokenLogprobs:
+        logprob = self.certainty(record.request)
+        return TokenLogprobs(token, logprob, tuple((token + rank, logprob - rank) for rank in range(count)))
 
 
 class InProcessClient:
@@ -152,10 +186,6 @@ def room(
     tokenizer = Tokenizer.load(byte_level(directory))
     engine = Reciter(reciting(tokenizer, text), block)
     return Generation(engine, tokenizer, limits or LimitsSection(), created=1_700_000_000), engine, tokenizer
-
-
-def _logprobs(token: int, count: int) -> TokenLogprobs:
-    return TokenLogprobs(token, -0.5, tuple((token + rank, -0.5 - rank) for rank in range(count)))
 
 
 @asynccontextmanager

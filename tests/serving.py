@@ -10,7 +10,7 @@ from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core.config import Configuration, load
 from cluster.core.ids import RequestId
-from cluster.core.types import Commit, GenerationRequest, SamplingParameters, StoppingCriteria
+from cluster.core.types import BeamParameters, Commit, GenerationRequest, SamplingParameters, StoppingCriteria
 from tests.fakes import FakeDrafter, FakeTarget
 
 TOO_LONG_SECONDS = 30.0
@@ -42,6 +42,9 @@ def request(
     seed: int = 7,
     stop: frozenset[int] = frozenset(),
     deadline: float | None = None,
+    salt: str = "",
+    n: int = 1,
+    beam: BeamParameters | None = None,
 ) -> GenerationRequest:
     """A request as the ingress would make it."""
     return GenerationRequest(
@@ -50,6 +53,9 @@ def request(
         SamplingParameters(temperature=temperature, seed=seed),
         StoppingCriteria(max_tokens=max_tokens, stop_token_ids=stop),
         deadline,
+        salt,
+        n,
+        beam,
     )
 
 
@@ -69,6 +75,14 @@ async def read(coordinator: Coordinator, wanted: GenerationRequest) -> list[Comm
 async def tokens_of(coordinator: Coordinator, wanted: GenerationRequest) -> list[int]:
     """The answer's tokens."""
     return [token for commit in await read(coordinator, wanted) for token in commit.tokens]
+
+
+async def answers_of(coordinator: Coordinator, wanted: GenerationRequest) -> list[list[int]]:
+    """The tokens of each of the request's answers."""
+    answers: list[list[int]] = [[] for _ in range(wanted.n)]
+    for commit in await read(coordinator, wanted):
+        answers[commit.index] += commit.tokens
+    return answers
 
 
 async def all_tokens(coordinator: Coordinator, wanted: Sequence[GenerationRequest]) -> list[list[int]]:

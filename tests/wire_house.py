@@ -15,12 +15,17 @@ from cluster.core.errors import (
     UnknownModel,
 )
 from cluster.core.ids import SequenceId
+from cluster.core.kv import KvLayout
 from cluster.core.tree import TokenTree
 from cluster.core.types import (
     DraftBudget,
     DraftRow,
     KvOccupancy,
+    OpenResult,
+    OpenRow,
     Proposal,
+    SamplingParameters,
+    SequenceStart,
     StepBatch,
     StepResult,
     TargetInfo,
@@ -49,8 +54,13 @@ TARGET = "pilotfish.v1.TargetService"
 DRAFT = "pilotfish.v1.DraftService"
 GENERATION = "pilotfish.v1.GenerationService"
 OPERATIONS = "pilotfish.v1.OperationsService"
-INFO = TargetInfo("tiny", 300, 64, 16, KvOccupancy(8, 8), (2,), 1, "float32", "epoch")
+INFO = TargetInfo("tiny", 300, 64, KvLayout(16), KvOccupancy(8, 8), (2,), 1, "float32", "epoch")
 BATCH = StepBatch((VerifyRow(SequenceId("s"), 2, (1, 2), TokenTree.chain([3])),))
+OPENS = (
+    OpenRow(SequenceId("s"), (1, 2, 3), SequenceStart(2, SamplingParameters(), "tenant"), SequenceId("parent")),
+    OpenRow(SequenceId("t"), (1,), SequenceStart(1, SamplingParameters())),
+)
+OPENED = OpenResult((2, 0), KvOccupancy(8, 7))
 RESULT = StepResult((Verdict(SequenceId("s"), 2, (3, 4), 1),), KvOccupancy(8, 7), 0.5)
 ROWS = (DraftRow(SequenceId("s"), 1, (1,), DraftBudget(4, 4)),)
 PROPOSALS = (Proposal(SequenceId("s"), 1, TokenTree.chain([2, 3])),)
@@ -62,12 +72,20 @@ class Target(target_pb2_grpc.TargetServiceServicer):
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
+        self.opened = OPENED
         self.result = RESULT
         self.info = INFO
+        self.opens: list[tuple[OpenRow, ...]] = []
         self.steps: list[StepBatch] = []
         self.released: tuple[SequenceId, ...] = ()
         self.hold = asyncio.Event()
         self.hold.set()
+
+    async def Open(self, request: target_pb2.TargetServiceOpenRequest, context: object) -> Message:
+        if self.failure is not None:
+            raise self.failure
+        self.opens.append(codec.decode_open_rows(request))
+        return codec.encode_open_result(self.opened)
 
     async def Step(self, request: target_pb2.TargetServiceStepRequest, context: object) -> Message:
         await self.hold.wait()

@@ -10,20 +10,20 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
-from cluster.coordinator.breaker import backoff
+from cluster.coordinator.arrange import Arranger
 from cluster.coordinator.desk import Desk
 from cluster.coordinator.drafting import Ask, Drafting
+from cluster.coordinator.lane import Lane
 from cluster.coordinator.link import TargetLink
 from cluster.coordinator.metrics import Metrics
+from cluster.coordinator.rest import Rest
 from cluster.coordinator.rows import build_rows, is_sound
-from cluster.coordinator.stream import Stream
-from cluster.core import scheduler
+from cluster.coordinator.suspects import Suspects
 from cluster.core.config import Configuration
 from cluster.core.errors import InvalidRequest, NotReady, TargetUnavailable
 from cluster.core.ids import RequestId, SequenceId
 from cluster.core.ports import Drafter, Target
-from cluster.core.scheduler import NO_DRAFT, Plan, State
-from cluster.core.sequence import LOST
+from cluster.core.scheduler import NO_DRAFT, Plan
 from cluster.core.tree import TokenTree
 from cluster.core.types import (
     Commit,
@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5.0
 """How long a lost target may be away before new requests are turned to other replicas."""
-MOST_LOSSES = 8
-"""Steps in a row that may be lost with a sequence in them before its request is given up."""
 FAREWELL_SECONDS = 2.0
 """How long the last releases may take when stopping."""
 RESTART_SECONDS = 1.0
@@ -60,16 +58,17 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         section = configuration.draft
-        self._limits = configuration.scheduler
-        self._draft = NO_DRAFT if section.method == "none" else DraftBudget(section.max_nodes, section.max_depth)
+        limits = configuration.scheduler
+        draft = NO_DRAFT if section.method == "none" else DraftBudget(section.max_nodes, section.max_depth)
         self._metrics = metrics
         self._clock = clock
-        self._wake = asyncio.Event()
-        self._desk = Desk(self._limits, metrics, clock, self._wake.set)
+        self._rest = Rest()
+        self._desk = Desk(limits, metrics, clock, self._rest.wake)
         self._roster = self._desk.roster
-        self._link = TargetLink(target, configuration.target.step_timeout_seconds, self._wake.set)
+        self._link = TargetLink(target, configuration.target.step_timeout_seconds, self._rest.wake)
         self._drafting = Drafting(drafter, section, metrics, clock)
-        self._fruitless = 0
+        self._suspects = Suspects(self._desk.fail)
+        self._arranger = Arranger(self._roster, self._link, self._suspects, metrics, limits, draft)
         self._is_alive = False
         self._is_draining = False
         self._lost_at: float | None = None
@@ -116,7 +115,7 @@ class Coordinator:
             async with asyncio.timeout(drain_seconds):
                 await self._desk.drained()
         except TimeoutError:
-            log.warning("%d answers were not complete after draining for %g s", len(self._roster), drain_seconds)
+            log.warning("%d requests were not complete after draining for %g s", len(self._roster), drain_seconds)
         self._is_alive = False
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -125,9 +124,10 @@ class Coordinator:
         await asyncio.gather(self._drafting.close(FAREWELL_SECONDS), self._link.close(FAREWELL_SECONDS))
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit, None]:
-        """One answer, commit by commit; closing it frees what it holds within one step.
+        """The request's answers, commit by commit, each told by `Commit.index`; each ends with `finish`.
 
-        Raises `NotReady`, `Overloaded`, `InvalidRequest` at the first step, `DeadlineExceeded` later.
+        Closing it frees what they hold within one step. Raises `NotReady`, `Overloaded`, `InvalidRequest` at the
+        first step, `DeadlineExceeded` later.
         """
         if not self.ready:
             raise NotReady("the server is starting, draining, or without a target")
@@ -140,8 +140,15 @@ class Coordinator:
             self._desk.leave(stream)
 
     def abort(self, request_id: RequestId) -> bool:
-        """End a live request's stream with `ABORT`; whether there was one."""
+        """End a live request's answers with `ABORT`; whether there was one."""
         return self._desk.abort(request_id)
+
+    def conclude(self, request_id: RequestId, index: int = 0) -> bool:
+        """The reader found the end of an answer by itself (a stop string): it is computed no further.
+
+        Whether the answer was live; it counts as `STOP`. A last commit without tokens still ends it in the stream.
+        """
+        return self._desk.conclude(request_id, index)
 
     # --- the loop -----------------------------------------------------------------------------
 
@@ -163,27 +170,27 @@ class Coordinator:
         while True:
             try:
                 self._let_go()
-                plan = scheduler.plan(self._state())
+                plan = await self._arranger.plan()
                 if plan.rows:
                     await self._round(plan)
                 else:
-                    await self._rest()
+                    await self._idle()
             except TargetUnavailable as error:
                 await self._recover(error)
 
     async def _round(self, plan: Plan) -> None:
-        """Admit, propose, verify, commit and emit."""
+        """Propose, verify, commit and emit."""
         begun = self._clock()
-        await self._make_room(plan)
         trees = await self._propose(plan)
         proposed = self._clock()
-        rows = self._one_suspect(build_rows(plan, self._roster.running, trees or {}))
+        running = self._roster.running
+        rows = self._suspects.isolate(build_rows(plan, running, trees or {}), running)
         if not rows:
             return
         try:
             result = await self._link.step(rows)
         except TargetUnavailable:
-            self._suspect(rows)
+            self._suspects.lost(running.get(row.sequence_id) for row in rows)
             raise
         stepped = self._clock() - proposed
         await self._take(rows, result)
@@ -198,68 +205,25 @@ class Coordinator:
     def _let_go(self) -> None:
         """Tell the workers, in the background, who has left. Between steps: a step must not revive what left."""
         leaving = self._roster.take_leaving()
-        self._link.forget(stream.sequence.id for stream in leaving if stream.touched)
-        self._drafting.forget(stream.sequence.id for stream in leaving)
+        self._link.forget(lane.id for lane in leaving if lane.is_open)
+        self._drafting.forget(lane.id for lane in leaving)
 
-    def _state(self) -> State:
-        """What the plan depends on, frozen."""
-        return State(
-            waiting=self._roster.waiting_views(self._limits.max_sequences),
-            running=self._roster.running_views(),
-            kv=self._link.kv,
-            layout=self.info.layout,
-            max_context_len=self.info.max_context_len,
-            limits=self._limits,
-            draft=self._draft,
-        )
-
-    async def _rest(self) -> None:
+    async def _idle(self) -> None:
         """Nothing can be done now: sleep until something changes, or until blocks may have been freed."""
         if self._link.is_stale:
             await self._link.refresh()
         elif len(self._roster):
-            await self._pause()
+            await self._rest.pause()
             await self._link.refresh()
-        else:
-            try:
-                async with asyncio.timeout(GRACE_SECONDS):
-                    await self._wake.wait()
-            except TimeoutError:
-                await self._link.refresh()  # a target that died while nobody asked must be noticed too
-                return
-            self._wake.clear()
-
-    async def _pause(self) -> None:
-        """It came to nothing this time: do not spin, but wake when something changes."""
-        seconds = backoff(self._fruitless, first=0.005, longest=1.0)
-        self._fruitless += 1
-        try:
-            async with asyncio.timeout(seconds):
-                await self._wake.wait()
-        except TimeoutError:
-            return
-        self._wake.clear()
-
-    async def _make_room(self, plan: Plan) -> None:
-        """Preempt, then admit."""
-        if plan.preempt:
-            await self._put_back(plan.preempt)
-        for sequence_id in plan.admit:
-            self._roster.admit(sequence_id)
-
-    async def _put_back(self, sequence_ids: tuple[SequenceId, ...]) -> None:
-        """Preempt running sequences: their blocks go to others, and they are replayed later."""
-        for sequence_id in sequence_ids:
-            self._lose(self._roster.put_back(sequence_id))
-        self._metrics.preempted(len(sequence_ids))
-        await self._link.evict(sequence_ids)
+        elif not await self._rest.until_news(GRACE_SECONDS):
+            await self._link.refresh()  # a target that died while nobody asked must be noticed too
 
     async def _propose(self, plan: Plan) -> Mapping[SequenceId, TokenTree] | None:
         """Trees for the rows that decide and have room for one; `None` when there are no such rows."""
         asks = [
-            Ask(stream.sequence, row.draft)
+            Ask(lane.sequence, row.draft)
             for row in plan.rows
-            if row.decide and row.draft.max_nodes and (stream := self._roster.running.get(row.sequence_id))
+            if row.decide and row.draft.max_nodes and (lane := self._roster.running.get(row.sequence_id))
         ]
         return await self._drafting.propose(asks, self.info.vocabulary_size) if asks else None
 
@@ -268,80 +232,55 @@ class Coordinator:
         verdicts = {verdict.sequence_id: verdict for verdict in result.verdicts}
         faults: dict[SequenceId, RowFaultCode] = {}
         for row in rows:
-            stream = self._roster.running.get(row.sequence_id)
-            if stream is None:
+            lane = self._roster.running.get(row.sequence_id)
+            if lane is None:
                 continue  # it left while the target computed
             try:
-                fault = self._commit(stream, row, verdicts.get(row.sequence_id))
+                fault = self._commit(lane, row, verdicts.get(row.sequence_id))
             except Exception:
-                log.exception("request %s failed", stream.sequence.request.request_id)
-                self._desk.fail(stream, NotReady("the request failed for a reason of the server's own"))
+                log.exception("request %s failed", lane.stream.id)
+                self._desk.fail(lane.stream, NotReady("the request failed for a reason of the server's own"))
                 continue
             if fault is not None:
                 faults[row.sequence_id] = fault
         if faults:
             await self._mend(faults)
         if len(faults) == len(rows):
-            await self._pause()
+            await self._rest.pause()
         else:
-            self._fruitless = 0
+            self._rest.worked()
 
-    def _commit(self, stream: Stream, row: VerifyRow, verdict: Verdict | None) -> RowFaultCode | None:
+    def _commit(self, lane: Lane, row: VerifyRow, verdict: Verdict | None) -> RowFaultCode | None:
         """Take the target's word on one row; returns the fault that the loop must mend."""
         if verdict is None or not is_sound(row, verdict):
             log.error("the target's verdict on %s does not answer its row: it is asked again", row.sequence_id)
             return RowFaultCode.OUT_OF_SYNC
         if verdict.fault is not None and verdict.fault.code is RowFaultCode.INVALID:
-            self._desk.fail(stream, InvalidRequest("prompt", verdict.fault.message, "what the target can compute"))
+            self._desk.fail(lane.stream, InvalidRequest("prompt", verdict.fault.message, "what the target can compute"))
             return None
-        stream.losses = 0
-        commit = stream.sequence.commit(verdict)
+        lane.losses = 0
+        commit = lane.sequence.commit(verdict)
         if commit is not None:
-            self._desk.emit(stream, commit)
+            self._desk.take(lane, commit)
         return None if verdict.fault is None else verdict.fault.code
 
     async def _mend(self, faults: Mapping[SequenceId, RowFaultCode]) -> None:
         """Free what was lost, to send it anew; where blocks ran out, the latest arrival makes room."""
         lost = [sequence_id for sequence_id, code in faults.items() if code is RowFaultCode.OUT_OF_SYNC]
-        for sequence_id in lost:
-            self._lose(self._roster.running[sequence_id])
-        self._metrics.replayed(len(lost))
         if lost:
-            await self._link.evict(lost)
+            await self._arranger.reopen(lost)
         if RowFaultCode.KV_EXHAUSTED in faults.values() and self._roster.running:
-            latest = max(self._roster.running.values(), key=lambda stream: stream.sequence.arrival)
-            await self._put_back((latest.sequence.id,))
+            latest = max(self._roster.running.values(), key=lambda lane: lane.sequence.arrival)
+            await self._arranger.put_back((latest.id,))
 
     async def _recover(self, error: TargetUnavailable) -> None:
-        """Wait for the target; whatever it may have held is released and will be sent anew."""
+        """Wait for the target; whatever it may have held is released and will be opened anew."""
         log.warning("the target is lost, %d sequences wait for it: %s", len(self._roster.running), error)
         self._lost_at = self._clock()
         try:
-            await self._pause()
-            await self._link.connect(lambda: [stream.sequence.id for stream in self._roster if stream.touched])
+            await self._rest.pause()
+            await self._link.connect(self._arranger.held)
         finally:
             self._lost_at = None
-        for stream in self._roster.running.values():
-            self._lose(stream)
-        self._metrics.replayed(len(self._roster.running))
-
-    def _one_suspect(self, rows: tuple[VerifyRow, ...]) -> tuple[VerifyRow, ...]:
-        """While steps are being lost, one suspected sequence at a time: whoever is innocent then gets its verdict."""
-        suspects = [row for row in rows if self._roster.running[row.sequence_id].losses >= MOST_LOSSES // 2]
-        return tuple(suspects[:1]) or rows
-
-    def _suspect(self, rows: tuple[VerifyRow, ...]) -> None:
-        """A step was lost. A request that is there every time must not take the target from all others for ever."""
-        for row in rows:
-            stream = self._roster.running.get(row.sequence_id)
-            if stream is None:
-                continue
-            stream.losses += 1
-            if stream.losses >= MOST_LOSSES:
-                log.error("request %s: %d steps in a row were lost with it", row.sequence_id, MOST_LOSSES)
-                self._desk.fail(stream, NotReady(f"the target was lost {MOST_LOSSES} times in a row on this request"))
-
-    @staticmethod
-    def _lose(stream: Stream) -> None:
-        """The target holds nothing of it any more."""
-        stream.sequence.commit(Verdict(stream.sequence.id, len(stream.sequence), fault=LOST))
+        self._arranger.lost()
+        self._desk.fail_misfits(self.info)

@@ -46,11 +46,16 @@ class Drafting:
         self._breaker = Breaker(clock)
         self._releases = Releases(drafter.release)
         self._told: dict[SequenceId, int] = {}
+        self._refused: set[SequenceId] = set()
         self._leaving: list[SequenceId] = []
         self._call: asyncio.Task[Trees | None] | None = None
 
     async def propose(self, asks: Sequence[Ask], vocabulary_size: int) -> Trees:
-        """Trees for those that got one within the timeout. Raises nothing."""
+        """Trees for those that got one within the timeout. Raises nothing.
+
+        A sequence that the drafter cannot serve is not asked for again.
+        """
+        asks = [ask for ask in asks if ask.answer.id not in self._refused]
         if not asks:
             return {}
         if self._call is not None and not self._call.done():
@@ -75,9 +80,10 @@ class Drafting:
 
     def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
         """The sequences are over; the drafter is told once no call that names them is under way."""
-        self._leaving.extend(
-            sequence_id for sequence_id in sequence_ids if self._told.pop(sequence_id, None) is not None
-        )
+        for sequence_id in sequence_ids:
+            self._refused.discard(sequence_id)
+            if self._told.pop(sequence_id, None) is not None:
+                self._leaving.append(sequence_id)
         self._flush()
 
     async def close(self, timeout_seconds: float) -> None:
@@ -132,6 +138,9 @@ class Drafting:
                 self._told[row.sequence_id] = row.base_len
             elif proposal.fault.code is RowFaultCode.OUT_OF_SYNC:
                 self._told[row.sequence_id] = 0
+            elif proposal.fault.code is RowFaultCode.INVALID:
+                log.warning("the drafter cannot serve %s: %s", row.sequence_id, proposal.fault.message)
+                self._refused.add(row.sequence_id)
         tree = proposal.tree
         if proposal.fault is not None or not all(0 <= token < vocabulary_size for token in tree.tokens):
             return TokenTree()

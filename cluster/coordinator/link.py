@@ -14,6 +14,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.ports import Target
 from cluster.core.types import (
     KvOccupancy,
+    OpenRow,
     RowFault,
     RowFaultCode,
     StepBatch,
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_SECONDS = 10.0
 """For everything but a step."""
+
+MOST_OPENED_TOKENS = 1 << 22
+"""In one call: it stays far below what a message may weigh."""
 
 Answer = TypeVar("Answer")
 
@@ -78,6 +82,17 @@ class TargetLink:
             else:
                 return
 
+    async def open(self, rows: Sequence[OpenRow]) -> tuple[int, ...]:
+        """How many leading tokens the target holds of each, always fewer than there are.
+
+        A row that it refuses or answers with nonsense counts as not stored: what ails it, the step will tell.
+        Raises `TargetUnavailable`.
+        """
+        lens: tuple[int, ...] = ()
+        while len(lens) < len(rows):
+            lens += await self._open(_batch(rows[len(lens) :]))
+        return tuple(stored if stored < len(row.tokens) else 0 for row, stored in zip(rows, lens, strict=True))
+
     async def step(self, rows: tuple[VerifyRow, ...]) -> StepResult:
         """One forward pass. A row that makes the target refuse the whole batch is found out and faults alone.
 
@@ -117,6 +132,18 @@ class TargetLink:
         """Send the last releases."""
         await self._releases.close(timeout_seconds)
 
+    async def _open(self, rows: Sequence[OpenRow]) -> tuple[int, ...]:
+        try:
+            result = await self._bounded(self._target.open(rows), self._step_timeout, refusable=True)
+        except InvalidRequest as error:
+            if len(rows) == 1:
+                log.warning("the target refuses to open %s: %s", rows[0].sequence_id, error)
+                return (0,)
+            half = len(rows) // 2
+            return await self._open(rows[:half]) + await self._open(rows[half:])
+        self.kv, self.is_stale = result.kv, False
+        return result.stored_lens if len(result.stored_lens) == len(rows) else (0,) * len(rows)
+
     def _learn(self, info: TargetInfo) -> None:
         self._info, self.kv = info, info.kv
 
@@ -147,3 +174,13 @@ class TargetLink:
         except Exception as error:
             log.exception("a call to the target failed in an unforeseen way")
             raise TargetUnavailable(repr(error)) from error
+
+
+def _batch(rows: Sequence[OpenRow]) -> Sequence[OpenRow]:
+    """As many of the first rows as one call may carry; at least one."""
+    tokens = 0
+    for index, row in enumerate(rows):
+        tokens += len(row.tokens)
+        if index and tokens > MOST_OPENED_TOKENS:
+            return rows[:index]
+    return rows

@@ -28,7 +28,7 @@ class Metrics:
         self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of the target's KV blocks in use, 0 to 1.")
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens committed to answers.")
-        self._success = self._counter("vllm:request_success", "Ended requests, by reason.", "finished_reason")
+        self._success = self._counter("vllm:request_success", "Ended answers, by reason.", "finished_reason")
         self._preemptions = self._counter("vllm:num_preemptions", "Sequences that gave their blocks up.")
         self._drafts = self._counter("vllm:spec_decode_num_drafts", "Trees verified.")
         self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Nodes of trees verified.")
@@ -38,6 +38,17 @@ class Metrics:
             "vllm:inter_token_latency_seconds", "Between commits, per token of the later one.", _SECONDS
         )
         self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last commit.", _LONG_SECONDS)
+        self._prefix_queries = self._counter(
+            "vllm:prefix_cache_queries", "Tokens of sequences that were looked for in the target's prefix cache."
+        )
+        self._prefix_hits = self._counter("vllm:prefix_cache_hits", "Those of them that were found there.")
+        self._resume_queries = self._counter(
+            "pilotfish:resume_queries", "Tokens of sequences that were opened again after preemption or a loss."
+        )
+        self._resume_hits = self._counter(
+            "pilotfish:resume_hits", "Those of them that were stored still and need no replay."
+        )
+        self._forked = self._counter("pilotfish:forked_tokens", "Tokens shared with a sequence that began alike.")
         self._fallback = self._counter(
             "pilotfish:drafter_fallback", "Rounds that went without wanted drafts, by reason.", "reason"
         )
@@ -46,7 +57,7 @@ class Metrics:
         self._errors = self._counter("pilotfish:request_errors", "Requests that ended with an error.", "error")
         self._crashes = self._counter("pilotfish:loop_restarts", "Times the coordinator's loop died of a bug.")
         self._committed = self._histogram(
-            "pilotfish:committed_tokens_per_step", "Tokens that one verdict added to an answer.", _TOKENS
+            "pilotfish:committed_tokens_per_step", "Tokens that one verdict added to a sequence.", _TOKENS
         )
         self._step_tokens = self._histogram(
             "pilotfish:step_tokens", "Tokens in one step: prompt chunks, last tokens and trees.", _TOKENS
@@ -85,28 +96,44 @@ class Metrics:
         self._waiting.labels(model_name).set_function(waiting)
         self._kv_usage.labels(model_name).set_function(kv_usage)
 
+    def opened(self, tokens: int, stored: int, *, again: bool, from_parent: bool) -> None:
+        """The target was asked for the KV of `tokens` tokens and had that of `stored`."""
+        if again:
+            self._resume_queries.labels(self.model_name).inc(tokens)
+            self._resume_hits.labels(self.model_name).inc(stored)
+        elif from_parent:
+            self._forked.labels(self.model_name).inc(stored)
+        else:
+            self._prefix_queries.labels(self.model_name).inc(tokens)
+            self._prefix_hits.labels(self.model_name).inc(stored)
+
     def admitted(self, prompt_tokens: int) -> None:
         """A request was accepted into the queue."""
         self._prompt_tokens.labels(self.model_name).inc(prompt_tokens)
 
-    def committed(self, commit: Commit, since_arrival: float, since_latest: float | None) -> None:
-        """A verdict added `commit` to an answer; `since_latest` is `None` for its first tokens. In seconds."""
-        count = len(commit.tokens)
-        self._generation_tokens.labels(self.model_name).inc(count)
-        self._committed.labels(self.model_name).observe(count)
+    def decided(self, commit: Commit) -> None:
+        """A verdict added `commit` to a sequence."""
+        self._committed.labels(self.model_name).observe(len(commit.tokens))
         if commit.drafted:
             self._drafts.labels(self.model_name).inc()
             self._draft_tokens.labels(self.model_name).inc(commit.drafted)
             self._accepted.labels(self.model_name).inc(commit.accepted)
-        if since_latest is None:
+
+    def emitted(self, count: int, since_arrival: float | None, since_latest: float | None) -> None:
+        """`count` tokens of an answer went to its reader. In seconds.
+
+        `since_arrival` is given for the first of the request, `since_latest` for all but the first of the answer.
+        """
+        self._generation_tokens.labels(self.model_name).inc(count)
+        if since_arrival is not None:
             self._first_token.labels(self.model_name).observe(since_arrival)
-        else:
+        if since_latest is not None:
             inter_token = self._inter_token.labels(self.model_name)
             for _ in range(count):
                 inter_token.observe(since_latest / count)
 
     def finished(self, reason: str, since_arrival: float) -> None:
-        """A request ended with a finish reason; a client that left counts as `abort`."""
+        """An answer ended with a finish reason; one that a client left counts as `abort`."""
         self._success.labels(self.model_name, reason).inc()
         self._e2e.labels(self.model_name).observe(since_arrival)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cluster.coordinator.stream import Stream
+from cluster.coordinator.lane import Lane
 from cluster.core.ids import SequenceId
 from cluster.core.scheduler import Plan
 from cluster.core.tree import EMPTY_TREE, TokenTree
@@ -12,16 +12,16 @@ from cluster.core.types import Verdict, VerifyRow
 
 
 def build_rows(
-    plan: Plan, running: Mapping[SequenceId, Stream], trees: Mapping[SequenceId, TokenTree]
+    plan: Plan, running: Mapping[SequenceId, Lane], trees: Mapping[SequenceId, TokenTree]
 ) -> tuple[VerifyRow, ...]:
     """The planned rows of those sequences that are still there, each with its tree if it got one."""
     rows: list[VerifyRow] = []
     for planned in plan.rows:
-        stream = running.get(planned.sequence_id)
-        if stream is None:
+        lane = running.get(planned.sequence_id)
+        if lane is None:
             continue
-        stream.touched = True
-        sequence = stream.sequence
+        lane.touch()
+        sequence = lane.sequence
         first, end = sequence.stored_len, sequence.stored_len + planned.pending
         row = VerifyRow(
             sequence_id=sequence.id,

@@ -1,36 +1,80 @@
-"""One request while it lives: its sequence, and the way of its commits to whoever reads them."""
+"""One request while it lives: its sequences, and the way of its commits to whoever reads them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
 
+from cluster.coordinator.course import Course
+from cluster.coordinator.lane import Lane
 from cluster.core.errors import PilotfishError
-from cluster.core.sequence import Sequence
-from cluster.core.types import Commit
+from cluster.core.ids import RequestId, SequenceId
+from cluster.core.types import Commit, GenerationRequest, Usage
 
 
 class Stream:
     """Commits in, commits out. Its queue is bounded by nature: an answer has `max_tokens` at most."""
 
-    __slots__ = ("_queue", "arrived_at", "expiry", "latest_at", "losses", "sequence", "touched")
+    __slots__ = (
+        "_latest_at",
+        "_queue",
+        "arrived_at",
+        "course",
+        "expiry",
+        "first_arrival",
+        "lanes",
+        "places",
+        "request",
+        "token_count",
+        "unfinished",
+    )
 
-    def __init__(self, sequence: Sequence, arrived_at: float) -> None:
-        self.sequence = sequence
+    def __init__(self, request: GenerationRequest, course: Course, first_arrival: int, arrived_at: float) -> None:
+        self.request = request
+        self.course = course
+        self.first_arrival = first_arrival
+        """Order of arrival of its place 0; the others follow."""
         self.arrived_at = arrived_at
-        """On the coordinator's clock, as is `latest_at`."""
-        self.latest_at: float | None = None
-        """When tokens were last committed."""
-        self.touched = False
-        """Whether the target may hold something of it."""
-        self.losses = 0
-        """Steps in a row that were lost with this sequence in them."""
+        """On the coordinator's clock."""
+        self.places: dict[int, Lane] = {}
+        """Who has each place now."""
+        self.lanes: dict[SequenceId, Lane] = {}
+        """All that wait, run, or have ended and are still of use."""
+        self.unfinished = set(range(course.answers))
+        """Answers that had no commit with `finish` yet."""
+        self.token_count = 0
+        """Tokens that were emitted."""
         self.expiry: asyncio.TimerHandle | None = None
         """Rings at the deadline."""
+        self._latest_at: dict[int, float] = {}
         self._queue: asyncio.Queue[Commit | PilotfishError] = asyncio.Queue()
 
+    @property
+    def id(self) -> RequestId:
+        """Its request's."""
+        return self.request.request_id
+
+    def usage(self, answer: int) -> Usage:
+        """What an answer has cost so far."""
+        lane = self.writer(answer)
+        return Usage(len(self.request.prompt)) if lane is None else lane.sequence.usage()
+
+    def writer(self, answer: int) -> Lane | None:
+        """The lane that writes an answer, if there is one already."""
+        return next((lane for lane in self.places.values() if lane.answer == answer), None)
+
+    def mark(self, answer: int, now: float) -> tuple[bool, float | None]:
+        """Tokens were committed to an answer: whether they are the stream's first, and how long after its latest."""
+        is_first = not self._latest_at
+        latest = self._latest_at.get(answer)
+        self._latest_at[answer] = now
+        return is_first, None if latest is None else now - latest
+
     def emit(self, commit: Commit) -> None:
-        """Hand one commit to the reader; one with `finish` is the last."""
+        """Hand one commit to the reader; the last has `finish` and completes the last answer."""
+        if commit.finish is not None:
+            self.unfinished.discard(commit.index)
+        self.token_count += len(commit.tokens)
         self._queue.put_nowait(commit)
 
     def fail(self, error: PilotfishError) -> None:
@@ -38,11 +82,11 @@ class Stream:
         self._queue.put_nowait(error)
 
     async def read(self) -> AsyncGenerator[Commit, None]:
-        """The commits, in order, up to the last; raises what `fail` was given."""
-        while True:
+        """The commits, in order, until every answer is complete; raises what `fail` was given."""
+        left = self.course.answers
+        while left:
             item = await self._queue.get()
             if isinstance(item, PilotfishError):
                 raise item
+            left -= item.finish is not None
             yield item
-            if item.finish is not None:
-                return

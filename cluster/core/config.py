@@ -10,9 +10,15 @@ import types
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.core.errors import ConfigurationError, shorten
+
+
+def _as_written(value: object) -> object:
+    """YAML reads a bare `on` or `off` as a truth value."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
@@ -37,6 +43,12 @@ class ModelSection(Section):
     """The type weights and KV are held in."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a GPU where there is one."""
+    compile: Annotated[Literal["off", "on", "auto"], BeforeValidator(_as_written)] = "auto"
+    """Compile the model's layers at start: `auto` does in reduced precision. Costs seconds, the second time fewer."""
+    compile_directory: str | None = None
+    """Where compiled code is kept between starts; unset takes a folder in Pilotfish's cache."""
+    quantization: Literal["none", "int8"] = "none"
+    """`int8` stores linear layers in eight bits per weight: the quantized model is then the model."""
 
 
 class KvSection(Section):
@@ -71,10 +83,6 @@ class TargetSection(ModelSection):
     """Ranks that share each layer; heads must divide by it."""
     max_context_len: Positive | None = None
     """Longest sequence, in tokens; unset takes the model's own bound."""
-    compile: Literal["off", "on", "auto"] = "auto"
-    """Compile the forward pass at start: `auto` does where it pays (reduced precision, CUDA). The start takes longer."""
-    quantization: Literal["none", "int8"] = "none"
-    """`int8` stores linear layers in eight bits per weight: the quantized model is then the target."""
     acceptance: str = "coupled"
     """The registered acceptance rule; `coupled` is the only one yet, and lossless."""
     threads: Annotated[int, Field(ge=0)] = 0
@@ -150,6 +158,8 @@ class LimitsSection(Section):
     """Most tokens whose logit a request may shift."""
     max_prompts: Positive = 64
     """Most prompts in one completions request."""
+    max_n: Annotated[int, Field(ge=1, le=128)] = 16
+    """Most answers to one prompt that are made: `n`, `best_of` and the beams of a search."""
     max_messages: Positive = 1024
     """Most messages in one chat request."""
     max_timeout_seconds: Seconds = 3600.0

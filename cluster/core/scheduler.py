@@ -2,7 +2,9 @@
 
 Sequences are served by arrival. Every step gives each decoding sequence its one token first; the oldest sequence
 still filling its prompt is sure of half of what is left; trees share the rest evenly, and prompt chunks fill what
-the trees leave. Memory is given on demand: where it runs out, the latest arrival gives its blocks up and is
+the trees leave. While others decode, prompts together take `max_prompt_tokens` of a step at most, so that its length,
+which is the time between the others' tokens, does not hang on who else came (chunked prefill, as in Sarathi-Serve,
+Agrawal et al. 2024). Memory is given on demand: where it runs out, the latest arrival gives its blocks up and is
 replayed later, in its old place, so that the oldest can always finish.
 """
 
@@ -32,6 +34,8 @@ class SequenceView:
     """Leading ones whose KV the target holds; less than `length`."""
     remaining: int
     """Tokens the answer may still have."""
+    shared_len: int = 0
+    """Leading tokens, while it waits, whose blocks it will share with a sequence that holds them already."""
 
     @property
     def missing(self) -> int:
@@ -101,12 +105,14 @@ def plan(state: State) -> Plan:
     decoding = [view for view in decoding if view.id not in gone]
     filling = sorted([view for view in filling if view.id not in gone] + admitted, key=_arrival)
 
+    if any(sheet.pending(view) for view in decoding):
+        sheet.bound_prompts(state.limits.max_prompt_tokens, filling)
     if filling:
         oldest = filling[0]
-        sheet.send(oldest, min(oldest.missing, max(1, sheet.tokens // 2)))
+        sheet.fill(oldest, min(oldest.missing, max(1, sheet.tokens // 2)))
     _share_among_trees(sheet, [view for view in decoding if sheet.pending(view)])
     for view in filling:
-        sheet.send(view, view.missing)
+        sheet.fill(view, view.missing)
     _share_among_trees(sheet, [view for view in filling if sheet.pending(view) == view.missing])
 
     rows = [sheet.row(view) for view in sorted([*decoding, *filling], key=_arrival) if sheet.pending(view)]
@@ -132,6 +138,7 @@ class _Sheet:
     def __init__(self, state: State) -> None:
         self.tokens = state.limits.max_step_tokens
         self.blocks = state.kv.blocks_free
+        self._prompt_tokens = self.tokens
         self._state = state
         self._pending: dict[SequenceId, int] = {}
         self._nodes: dict[SequenceId, int] = {}
@@ -149,6 +156,17 @@ class _Sheet:
         more = self._grant(view, pending - self.pending(view))
         if more:
             self._pending[view.id] = self.pending(view) + more
+
+    def bound_prompts(self, most: int | None, filling: Sequence[SequenceView]) -> None:
+        """Let prompts have `most` tokens of this step, those granted already among them."""
+        if most is not None:
+            self._prompt_tokens = max(0, most - sum(self.pending(view) for view in filling))
+
+    def fill(self, view: SequenceView, pending: int) -> None:
+        """`send`, out of what prompts may have."""
+        before = self.pending(view)
+        self.send(view, min(pending, before + self._prompt_tokens))
+        self._prompt_tokens -= self.pending(view) - before
 
     def grow(self, view: SequenceView, nodes: int) -> None:
         """Give the sequence a tree of up to `nodes` nodes, as far as tokens and blocks go."""
@@ -203,8 +221,8 @@ def _secure(sheet: _Sheet, running: list[SequenceView], essential: set[SequenceI
 def _admissible(state: State, running: Sequence[SequenceView]) -> list[SequenceView]:
     """The waiting sequences that may start now: strictly by arrival, so that none is overtaken for its size.
 
-    Each must find blocks for its whole length and one more, beside what those before it have yet to store. The
-    count is bounded by the step's tokens too: so each running sequence can have one in every step.
+    Each must find blocks for its whole length (less what it shares) and one more, beside what those before it have
+    yet to store. The count is bounded by the step's tokens too: so each running sequence can have one in every step.
     """
     layout = state.layout
     step_tokens = state.limits.max_step_tokens
@@ -214,7 +232,8 @@ def _admissible(state: State, running: Sequence[SequenceView]) -> list[SequenceV
     admitted: list[SequenceView] = []
     for view in sorted(state.waiting, key=_arrival):
         alone = not running and not admitted
-        need = layout.peak(view.length, step_tokens) + (0 if alone else layout.tables)
+        shared = layout.held(view.shared_len // layout.block_size * layout.block_size)
+        need = max(0, layout.peak(view.length, step_tokens) - shared) + (0 if alone else layout.tables)
         if need > room or len(running) + len(admitted) >= most:
             break
         room -= need

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
 from cluster.core.types import (
     Commit,
     FinishReason,
     GenerationRequest,
-    RowFault,
     RowFaultCode,
     SequenceStart,
     Usage,
     Verdict,
 )
 
-LOST = RowFault(RowFaultCode.OUT_OF_SYNC, "the target no longer holds this sequence")
-
 
 class Sequence:
-    """Prompt and answer so far, and how much of it the target stores. Only `commit` changes it."""
+    """Prompt and answer so far, and how much of it the target stores.
+
+    Only `commit` changes its tokens. `opened` notes what the target holds of them, and can change no answer.
+    """
 
     __slots__ = ("_drafted", "_accepted", "_steps", "_stored_len", "arrival", "finish", "id", "request", "tokens")
 
@@ -58,7 +59,7 @@ class Sequence:
 
     @property
     def start(self) -> SequenceStart:
-        return SequenceStart(self.prompt_len, self.request.sampling)
+        return SequenceStart(self.prompt_len, self.request.sampling, self.request.cache_salt)
 
     def usage(self) -> Usage:
         return Usage(
@@ -68,6 +69,16 @@ class Sequence:
             accepted_tokens=self._accepted,
             target_steps=self._steps,
         )
+
+    def opened(self, stored_len: int) -> None:
+        """The target holds the first `stored_len` tokens now: it was asked to open the sequence, or lost it (0).
+
+        Raises `InvalidRequest` unless a token is left to decide on.
+        """
+        if not 0 <= stored_len < len(self.tokens):
+            raise InvalidRequest("stored_len", stored_len, f"between 0 and {len(self.tokens) - 1}")
+        if self.finish is None:
+            self._stored_len = stored_len
 
     def commit(self, verdict: Verdict) -> Commit | None:
         """Take the target's word. Returns what it added to the answer, or `None` for nothing.

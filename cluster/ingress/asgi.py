@@ -18,30 +18,32 @@ from cluster.core.errors import Aborted, InvalidRequest, TooLarge
 from cluster.ingress.validate import is_request_id
 
 _T = TypeVar("_T")
-_LONGEST_CLIENT_ID = 56
-"""Leaves room for a prompt's index within the 64 that a request's name may have."""
 _DRAIN_FACTOR = 8
 _DRAIN_SECONDS = 2.0
 
 
 class NamedRequests:
-    """Gives every request a name (the client's `x-request-id`, if valid) and tells it in the response."""
+    """Gives every request a name of its own, and tells the response what it is called: so, or as its client wished.
+
+    The client's `x-request-id` is for logs and the response alone: nothing keeps clients from using one twice.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, with `request_id` in the state."""
+        """Pass on, with `name` (unlike any other) and `called` (as the response tells it) in the state."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         wanted = Headers(scope=scope).get("x-request-id", "")
-        name = wanted if len(wanted) <= _LONGEST_CLIENT_ID and is_request_id(wanted) else secrets.token_hex(16)
-        scope.setdefault("state", {})["request_id"] = name
+        name = secrets.token_hex(16)
+        called = wanted if is_request_id(wanted) else name
+        scope.setdefault("state", {}).update(name=name, called=called)
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = name
+                MutableHeaders(scope=message)["x-request-id"] = called
             await send(message)
 
         await self._app(scope, receive, send_named)

@@ -13,10 +13,11 @@ from cluster.core.config import LimitsSection
 from cluster.core.errors import InvalidRequest, NotReady, TargetUnavailable
 from cluster.core.ids import RequestId
 from cluster.core.types import Commit, GenerationRequest, TargetInfo
-from cluster.ingress import validate
-from cluster.ingress.answer import Answer, Event, Started
+from cluster.ingress import checks, validate
+from cluster.ingress.answer import Delta, Event, Finished, Started
+from cluster.ingress.answers import Answers, choose
 from cluster.ingress.tokenizer import Tokenizer
-from cluster.ingress.validate import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from cluster.ingress.validate import ChatPrompt, Prompt, TextPrompt, TokenPrompt, ValidatedRequest
 from pilotfish.v1 import generation_pb2
 
 
@@ -46,14 +47,18 @@ class Engine(Protocol):
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit, None]:
-        """One answer; closing it frees what it holds.
+        """Its answers, each with one commit that has `finish`; closing it frees what they hold.
 
         Raises `Overloaded`, `NotReady` or `InvalidRequest` at the first step, `DeadlineExceeded` later.
         """
         ...
 
+    def conclude(self, request_id: RequestId, index: int) -> bool:
+        """End one running answer with `STOP`: its reader found the end. Whether there was one."""
+        ...
+
     def abort(self, request_id: RequestId) -> bool:
-        """End a running answer with `ABORT`; whether there was one."""
+        """End a request's running answers with `ABORT`; whether there was one."""
         ...
 
 
@@ -81,7 +86,7 @@ class Generation:
     async def generate(
         self, message: generation_pb2.GenerateRequest, seconds_left: float | None = None
     ) -> AsyncGenerator[Event, None]:
-        """`Started`, a `Delta` per commit, `Finished`. Closing it frees everything the answer held.
+        """`Started`; for each answer a `Delta` per commit, and `Finished`. Closing it frees everything they held.
 
         Nothing comes before the first commit, so that every refusal comes before anything. Raises `InvalidRequest`,
         `UnknownModel`, `NotReady`, `Overloaded`, `DeadlineExceeded`, `TargetUnavailable`.
@@ -93,25 +98,49 @@ class Generation:
         with self._named(valid.request_id):
             prompt = await self._encode(valid.prompt, info)
             request = validate.admit(valid, prompt, info, self._limits, deadline)
-            answer = Answer(request, self._tokenizer.stream())
-            waiting: list[Event] = [Started(request.request_id, info.model, request.sampling.seed, len(prompt))]
-            async with aclosing(self._engine.generate(request)) as commits:
-                async for commit in commits:
-                    delta = answer.take(commit)
-                    if delta.tokens or delta.text:
-                        waiting.append(delta)
-                    if answer.finished is not None:
-                        break  # the engine is let go before the last words are sent
-                    for event in waiting:
-                        yield event
-                    waiting.clear()
-            if answer.finished is None:
-                raise TargetUnavailable(f"the answer to {request.request_id} broke off")
-            for event in (*waiting, answer.finished):
-                yield event
+            started: Started | None = Started(request.request_id, info.model, request.sampling.seed, len(prompt))
+            async with aclosing(self._given(request, valid)) as events:
+                async for event in events:
+                    if started is not None:
+                        yield started
+                        started = None
+                    yield event
+
+    async def _given(
+        self, request: GenerationRequest, valid: ValidatedRequest
+    ) -> AsyncGenerator[Delta | Finished, None]:
+        """What the client reads of the answers: all as they come, or the best once all are there."""
+        made: list[Delta | Finished] = []
+        async with aclosing(self._made(request)) as events:
+            async for event in events:
+                if valid.plurality.chosen:
+                    made.append(event)
+                else:
+                    yield event
+        for event in choose(made, valid.plurality.given, logprobs=valid.sampling.logprobs is not None):
+            yield event
+
+    async def _made(self, request: GenerationRequest) -> AsyncGenerator[Delta | Finished, None]:
+        """What the engine commits, as events of `request.n` answers."""
+        answers = Answers(request, self._tokenizer.stream)
+        last: tuple[Delta | Finished, ...] = ()
+        async with aclosing(self._engine.generate(request)) as commits:
+            async for commit in commits:
+                events = answers.take(commit)
+                if commit.finish is None and events and isinstance(events[-1], Finished):
+                    self._engine.conclude(request.request_id, commit.index)
+                if answers.done:
+                    last = events
+                    break  # the engine is let go before the last words are sent
+                for event in events:
+                    yield event
+        if not answers.done:
+            raise TargetUnavailable(f"the answer to {request.request_id} broke off")
+        for event in last:
+            yield event
 
     def abort(self, request_id: str) -> bool:
-        """Stop a running request; its stream ends with `ABORT`. Raises `InvalidRequest` (`request_id`)."""
+        """Stop a running request; its answers end with `ABORT`. Raises `InvalidRequest` (`request_id`)."""
         return self._engine.abort(validate.check_request_id(request_id))
 
     async def tokenize(self, message: generation_pb2.TokenizeRequest) -> tuple[int, ...]:
@@ -133,7 +162,7 @@ class Generation:
         count = len(message.token_ids)
         if count > info.max_context_len:
             raise InvalidRequest("token_ids", f"{count} tokens", f"at most {info.max_context_len} tokens")
-        tokens = validate.tokens("token_ids", message.token_ids, info)
+        tokens = checks.tokens("token_ids", message.token_ids, info)
         skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
         return await asyncio.to_thread(self._tokenizer.decode, tokens, skip)
 

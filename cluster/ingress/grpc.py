@@ -33,7 +33,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-        """Stream one answer. A cancelled call closes it, and with it everything it held."""
+        """Stream the answers. A cancelled call closes them, and with them everything they held."""
         async with aclosing(self._generation.generate(request, context.time_remaining())) as events:
             async for event in events:
                 yield self._encode(event)
@@ -86,9 +86,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             case Started():
                 return generation_pb2.GenerateResponse(started=_encode_started(event))
             case Delta():
-                return generation_pb2.GenerateResponse(delta=self._encode_delta(event))
+                return generation_pb2.GenerateResponse(delta=self._encode_delta(event), index=event.index)
             case Finished():
-                return generation_pb2.GenerateResponse(finished=_encode_finished(event))
+                return generation_pb2.GenerateResponse(finished=_encode_finished(event), index=event.index)
 
     def _encode_delta(self, delta: Delta) -> generation_pb2.GenerationDelta:
         return generation_pb2.GenerationDelta(

@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -15,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
 from cluster.core.config import LimitsSection
-from cluster.core.errors import PilotfishError
+from cluster.core.errors import PilotfishError, WorkerUnavailable
 from cluster.ingress.asgi import EventStream, NamedRequests, read_body, timeout_of, while_connected
 from cluster.ingress.client import Client
 from cluster.ingress.merge import merge
@@ -52,10 +53,17 @@ class _Ask:
     """One HTTP request, translated."""
 
     shape: Shape
+    name: str
     seed: int
     wishes: Wishes
     stream: bool
     requests: Sequence[generation_pb2.GenerateRequest]
+    """One per prompt, alike in all else."""
+
+    @property
+    def n(self) -> int:
+        """Answers to each prompt."""
+        return self.requests[0].n or 1
 
 
 def create_app(client: Client, limits: LimitsSection) -> FastAPI:
@@ -81,18 +89,20 @@ def _add_generation(app: FastAPI, client: Client, limits: LimitsSection) -> None
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         body = parse(CompletionRequest, await read_body(request, limits.max_body_bytes))
-        seed = seed_of(body)
-        requests = completion_requests(body, limits, request.state.request_id, seed)
+        name, seed = _name(body, request), seed_of(body)
+        requests = completion_requests(body, limits, name, seed)
         wishes = Wishes(body.logprobs is not None, body.return_token_ids, body.include_usage)
-        return await _answer(client, request, limits, _Ask(CompletionShape(), seed, wishes, body.stream, requests))
+        ask = _Ask(CompletionShape(), name, seed, wishes, body.stream, requests)
+        return await _answer(client, request, limits, ask)
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         body = parse(ChatRequest, await read_body(request, limits.max_body_bytes))
-        seed = seed_of(body)
-        requests = [chat_request(body, limits, request.state.request_id, seed)]
+        name, seed = _name(body, request), seed_of(body)
+        requests = [chat_request(body, limits, name, seed)]
         wishes = Wishes(body.logprobs, body.return_token_ids, body.include_usage)
-        return await _answer(client, request, limits, _Ask(ChatShape(), seed, wishes, body.stream, requests))
+        ask = _Ask(ChatShape(), name, seed, wishes, body.stream, requests)
+        return await _answer(client, request, limits, ask)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -121,15 +131,15 @@ def _add_operations(app: FastAPI, client: Client) -> None:
 
 async def _answer(client: Client, request: Request, limits: LimitsSection, ask: _Ask) -> Response:
     timeout = timeout_of(request, limits.max_timeout_seconds)
-    events = merge([client.generate(part, timeout) for part in ask.requests])
-    choices = [Choice(index) for index in range(len(ask.requests))]
+    events = _flat(merge([client.generate(part, timeout) for part in ask.requests]), ask.n)
+    choices = [Choice(index, leads=index % ask.n == 0) for index in range(len(ask.requests) * ask.n)]
     try:
         # Every refusal comes before the first event, and so before the status line.
         _, first = await while_connected(request, _next(events))
         started = first.started
         envelope = Envelope(
             ask.shape,
-            f"{ask.shape.prefix}-{request.state.request_id}",
+            f"{ask.shape.prefix}-{ask.name}",
             int(time.time()),
             started.model,
             ask.seed,
@@ -140,7 +150,21 @@ async def _answer(client: Client, request: Request, limits: LimitsSection, ask: 
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(_chunks(events, choices, envelope, ask.wishes))
+    return EventStream(_chunks(events, choices, envelope, ask.wishes, request.state.called))
+
+
+def _name(body: Parameters, request: Request) -> str:
+    name: str = request.state.name if body.request_id is None else body.request_id
+    return name
+
+
+async def _flat(events: Events, n: int) -> Events:
+    """Events with the index of their choice instead of their prompt: `n` follow each other for each prompt."""
+    async with aclosing(events):
+        async for prompt, event in events:
+            if event.index >= n:
+                raise WorkerUnavailable(f"answer {event.index} was not asked for")
+            yield prompt * n + event.index, event
 
 
 async def _next(events: Events) -> tuple[int, generation_pb2.GenerateResponse]:
@@ -158,7 +182,7 @@ async def _whole(events: Events, choices: list[Choice], envelope: Envelope, wish
 
 
 async def _chunks(
-    events: Events, choices: list[Choice], envelope: Envelope, wishes: Wishes
+    events: Events, choices: list[Choice], envelope: Envelope, wishes: Wishes, called: str
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events: one per commit as it arrives, the usage if wished, `[DONE]`."""
     unset = {"usage": None} if wishes.usage else {}
@@ -170,7 +194,7 @@ async def _chunks(
         if wishes.usage:
             yield _sse(envelope.wrap([], chunk=True, usage=usage(choices)))
     except Exception as error:
-        yield b"data: " + _failure(error).body() + b"\n\n"
+        yield b"data: " + _failure(called, error).body() + b"\n\n"
     finally:
         await events.aclose()
     yield _DONE
@@ -189,14 +213,14 @@ def _sse(payload: Json) -> bytes:
     return b"data: " + json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-def _failure(error: Exception) -> Failure:
+def _failure(called: str, error: Exception) -> Failure:
     if not isinstance(error, PilotfishError):
-        logger.error("a request failed", exc_info=error)
+        logger.error("request %s failed", called, exc_info=error)
     return failure(error)
 
 
-async def _refuse(request: Request, error: Exception) -> Response:  # noqa: ARG001
-    return _response(_failure(error))
+async def _refuse(request: Request, error: Exception) -> Response:
+    return _response(_failure(request.state.called, error))
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:

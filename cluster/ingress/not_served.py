@@ -13,21 +13,18 @@ Neutral = Mapping[str, tuple[object, ...]]
 _NEVER: tuple[object, ...] = ()
 
 _ANYWHERE: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "service_tier": ("auto", "default"),
     "store": (False,),
     # vLLM's
     "add_special_tokens": _NEVER,
     "allowed_token_ids": _NEVER,
     "bad_words": ([],),
-    "cache_salt": _NEVER,
     "guided_choice": _NEVER,
     "guided_grammar": _NEVER,
     "guided_json": _NEVER,
     "guided_regex": _NEVER,
     "include_stop_str_in_output": (False,),
     "kv_transfer_params": _NEVER,
-    "length_penalty": (1, 1.0),
     "logits_processors": _NEVER,
     "min_tokens": (0,),
     "priority": (0,),
@@ -38,14 +35,12 @@ _ANYWHERE: dict[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True,),
     "structured_outputs": _NEVER,
     "truncate_prompt_tokens": _NEVER,
-    "use_beam_search": (False,),
     "vllm_xargs": _NEVER,
 }
 
 COMPLETIONS: Neutral = MappingProxyType(
     {
         **_ANYWHERE,
-        "best_of": (1,),
         "echo": (False,),
         "suffix": ("",),
         "prompt_embeds": _NEVER,

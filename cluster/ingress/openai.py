@@ -70,11 +70,21 @@ class Parameters(Schema):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] = {}
     seed: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    """Answers to choose the `n` best from; with beam search its beams."""
+    use_beam_search: bool = False
+    length_penalty: float | None = None
+    early_stopping: Literal[True, False, "never"] = False
     stop: Texts = []
     user: Text | None = None
     """Taken and not used."""
     metadata: dict[Text, Text] = {}
     """Taken and not used."""
+    request_id: Text | None = None
+    """Names the request for `Abort`; unlike those that run."""
+    cache_salt: Text | None = None
+    """Only requests of one salt share stored keys and values."""
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None

@@ -23,6 +23,8 @@ class Choice:
     """One answer as it arrives."""
 
     index: int
+    leads: bool = True
+    """Whether it is the first of its prompt's, whose cost includes the prompt."""
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     accepted: int = 0
@@ -206,9 +208,10 @@ def last_choice(shape: Shape, choice: Choice) -> Json:
 
 
 def usage(choices: Iterable[Choice]) -> Json:
-    """The cost of all choices together."""
-    parts = [choice.finished.usage for choice in choices if choice.finished is not None]
-    prompt = sum(part.prompt_tokens for part in parts)
+    """The cost of all choices together; a prompt counts once, however many answers it has."""
+    ended = [(choice.leads, choice.finished.usage) for choice in choices if choice.finished is not None]
+    parts = [part for _, part in ended]
+    prompt = sum(part.prompt_tokens for leads, part in ended if leads)
     completion = sum(part.completion_tokens for part in parts)
     accepted = sum(part.accepted_draft_tokens for part in parts)
     return {

@@ -7,14 +7,21 @@ left to the validator.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 from cluster.core.config import LimitsSection
 from cluster.core.errors import InvalidRequest
-from cluster.ingress import validate
+from cluster.core.types import BeamParameters
+from cluster.ingress import checks, validate
 from cluster.ingress.openai import ChatRequest, CompletionRequest, Parameters
 from pilotfish.v1 import common_pb2, generation_pb2
 
 _UINT32_MAX = 2**32 - 1
+_EARLY_STOPPING: dict[bool | str, generation_pb2.EarlyStopping.ValueType] = {
+    False: generation_pb2.EARLY_STOPPING_NO,
+    True: generation_pb2.EARLY_STOPPING_YES,
+    "never": generation_pb2.EARLY_STOPPING_NEVER,
+}
 
 
 def completion_requests(
@@ -25,6 +32,7 @@ def completion_requests(
         raise InvalidRequest("prompt", f"{len(body.prompt)} prompts", f"at most {limits.max_prompts} prompts")
     sampling = _sampling(body, limits, seed, _logprobs("logprobs", body.logprobs, limits))
     stopping = _stopping(body, limits, "max_tokens", body.max_tokens)
+    plural = _plural(body, limits)
     several = len(body.prompt) > 1
     prompts: Sequence[str | list[int]] = body.prompt
     requests = []
@@ -34,6 +42,8 @@ def completion_requests(
             model=body.model,
             sampling=sampling,
             stopping=stopping,
+            cache_salt=body.cache_salt,
+            **plural,
         )
         if isinstance(prompt, str):
             request.text = prompt
@@ -66,12 +76,42 @@ def chat_request(
         ),
         sampling=_sampling(body, limits, seed, alternatives if body.logprobs else None),
         stopping=_stopping(body, limits, field, most),
+        cache_salt=body.cache_salt,
+        **_plural(body, limits),
     )
 
 
 def seed_of(body: Parameters) -> int:
     """The request's seed, or one drawn for it. Raises `InvalidRequest` (`seed`)."""
-    return validate.draw_seed() if body.seed is None else validate.integer("seed", body.seed, 0, validate.MAX_SEED)
+    return validate.draw_seed() if body.seed is None else checks.integer("seed", body.seed, 0, validate.MAX_SEED)
+
+
+class _Plural(TypedDict):
+    """Fields of a request, as they are given to its constructor."""
+
+    n: int | None
+    best_of: int | None
+    beam_search: generation_pb2.BeamSearch | None
+
+
+def _plural(body: Parameters, limits: LimitsSection) -> _Plural:
+    """How many answers, and how they are found. Raises `InvalidRequest`."""
+    n = None if body.n is None else checks.integer("n", body.n, 1, limits.max_n)
+    best_of = None if body.best_of is None else checks.integer("best_of", body.best_of, 1, limits.max_n)
+    if body.stream and (body.use_beam_search or (best_of or 0) > (n or 1)):
+        raise InvalidRequest(
+            "stream", True, "false with use_beam_search or best_of above n: the answers are known once all are made"
+        )
+    if body.use_beam_search:
+        beam_search = generation_pb2.BeamSearch(
+            length_penalty=body.length_penalty, early_stopping=_EARLY_STOPPING[body.early_stopping]
+        )
+        return {"n": n, "best_of": best_of, "beam_search": beam_search}
+    if body.length_penalty not in (None, BeamParameters(2).length_penalty):
+        raise InvalidRequest("length_penalty", body.length_penalty, "left out unless use_beam_search is true")
+    if body.early_stopping is not False:
+        raise InvalidRequest("early_stopping", body.early_stopping, "left out unless use_beam_search is true")
+    return {"n": n, "best_of": best_of, "beam_search": None}
 
 
 def _sampling(
@@ -100,7 +140,7 @@ def _stopping(
     body: Parameters, limits: LimitsSection, field: str, max_tokens: int | None
 ) -> generation_pb2.StoppingCriteria:
     return generation_pb2.StoppingCriteria(
-        max_tokens=None if max_tokens is None else validate.integer(field, max_tokens, 1, limits.max_output_tokens),
+        max_tokens=None if max_tokens is None else checks.integer(field, max_tokens, 1, limits.max_output_tokens),
         stop=body.stop,
         stop_token_ids=_token_ids("stop_token_ids", body.stop_token_ids),
         ignore_eos=body.ignore_eos,
@@ -108,12 +148,12 @@ def _stopping(
 
 
 def _logprobs(field: str, value: int | None, limits: LimitsSection) -> int | None:
-    return None if value is None else validate.integer(field, value, 0, limits.max_logprobs)
+    return None if value is None else checks.integer(field, value, 0, limits.max_logprobs)
 
 
 def _top_k(value: int) -> int:
     """-1 is vLLM's word for all tokens."""
-    return 0 if value == -1 else validate.integer("top_k", value, 0, validate.MAX_TOP_K)
+    return 0 if value == -1 else checks.integer("top_k", value, 0, validate.MAX_TOP_K)
 
 
 def _token_ids(field: str, tokens: list[int]) -> list[int]:

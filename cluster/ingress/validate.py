@@ -5,7 +5,6 @@ Fields are named as OpenAI's API names them, and whatever door a request came in
 
 from __future__ import annotations
 
-import math
 import re
 import secrets
 from collections.abc import Sequence
@@ -17,6 +16,8 @@ from cluster.core.errors import InvalidRequest, UnknownModel
 from cluster.core.ids import RequestId
 from cluster.core.types import GenerationRequest, SamplingParameters, StoppingCriteria, TargetInfo
 from cluster.ingress.chat_template import Message
+from cluster.ingress.checks import bad_token, integer, number, text, tokens
+from cluster.ingress.plurality import Plurality, plurality
 from pilotfish.v1 import common_pb2, generation_pb2
 
 MAX_TOP_K = 2**20
@@ -26,6 +27,7 @@ MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
 _SEED_BITS = 53  # what a JSON number holds exactly in every language, so that a seed told can be sent again
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+_MAX_SALT_BYTES = 256
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MAX_NAME_BYTES = 64
 
@@ -67,6 +69,8 @@ class ValidatedRequest:
     stopping: StoppingCriteria
     """`max_tokens` holds only once `admit` has seen the prompt's length."""
     max_tokens: int | None
+    plurality: Plurality
+    cache_salt: str
 
 
 def validate(
@@ -77,15 +81,20 @@ def validate(
     Raises `InvalidRequest` with field, value and bound; `UnknownModel`.
     """
     check_model(request.model if request.HasField("model") else None, info)
-    stopping = request.stopping
+    request_id = _request_id(request)
+    prompt = _prompt(request, info, limits)
+    sampling = _sampling(request.sampling, info, limits)
+    stopping = _stopping(request.stopping, info, limits, eos_token_ids)
     return ValidatedRequest(
-        request_id=_request_id(request),
-        prompt=_prompt(request, info, limits),
-        sampling=_sampling(request.sampling, info, limits),
-        stopping=_stopping(stopping, info, limits, eos_token_ids),
-        max_tokens=integer("max_tokens", stopping.max_tokens, 1, limits.max_output_tokens)
-        if stopping.HasField("max_tokens")
+        request_id=request_id,
+        prompt=prompt,
+        sampling=sampling,
+        stopping=stopping,
+        max_tokens=integer("max_tokens", request.stopping.max_tokens, 1, limits.max_output_tokens)
+        if request.stopping.HasField("max_tokens")
         else None,
+        plurality=plurality(request, sampling, stopping, info, limits),
+        cache_salt=text("cache_salt", request.cache_salt, _MAX_SALT_BYTES),
     )
 
 
@@ -113,9 +122,12 @@ def admit(
     return GenerationRequest(
         request_id=request.request_id,
         prompt=prompt,
-        sampling=request.sampling,
+        sampling=request.plurality.measured(request.sampling),
         stopping=replace(request.stopping, max_tokens=wanted),
         deadline=deadline,
+        cache_salt=request.cache_salt,
+        n=request.plurality.asked,
+        beam=request.plurality.beam,
     )
 
 
@@ -150,33 +162,6 @@ def check_request_id(text: str) -> RequestId:
     if not is_request_id(text):
         raise InvalidRequest("request_id", text, "1 to 64 letters, digits or ._:-")
     return RequestId(text)
-
-
-def integer(field: str, value: int, low: int, high: int) -> int:
-    """`value`, when it lies in `low … high`; raises `InvalidRequest` otherwise."""
-    if not low <= value <= high:
-        raise InvalidRequest(field, value, f"an integer from {low} to {high}")
-    return value
-
-
-def number(field: str, value: float, low: float, high: float, *, above: bool = False) -> float:
-    """`value`, when finite and in `low … high` (`above`: but not `low` itself); raises `InvalidRequest` otherwise."""
-    if not math.isfinite(value) or not low <= value <= high or (above and value == low):
-        raise InvalidRequest(field, value, f"a number {'above' if above else 'from'} {low:g} to {high:g}")
-    return value
-
-
-def tokens(field: str, values: Sequence[int], info: TargetInfo) -> tuple[int, ...]:
-    """Token ids, each below the vocabulary's size; raises `InvalidRequest` naming the first that is not."""
-    for position, token in enumerate(values):
-        if not 0 <= token < info.vocabulary_size:
-            raise bad_token(f"{field}[{position}]", token, info.vocabulary_size)
-    return tuple(values)
-
-
-def bad_token(field: str, token: int, vocabulary_size: int) -> InvalidRequest:
-    """The error for an id outside the vocabulary."""
-    return InvalidRequest(field, token, f"a token id from 0 to {vocabulary_size - 1}")
 
 
 def chat(message: generation_pb2.ChatInput, limits: LimitsSection) -> tuple[Message, ...]:
@@ -265,9 +250,9 @@ def _stopping(
 ) -> StoppingCriteria:
     if len(message.stop) > limits.max_stop_strings:
         raise InvalidRequest("stop", f"{len(message.stop)} strings", f"at most {limits.max_stop_strings} strings")
-    for text in message.stop:
-        if not 1 <= len(text) <= limits.max_stop_string_chars:
-            raise InvalidRequest("stop", text, f"of 1 to {limits.max_stop_string_chars} characters")
+    for stop in message.stop:
+        if not 1 <= len(stop) <= limits.max_stop_string_chars:
+            raise InvalidRequest("stop", stop, f"of 1 to {limits.max_stop_string_chars} characters")
     count = len(message.stop_token_ids)
     if count > limits.max_stop_token_ids:
         raise InvalidRequest("stop_token_ids", f"{count} tokens", f"at most {limits.max_stop_token_ids} tokens")

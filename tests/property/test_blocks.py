@@ -1,4 +1,4 @@
-"""No block leaks and none is freed twice, whatever happens in whatever order."""
+"""No block leaks, none is freed twice, and none is read with another's content, whatever happens in whatever order."""
 
 from __future__ import annotations
 
@@ -6,72 +6,168 @@ from collections import Counter
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cluster.core.errors import KvPoolExhausted
-from workers.model.blocks import BlockAllocator, BlockTable
+from cluster.core.ids import BlockId
+from cluster.core.kv import KvGroup, KvLayout
+from workers.model.blocks import BlockAllocator
+from workers.model.tables import GONE, BlockTable
 
-BLOCKS, SIZE = 12, 4
+SIZE = 4
+LAYOUTS = [
+    KvLayout(SIZE),
+    KvLayout(SIZE, (KvGroup(2), KvGroup(1, window=6))),
+    KvLayout(SIZE, (KvGroup(1, window=5),)),
+    KvLayout(SIZE, (KvGroup(1, window=1), KvGroup(2, window=9, sinks=5))),
+]
+Content = dict[int, tuple[object, ...]]
+"""Offset in a block → whose keys lie there: the salt, the table and all tokens up to the position."""
+
+few_tokens = st.lists(st.integers(0, 1), min_size=1, max_size=22)
 
 
 class Lives(RuleBasedStateMachine):
-    """Admit, step with a tree, accept some of it, fork and release, at random."""
+    """Open, step with a tree, accept some of it, fail and release, at random; what is evicted may return."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.allocator = BlockAllocator(BLOCKS, SIZE)
+    @initialize(
+        layout=st.sampled_from(LAYOUTS),
+        spare=st.integers(1, 12),
+        cached=st.sampled_from([True, True, False]),
+        moved_out=st.booleans(),
+    )
+    def begin(self, layout: KvLayout, spare: int, cached: bool, moved_out: bool) -> None:
+        self.layout = layout
+        self.blocks_total = 6 * layout.tables + spare
+        self.allocator = BlockAllocator(self.blocks_total, layout, cached, self.evicted)
         self.tables: list[BlockTable] = []
+        self.seen: list[tuple[list[int], str]] = []
+        self.salts: dict[int, str] = {}
+        self.memory: list[Content] = [{} for _ in range(self.blocks_total)]
+        self.moved_out: dict[bytes, Content] | None = {} if moved_out else None
 
-    @rule(prompt=st.integers(1, 20))
-    def admit(self, prompt: int) -> None:
-        table = BlockTable()
-        if self._reserved(table, prompt):
-            table.stored_len = prompt
-            self.tables.append(table)
+    def evicted(self, key: bytes, block: BlockId) -> None:
+        if self.moved_out is not None:
+            self.moved_out[key] = dict(self.memory[block])
 
-    @precondition(lambda self: self.tables)
-    @rule(data=st.data(), tree=st.integers(0, 9), accepted=st.integers(0, 9))
-    def step(self, data: st.DataObject, tree: int, accepted: int) -> None:
-        table = data.draw(st.sampled_from(self.tables))
-        if self._reserved(table, table.stored_len + 1 + tree):
-            table.stored_len += 1 + min(accepted, tree)
+    @rule(tokens=few_tokens, salt=st.sampled_from(["", "tenant"]))
+    def open_new(self, tokens: list[int], salt: str) -> None:
+        self._open(tokens, salt, None)
+
+    @rule(data=st.data(), more=few_tokens, stranger=st.booleans(), replaced=st.booleans())
+    def open_alike(self, data: st.DataObject, more: list[int], stranger: bool, replaced: bool) -> None:
+        parent = self._any(data)
+        kept = data.draw(st.integers(0, parent.stored_len))
+        salt = "other" if stranger else self.salts[id(parent)]
+        self._open([*parent.tokens[:kept], *more], salt, parent, replaced)
+
+    @rule(data=st.data(), more=few_tokens)
+    def open_again(self, data: st.DataObject, more: list[int]) -> None:
+        if self.seen:
+            tokens, salt = data.draw(st.sampled_from(self.seen))
+            self._open([*tokens, *more], salt, None)
+
+    def _any(self, data: st.DataObject) -> BlockTable:
+        if not self.tables:
+            self._open([0], "", None)
+        return data.draw(st.sampled_from(self.tables))
+
+    def _open(self, tokens: list[int], salt: str, parent: BlockTable | None, replaced: bool = False) -> None:
+        elsewhere = None if self.moved_out is None else self.moved_out.__contains__
+        prefix = self.allocator.find(tokens, salt, parent, len(tokens) - 1, elsewhere)
+        assert len(prefix) < len(tokens)
+        before = self._counts()
+        try:
+            table, loads = self.allocator.adopt(prefix)
+        except KvPoolExhausted:
+            assert prefix.elsewhere(), "what is in the pool can always be had"
+            assert self._counts() == before
+            return
+        for load in loads:
+            assert self.moved_out is not None
+            self.memory[load.destination] = dict(self.moved_out[load.key])
+            self.allocator.loaded(load)
+        self.salts[id(table)] = salt
+        self.tables.append(table)
+        assert table.tokens == tokens[: len(prefix)]
+        if parent is not None and replaced:
+            self._release(parent)
+        self._write(table, tokens[len(prefix) :], 0, len(tokens))
+
+    @rule(data=st.data(), chunk=st.lists(st.integers(0, 1), min_size=1, max_size=9), tree=st.integers(0, 9))
+    def step(self, data: st.DataObject, chunk: list[int], tree: int) -> None:
+        table = self._any(data)
+        self._write(table, chunk, tree, data.draw(st.integers(0, len(chunk))))
+
+    def _write(self, table: BlockTable, tokens: list[int], tree: int, committed: int) -> None:
+        """One step: room for everything, keys written, the first `committed` kept (none: the step failed)."""
+        end = table.stored_len + len(tokens) + tree
+        before = ([list(blocks) for blocks in table.blocks], self._counts())
+        try:
+            copies = self.allocator.reserve(table, end)
+        except KvPoolExhausted:
+            assert ([list(blocks) for blocks in table.blocks], self._counts()) == before
+            return
+        for copy in copies:
+            self.memory[copy.destination] = dict(self.memory[copy.source])
+        assert table.held == self.layout.held(table.stored_len, end)
+        first = table.stored_len // SIZE
+        holders = Counter(block for other in self.tables if other is not table for block in all_blocks(other))
+        assert all(holders[block] == 0 for blocks in table.blocks for block in blocks[first:])
+        for position in range(table.stored_len, end):
+            written = (table.tokens + tokens)[: position + 1]
+            for place, blocks in enumerate(table.blocks):
+                mine = (self.salts[id(table)], place, *written) if len(written) > position else ("guess",)
+                self.memory[blocks[position // SIZE]][position % SIZE] = mine
+        if committed:
+            self.allocator.commit(table, tokens[:committed])
+            self.seen.append((list(table.tokens), self.salts[id(table)]))
+        else:
             self.allocator.truncate(table, table.stored_len)
 
-    @precondition(lambda self: self.tables)
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        self.tables.append(self.allocator.fork(data.draw(st.sampled_from(self.tables))))
-
-    @precondition(lambda self: self.tables)
     @rule(data=st.data(), twice=st.booleans())
     def release(self, data: st.DataObject, twice: bool) -> None:
-        table = data.draw(st.sampled_from(self.tables))
-        self.tables.remove(table)
-        for _ in range(1 + twice):
+        table = self._any(data)
+        self._release(table)
+        if twice:
             self.allocator.release(table)
 
-    def _reserved(self, table: BlockTable, length: int) -> bool:
-        before = (list(table.blocks), self.allocator.blocks_free)
-        try:
-            self.allocator.reserve(table, length)
-        except KvPoolExhausted:
-            assert (table.blocks, self.allocator.blocks_free) == before
-            return False
-        first = table.stored_len // SIZE
-        holders = Counter(block for other in self.tables if other is not table for block in other.blocks)
-        assert all(holders[block] == 0 for block in table.blocks[first:])
-        return True
+    def _release(self, table: BlockTable) -> None:
+        self.tables.remove(table)
+        self.allocator.release(table)
+        assert table.held == 0
+
+    def _counts(self) -> tuple[int, int]:
+        return self.allocator.blocks_free, self.allocator.blocks_cached
 
     @invariant()
     def every_block_is_free_or_held(self) -> None:
-        held = {block for table in self.tables for block in table.blocks}
-        assert len(held) + self.allocator.blocks_free == BLOCKS
-        assert all(len(table.blocks) * SIZE >= table.stored_len for table in self.tables)
+        held = {block for table in self.tables for block in all_blocks(table)}
+        assert len(held) + self.allocator.blocks_free == self.blocks_total
+
+    @invariant()
+    def a_sequence_holds_what_the_layout_says(self) -> None:
+        for table in self.tables:
+            assert table.held == self.layout.held(table.stored_len)
+
+    @invariant()
+    def what_is_seen_is_the_sequences_own(self) -> None:
+        groups = [group for group in self.layout.groups for _ in range(group.tables)]
+        for table in self.tables:
+            for place, (group, blocks) in enumerate(zip(groups, table.blocks, strict=True)):
+                for position in range(table.stored_len):
+                    if position >= group.first_needed(table.stored_len) or position < group.sinks:
+                        found = self.memory[blocks[position // SIZE]][position % SIZE]
+                        assert found == (self.salts[id(table)], place, *table.tokens[: position + 1])
 
     def teardown(self) -> None:
         for table in self.tables:
             self.allocator.release(table)
-        assert self.allocator.blocks_free == BLOCKS
+        assert self.allocator.blocks_free == self.blocks_total
+
+
+def all_blocks(table: BlockTable) -> list[BlockId]:
+    return [block for blocks in table.blocks for block in blocks if block != GONE]
 
 
 TestLives = Lives.TestCase

@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
+from cluster.core.kv import KvGroup, KvLayout
 from cluster.core.tree import TokenTree
 from cluster.core.types import (
     DraftBudget,
     DraftRow,
     KvOccupancy,
+    OpenResult,
+    OpenRow,
     Proposal,
     RowFault,
     RowFaultCode,
@@ -52,9 +55,9 @@ samplings = st.builds(
     frequency_penalty=real(-2, 2),
     logit_bias=st.lists(st.tuples(tokens, real(-100, 100)), max_size=4).map(tuple),
     seed=st.integers(0, 2**64 - 1),
-    logprobs=st.none() | st.integers(0, 20),
+    logprobs=st.none() | st.integers(0, 256),
 )
-starts = st.builds(SequenceStart, prompt_len=st.integers(1, 2**20), sampling=samplings)
+starts = st.builds(SequenceStart, prompt_len=st.integers(1, 2**20), sampling=samplings, cache_salt=st.text(max_size=20))
 trees = st.lists(st.lists(tokens, min_size=1, max_size=6), max_size=5).map(
     lambda candidates: TokenTree.from_candidates(candidates, 24)
 )
@@ -125,12 +128,25 @@ occupancies = st.builds(
 )
 results = st.builds(StepResult, verdicts=distinct(verdicts()), kv=occupancies, step_seconds=real(0, 100))
 proposals = st.builds(Proposal, sequence_id=names, base_len=st.integers(1, 2**20), tree=trees, fault=st.none() | faults)
+groups = st.one_of(
+    st.builds(KvGroup, tables=st.integers(1, 64)),
+    st.builds(KvGroup, tables=st.integers(1, 64), window=st.integers(1, 2**20), sinks=st.integers(0, 2**20)),
+)
+layouts = st.builds(KvLayout, st.integers(1, 256), st.lists(groups, min_size=1, max_size=4).map(tuple))
+open_rows = st.builds(
+    OpenRow,
+    sequence_id=names,
+    tokens=st.lists(tokens, min_size=1, max_size=8).map(tuple),
+    start=starts,
+    parent=st.none() | names,
+)
+openings = st.builds(OpenResult, stored_lens=st.lists(st.integers(0, 2**20), max_size=4).map(tuple), kv=occupancies)
 infos = st.builds(
     TargetInfo,
     model=st.text(max_size=20),
     vocabulary_size=st.integers(1, 2**31 - 1),
     max_context_len=st.integers(1, 2**20),
-    block_size=st.integers(1, 256),
+    layout=layouts,
     kv=occupancies,
     eos_token_ids=st.lists(tokens, max_size=3).map(tuple),
     tensor_parallel=st.integers(1, 64),
@@ -175,10 +191,24 @@ def test_a_targets_description_travels_unchanged(info: TargetInfo) -> None:
 
 
 @quick
-@given(st.binary(max_size=200))
-def test_garbage_is_refused_or_read_but_never_anything_else(data: bytes) -> None:
+@given(distinct(open_rows))
+def test_sequences_to_open_travel_unchanged(rows: tuple[OpenRow, ...]) -> None:
+    assert codec.open_rows_from_bytes(codec.open_rows_to_bytes(rows)) == rows
+
+
+@quick
+@given(openings)
+def test_what_was_found_travels_unchanged(result: OpenResult) -> None:
+    message = codec.encode_open_result(result).SerializeToString()
+    assert codec.decode_open_result(target_pb2.TargetServiceOpenResponse.FromString(message)) == result
+
+
+@pytest.mark.parametrize("read", [codec.step_batch_from_bytes, codec.open_rows_from_bytes])
+@quick
+@given(data=st.binary(max_size=200))
+def test_garbage_is_refused_or_read_but_never_anything_else(read: Callable[[bytes], object], data: bytes) -> None:
     try:
-        codec.step_batch_from_bytes(data)
+        read(data)
     except InvalidRequest as error:
         field = error.field
     else:
@@ -219,12 +249,24 @@ def proposal(**changes: Any) -> draft_pb2.DraftServiceProposeResponse:
 
 def info(**changes: Any) -> target_pb2.TargetServiceGetInfoResponse:
     fields: dict[str, Any] = {"vocabulary_size": 9, "max_context_len": 9, "block_size": 4, "tensor_parallel": 1}
+    fields["groups"] = [target_pb2.KvGroup(tables=1)]
     return target_pb2.TargetServiceGetInfoResponse(**(fields | changes))
+
+
+def group(**changes: Any) -> target_pb2.TargetServiceGetInfoResponse:
+    return info(groups=[target_pb2.KvGroup(**({"tables": 1} | changes))])
+
+
+def opening(**changes: Any) -> target_pb2.TargetServiceOpenRequest:
+    row: dict[str, Any] = {"sequence_id": "s", "tokens": [1], "start": common_pb2.SequenceStart(prompt_len=1)}
+    return target_pb2.TargetServiceOpenRequest(rows=[target_pb2.OpenRow(**(row | changes))])
 
 
 LONG = "x" * 129
 BIG = 2**31
 DECODERS: dict[type, Callable[[Any], object]] = {
+    target_pb2.TargetServiceOpenRequest: codec.decode_open_rows,
+    target_pb2.TargetServiceOpenResponse: codec.decode_open_result,
     target_pb2.TargetServiceStepRequest: codec.decode_step_batch,
     target_pb2.TargetServiceStepResponse: codec.decode_step_result,
     target_pb2.TargetServiceGetInfoResponse: codec.decode_target_info,
@@ -258,7 +300,7 @@ REFUSED = [
     (start(repetition_penalty=0.0), "rows[0].start.sampling.repetition_penalty", "above 0 and at most 2"),
     (start(presence_penalty=2.1), "rows[0].start.sampling.presence_penalty", "between -2 and 2"),
     (start(frequency_penalty=-2.1), "rows[0].start.sampling.frequency_penalty", "between -2 and 2"),
-    (start(logprobs=21), "rows[0].start.sampling.logprobs", "between 0 and 20"),
+    (start(logprobs=257), "rows[0].start.sampling.logprobs", "between 0 and 256"),
     (
         start(logit_bias=[common_pb2.LogitBias(token_id=1, bias=101)]),
         "rows[0].start.sampling.logit_bias[0].bias",
@@ -279,6 +321,23 @@ REFUSED = [
         "rows",
         "between 0 and 4096 entries",
     ),
+    (opening(sequence_id=LONG), "rows[0].sequence_id", "between 1 and 128 bytes"),
+    (opening(tokens=[]), "rows[0].tokens", "between 1 and 1048576 entries"),
+    (opening(tokens=[1, BIG]), "rows[0].tokens[1]", "between 0 and 2147483647"),
+    (opening(parent=LONG), "rows[0].parent", "between 1 and 128 bytes"),
+    (opening(start=common_pb2.SequenceStart()), "rows[0].start.prompt_len", "between 1 and 1048576"),
+    (
+        opening(start=common_pb2.SequenceStart(prompt_len=1, cache_salt="x" * 257)),
+        "rows[0].start.cache_salt",
+        "at most 256 bytes",
+    ),
+    (
+        target_pb2.TargetServiceOpenRequest(rows=[opening().rows[0], opening().rows[0]]),
+        "rows[1].sequence_id",
+        "in one row only",
+    ),
+    (target_pb2.TargetServiceOpenRequest(rows=[target_pb2.OpenRow()] * 4097), "rows", "between 0 and 4096 entries"),
+    (target_pb2.TargetServiceOpenResponse(stored_lens=[2**20 + 1]), "stored_lens[0]", "between 0 and 1048576"),
     (propose(sequence_id=""), "rows[0].sequence_id", "between 1 and 128 bytes"),
     (propose(base_len=0), "rows[0].base_len", "between 1 and 1048576"),
     (propose(new_tokens=[1] * 6), "rows[0].new_tokens", "between 0 and 5 entries"),
@@ -310,6 +369,10 @@ REFUSED = [
     (proposal(tree=tree([1, 2], [0, -1])), "proposals[0].tree.parents[0]", "between -1 and -1"),
     (info(vocabulary_size=0), "vocabulary_size", "between 1 and 2147483647"),
     (info(block_size=0), "block_size", "between 1 and 1048576"),
+    (info(groups=[]), "groups", "between 1 and 256 entries"),
+    (group(tables=0), "groups[0].tables", "between 1 and 4096"),
+    (group(window=2**20 + 1), "groups[0].window", "between 0 and 1048576"),
+    (group(sinks=1), "groups[0].sinks", "between 0 and 0"),
     (info(model="x" * 257), "model", "at most 256 bytes"),
     (info(dtype="é" * 129), "dtype", "at most 256 bytes"),
     (info(epoch="x" * 257), "epoch", "at most 256 bytes"),
@@ -325,7 +388,7 @@ def test_an_out_of_bounds_message_is_refused_by_field_value_and_bound(message: A
     assert str(refused.value).startswith(f"{field}: ")
 
 
-@pytest.mark.parametrize("message", [step(), start(), propose(), verdict(), proposal(), info()])
+@pytest.mark.parametrize("message", [step(), start(), opening(), propose(), verdict(), proposal(), info()])
 def test_the_same_messages_without_the_fault_are_taken(message: Any) -> None:
     DECODERS[type(message)](message)
 

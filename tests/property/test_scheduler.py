@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from cluster.core.config import SchedulerSection
 from cluster.core.ids import SequenceId
-from cluster.core.scheduler import Plan, SequenceView, State, blocks_for, plan
+from cluster.core.kv import KvGroup, KvLayout
+from cluster.core.scheduler import Plan, SequenceView, State, plan
 from cluster.core.types import DraftBudget, KvOccupancy
 
 CONTEXT = 96
@@ -27,6 +28,10 @@ class Job:
     stored: int = 0
     finished_at: int | None = None
 
+    @property
+    def missing(self) -> int:
+        return self.length - self.stored
+
     def view(self) -> SequenceView:
         remaining = self.prompt + self.answer - self.length
         return SequenceView(SequenceId(str(self.arrival)), self.arrival, self.length, self.stored, remaining)
@@ -38,7 +43,7 @@ class World:
 
     limits: SchedulerSection
     draft: DraftBudget
-    block_size: int
+    layout: KvLayout
     blocks: int
     luck: list[int]
     waiting: list[Job] = field(default_factory=list)
@@ -46,14 +51,14 @@ class World:
     steps: int = 0
 
     def free(self) -> int:
-        return self.blocks - sum(blocks_for(job.stored, self.block_size) for job in self.running)
+        return self.blocks - sum(self.layout.held(job.stored) for job in self.running)
 
     def step(self) -> Plan:
         state = State(
             waiting=tuple(job.view() for job in self.waiting),
             running=tuple(job.view() for job in self.running),
             kv=KvOccupancy(self.blocks, self.free()),
-            block_size=self.block_size,
+            layout=self.layout,
             max_context_len=CONTEXT,
             limits=self.limits,
             draft=self.draft,
@@ -89,15 +94,28 @@ class World:
         needed = 0
         for row in decided.rows:
             job = running[row.sequence_id]
-            assert 1 <= row.pending <= job.length - job.stored
-            assert row.decide == (row.pending == job.length - job.stored)
+            assert 1 <= row.pending <= job.missing
+            assert row.decide == (row.pending == job.missing)
             assert row.decide or row.draft.max_nodes == 0
             assert row.draft.max_nodes <= self.draft.max_nodes
             assert row.draft.max_depth <= min(self.draft.max_depth, job.view().remaining - 1, CONTEXT - job.length)
             assert (row.draft.max_nodes == 0) == (row.draft.max_depth == 0)
             end = job.stored + row.pending + row.draft.max_nodes
-            needed += blocks_for(end, self.block_size) - blocks_for(job.stored, self.block_size)
+            needed += self.layout.held(job.stored, end) - self.layout.held(job.stored)
         assert needed <= self.free(), "more blocks than the pool has"
+        self._check_latency(decided, left=self.free() - needed)
+
+    def _check_latency(self, decided: Plan, left: int) -> None:
+        """Who decodes is held up by nothing but a lack of blocks, and prompts beside them keep their budget."""
+        granted = {row.sequence_id: row.pending for row in decided.rows}
+        decoding = [job for job in self.running if job.missing == 1 and job.view().id not in decided.admit]
+        for job in decoding:
+            lacks = self.layout.held(job.stored, job.length) - self.layout.held(job.stored)
+            assert job.view().id in granted or lacks > left, "a decoding sequence was passed over"
+        most = self.limits.max_prompt_tokens
+        if most is not None and any(job.view().id in granted for job in decoding):
+            filling = [job for job in self.running if job not in decoding]
+            assert sum(granted.get(job.view().id, 0) for job in filling) <= most
 
     def _compute(self, decided: Plan) -> None:
         running = {job.view().id: job for job in self.running}
@@ -113,6 +131,15 @@ class World:
                 self.running.remove(job)
 
 
+def layouts() -> st.SearchStrategy[KvLayout]:
+    full = st.builds(KvGroup, tables=st.integers(1, 3))
+    windowed = st.builds(
+        KvGroup, tables=st.integers(1, 3), window=st.integers(1, 40), sinks=st.sampled_from([0, 0, 1, 5, 20])
+    )
+    groups = st.lists(full | windowed, min_size=1, max_size=3).map(tuple)
+    return st.builds(KvLayout, st.sampled_from([1, 3, 4, 16]), groups)
+
+
 def worlds() -> st.SearchStrategy[World]:
     return st.builds(
         World,
@@ -120,9 +147,10 @@ def worlds() -> st.SearchStrategy[World]:
             SchedulerSection,
             max_sequences=st.integers(1, 8),
             max_step_tokens=st.integers(16, 64),
+            max_prompt_tokens=st.none() | st.integers(1, 64),
         ),
         draft=st.integers(0, 8).flatmap(lambda n: st.integers(min(n, 1), n).map(lambda depth: DraftBudget(n, depth))),
-        block_size=st.sampled_from([1, 3, 4, 16]),
+        layout=layouts(),
         blocks=st.just(0),
         luck=st.lists(st.integers(0, 8), min_size=1, max_size=5),
     )
@@ -136,7 +164,8 @@ def jobs() -> st.SearchStrategy[list[tuple[int, int, int]]]:
 def live_through(world: World, arrivals: list[tuple[int, int, int]], spare_blocks: int) -> list[Job]:
     """Run everything to its end in a pool that holds the largest request and `spare_blocks` more."""
     largest = max(prompt + answer for _, prompt, answer in arrivals)
-    world.blocks = blocks_for(largest, world.block_size) + spare_blocks
+    world.blocks = world.layout.peak(largest, world.limits.max_step_tokens) + spare_blocks
+    assert world.layout.longest(world.blocks, world.limits.max_step_tokens, CONTEXT) >= largest
     coming = [
         Job(arrival, at, prompt, answer, length=prompt)
         for arrival, (at, prompt, answer) in enumerate(sorted(arrivals, key=lambda job: job[0]))
@@ -152,7 +181,7 @@ def live_through(world: World, arrivals: list[tuple[int, int, int]], spare_block
 
 
 @settings(max_examples=150, deadline=None)
-@given(world=worlds(), arrivals=jobs(), spare_blocks=st.integers(0, 12))
+@given(world=worlds(), arrivals=jobs(), spare_blocks=st.integers(0, 24))
 def test_everything_finishes_within_every_bound(
     world: World, arrivals: list[tuple[int, int, int]], spare_blocks: int
 ) -> None:
@@ -178,6 +207,6 @@ def test_with_blocks_for_all_nobody_is_preempted(world: World, arrivals: list[tu
             preempted.extend(decided.preempt)
             return decided
 
-    watched = Watched(world.limits, world.draft, world.block_size, 0, world.luck)
-    live_through(watched, arrivals, spare_blocks=12 * CONTEXT)
+    watched = Watched(world.limits, world.draft, world.layout, 0, world.luck)
+    live_through(watched, arrivals, spare_blocks=12 * world.layout.peak(CONTEXT, 64))
     assert preempted == []

@@ -283,21 +283,21 @@ async def test_blocks_that_vanish_unannounced_cost_time_and_nothing_else() -> No
     async with serving(target, RandomGuesses(target)) as coordinator:
         reading = asyncio.create_task(all_tokens(coordinator, wanted))
         await until(lambda: len(target.batches) > 3)
-        target.foreign_blocks = target.blocks_free  # between the report and the next step
+        target.memory.foreign_blocks = target.blocks_free  # between the report and the next step
         await until(lambda: len(target.faults) > 0)
-        target.foreign_blocks = 0
+        target.memory.foreign_blocks = 0
         assert await reading == [target.answer(one) for one in wanted]
         await until(lambda: target.blocks_free == target.blocks)
 
 
 async def test_a_request_waits_for_blocks_that_somebody_else_holds() -> None:
     target = FakeTarget(blocks=12)
-    target.foreign_blocks = 12
+    target.memory.foreign_blocks = 12
     async with serving(target, NeverAgree(target)) as coordinator:
         reading = asyncio.create_task(tokens_of(coordinator, request()))
         await asyncio.sleep(0.02)
         assert not reading.done() and target.batches == []
-        target.foreign_blocks = 0
+        target.memory.foreign_blocks = 0
         assert await reading == target.answer(request())
 
 

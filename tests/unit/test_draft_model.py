@@ -75,7 +75,7 @@ class Bench:
     """A drafter, its pool, and the forward passes that it has made."""
 
     def __init__(self, loaded: LoadedModel, blocks: int = 100, most_forward_tokens: int = 64) -> None:
-        self.pool = KvPool(loaded, KvSection(block_size=BLOCK), blocks=blocks)
+        self.pool = KvPool(loaded, KvSection(block_size=BLOCK), blocks=blocks, rewinds=True)
         section = DraftSection(method="none", max_nodes=16, max_depth=16)
         self.drafter = ModelDrafter(loaded, self.pool, section, most_forward_tokens)
         self.widths: list[list[int]] = []
@@ -278,6 +278,17 @@ def test_a_forward_pass_that_fails_leaves_nothing_behind_that_the_next_would_tri
     assert bench.blocks_held == 0
     tokens = (*PROMPT, 4)
     assert bench.propose(further(tokens, 1))[0].tree == TokenTree.chain(plain.continued(tokens, 8, GREEDY, 8))
+
+
+def test_a_draft_with_a_window_goes_back_behind_it(tmp_path: Path) -> None:
+    directory = tiny.save(tmp_path, tiny.mistral(sliding_window=6))
+    plain = Plain(directory)
+    bench = Bench(load_model(ModelSection(path=str(directory), device="cpu")))
+    tokens = list(PROMPT * 3)
+    assert bench.propose(first(tokens))[0].tree == TokenTree.chain(plain.continued(tokens, 8, GREEDY, 24))
+    shorter = [*tokens[:9], 3]
+    assert bench.propose(first(shorter))[0].tree == TokenTree.chain(plain.continued(shorter, 8, GREEDY, 10))
+    assert bench.widths[0] == [1]
 
 
 def test_a_released_sequence_frees_its_blocks(bench: Bench) -> None:

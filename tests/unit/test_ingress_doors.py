@@ -26,6 +26,8 @@ PATIENCE = 10.0
 Request = generation_pb2.GenerateRequest
 Sampling = common_pb2.SamplingParameters
 Stopping = generation_pb2.StoppingCriteria
+BeamSearch = generation_pb2.BeamSearch
+HI = [{"role": "user", "content": "hi"}]
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,71 @@ BAD_INPUT: list[tuple[str, dict[str, Any], Request, type[InvalidRequest], str]] 
         InvalidRequest,
         "stop",
     ),
+    ("no answer", {"prompt": "hi", "n": 0}, Request(text="hi", n=0), InvalidRequest, "n"),
+    ("more answers than may be asked for", {"prompt": "hi", "n": 99}, Request(text="hi", n=99), InvalidRequest, "n"),
+    (
+        "more to choose from than may be made",
+        {"prompt": "hi", "best_of": 99},
+        Request(text="hi", best_of=99),
+        InvalidRequest,
+        "best_of",
+    ),
+    (
+        "a choice of more than is made",
+        {"prompt": "hi", "n": 3, "best_of": 2},
+        Request(text="hi", n=3, best_of=2),
+        InvalidRequest,
+        "best_of",
+    ),
+    (
+        "a salt beyond its bound",
+        {"prompt": "hi", "cache_salt": "x" * 257},
+        Request(text="hi", cache_salt="x" * 257),
+        InvalidRequest,
+        "cache_salt",
+    ),
+    (
+        "a single beam",
+        {"messages": HI, "use_beam_search": True},
+        Request(chat=turns(("user", "hi")).chat, beam_search=BeamSearch()),
+        InvalidRequest,
+        "best_of",
+    ),
+    (
+        "a length penalty beyond its bound",
+        {"prompt": "hi", "n": 2, "use_beam_search": True, "length_penalty": 11},
+        Request(text="hi", n=2, beam_search=BeamSearch(length_penalty=11)),
+        InvalidRequest,
+        "length_penalty",
+    ),
+    (
+        "beams and a temperature",
+        {"prompt": "hi", "n": 2, "use_beam_search": True, "temperature": 0.7},
+        Request(text="hi", n=2, beam_search=BeamSearch(), sampling=Sampling(temperature=0.7)),
+        InvalidRequest,
+        "temperature",
+    ),
+    (
+        "beams and a penalty",
+        {"prompt": "hi", "n": 2, "use_beam_search": True, "presence_penalty": 1},
+        Request(text="hi", n=2, beam_search=BeamSearch(), sampling=Sampling(presence_penalty=1)),
+        InvalidRequest,
+        "presence_penalty",
+    ),
+    (
+        "beams and a stop string",
+        {"prompt": "hi", "n": 2, "use_beam_search": True, "stop": "x"},
+        Request(text="hi", n=2, beam_search=BeamSearch(), stopping=Stopping(stop=["x"])),
+        InvalidRequest,
+        "stop",
+    ),
+    (
+        "a name that is none",
+        {"prompt": "hi", "request_id": "a b"},
+        Request(text="hi", request_id="a b"),
+        InvalidRequest,
+        "request_id",
+    ),
     ("no messages", {"messages": []}, turns(), InvalidRequest, "messages"),
     (
         "a role the template refuses",
@@ -234,6 +301,29 @@ async def test_both_doors_give_the_same_answer_to_the_same_seed(house: House) ->
     await house.over_http({"prompt": "hi", "seed": 2**53})
     grpc_request, http_request = house.engine.requests
     assert grpc_request.sampling == http_request.sampling
+
+
+async def test_both_doors_ask_for_the_same_answers(house: House) -> None:
+    for search, wishes in (
+        (None, {}),
+        (
+            BeamSearch(length_penalty=0.5, early_stopping=generation_pb2.EARLY_STOPPING_NEVER),
+            {"use_beam_search": True, "length_penalty": 0.5, "early_stopping": "never"},
+        ),
+    ):
+        house.engine.requests.clear()
+        message = Request(text="hi", n=2, best_of=4, beam_search=search, cache_salt="mine", sampling=Sampling(seed=1))
+        async for _ in house.client.generate(message, PATIENCE):
+            pass
+        await house.http.post(
+            "/v1/completions", json={"prompt": "hi", "n": 2, "best_of": 4, "cache_salt": "mine", "seed": 1, **wishes}
+        )
+        over_grpc, over_http = house.engine.requests
+        assert (over_grpc.n, over_grpc.beam, over_grpc.cache_salt) == (
+            over_http.n,
+            over_http.beam,
+            over_http.cache_salt,
+        )
 
 
 async def test_an_http_client_that_leaves_cancels_the_call_behind_it(house: House) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cluster.core.config import LimitsSection
-from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded
-from cluster.core.types import FinishReason
+from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded, TargetUnavailable
+from cluster.core.types import Commit, FinishReason, GenerationRequest
 from cluster.ingress.answer import Delta, Event, Finished, Started
 from cluster.ingress.generation import Generation
 from pilotfish.v1 import common_pb2, generation_pb2
-from tests.ingress_fakes import CONTEXT, MODEL, room
+from tests.ingress_fakes import CONTEXT, MODEL, Reciter, room
 
 Request = generation_pb2.GenerateRequest
 Stopping = generation_pb2.StoppingCriteria
@@ -92,6 +94,90 @@ async def test_the_engine_is_let_go_before_the_last_words_are_read(tmp_path: Pat
         freed = [engine.freed.qsize() async for event in events if isinstance(event, Delta)]
     assert freed[0] == 0
     assert freed[-1] == 1
+
+
+async def test_an_answer_that_a_stop_string_ends_is_concluded_and_one_that_ended_itself_is_not(tmp_path: Path) -> None:
+    generation, engine, _ = room(tmp_path, "hello the world")
+    await events_of(generation, Request(text="hi", request_id="r", stopping=Stopping(stop=["the"])))
+    assert engine.concluded == [("r", 0)]
+    engine.concluded.clear()
+    await events_of(generation, Request(text="hi", request_id="r", stopping=Stopping(stop=["fish"])))
+    assert engine.concluded == []
+
+
+async def test_each_of_several_answers_has_its_own_text_stop_and_end(tmp_path: Path) -> None:
+    generation, engine, tokenizer = room(tmp_path)
+    texts = ["hello the world", "fish swim the world", "the world swim on and on"]
+    scripts = [(*tokenizer.encode(text), 2) for text in texts]
+    engine.script = lambda request: scripts[request.sampling.seed]
+    request = Request(
+        text="hi", request_id="r", n=3, stopping=Stopping(stop=["swim"]), sampling=common_pb2.SamplingParameters(seed=0)
+    )
+    started, *events = await events_of(generation, request)
+    assert isinstance(started, Started)
+    answers = [[event for event in events if not isinstance(event, Started) and event.index == i] for i in range(3)]
+    assert [text_of([*answer]) for answer in answers] == ["hello the world", "fish ", "the world "]
+    ends = [answer[-1] for answer in answers]
+    assert [end.stop_string for end in ends if isinstance(end, Finished)] == [None, "swim", "swim"]
+    assert engine.concluded == [("r", 1), ("r", 2)]
+    for answer, end in zip(answers, ends, strict=True):
+        assert isinstance(end, Finished)
+        assert end.usage.completion_tokens == len(tokens_of([*answer]))
+        assert sum(isinstance(event, Finished) for event in answer) == 1
+
+
+async def test_several_answers_are_all_aborted(tmp_path: Path) -> None:
+    generation, engine, _ = room(tmp_path)
+    engine.hold_after = 2
+    async with aclosing(generation.generate(Request(text="hi", request_id="r", n=2))) as stream:
+        events = [await anext(stream), await anext(stream)]
+        assert generation.abort("r")
+        events += [event async for event in stream]
+    ends = [event for event in events if isinstance(event, Finished)]
+    assert [(end.index, end.reason) for end in ends] == [(0, FinishReason.ABORT), (1, FinishReason.ABORT)]
+
+
+async def test_the_best_samples_are_told_once_all_are_made(tmp_path: Path) -> None:
+    generation, engine, tokenizer = room(tmp_path)
+    scripts = [(*tokenizer.encode(text), 2) for text in ("hello", "the", "world")]
+    engine.script = lambda request: scripts[request.sampling.seed]
+    engine.certainty = lambda request: [-1.0, -0.5, -1.0][request.sampling.seed]
+    request = Request(text="hi", n=2, best_of=3, sampling=common_pb2.SamplingParameters(seed=0))
+    started, *events = await events_of(generation, request)
+    assert isinstance(started, Started)
+    given = [event for event in events if not isinstance(event, Started)]
+    assert [event.index for event in given] == sorted(event.index for event in given)
+    assert [event.index for event in given if isinstance(event, Finished)] == [0, 1]
+    assert text_of(events) == "thehello"
+    assert all(not event.logprobs for event in events if isinstance(event, Delta))
+
+
+async def test_an_engine_that_ends_before_its_answers_is_an_error(tmp_path: Path) -> None:
+    _, engine, tokenizer = room(tmp_path)
+
+    class Breaking(Reciter):
+        async def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit, None]:
+            async with aclosing(super().generate(replace(request, n=1))) as commits:
+                async for commit in commits:
+                    yield commit
+
+    generation = Generation(Breaking(engine.script), tokenizer, LimitsSection())
+    with pytest.raises(TargetUnavailable, match="broke off"):
+        await events_of(generation, Request(text="hi", n=2))
+
+
+async def test_an_answer_that_was_not_asked_for_is_an_error(tmp_path: Path) -> None:
+    _, engine, tokenizer = room(tmp_path)
+
+    class Inventing(Reciter):
+        async def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit, None]:
+            async with aclosing(super().generate(request)) as commits:
+                async for commit in commits:
+                    yield replace(commit, index=7)
+
+    generation = Generation(Inventing(engine.script), tokenizer, LimitsSection())
+    with pytest.raises(TargetUnavailable, match="answer 7 was not asked for"):
+        await events_of(generation, Request(text="hi", n=2))
 
 
 async def test_text_held_back_for_a_stop_string_comes_with_the_last_commit(tmp_path: Path) -> None:

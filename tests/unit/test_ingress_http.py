@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from cluster.core.config import LimitsSection
 from cluster.core.errors import DeadlineExceeded, DrafterUnavailable, NotReady, Overloaded, TargetUnavailable
 from cluster.ingress.grpc import GenerationServicer
 from cluster.ingress.http import create_app
+from tests.ingress_door import LIMITS, Door, chunks, error_of
 from tests.ingress_fakes import MODEL, InProcessClient, Reciter, room
-
-HI = [{"role": "user", "content": "hi"}]
-LIMITS = LimitsSection(max_body_bytes=2048, max_prompts=4)
-
-
-class Door:
-    """An HTTP client of an application over a reciter."""
-
-    def __init__(self, directory: Path, text: str = "hello the world") -> None:
-        generation, self.engine, self.tokenizer = room(directory, text, limits=LIMITS)
-        self.client = InProcessClient(GenerationServicer(generation), lambda: self.engine.ready)
-        transport = httpx.ASGITransport(create_app(self.client, LIMITS), raise_app_exceptions=False)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://pilotfish")
-
-    async def post(self, path: str, **values: Any) -> httpx.Response:
-        return await self.http.post(path, json=values)
-
-    async def chat(self, **values: Any) -> httpx.Response:
-        return await self.post("/v1/chat/completions", **{"messages": HI, **values})
-
-    async def complete(self, **values: Any) -> httpx.Response:
-        return await self.post("/v1/completions", **{"prompt": "hi", **values})
 
 
 @pytest.fixture
@@ -44,20 +21,6 @@ async def door(tmp_path: Path) -> AsyncIterator[Door]:
     door = Door(tmp_path)
     async with door.http:
         yield door
-
-
-def chunks(response: httpx.Response) -> list[Any]:
-    assert response.headers["content-type"].startswith("text/event-stream")
-    *events, done, rest = response.text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    return [json.loads(event.removeprefix("data: ")) for event in events]
-
-
-def error_of(response: httpx.Response) -> Any:
-    assert response.headers["content-type"] == "application/json"
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    return error
 
 
 async def test_a_chat_is_answered_whole(door: Door) -> None:
@@ -212,14 +175,16 @@ async def test_an_error_in_mid_stream_is_an_event_and_the_stream_ends(door: Door
     }  # fmt: skip
 
 
-async def test_an_accident_tells_no_detail(door: Door) -> None:
+async def test_an_accident_tells_its_detail_to_the_log_alone(door: Door, caplog: pytest.LogCaptureFixture) -> None:
     def accident(_: object) -> Any:
         raise RuntimeError("secret")
 
     door.engine.script = accident
-    response = await door.chat()
+    response = await door.http.post("/v1/completions", json={"prompt": "hi"}, headers={"x-request-id": "my-1"})
     assert response.status_code == 500
     assert "secret" not in response.text
+    assert "request my-1 failed" in caplog.text
+    assert "secret" in caplog.text
     assert error_of(response)["type"] == "server_error"
 
 
@@ -252,13 +217,23 @@ async def test_a_form_is_not_json(door: Door) -> None:
 
 
 async def test_a_request_is_named_by_its_client_or_by_us(door: Door) -> None:
-    response = await door.http.post("/v1/completions", json={"prompt": "hi"}, headers={"x-request-id": "my-1"})
-    assert response.headers["x-request-id"] == "my-1"
-    assert response.json()["id"] == "cmpl-my-1"
+    named = await door.complete(request_id="my-1")
+    assert named.json()["id"] == "cmpl-my-1"
     assert door.engine.requests[0].request_id == "my-1"
     response = await door.http.post("/v1/completions", json={"prompt": "hi"}, headers={"x-request-id": "not valid"})
     assert response.headers["x-request-id"] != "not valid"
     assert door.engine.requests[1].request_id == response.headers["x-request-id"]
+    assert response.json()["id"] == f"cmpl-{response.headers['x-request-id']}"
+
+
+async def test_what_a_client_calls_its_requests_may_be_said_twice_at_once(door: Door) -> None:
+    headers = {"x-request-id": "my-1"}
+    responses = await asyncio.gather(
+        *(door.http.post("/v1/completions", json={"prompt": "hi"}, headers=headers) for _ in range(3))
+    )
+    assert [(response.status_code, response.headers["x-request-id"]) for response in responses] == [(200, "my-1")] * 3
+    assert len({response.json()["id"] for response in responses}) == 3
+    assert len({request.request_id for request in door.engine.requests}) == 3
 
 
 async def test_a_client_may_shorten_the_deadline(door: Door) -> None:

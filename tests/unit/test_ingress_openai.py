@@ -13,6 +13,7 @@ from cluster.core.config import LimitsSection
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
 from cluster.ingress.openai import ChatRequest, CompletionRequest, Parameters, parse
 from cluster.ingress.translate import chat_request, completion_requests, seed_of
+from pilotfish.v1 import generation_pb2
 
 LIMITS = LimitsSection(max_prompts=2)
 HI = [{"role": "user", "content": "hi"}]
@@ -103,7 +104,9 @@ def test_every_parameter_of_openais_own_client_is_known(schema: type[Parameters]
 
 
 def test_true_is_not_one() -> None:
-    with pytest.raises(UnsupportedParameter, match="n: True is refused"):
+    with pytest.raises(UnsupportedParameter, match="min_tokens: False is refused"):
+        chat(min_tokens=False)
+    with pytest.raises(InvalidRequest, match="n: True is refused"):
         chat(n=True)
 
 
@@ -131,6 +134,10 @@ def test_an_unknown_field_is_told_the_nearest_known_one() -> None:
         ({"messages": [{"role": "user", "content": "a", "mood": "b"}]}, "messages[0].mood"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ({"user": "\ud800"}, "user"),
+        ({"cache_salt": "\ud800"}, "cache_salt"),
+        ({"n": 1.5}, "n"),
+        ({"use_beam_search": 1}, "use_beam_search"),
+        ({"early_stopping": "always"}, "early_stopping"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
     ],
 )
@@ -175,8 +182,54 @@ def test_a_chat_becomes_one_request() -> None:
     assert request.sampling.seed == 3
 
 
+@pytest.mark.parametrize(
+    ("early_stopping", "expected"),
+    [
+        (None, generation_pb2.EARLY_STOPPING_NO),
+        (False, generation_pb2.EARLY_STOPPING_NO),
+        (True, generation_pb2.EARLY_STOPPING_YES),
+        ("never", generation_pb2.EARLY_STOPPING_NEVER),
+    ],
+)
+def test_beam_search_is_asked_for_as_vllms_clients_do(early_stopping: object, expected: int) -> None:
+    values = {"use_beam_search": True, "n": 2, "best_of": 4, "length_penalty": 0, "early_stopping": early_stopping}
+    for request in (
+        chat_request(chat(**values), LIMITS, "r", 3),
+        *completion_requests(completion(prompt=["a", "b"], **values), LIMITS, "r", 3),
+    ):
+        assert (request.n, request.best_of) == (2, 4)
+        assert (request.beam_search.length_penalty, request.beam_search.early_stopping) == (0.0, expected)
+
+
+def test_beam_search_switched_off_may_bring_its_defaults() -> None:
+    body = chat(use_beam_search=False, length_penalty=1, early_stopping=False)
+    assert chat_request(body, LIMITS, "r", 3) == chat_request(chat(), LIMITS, "r", 3)
+
+
+@pytest.mark.parametrize(("name", "value"), [("length_penalty", 0.5), ("early_stopping", True)])
+def test_what_only_beams_know_is_refused_without_them(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match="left out unless use_beam_search is true") as caught:
+        chat_request(chat(**{name: value}), LIMITS, "r", 3)
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("values", [{"best_of": 2}, {"n": 2, "best_of": 3}, {"n": 2, "use_beam_search": True}])
+def test_answers_that_are_chosen_at_the_end_cannot_be_streamed(values: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match="known once all are made") as caught:
+        completion_requests(completion(stream=True, **values), LIMITS, "r", 3)
+    assert caught.value.field == "stream"
+    completion_requests(completion(stream=True, n=2, best_of=2), LIMITS, "r", 3)
+
+
+def test_salt_and_name_pass_through() -> None:
+    request = chat_request(chat(cache_salt="tenant"), LIMITS, "r", 3)
+    assert (request.cache_salt, request.request_id) == ("tenant", "r")
+
+
 def test_what_is_unset_stays_unset() -> None:
     request = chat_request(chat(), LIMITS, "r", 3)
+    for name in ("n", "best_of", "beam_search", "cache_salt"):
+        assert not request.HasField(name)  # type: ignore[arg-type]
     assert not request.HasField("model")
     assert not request.sampling.HasField("temperature")
     assert not request.sampling.HasField("logprobs")
@@ -208,6 +261,10 @@ def test_completions_have_openais_default_length() -> None:
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {str(2**32): 1}}, "logit_bias"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
+        ({"best_of": -1}, "best_of"),
+        ({"best_of": 2**40}, "best_of"),
     ],
 )
 def test_what_the_schema_cannot_hold_is_refused_in_the_validators_words(values: dict[str, object], field: str) -> None:

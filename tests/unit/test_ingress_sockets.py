@@ -100,8 +100,8 @@ async def test_a_client_that_leaves_frees_its_answer(served: tuple[str, Reciter]
     address, engine = served
     engine.hold_after = commits
     host, port = address.removeprefix("http://").split(":")
-    body = b'{"prompt": "hi", "stream": %s}' % (b"true" if stream else b"false")
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: gone\r\ncontent-length: %d\r\n\r\n" % len(body)
+    body = b'{"prompt": "hi", "request_id": "gone", "stream": %s}' % (b"true" if stream else b"false")
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
     async with asyncio.timeout(PATIENCE):
         _, writer = await asyncio.open_connection(host, int(port))
         writer.write(head + body)

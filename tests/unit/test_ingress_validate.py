@@ -9,16 +9,27 @@ import pytest
 
 from cluster.core.config import LimitsSection
 from cluster.core.errors import InvalidRequest, UnknownModel
-from cluster.core.types import KvOccupancy, SamplingParameters, TargetInfo
+from cluster.core.kv import KvLayout
+from cluster.core.types import (
+    BeamParameters,
+    EarlyStopping,
+    GenerationRequest,
+    KvOccupancy,
+    SamplingParameters,
+    TargetInfo,
+)
 from cluster.ingress.chat_template import Message
 from cluster.ingress.validate import ChatPrompt, TextPrompt, TokenPrompt, admit, validate
 from pilotfish.v1 import common_pb2, generation_pb2
 
-INFO = TargetInfo("tiny", 100, 32, 16, KvOccupancy(8, 8), (2,), 1, "float32")
-LIMITS = LimitsSection(max_output_tokens=20, max_stop_strings=2, max_stop_token_ids=2, max_logit_bias=2, max_messages=2)
+INFO = TargetInfo("tiny", 100, 32, KvLayout(16), KvOccupancy(8, 8), (2,), 1, "float32")
+LIMITS = LimitsSection(
+    max_output_tokens=20, max_stop_strings=2, max_stop_token_ids=2, max_logit_bias=2, max_messages=2, max_n=8
+)
 Sampling = common_pb2.SamplingParameters
 Stopping = generation_pb2.StoppingCriteria
 Request = generation_pb2.GenerateRequest
+BeamSearch = generation_pb2.BeamSearch
 
 
 def check(request: Request) -> object:
@@ -127,6 +138,80 @@ def test_what_is_out_of_bounds_is_refused_by_name(request_: Request, field: str)
     assert caught.value.field == field
 
 
+def several(sampling: Sampling | None = None, stopping: Stopping | None = None, **values: object) -> Request:
+    return Request(text="hi", sampling=sampling, stopping=stopping, **values)  # type: ignore[arg-type]
+
+
+def beams(width: int = 4, **values: object) -> Request:
+    return several(best_of=width, beam_search=BeamSearch(), **values)
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (several(n=0), "n"),
+        (several(n=9), "n"),
+        (several(best_of=0), "best_of"),
+        (several(best_of=9), "best_of"),
+        (several(n=3, best_of=2), "best_of"),
+        (several(cache_salt="x" * 257), "cache_salt"),
+        (several(cache_salt="\N{FISH}" * 65), "cache_salt"),
+        (several(beam_search=BeamSearch()), "best_of"),
+        (beams(1), "best_of"),
+        (several(n=2, beam_search=BeamSearch(length_penalty=math.nan)), "length_penalty"),
+        (several(n=2, beam_search=BeamSearch(length_penalty=-10.5)), "length_penalty"),
+        (several(n=2, beam_search=BeamSearch(early_stopping=9)), "early_stopping"),  # type: ignore[arg-type]
+        (beams(sampling=Sampling(temperature=0.7)), "temperature"),
+        (beams(sampling=Sampling(top_k=1)), "top_k"),
+        (beams(sampling=Sampling(top_p=0.5)), "top_p"),
+        (beams(sampling=Sampling(min_p=0.5)), "min_p"),
+        (beams(sampling=Sampling(repetition_penalty=1.1)), "repetition_penalty"),
+        (beams(sampling=Sampling(presence_penalty=0.1)), "presence_penalty"),
+        (beams(sampling=Sampling(frequency_penalty=0.1)), "frequency_penalty"),
+        (beams(sampling=Sampling(logit_bias=[common_pb2.LogitBias(token_id=1, bias=1)])), "logit_bias"),
+        (beams(sampling=Sampling(logprobs=0)), "logprobs"),
+        (beams(stopping=Stopping(stop=["x"])), "stop"),
+    ],
+)
+def test_several_answers_have_their_bounds_too(request_: Request, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check(request_)
+    assert caught.value.field == field
+
+
+def admitted(request: Request) -> GenerationRequest:
+    return admit(validate(request, INFO, LIMITS, INFO.eos_token_ids), (1, 2), INFO, LIMITS, 0.0)
+
+
+def test_one_answer_of_no_salt_is_the_default() -> None:
+    request = admitted(Request(text="hi"))
+    assert (request.n, request.beam, request.cache_salt) == (1, None, "")
+
+
+def test_samples_that_compete_are_all_asked_for_with_their_log_probabilities() -> None:
+    request = admitted(several(n=2, best_of=5, cache_salt="mine"))
+    assert (request.n, request.sampling.logprobs, request.cache_salt) == (5, 0, "mine")
+    assert admitted(several(Sampling(logprobs=3), best_of=5)).sampling.logprobs == 3
+    request = admitted(several(n=5, best_of=5))
+    assert (request.n, request.sampling.logprobs) == (5, None)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_beams_are_best_of_many_or_as_many_as_answers(temperature: float) -> None:
+    search = BeamSearch(length_penalty=-0.5, early_stopping=generation_pb2.EARLY_STOPPING_NEVER)
+    request = admitted(several(Sampling(temperature=temperature, top_p=1.0), n=2, best_of=4, beam_search=search))
+    assert (request.n, request.beam) == (2, BeamParameters(4, -0.5, EarlyStopping.NEVER))
+    assert admitted(several(n=3, beam_search=BeamSearch())).beam == BeamParameters(3)
+
+
+def test_a_beam_has_no_more_candidates_than_the_vocabulary() -> None:
+    info = replace(INFO, vocabulary_size=6)
+    request = beams(4, stopping=Stopping(stop_token_ids=[3, 4]))
+    with pytest.raises(InvalidRequest, match="best_of: 4 is refused; it must be at most 3: of 6 candidates 3 may be"):
+        validate(request, info, LIMITS, (2,))
+    validate(beams(3, stopping=Stopping(stop_token_ids=[3, 4])), info, LIMITS, (2,))
+
+
 def test_an_unknown_model_is_told_the_known_one() -> None:
     with pytest.raises(UnknownModel, match="'gpt-4' is refused; it must be a served model: tiny"):
         check(Request(text="hi", model="gpt-4"))
@@ -152,7 +237,7 @@ def test_prompt_and_answer_must_fit_the_context() -> None:
 
 
 def test_an_answer_of_no_asked_length_fits_a_pool_smaller_than_the_context() -> None:
-    small = replace(INFO, max_context_len=1000, kv=KvOccupancy(10, 10), block_size=16)
+    small = replace(INFO, max_context_len=1000, kv=KvOccupancy(10, 10))
     message = Request(text="hi")
     limits = LimitsSection()
     admitted = admit(validate(message, small, limits, ()), (1, 2, 3), small, limits, deadline=1.0)

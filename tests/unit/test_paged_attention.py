@@ -13,10 +13,10 @@ from cluster.core.config import KvSection, ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from cluster.core.tree import TokenTree
 from tests import tiny
-from workers.model.blocks import BlockTable
 from workers.model.loading import check_divisible, load_model
 from workers.model.pool import KvPool
 from workers.model.runner import ForwardRow, ModelRunner
+from workers.model.tables import BlockTable
 
 TOLERANCE = 2e-4
 
@@ -147,7 +147,8 @@ def test_rows_of_all_kinds_mix_in_one_pass(bench: Bench) -> None:
 def test_forks_write_apart(bench: Bench) -> None:
     tokens = some_tokens(10, seed=5)
     parent = bench.store(tokens)
-    child = bench.pool.fork(parent)
+    child = bench.pool.open([*tokens, 30], parent=parent)
+    assert child.stored_len == len(tokens)
     bench.run(ForwardRow(parent, (20,)), ForwardRow(child, (30,)))
     logits = bench.run(ForwardRow(parent, (21,), select=(0,)), ForwardRow(child, (31,), select=(0,)))
     assert close(logits[0], bench.expected([*tokens, 20, 21]))

@@ -7,10 +7,12 @@ import pytest
 from cluster.core.config import SchedulerSection
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
+from cluster.core.kv import KvGroup, KvLayout
 from cluster.core.scheduler import Plan, PlannedRow, SequenceView, State, check_fits, plan
 from cluster.core.types import DraftBudget, KvOccupancy
 
 NONE = DraftBudget(0, 0)
+LAYOUT = KvLayout(4)
 
 
 def view(arrival: int, length: int, stored: int = 0, remaining: int = 100) -> SequenceView:
@@ -31,10 +33,12 @@ def decide(
     sequences: int = 8,
     draft: DraftBudget = NONE,
     context: int = 1000,
+    prompt_tokens: int | None = None,
+    layout: KvLayout = LAYOUT,
 ) -> Plan:
-    """Blocks of four tokens."""
-    limits = SchedulerSection(max_sequences=sequences, max_step_tokens=tokens)
-    return plan(State(waiting, running, KvOccupancy(total, free), 4, context, limits, draft))
+    """Blocks of four tokens, unless `layout` says otherwise."""
+    limits = SchedulerSection(max_sequences=sequences, max_step_tokens=tokens, max_prompt_tokens=prompt_tokens)
+    return plan(State(waiting, running, KvOccupancy(total, free), layout, context, limits, draft))
 
 
 def pending(result: Plan) -> dict[str, int]:
@@ -108,6 +112,62 @@ def test_a_prompt_that_decides_gets_a_tree_from_what_is_left() -> None:
     assert undecided.rows[0].draft == NONE
 
 
+# --- the time between tokens ---------------------------------------------------------------------
+
+
+def test_prompts_together_keep_their_budget_while_others_decode() -> None:
+    running = (decoding(1), view(2, 100), view(3, 100))
+    assert pending(decide((), running, prompt_tokens=20)) == {"s1": 1, "s2": 20}
+    assert pending(decide((), running, prompt_tokens=40)) == {"s1": 1, "s2": 40}
+    assert pending(decide((), (decoding(1), view(2, 15, 5), view(3, 100)), prompt_tokens=16)) == {
+        "s1": 1,
+        "s2": 10,
+        "s3": 6,
+    }
+
+
+def test_without_anybody_to_hold_up_prompts_fill_the_step() -> None:
+    assert pending(decide((), (view(2, 100), view(3, 100)), prompt_tokens=8)) == {"s2": 64}
+
+
+def test_a_decoding_sequence_that_lacks_a_block_holds_no_prompt_back() -> None:
+    stalled = decoding(2, length=9)  # its next token needs a block, and nobody younger has one to give
+    assert pending(decide((), (view(1, 100, 9), stalled), free=0, prompt_tokens=1, tokens=16)) == {"s1": 3}
+
+
+def test_what_the_prompt_budget_leaves_goes_to_trees() -> None:
+    result = decide((), (decoding(1), view(2, 200)), tokens=32, prompt_tokens=4, draft=DraftBudget(64, 64))
+    assert (pending(result), nodes(result)) == ({"s1": 1, "s2": 4}, {"s1": 27, "s2": 0})
+
+
+# --- windows ------------------------------------------------------------------------------------
+
+WINDOWED = KvLayout(4, (KvGroup(tables=1), KvGroup(tables=5, window=8)))
+
+
+def test_growth_takes_a_block_of_every_table() -> None:
+    sliding = decoding(1, length=17)  # 16 stored: the seventeenth needs a block of each of the six tables
+    assert pending(decide((), (sliding,), free=6, layout=WINDOWED)) == {"s1": 1}
+    assert pending(decide((), (sliding,), free=5, layout=WINDOWED)) == {}
+
+
+def test_who_gives_way_gives_back_what_its_windows_still_hold() -> None:
+    old, young = decoding(1, length=17), view(2, 200, 40)
+    assert WINDOWED.held(40) == 10 + 5 * 2
+    result = decide((), (old, young), free=0, layout=WINDOWED, tokens=16)
+    assert result.preempt == ("s2",)
+    assert pending(result) == {"s1": 1}
+
+
+def test_a_long_prompt_is_admitted_by_what_its_windows_will_hold_at_most() -> None:
+    need = WINDOWED.peak(200, 16)
+    assert need < KvLayout(4, (KvGroup(tables=6),)).peak(200, 16)
+    assert decide((view(2, 200),), (decoding(1, length=8),), free=need + 12, layout=WINDOWED, tokens=16).admit == (
+        "s2",
+    )
+    assert decide((view(2, 200),), (decoding(1, length=8),), free=need + 11, layout=WINDOWED, tokens=16).admit == ()
+
+
 # --- admission ----------------------------------------------------------------------------------
 
 
@@ -120,6 +180,12 @@ def test_a_request_finds_blocks_for_its_whole_length_and_one_more_or_waits() -> 
     running = (decoding(1, length=8),)  # its next token needs a block of its own
     assert decide((view(2, 8),), running, free=4).admit == ("s2",)
     assert decide((view(2, 8),), running, free=3).admit == ()
+
+
+def test_what_a_waiting_sequence_will_share_takes_no_blocks() -> None:
+    sibling = SequenceView(SequenceId("s2"), 2, 80, 0, 100, shared_len=79)  # twenty blocks, the last one to be copied
+    assert decide((sibling,), (decoding(1, length=8),), free=3).admit == ("s2",)
+    assert decide((sibling,), (decoding(1, length=8),), free=2).admit == ()
 
 
 def test_what_admitted_prompts_have_yet_to_store_is_spoken_for() -> None:

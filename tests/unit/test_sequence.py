@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.core.errors import InvalidRequest
 from cluster.core.ids import RequestId, SequenceId
-from cluster.core.sequence import LOST, Sequence
+from cluster.core.sequence import Sequence
 from cluster.core.types import (
     FinishReason,
     GenerationRequest,
@@ -122,7 +123,7 @@ def test_a_chunk_that_decides_before_the_end_is_dropped() -> None:
 def test_a_lost_sequence_is_sent_from_the_start_and_keeps_its_tokens() -> None:
     running = sequence()
     running.commit(decided(4, 5, 6, drafted=1))
-    assert running.commit(Verdict(ID, 6, fault=LOST)) is None
+    assert running.commit(faulted(RowFaultCode.OUT_OF_SYNC)) is None
     assert (running.tokens, running.stored_len, running.missing) == ([1, 2, 3, 4, 5, 6], 0, 6)
     assert running.commit(decided(6, 7)) is not None
     assert (running.stored_len, running.tokens[-1]) == (6, 7)
@@ -140,5 +141,44 @@ def test_a_finished_sequence_takes_no_more() -> None:
     ended = sequence(max_tokens=1)
     ended.commit(decided(4, 5))
     assert ended.commit(decided(5, 6)) is None
-    assert ended.commit(Verdict(ID, 5, fault=LOST)) is None
+    assert ended.commit(faulted(RowFaultCode.OUT_OF_SYNC)) is None
     assert ended.tokens == [1, 2, 3, 4, 5]
+
+
+# --- what the target holds ----------------------------------------------------------------------
+
+
+def test_an_opened_sequence_sends_what_the_target_does_not_hold_yet() -> None:
+    found = sequence()
+    found.opened(3)
+    assert (found.stored_len, found.missing, found.tokens) == (3, 1, [1, 2, 3, 4])
+    assert found.commit(decided(4, 5)) is not None
+
+
+def test_opening_again_overrules_what_was_stored_and_changes_no_token() -> None:
+    running = sequence()
+    running.commit(decided(4, 5, 6, drafted=1))
+    usage = running.usage()
+    running.opened(0)
+    assert (running.stored_len, running.missing) == (0, 6)
+    running.opened(4)
+    assert (running.stored_len, running.missing) == (4, 2)
+    assert (running.tokens, running.usage()) == ([1, 2, 3, 4, 5, 6], usage)
+
+
+@pytest.mark.parametrize("stored_len", [-1, 4, 5])
+def test_a_target_always_leaves_a_token_to_decide_on(stored_len: int) -> None:
+    with pytest.raises(InvalidRequest, match="stored_len"):
+        sequence().opened(stored_len)
+
+
+def test_a_verdict_from_before_an_opening_is_dropped() -> None:
+    running = sequence()
+    running.opened(3)
+    assert running.commit(decided(3)) is None
+    assert running.stored_len == 3
+
+
+def test_the_start_carries_the_salt() -> None:
+    salted = Sequence(ID, GenerationRequest(RequestId("r"), (1,), cache_salt="tenant"), arrival=1)
+    assert salted.start.cache_salt == "tenant"

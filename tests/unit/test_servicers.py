@@ -14,11 +14,14 @@ import pytest
 from cluster.core.config import DraftSection, KvSection, ModelSection
 from cluster.core.errors import DrafterUnavailable, InvalidRequest, NotReady, TargetUnavailable
 from cluster.core.ids import SequenceId
+from cluster.core.kv import KvLayout
 from cluster.core.tree import TokenTree
 from cluster.core.types import (
     DraftBudget,
     DraftRow,
     KvOccupancy,
+    OpenResult,
+    OpenRow,
     Proposal,
     RowFaultCode,
     SamplingParameters,
@@ -48,6 +51,10 @@ KV = KvOccupancy(10, 4)
 
 def draft_row(name: str, *tokens: int) -> DraftRow:
     return DraftRow(SequenceId(name), len(tokens), tokens, DraftBudget(4, 4), START)
+
+
+def open_row(name: str, *tokens: int, parent: str | None = None) -> OpenRow:
+    return OpenRow(SequenceId(name), tokens, START, None if parent is None else SequenceId(parent))
 
 
 def verify_row(name: str, *tokens: int) -> VerifyRow:
@@ -114,11 +121,11 @@ class EchoEngine:
     def release_all(self) -> KvOccupancy:
         return KvOccupancy(10, 10)
 
-    def fork(self, parent: SequenceId, children: Sequence[SequenceId]) -> KvOccupancy:
-        raise InvalidRequest("parent", parent, "a sequence that the target holds")
+    def open(self, rows: Sequence[OpenRow]) -> OpenResult:
+        raise InvalidRequest("parent", rows[0].parent, "a sequence that the target holds")
 
     def info(self) -> TargetInfo:
-        return TargetInfo("echo", 700, 64, 4, KV, (2,), 1, "float32", "e")
+        return TargetInfo("echo", 700, 64, KvLayout(4), KV, (2,), 1, "float32", "e")
 
 
 async def propose(servicer: DraftServicer, *rows: DraftRow) -> tuple[Proposal, ...]:
@@ -324,7 +331,8 @@ async def test_verdicts_cross_the_wire_as_the_engine_gave_them(directory: Path) 
         first = await target.step(batch)
         assert (first.verdicts, first.kv) == (expected.verdicts, expected.kv)
         assert (await target.step(batch)).verdicts == expected.verdicts
-        await target.fork(SequenceId("a"), [SequenceId("child")])
+        opened = await target.open([open_row("child", 5, 6, 7, 8, parent="a"), open_row("new", 1)])
+        assert opened.stored_lens == (3, 0)
         await target.release([SequenceId("a"), SequenceId("b"), SequenceId("child"), SequenceId("unknown")])
         assert (await target.info()).kv.blocks_free == 20
 
@@ -363,6 +371,6 @@ async def test_a_broken_group_is_told_at_once_and_its_rows_are_not_tried_alone()
 async def test_what_the_engine_refuses_arrives_as_it_was_raised() -> None:
     async with target_at(TargetServicer(EchoEngine())) as target:
         with pytest.raises(InvalidRequest, match="parent: 'nobody' is refused"):
-            await target.fork(SequenceId("nobody"), [SequenceId("child")])
-        with pytest.raises(InvalidRequest, match="children"):
-            await target.fork(SequenceId("a"), [SequenceId(str(child)) for child in range(65)])
+            await target.open([open_row("child", 1, parent="nobody")])
+        with pytest.raises(InvalidRequest, match="tokens"):
+            await target.open([open_row("child")])

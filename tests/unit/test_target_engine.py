@@ -14,7 +14,7 @@ from cluster.core.config import KvSection, ModelSection
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from cluster.core.types import RowFaultCode, SamplingParameters, SequenceStart, StepBatch, Verdict, VerifyRow
+from cluster.core.types import OpenRow, RowFaultCode, SamplingParameters, SequenceStart, StepBatch, Verdict, VerifyRow
 from tests import tiny
 from workers.model.loading import load_model
 from workers.model.pool import KvPool
@@ -45,6 +45,11 @@ def engine(directory: Path) -> TargetEngine:
 
 def first_row(name: str, prompt: Sequence[int], sampling: SamplingParameters = GREEDY) -> VerifyRow:
     return VerifyRow(SequenceId(name), len(prompt), tuple(prompt), start=SequenceStart(len(prompt), sampling))
+
+
+def open_row(name: str, tokens: Sequence[int], parent: str | None = None, salt: str = "") -> OpenRow:
+    start = SequenceStart(1, GREEDY, salt)
+    return OpenRow(SequenceId(name), tuple(tokens), start, None if parent is None else SequenceId(parent))
 
 
 def one(engine: TargetEngine, row: VerifyRow) -> Verdict:
@@ -228,26 +233,45 @@ def test_what_is_no_number_does_not_outlive_its_sequence(directory: Path) -> Non
     assert one(poisoned, first_row("b", PROMPT)).tokens == healthy
 
 
-def test_forks_share_the_prompt_and_go_their_own_ways(engine: TargetEngine) -> None:
+def test_children_share_the_prompt_and_go_their_own_ways(engine: TargetEngine) -> None:
     one(engine, first_row("parent", PROMPT))
     free = engine.info().kv.blocks_free
-    kv = engine.fork(SequenceId("parent"), [SequenceId("left"), SequenceId("right")])
-    assert kv.blocks_free == free
-    rows = [VerifyRow(SequenceId(name), len(PROMPT) + 1, (token,)) for name, token in (("left", 20), ("right", 30))]
-    forked = engine.step(StepBatch(tuple(rows))).verdicts
-    for row, verdict, token in zip(rows, forked, (20, 30), strict=True):
-        assert verdict.tokens == one(engine, first_row("fresh", (*PROMPT, token))).tokens, row
+    children = [("left", (*PROMPT, 20)), ("right", (*PROMPT, 30))]
+    opened = engine.open([open_row(name, tokens, parent="parent") for name, tokens in children])
+    assert opened.stored_lens == (len(PROMPT), len(PROMPT))
+    assert opened.kv.blocks_free == free
+    rows = [VerifyRow(SequenceId(name), len(tokens), tokens[-1:]) for name, tokens in children]
+    for (_, tokens), verdict in zip(children, engine.step(StepBatch(tuple(rows))).verdicts, strict=True):
+        assert verdict.tokens == one(engine, first_row("fresh", tokens)).tokens
     engine.release([SequenceId(name) for name in ("parent", "left", "right", "fresh")])
     assert engine.info().kv.blocks_free == engine.info().kv.blocks_total
 
 
-def test_a_repeated_fork_does_nothing(engine: TargetEngine) -> None:
+def test_a_child_shares_its_parents_half_filled_block_and_leaves_out_its_own_last_token(engine: TargetEngine) -> None:
+    one(engine, first_row("parent", (*PROMPT, 7, 7)))
+    opened = engine.open(
+        [
+            open_row("further", (*PROMPT, 7, 7, 8), parent="parent"),
+            open_row("same", (*PROMPT, 7, 7), parent="parent"),
+            open_row("apart", (*PROMPT[:6], 1, 1), parent="parent"),
+        ]
+    )
+    assert opened.stored_lens == (10, 9, 6)
+
+
+def test_a_repeated_open_opens_the_same(engine: TargetEngine) -> None:
     one(engine, first_row("parent", PROMPT))
-    first = engine.fork(SequenceId("parent"), [SequenceId("child")])
-    assert engine.fork(SequenceId("parent"), [SequenceId("child")]) == first
-    one(engine, VerifyRow(SequenceId("parent"), len(PROMPT) + 1, (20,)))
-    with pytest.raises(InvalidRequest, match="a new sequence"):
-        engine.fork(SequenceId("parent"), [SequenceId("child")])
+    row = open_row("child", (*PROMPT, 20), parent="parent")
+    first = engine.open([row])
+    assert engine.open([row]) == first
+    one(engine, VerifyRow(SequenceId("child"), len(PROMPT) + 1, (20,)))
+    assert engine.open([row]).stored_lens == first.stored_lens  # anew, whatever it has become
+
+
+def test_a_sequence_that_is_opened_anew_begins_with_what_it_holds(engine: TargetEngine) -> None:
+    verdict = one(engine, first_row("a", (*PROMPT, 7)))
+    opened = engine.open([open_row("a", (*PROMPT, 7, *verdict.tokens), parent="long gone")])
+    assert opened.stored_lens == (len(PROMPT) + 1,)
 
 
 def test_releasing_all_frees_what_nobody_names(engine: TargetEngine) -> None:
@@ -255,14 +279,6 @@ def test_releasing_all_frees_what_nobody_names(engine: TargetEngine) -> None:
     one(engine, first_row("b", PROMPT))
     kv = engine.release_all()
     assert kv.blocks_free == kv.blocks_total
-
-
-def test_a_fork_of_nothing_or_into_something_is_refused(engine: TargetEngine) -> None:
-    one(engine, first_row("parent", PROMPT))
-    with pytest.raises(InvalidRequest, match="parent: 'nobody'"):
-        engine.fork(SequenceId("nobody"), [SequenceId("child")])
-    with pytest.raises(InvalidRequest, match=r"children\[1\]: 'child'"):
-        engine.fork(SequenceId("parent"), [SequenceId("child"), SequenceId("child")])
 
 
 def test_logprobs_are_the_models_own_at_every_accepted_token(engine: TargetEngine, directory: Path) -> None:
@@ -302,7 +318,7 @@ def test_random_lives_leak_nothing(directory: Path) -> None:
             verdict = one(engine, VerifyRow(SequenceId(name), len(tokens), (tokens[-1],), tree))
             tokens.extend(verdict.tokens)
         elif action < 0.85:
-            engine.fork(SequenceId(name), [SequenceId(f"f{turn}")])
+            engine.open([open_row(f"f{turn}", held[name], parent=name)])
             held[f"f{turn}"] = list(held[name])
         else:
             engine.release([SequenceId(name), SequenceId(name)])

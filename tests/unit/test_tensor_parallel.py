@@ -17,7 +17,7 @@ from cluster.core.config import KvSection, TargetSection
 from cluster.core.errors import TargetUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.tree import TokenTree
-from cluster.core.types import SamplingParameters, SequenceStart, StepBatch, VerifyRow
+from cluster.core.types import OpenRow, SamplingParameters, SequenceStart, StepBatch, VerifyRow
 from tests import tiny
 
 RANKS = 3
@@ -37,7 +37,10 @@ def free_port() -> int:
 
 def section(directory: Path, ranks: int) -> TargetSection:
     return TargetSection(
-        path=str(directory), device="cpu", tensor_parallel=ranks, kv=KvSection(block_size=4, pool_bytes=1 << 20)
+        path=str(directory),
+        device="cpu",
+        tensor_parallel=ranks,
+        kv=KvSection(block_size=4, pool_bytes=1 << 20, host_bytes=1 << 20),
     )
 
 
@@ -133,12 +136,18 @@ def test_the_group_decides_what_one_rank_decides(group: Group, directory: Path, 
 def test_forks_follow_on_every_rank(group: Group) -> None:
     start = SequenceStart(len(PROMPT), SETTINGS["greedy"])
     group.ask("step", StepBatch((VerifyRow(SequenceId("p"), len(PROMPT), PROMPT, start=start),)))
-    group.ask("fork", SequenceId("p"), [SequenceId("c")])
+    opened = group.ask("open", [OpenRow(SequenceId("c"), (*PROMPT, 11), start, SequenceId("p"))])
+    assert opened.stored_lens == (len(PROMPT),)
     rows = tuple(VerifyRow(SequenceId(name), len(PROMPT) + 1, (11,)) for name in ("p", "c"))
     verdicts = group.ask("step", StepBatch(rows)).verdicts
     assert verdicts[0].tokens == verdicts[1].tokens
     released = group.ask("release_all")
     assert released.blocks_free == released.blocks_total
+    again = (OpenRow(SequenceId("again"), (*PROMPT, 11, 12), start), OpenRow(SequenceId("new"), (1, *PROMPT), start))
+    assert group.ask("open", again).stored_lens == (len(PROMPT), 0)
+    row = VerifyRow(SequenceId("again"), len(PROMPT) + 1, (11,))
+    assert group.ask("step", StepBatch((row,))).verdicts[0].tokens == verdicts[0].tokens
+    group.ask("release_all")
 
 
 def test_the_death_of_any_rank_breaks_the_group_and_says_so(group: Group) -> None:

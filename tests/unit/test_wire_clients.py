@@ -32,6 +32,8 @@ from tests.wire_house import (
     GENERATION,
     HOST,
     INFO,
+    OPENED,
+    OPENS,
     PATIENCE,
     PROPOSALS,
     RESULT,
@@ -47,11 +49,12 @@ from tests.wire_house import house as house
 from tests.wire_house import target as target
 
 
-async def test_the_target_steps_releases_and_tells_what_it_is(house: House, target: GrpcTarget) -> None:
+async def test_the_target_opens_steps_releases_and_tells_what_it_is(house: House, target: GrpcTarget) -> None:
+    assert await target.open(OPENS) == OPENED
     assert await target.step(BATCH) == RESULT
     await target.release([SequenceId("s"), SequenceId("t")])
     assert await target.info() == INFO
-    assert (house.target.steps, house.target.released) == ([BATCH], ("s", "t"))
+    assert (house.target.opens, house.target.steps, house.target.released) == ([OPENS], [BATCH], ("s", "t"))
     assert house.resolved == 1
 
 
@@ -101,7 +104,7 @@ async def babbling() -> AsyncIterator[Resolve]:
 
 async def test_an_answer_that_is_no_message_is_a_fault_of_the_peer(babbling: Resolve) -> None:
     target, drafter, client = GrpcTarget(babbling), GrpcDrafter(babbling), GenerationClient(babbling)
-    for call in (lambda: target.step(BATCH), lambda: target.info()):
+    for call in (lambda: target.open(OPENS), lambda: target.step(BATCH), lambda: target.info()):
         with pytest.raises(TargetUnavailable):
             await call()
     with pytest.raises(DrafterUnavailable):

@@ -20,11 +20,11 @@ from cluster.core.tree import TokenTree
 from cluster.core.types import DraftRow, Proposal, RowFault, SequenceStart
 from workers.draft.method import register
 from workers.draft.sessions import Session, Sessions
-from workers.model.blocks import BlockTable
 from workers.model.loaded import LoadedModel
 from workers.model.loading import load_model
 from workers.model.pool import KvPool
 from workers.model.runner import ForwardRow, ModelRunner
+from workers.model.tables import BlockTable
 from workers.sampling.context import Branch, DecisionContext
 from workers.sampling.decide import Undecidable, decide
 
@@ -88,7 +88,7 @@ class _Chain:
 class ModelDrafter:
     """Chains from a draft model, all rows together: a forward pass per depth.
 
-    Keys and values of what was guessed stay until the next row tells how much of it was committed.
+    `pool` must rewind. Keys and values of what was guessed stay until the next row tells how much of it was committed.
     When the pool is full, sequences that were not asked for lately lose theirs (they are computed
     again when asked for); a row for which that is not enough gets an empty tree.
     """
@@ -104,6 +104,10 @@ class ModelDrafter:
         self._sessions = Sessions(
             lambda start: StoredSession(start, pool.new_table()), self._forget_stored, model.vocabulary_size
         )
+
+    def warm_up(self) -> None:
+        """Pay now for what the first proposals would wait for."""
+        self._runner.warm_up()
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
         """See `DraftMethod`."""
@@ -158,7 +162,7 @@ class ModelDrafter:
 
     def _reserve(self, session: StoredSession, length: int, in_use: set[SequenceId]) -> bool:
         """Make room for `length` tokens, at the cost of sequences that are not in use."""
-        others = (other for other in self._sessions.least_recent(without=in_use) if other.table.blocks)
+        others = (other for other in self._sessions.least_recent(without=in_use) if other.table.held)
         while True:
             try:
                 self._pool.reserve(session.table, length)
@@ -261,4 +265,6 @@ def create_model(section: DraftSection, target_section: TargetSection) -> ModelD
         raise ConfigurationError("draft.model: method 'model' needs draft.model.path")
     model = load_model(section.model)
     check_vocabularies(model, Path(section.model.path), target_section)
-    return ModelDrafter(model, KvPool(model, section.kv), section)
+    drafter = ModelDrafter(model, KvPool(model, section.kv, rewinds=True), section)
+    drafter.warm_up()
+    return drafter

@@ -1,4 +1,4 @@
-"""One attention function for every model family: paged, ragged, tree-masked.
+"""One attention function for every model family: paged, ragged, tree-masked, windowed.
 
 `transformers` calls attention through a registry; the function registered here ignores the mask it
 is given and reads a `StepLayout` instead, which says where each fresh token's key and value go and
@@ -11,9 +11,9 @@ so that keys and values are never repeated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -21,68 +21,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from cluster.core.errors import ModelLoadError
-from cluster.core.tree import ROOT, TokenTree
+from workers.model.arrangement import Place
+from workers.model.layout import RowGroup, StepLayout
+from workers.model.native import Kernel, NativeStep
+from workers.model.operators import define
 from workers.model.pool import KvPool
 
 ATTENTION_NAME = "pilotfish_paged"
-_LONGEST_PADDED_ROW = 32  # rows at least this wide are not padded against others
-
-
-@dataclass(frozen=True, slots=True)
-class RowShape:
-    """What attention must know of a row: its blocks, how much is stored, how much is fresh."""
-
-    blocks: Sequence[int]
-    stored_len: int
-    fresh: int
-    """Committed tokens in this step; they see everything up to themselves."""
-    tree: TokenTree
-    """Guesses below the last fresh token; each sees the committed tokens and its ancestors."""
-
-    @property
-    def width(self) -> int:
-        return self.fresh + len(self.tree)
-
-    @property
-    def base_len(self) -> int:
-        return self.stored_len + self.fresh
-
-    def positions(self) -> list[int]:
-        """Absolute position of each query; tree nodes of one depth share theirs."""
-        committed = list(range(self.stored_len, self.base_len))
-        return committed + [self.base_len + depth - 1 for depth in self.tree.depths()]
-
-
-@dataclass(slots=True)
-class RowGroup:
-    """Rows that share one padded attention call."""
-
-    gather: torch.Tensor  # [rows, queries] index into the step's tokens; padding repeats the first
-    scatter: torch.Tensor  # [tokens] flat index into [rows * queries]
-    targets: torch.Tensor  # [tokens] where those outputs belong in the step
-    blocks: torch.Tensor  # [rows, blocks]
-    mask: torch.Tensor  # [rows, queries, keys] true where a query sees a key
-    query_position: torch.Tensor  # [rows, queries]
-    key_position: torch.Tensor  # [rows, keys]
-    folded: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
-
-    def folded_mask(self, heads_per_kv: int, window: int | None) -> torch.Tensor:
-        """The mask for queries folded over the heads of one KV head: `[rows, 1, heads * queries, keys]`."""
-        key = (heads_per_kv, window)
-        if key not in self.folded:
-            mask = self.mask
-            if window is not None:
-                mask = mask & (self.query_position[:, :, None] - self.key_position[:, None, :] < window)
-            self.folded[key] = mask.repeat(1, heads_per_kv, 1).unsqueeze(1)
-        return self.folded[key]
-
-
-@dataclass(slots=True)
-class StepLayout:
-    """Everything attention needs for one forward pass, the same for every layer."""
-
-    slots: torch.Tensor  # [tokens] where each token's key and value are stored
-    groups: list[RowGroup]
 
 
 class PagedAttention:
@@ -90,9 +35,11 @@ class PagedAttention:
 
     def __init__(self) -> None:
         self.pool: KvPool | None = None
-        self.layout: StepLayout | None = None
-        self.probe: dict[int, tuple[int, int]] | None = None
-        """While set, no attention is computed: each layer's (KV heads, head dimension) is noted."""
+        self.layout: StepLayout | NativeStep | None = None
+        self.kernel: Kernel | None = None
+        """Set where there is one for the processor; layouts are then its own."""
+        self.probe: dict[int, tuple[int, int, int | None, int]] | None = None
+        """While set, no attention is computed: each layer's (KV heads, head dimension, window) is noted."""
 
     def attend(
         self,
@@ -103,29 +50,40 @@ class PagedAttention:
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """Returns `[1, tokens, heads, dim]`."""
+        """Returns `[1, tokens, heads, dim]`. The window is noted by the probe; the pool's arrangement obeys it."""
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         if self.probe is not None:
-            self.probe[layer] = (key.shape[1], key.shape[3])
+            self.probe[layer] = (key.shape[1], key.shape[3], window, query.shape[1] // key.shape[1])
             return torch.zeros_like(query).transpose(1, 2)
         if self.pool is None or self.layout is None:
             raise RuntimeError("a paged model was called outside of its runner")
-        self.pool.write(layer, self.layout.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        place = self.pool.arrangement.places[layer]
+        if self.kernel is not None and isinstance(self.layout, NativeStep):
+            stored = self.pool.keys[place.slot], self.pool.values[place.slot]
+            scale = query.shape[3] ** -0.5 if scaling is None else scaling
+            return self.kernel.attend(self.layout, place, query, key, value, stored, scale)
+        if not isinstance(self.layout, StepLayout):
+            raise TypeError("a step laid out for the kernel needs the kernel")
+        slots = self.layout.slots[place.table]
+        self.pool.write(layer, slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
         queries = query[0].transpose(0, 1)  # [tokens, heads, dim]
+        keys, values = self.pool.keys[place.slot], self.pool.values[place.slot]
+        if len(self.layout.groups) == 1 and self.layout.groups[0].is_whole:
+            return _attend_group(self.layout.groups[0], place, queries, keys, values, scaling).flatten(0, 1)[None]
         output = torch.empty_like(queries)
         for group in self.layout.groups:
-            attended = _attend_group(group, queries, self.pool.keys[layer], self.pool.values[layer], scaling, window)
+            attended = _attend_group(group, place, queries, keys, values, scaling)
             output[group.targets] = attended.flatten(0, 1)[group.scatter]
         return output.unsqueeze(0)
 
 
 def _attend_group(
     group: RowGroup,
+    place: Place,
     queries: torch.Tensor,  # [tokens, heads, dim]
     keys: torch.Tensor,  # [blocks, block_size, kv_heads, dim]
     values: torch.Tensor,
     scaling: float | None,
-    window: int | None,
 ) -> torch.Tensor:
     """Returns `[rows, queries, heads, dim]`."""
     rows, width = group.gather.shape
@@ -133,18 +91,17 @@ def _attend_group(
     kv_heads = keys.shape[2]
     shared = heads // kv_heads
     folded = (
-        queries[group.gather.flatten()]
-        .view(rows, width, kv_heads, shared, dim)
+        (queries if group.is_whole else queries[group.gather.flatten()])
+        .reshape(rows, width, kv_heads, shared, dim)
         .permute(0, 2, 3, 1, 4)
         .reshape(rows, kv_heads, shared * width, dim)
     )
-    flat_blocks = group.blocks.flatten()
+    flat_blocks = group.blocks[place.table, place.sight].flatten()
     stored_keys, stored_values = (
         store.index_select(0, flat_blocks).view(rows, -1, kv_heads, dim).transpose(1, 2) for store in (keys, values)
     )  # [rows, kv_heads, keys, dim]
-    attended = scaled_dot_product_attention(
-        folded, stored_keys, stored_values, attn_mask=group.folded_mask(shared, window), scale=scaling
-    )
+    mask = group.folded_mask(shared, place.sight, queries.dtype)
+    attended = scaled_dot_product_attention(folded, stored_keys, stored_values, attn_mask=mask, scale=scaling)
     return attended.view(rows, kv_heads, shared, width, dim).permute(0, 3, 1, 2, 4).reshape(rows, width, heads, dim)
 
 
@@ -165,10 +122,43 @@ def paged_attention_forward(
     if softcap is not None or s_aux is not None:
         # Seen in the probe pass, when the model is loaded.
         raise ModelLoadError("a model whose attention has soft-capped logits or learned sinks is not supported")
+    if torch.compiler.is_compiling():
+        handle = module.attention_handle
+        return torch.ops.pilotfish.attend(query, key, value, handle, scaling, sliding_window), None
     paged = module.paged_attention
     if not isinstance(paged, PagedAttention):
         raise TypeError("the attention module was not bound by bind()")
     return paged.attend(module, query, key, value, scaling, sliding_window), None
+
+
+# To the compiler attention is one opaque operator: what it reads and writes (the pool, the step's layout) is not in
+# its arguments. The module is named by a handle in a tensor, so that one compiled layer serves all layers.
+_bound: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+_handles = count()
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    handle: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    module = _bound[int(handle)]
+    output: torch.Tensor = module.paged_attention.attend(module, query, key, value, scaling, window)  # type: ignore[operator, union-attr]
+    return output
+
+
+def _attend_shape(query: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], query.shape[3]))
+
+
+define(
+    "attend(Tensor query, Tensor key, Tensor value, Tensor handle, float? scaling, int? window) -> Tensor",
+    _attend,
+    _attend_shape,
+)
 
 
 def register() -> None:
@@ -182,85 +172,7 @@ def bind(module: nn.Module) -> PagedAttention:
     for part in module.modules():
         if hasattr(part, "layer_idx"):
             part.paged_attention = paged  # type: ignore[assignment]
+            handle = next(_handles)
+            _bound[handle] = part
+            part.register_buffer("attention_handle", torch.tensor(handle), persistent=False)
     return paged
-
-
-def lay_out(rows: Sequence[RowShape], pool: KvPool, device: torch.device) -> StepLayout:
-    """Turn rows into index tensors. Tokens of the step are the rows' tokens, one row after another."""
-    size = pool.block_size
-    slots: list[int] = []
-    first_token: list[int] = []
-    for row in rows:
-        first_token.append(len(slots))
-        slots.extend(
-            row.blocks[position // size] * size + position % size
-            for position in range(row.stored_len, row.stored_len + row.width)
-        )
-    groups = [
-        _group([rows[index] for index in members], [first_token[index] for index in members], size, device)
-        for members in _similar(rows, size)
-    ]
-    return StepLayout(torch.tensor(slots, device=device), groups)
-
-
-def _similar(rows: Sequence[RowShape], block_size: int) -> list[list[int]]:
-    """Indices of rows that may be padded against each other without wasting more than half."""
-    buckets: dict[tuple[int, int], list[int]] = {}
-    for index, row in enumerate(rows):
-        if row.width >= _LONGEST_PADDED_ROW:
-            buckets[(-1, index)] = [index]
-            continue
-        blocks = -(-(row.stored_len + row.width) // block_size)
-        # Widths are padded to the next power of four: a tree and a lone token cost the same memory traffic.
-        key = ((row.width - 1).bit_length() // 2, (blocks - 1).bit_length())
-        buckets.setdefault(key, []).append(index)
-    return list(buckets.values())
-
-
-def _group(rows: list[RowShape], first_token: list[int], block_size: int, device: torch.device) -> RowGroup:
-    queries = max(row.width for row in rows)
-    blocks = max(-(-(row.stored_len + row.width) // block_size) for row in rows)
-    keys = blocks * block_size
-    gather: list[list[int]] = []
-    scatter: list[int] = []
-    targets: list[int] = []
-    tables: list[list[int]] = []
-    query_limit: list[list[int]] = []
-    query_position: list[list[int]] = []
-    key_position = torch.arange(keys, device=device).repeat(len(rows), 1)
-    for index, (row, first) in enumerate(zip(rows, first_token, strict=True)):
-        padding = queries - row.width
-        gather.append([first + query for query in range(row.width)] + [first] * padding)
-        scatter.extend(index * queries + query for query in range(row.width))
-        targets.extend(range(first, first + row.width))
-        used = list(row.blocks[: -(-(row.stored_len + row.width) // block_size)])
-        tables.append(used + [0] * (blocks - len(used)))
-        positions = row.positions()
-        query_position.append(positions + [0] * padding)
-        query_limit.append(_last_key_seen(row) + [0] * padding)
-        key_position[index, row.base_len : row.base_len + len(row.tree)] = torch.tensor(
-            positions[row.fresh :], device=device
-        )
-    mask = torch.arange(keys, device=device)[None, None, :] <= torch.tensor(query_limit, device=device)[:, :, None]
-    for index, row in enumerate(rows):
-        if not row.tree.is_chain:
-            nodes = len(row.tree)
-            ancestors = torch.tensor(row.tree.ancestor_mask(), device=device)
-            mask[index, row.fresh : row.width, row.base_len : row.base_len + nodes] = ancestors
-    return RowGroup(
-        gather=torch.tensor(gather, device=device),
-        scatter=torch.tensor(scatter, device=device),
-        targets=torch.tensor(targets, device=device),
-        blocks=torch.tensor(tables, device=device),
-        mask=mask,
-        query_position=torch.tensor(query_position, device=device),
-        key_position=key_position,
-    )
-
-
-def _last_key_seen(row: RowShape) -> list[int]:
-    """For each query the last key it sees; a branching tree's own keys are patched in afterwards."""
-    limits = list(range(row.stored_len, row.base_len))
-    if row.tree.is_chain:
-        return limits + list(range(row.base_len, row.base_len + len(row.tree)))
-    return limits + [row.base_len + ROOT] * len(row.tree)

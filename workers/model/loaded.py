@@ -14,6 +14,10 @@ class LayerShape:
 
     kv_heads: int
     head_dim: int
+    window: int | None = None
+    """A token sees this many positions, itself included; `None` is all of them."""
+    heads_per_kv: int = 1
+    """Query heads that share one KV head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,4 +36,6 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     device: torch.device
     dtype: torch.dtype
+    code_directory: str | None = None
+    """Where code made for this machine is kept between starts."""
     tensor_parallel: int = 1

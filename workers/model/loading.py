@@ -18,7 +18,9 @@ from transformers.distributed.utils import TransformersDeviceMesh
 from cluster.core.config import ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from workers.model.attention import ATTENTION_NAME, bind, register
+from workers.model.compiling import compile_layers, is_wanted
 from workers.model.loaded import LayerShape, LoadedModel
+from workers.model.tailoring import tailor
 from workers.model.weights import end_of_sequence_ids
 
 # Layers follow the model's own plan; the head's, which gathers all logits on every rank, is replaced by one that
@@ -54,17 +56,22 @@ def load_model(
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"model directory {str(directory)!r} cannot be loaded: {error}") from error
     module = module.eval().requires_grad_(False)
+    tailor(module, section.quantization)
     vocabulary_size = int(config.get_text_config().vocab_size)
+    layers = _measure_layers(module, device)
+    if is_wanted(section):
+        compile_layers(module, section.compile_directory)
     return LoadedModel(
         module=module,
         name=directory.name,
-        layers=_measure_layers(module, device),
+        layers=layers,
         vocabulary_size=vocabulary_size,
         vocabulary_offset=_first_token(vocabulary_size, rank, tensor_parallel),
         max_context_len=_context_len(config, max_context_len),
         eos_token_ids=end_of_sequence_ids(directory),
         device=device,
         dtype=dtype,
+        code_directory=section.compile_directory,
         tensor_parallel=tensor_parallel,
     )
 

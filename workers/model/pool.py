@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import psutil
 import torch
+from torch import distributed
 
 from cluster.core.config import KvSection
-from cluster.core.errors import ConfigurationError
+from cluster.core.errors import ConfigurationError, KvPoolExhausted
+from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout
 from cluster.core.types import KvOccupancy
-from workers.model.blocks import BlockAllocator, BlockTable
-from workers.model.loaded import LoadedModel
+from workers.model.arrangement import Arrangement, arrange
+from workers.model.blocks import BlockAllocator
+from workers.model.loaded import LayerShape, LoadedModel
+from workers.model.tables import BlockTable, Prefix
+from workers.model.tiers import Tiers, agreed_length
 
 _MOST_BLOCKS = 1 << 22
 
 
-def blocks_that_fit(model: LoadedModel, section: KvSection) -> int:
+def blocks_that_fit(model: LoadedModel, section: KvSection, rewinds: bool = False) -> int:
     """How many blocks the configured bytes, or the fraction of free memory, hold on this rank.
 
     Raises `ConfigurationError` when not even one fits.
@@ -23,19 +31,19 @@ def blocks_that_fit(model: LoadedModel, section: KvSection) -> int:
     budget = section.pool_bytes
     if budget is None:
         budget = int(_free_bytes(model.device) * section.memory_fraction)
-    block_bytes = bytes_per_token(model) * section.block_size
-    blocks = min(budget // block_bytes, _MOST_BLOCKS)
+    size = block_bytes(arrange(model, section, rewinds), model.dtype)
+    blocks = min(budget // size, _MOST_BLOCKS)
     if blocks < 1:
         raise ConfigurationError(
-            f"kv.pool_bytes: a block of {section.block_size} tokens takes {block_bytes} bytes and {budget} are given"
+            f"kv.pool_bytes: a block of {section.block_size} tokens takes {size} bytes and {budget} are given"
         )
     return int(blocks)
 
 
-def bytes_per_token(model: LoadedModel) -> int:
-    """Bytes of keys and values that one token takes on this rank, over all layers."""
-    elements = sum(2 * shape.kv_heads * shape.head_dim for shape in model.layers)
-    return elements * model.dtype.itemsize
+def block_bytes(arrangement: Arrangement, dtype: torch.dtype) -> int:
+    """Bytes of keys and values in one block on this rank."""
+    elements = sum(2 * shape.kv_heads * shape.head_dim for shape in arrangement.slots)
+    return elements * dtype.itemsize * arrangement.layout.block_size
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -46,26 +54,39 @@ def _free_bytes(device: torch.device) -> int:
 
 
 class KvPool:
-    """Keys and values of all sequences on this rank; `keys[layer]` is `[blocks, block_size, heads, dim]`.
+    """Keys and values of all sequences on this rank; `keys[slot]` is `[blocks, block_size, heads, dim]`.
 
-    Under tensor parallelism the heads are this rank's own, and `blocks` must be the same on every rank.
+    `arrangement.places[layer]` says which table and which slot are a layer's. Under tensor parallelism the heads
+    are this rank's own, and `blocks` must be the same on every rank. Cached blocks that are taken for something
+    else go to the tiers, where some are configured; `close` frees those. A pool that `rewinds` can truncate
+    sequences to any length, and caches nothing.
     """
 
-    def __init__(self, model: LoadedModel, section: KvSection, blocks: int | None = None) -> None:
-        blocks_total = blocks_that_fit(model, section) if blocks is None else blocks
-        self._allocator = BlockAllocator(blocks_total, section.block_size)
-        # Zeros, not garbage: a masked position is multiplied by zero, and zero times NaN is NaN.
-        self.keys, self.values = (
-            [
-                torch.zeros(
-                    (blocks_total, section.block_size, shape.kv_heads, shape.head_dim),
-                    dtype=model.dtype,
-                    device=model.device,
-                )
-                for shape in model.layers
-            ]
-            for _ in range(2)
-        )
+    def __init__(
+        self, model: LoadedModel, section: KvSection, blocks: int | None = None, *, rewinds: bool = False
+    ) -> None:
+        self.arrangement = arrange(model, section, rewinds)
+        blocks_total = blocks_that_fit(model, section, rewinds) if blocks is None else blocks
+        cached = section.prefix_cache and not rewinds
+        self._allocator = BlockAllocator(blocks_total, self.arrangement.layout, cached, self._save)
+        self._device = model.device
+        self._ranks = model.tensor_parallel
+
+        def stored(shape: LayerShape) -> torch.Tensor:
+            # Zeros, not garbage: a masked position is multiplied by zero, and zero times NaN is NaN.
+            size = (blocks_total, section.block_size, shape.kv_heads, shape.head_dim)
+            return torch.zeros(size, dtype=model.dtype, device=model.device)
+
+        self.keys, self.values = ([stored(shape) for shape in self.arrangement.slots] for _ in range(2))
+        self._tiers: Tiers | None = None  # last: whoever fails before has nothing to close
+        if cached and (section.host_bytes or section.disk_directory):
+            self._tiers = Tiers(section, block_bytes(self.arrangement, model.dtype), model.device)
+            self._tiers.start()
+
+    def close(self) -> None:
+        """Forget what was moved out. Closing twice is harmless."""
+        if self._tiers is not None:
+            self._tiers.close()
 
     @property
     def block_size(self) -> int:
@@ -75,7 +96,7 @@ class KvPool:
     @property
     def layout(self) -> KvLayout:
         """How sequences take blocks."""
-        return KvLayout(self.block_size)
+        return self._allocator.layout
 
     @property
     def blocks_total(self) -> int:
@@ -84,56 +105,138 @@ class KvPool:
 
     @property
     def blocks_free(self) -> int:
-        """Blocks that no sequence holds."""
+        """Blocks that no sequence holds; the cache's give way."""
         return self._allocator.blocks_free
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """Where blocks go that the pool has no place for."""
+        return self._tiers
 
     def occupancy(self) -> KvOccupancy:
         """The pool as the coordinator hears of it."""
         return KvOccupancy(self.blocks_total, self.blocks_free)
 
-    def new_table(self) -> BlockTable:
+    def new_table(self, salt: str = "") -> BlockTable:
         """An empty sequence."""
-        return BlockTable()
+        return self._allocator.new_table(salt)
+
+    def open(self, tokens: Sequence[int], salt: str = "", parent: BlockTable | None = None) -> BlockTable:
+        """A new sequence with as many of the leading `tokens` as are stored already, but for the last one.
+
+        Shares the blocks of the parent and of the cache, and brings back those that were moved out where there is
+        room for them and copying is sooner done than computing.
+        """
+        search = partial(self._allocator.find, tokens, salt, parent, chain=[])
+        kept = search(len(tokens) - 1)
+        if self._tiers is not None and len(kept) < len(tokens) - 1:
+            longer = self._open_with_tiers(self._tiers, search, len(tokens) - 1, kept)
+            if longer is not None:
+                return longer
+            kept = search(len(kept))  # making room for what did not come may have taken blocks
+        return self._allocator.adopt(kept)[0]
+
+    def note_compute(self, tokens: int, prompt_tokens: int, seconds: float, *, awaited: bool) -> None:
+        """What loading blocks is to be compared with: see `CostModel.note_compute`."""
+        if self._tiers is not None:
+            self._tiers.costs.note_compute(tokens, prompt_tokens, seconds, awaited=awaited)
 
     def reserve(self, table: BlockTable, length: int) -> None:
         """Make room for `length` tokens and own the part beyond `table.stored_len`.
 
         Raises `KvPoolExhausted`, having changed nothing.
         """
-        for copy in self._allocator.reserve(table, length):
-            for layer in (*self.keys, *self.values):
-                layer[copy.destination] = layer[copy.source]
+        copies = self._allocator.reserve(table, length)
+        if copies:
+            sources, destinations = (
+                torch.tensor(blocks, device=self._device)
+                for blocks in ([copy.source for copy in copies], [copy.destination for copy in copies])
+            )
+            for store in (*self.keys, *self.values):
+                store[destinations] = store[sources]
+
+    def commit(self, table: BlockTable, tokens: Sequence[int]) -> None:
+        """`tokens` are what the next positions hold, for good; what lies beyond them is free."""
+        self._allocator.commit(table, tokens)
 
     def truncate(self, table: BlockTable, length: int) -> None:
-        """Free what lies beyond `length` tokens."""
+        """Free what lies beyond `length` tokens. Below `table.stored_len` only where the pool rewinds."""
         self._allocator.truncate(table, length)
-
-    def fork(self, table: BlockTable) -> BlockTable:
-        """Share the stored tokens copy-on-write."""
-        return self._allocator.fork(table)
 
     def release(self, table: BlockTable) -> None:
         """Free everything the table holds."""
         self._allocator.release(table)
 
-    def slots(self, table: BlockTable, start: int, end: int) -> list[int]:
-        """Flat indices (block * block_size + offset) of positions `start … end - 1`."""
-        size = self.block_size
-        return [table.blocks[position // size] * size + position % size for position in range(start, end)]
-
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store `keys`, `values` `[tokens, heads, dim]` at `slots` `[tokens]`.
+        """Store `keys`, `values` `[tokens, heads, dim]` at `slots` `[tokens]` of the layer's table.
 
         What is no number is stored as one: a freed block may be read, masked, by the next sequence that gets it.
         """
-        for store, fresh in ((self.keys[layer], keys), (self.values[layer], values)):
+        slot = self.arrangement.places[layer].slot
+        for store, fresh in ((self.keys[slot], keys), (self.values[slot], values)):
             store.view(-1, *store.shape[2:]).index_copy_(0, slots, fresh.nan_to_num())
 
-    def move(self, sources: list[int], destinations: list[int]) -> None:
-        """Copy slots to slots in every layer; all sources are read before any is written."""
-        if sources == destinations:
-            return
-        source, destination = (torch.tensor(slots, device=self.keys[0].device) for slots in (sources, destinations))
+    def move(self, table: BlockTable, start: int, nodes: Sequence[int]) -> None:
+        """Copy positions `start + nodes[0], start + nodes[1], …` to `start, start + 1, …` in every layer.
+
+        All are read before any is written.
+        """
+        size = self.block_size
+        sources, destinations = (
+            torch.tensor(
+                [
+                    blocks[position // size] * size + position % size
+                    for blocks in table.blocks
+                    for position in positions
+                ],
+                device=self._device,
+            )
+            for positions in ([start + node for node in nodes], range(start, start + len(nodes)))
+        )
         for store in (*self.keys, *self.values):
             flat = store.view(-1, *store.shape[2:])
-            flat[destination] = flat[source]
+            flat[destinations] = flat[sources]
+
+    def _open_with_tiers(
+        self, tiers: Tiers, search: Callable[..., Prefix], most: int, kept: Prefix
+    ) -> BlockTable | None:
+        """`None` where nothing more is to be had than `kept`, or it was lost on the way."""
+
+        def longest(bound: int) -> int:
+            prefix = search(bound, tiers.find)
+            missing = [key for key, _, _ in prefix.elsewhere()]
+            if len(missing) <= self.blocks_free and tiers.worth_loading(missing, len(prefix) - len(kept)):
+                return len(prefix)
+            return min(len(kept), bound)
+
+        length = agreed_length(longest, most, self._least)
+        if length <= len(kept):
+            return None
+        prefix = search(length, tiers.find)
+        tiers.touch([key for key, _, _ in prefix.elsewhere()])  # room is made for them at others' cost
+        try:
+            table, loads = self._allocator.adopt(prefix)
+        except KvPoolExhausted:  # on all ranks alike
+            return None
+        if self._least(int(all(tiers.load(load.key, self._parts(load.destination)) for load in loads))):
+            for load in loads:
+                self._allocator.loaded(load)
+            return table
+        self._allocator.release(table)
+        return None
+
+    def _least(self, number: int) -> int:
+        """The least of all ranks' numbers."""
+        if self._ranks == 1:
+            return number
+        least = torch.tensor(number)
+        distributed.all_reduce(least, op=distributed.ReduceOp.MIN)
+        return int(least)
+
+    def _save(self, key: bytes, block: BlockId) -> None:
+        if self._tiers is not None:
+            self._tiers.save(key, self._parts(block))
+
+    def _parts(self, block: BlockId) -> list[torch.Tensor]:
+        """A block's content: views `[block_size, heads, dim]` of its keys in every slot, then of its values."""
+        return [store[block] for store in (*self.keys, *self.values)]

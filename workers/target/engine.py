@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -30,10 +30,10 @@ from cluster.core.types import (
     Verdict,
     VerifyRow,
 )
-from workers.model.blocks import BlockTable
 from workers.model.loaded import LoadedModel
 from workers.model.pool import KvPool
 from workers.model.runner import ForwardRow, ModelRunner
+from workers.model.tables import BlockTable
 from workers.sampling.accept import AcceptanceRule, Accepted, walk
 from workers.sampling.context import Branch, DecisionContext, tree_contexts
 from workers.sampling.decide import Undecidable, decide
@@ -89,13 +89,17 @@ def mark_undecidable(count: int, choose: Callable[[list[int]], list[int]]) -> li
 
 @dataclass(slots=True)
 class _Record:
-    """What the target holds of one sequence: `tokens` are those whose KV is stored."""
+    """What the target holds of one sequence."""
 
     start: SequenceStart
     table: BlockTable
-    tokens: list[int] = field(default_factory=list)
     answered: VerifyRow | None = None
     verdict: Verdict | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those whose KV is stored."""
+        return self.table.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,10 @@ class TargetEngine:
             epoch=self._epoch,
         )
 
+    def warm_up(self) -> None:
+        """Pay now for what the first steps would wait for. On all ranks at once."""
+        self._runner.warm_up()
+
     def step(self, batch: StepBatch) -> StepResult:
         """Compute the rows in one forward pass. A row that cannot be served faults alone."""
         begun = time.perf_counter()
@@ -161,11 +169,18 @@ class TargetEngine:
                 for work in works:
                     self._pool.truncate(work.record.table, len(work.record.tokens))
                 raise
+        seconds = time.perf_counter() - begun
+        if works:
+            self._note_compute([work.row for work in works], seconds)
         return StepResult(
             verdicts=tuple(verdicts[row.sequence_id] for row in batch.rows),
             kv=self._pool.occupancy(),
-            step_seconds=time.perf_counter() - begun,
+            step_seconds=seconds,
         )
+
+    def close(self) -> None:
+        """Free what was taken outside of the pool. Closing twice is harmless."""
+        self._pool.close()
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
         """Free the sequences' blocks; unknown ones are no error."""
@@ -184,15 +199,19 @@ class TargetEngine:
         return OpenResult(tuple(self._open(row) for row in rows), self._pool.occupancy())
 
     def _open(self, row: OpenRow) -> int:
+        # A sequence that is held already is its own parent, if it has no other one.
         parent = self._records.get(row.parent) if row.parent is not None else None
-        table = self._pool.new_table()
-        if parent is not None:
-            shared = _alike(parent.tokens, row.tokens)
-            table = self._pool.fork(parent.table)
-            self._pool.truncate(table, shared)
+        parent = parent or self._records.get(row.sequence_id)
+        table = self._pool.open(row.tokens, row.start.cache_salt, parent.table if parent is not None else None)
         self.release([row.sequence_id])
-        self._records[row.sequence_id] = _Record(row.start, table, list(row.tokens[: table.stored_len]))
+        self._records[row.sequence_id] = _Record(row.start, table)
         return table.stored_len
+
+    def _note_compute(self, rows: Sequence[VerifyRow], seconds: float) -> None:
+        """Tell the memory what computing costs. A device is only waited for where something is decided."""
+        prompt_tokens = sum(len(row.pending) for row in rows if len(row.pending) > 1)
+        awaited = self._model.device.type == "cpu" or any(row.decide for row in rows)
+        self._pool.note_compute(sum(row.width for row in rows), prompt_tokens, seconds, awaited=awaited)
 
     def _prepare(self, row: VerifyRow) -> _Work | Verdict:
         """Check the row against what is held and reserve its blocks; or say at once what came of it."""
@@ -204,7 +223,7 @@ class TargetEngine:
             return record.verdict  # a repeated message repeats its answer
         if row.start is not None and row.start_len == 0:
             self.release([row.sequence_id])
-            record = self._records[row.sequence_id] = _Record(row.start, self._pool.new_table())
+            record = self._records[row.sequence_id] = _Record(row.start, self._pool.new_table(row.start.cache_salt))
         if record is None or row.start_len != len(record.tokens):
             held = 0 if record is None else len(record.tokens)
             return _fault(row, RowFaultCode.OUT_OF_SYNC, f"{held} tokens are stored, not {row.start_len}", held)
@@ -261,8 +280,6 @@ class TargetEngine:
                 return _fault(row, RowFaultCode.INVALID, "the model's logits hold no number here", len(record.tokens))
             logprobs = _logprobs(decisions, mine, accepted, record.start.sampling.logprobs)
         self._runner.keep(work.forward, accepted.nodes)
-        record.tokens.extend(row.pending)
-        record.tokens.extend(row.tree.tokens[node] for node in accepted.nodes)
         record.answered = row
         record.verdict = Verdict(
             sequence_id=row.sequence_id,
@@ -272,12 +289,6 @@ class TargetEngine:
             logprobs=logprobs,
         )
         return record.verdict
-
-
-def _alike(stored: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many leading tokens are the same; at least the last of `tokens` is left over."""
-    most = min(len(stored), len(tokens) - 1)
-    return next((index for index in range(most) if stored[index] != tokens[index]), most)
 
 
 def _contexts(work: _Work) -> tuple[DecisionContext, ...]:

@@ -116,7 +116,9 @@ def build_engine(section: TargetSection, rank: int = 0) -> TargetEngine:
         distributed.all_reduce(fewest, op=distributed.ReduceOp.MIN)
         blocks = int(fewest)
         decider = GroupDecider(model, rank)
-    return TargetEngine(model, KvPool(model, section.kv, blocks), decider, section.served_name, rule)
+    engine = TargetEngine(model, KvPool(model, section.kv, blocks), decider, section.served_name, rule)
+    engine.warm_up()
+    return engine
 
 
 def join(section: TargetSection, rank: int, address: str, port: int) -> None:

@@ -86,7 +86,9 @@ class SamplingParameters(_message.Message):
     seed: _builtins.int
     """Seed of the noise. Unset: the server draws one and tells it."""
     logprobs: _builtins.int
-    """Alternatives to report per token; unset reports no log-probabilities. Bound: 0 to 20."""
+    """Alternatives to report per token; unset reports none. Bound: the server's max_logprobs (at most 20); between
+    workers 0 to 256.
+    """
     @_builtins.property
     def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
         """Added logits by token. Bound: the server's max_logit_bias entries (at most 1024), values -100 to 100."""
@@ -189,7 +191,7 @@ class TokenLogprobs(_message.Message):
     """Its natural log-probability, at most 0."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
-        """The most probable tokens, best first. Bound: 20."""
+        """The most probable tokens, best first. Bound: 256."""
 
     def __init__(
         self,

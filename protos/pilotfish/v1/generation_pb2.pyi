@@ -20,6 +20,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _EarlyStopping:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EarlyStoppingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlyStopping.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EARLY_STOPPING_UNSPECIFIED: _EarlyStopping.ValueType  # 0
+    """Takes the default: NO."""
+    EARLY_STOPPING_NO: _EarlyStopping.ValueType  # 1
+    """When the best running beam, at its present length, scores no better than the worst finished answer."""
+    EARLY_STOPPING_YES: _EarlyStopping.ValueType  # 2
+    """At once."""
+    EARLY_STOPPING_NEVER: _EarlyStopping.ValueType  # 3
+    """When no running beam can ever score better than the worst finished answer."""
+
+class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
+    """When a beam search ends, once it has as many finished answers as beams."""
+
+EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
+"""Takes the default: NO."""
+EARLY_STOPPING_NO: EarlyStopping.ValueType  # 1
+"""When the best running beam, at its present length, scores no better than the worst finished answer."""
+EARLY_STOPPING_YES: EarlyStopping.ValueType  # 2
+"""At once."""
+EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 3
+"""When no running beam can ever score better than the worst finished answer."""
+Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -150,8 +178,38 @@ class StoppingCriteria(_message.Message):
 Global___StoppingCriteria: _TypeAlias = StoppingCriteria  # noqa: Y015
 
 @_typing.final
+class BeamSearch(_message.Message):
+    """Follow the most probable answers side by side instead of drawing one token at a time. Temperature 0 or 1 and no other
+    change to the distribution, no stop strings, no log-probabilities.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: _builtins.int
+    length_penalty: _builtins.float
+    """An answer scores its summed log-probability over (its tokens to this power). Bound: -10 to 10. Default: 1."""
+    early_stopping: Global___EarlyStopping.ValueType
+    """When to end."""
+    def __init__(
+        self,
+        *,
+        length_penalty: _builtins.float | None = ...,
+        early_stopping: Global___EarlyStopping.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "length_penalty", b"length_penalty"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__length_penalty: _TypeAlias = _typing.Literal["length_penalty"]  # noqa: Y015
+    _WhichOneofArgType__length_penalty: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length_penalty) -> _WhichOneofReturnType__length_penalty | None: ...
+
+Global___BeamSearch: _TypeAlias = BeamSearch  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
-    """One request for one answer."""
+    """One request for one or several answers to one prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -162,12 +220,24 @@ class GenerateRequest(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOPPING_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
+    BEST_OF_FIELD_NUMBER: _builtins.int
+    BEAM_SEARCH_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request for Abort and logs. Bound: 64 bytes. Unset: the server draws one."""
     model: _builtins.str
     """A served model's name. Unset: the only one."""
     text: _builtins.str
     """Plain text, tokenized as it stands. Bound: not empty."""
+    n: _builtins.int
+    """Answers to give. The seed of answer i is the request's plus i. Bound: 1 to the server's max_n. Default: 1."""
+    best_of: _builtins.int
+    """Answers to make; the n with the highest mean log-probability of their tokens are given, best first, once all are
+    made. With beam_search: its beams. Bound: n to the server's max_n, with beam_search at least 2. Default: n.
+    """
+    cache_salt: _builtins.str
+    """Only requests of one salt share stored keys and values. Bound: 256 bytes. Default: empty, a salt like any other."""
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds:
         """Tokens. Bound: 1 to the context length, each below the vocabulary size."""
@@ -184,6 +254,10 @@ class GenerateRequest(_message.Message):
     def stopping(self) -> Global___StoppingCriteria:
         """Stopping criteria; unset takes all defaults."""
 
+    @_builtins.property
+    def beam_search(self) -> Global___BeamSearch:
+        """Set: the n best answers of a beam search instead of samples."""
+
     def __init__(
         self,
         *,
@@ -194,19 +268,39 @@ class GenerateRequest(_message.Message):
         chat: Global___ChatInput | None = ...,
         sampling: _common_pb2.SamplingParameters | None = ...,
         stopping: Global___StoppingCriteria | None = ...,
+        n: _builtins.int | None = ...,
+        best_of: _builtins.int | None = ...,
+        beam_search: Global___BeamSearch | None = ...,
+        cache_salt: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_request_id", b"_request_id", "chat", b"chat", "input", b"input", "model", b"model", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "model", b"model", "n", b"n", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_request_id", b"_request_id", "chat", b"chat", "input", b"input", "model", b"model", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "model", b"model", "n", b"n", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__beam_search: _TypeAlias = _typing.Literal["beam_search"]  # noqa: Y015
+    _WhichOneofArgType__beam_search: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search"]  # noqa: Y015
+    _WhichOneofReturnType__best_of: _TypeAlias = _typing.Literal["best_of"]  # noqa: Y015
+    _WhichOneofArgType__best_of: _TypeAlias = _typing.Literal["_best_of", b"_best_of"]  # noqa: Y015
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
+    _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
+    _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__request_id: _TypeAlias = _typing.Literal["request_id"]  # noqa: Y015
     _WhichOneofArgType__request_id: _TypeAlias = _typing.Literal["_request_id", b"_request_id"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__beam_search) -> _WhichOneofReturnType__beam_search | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__best_of) -> _WhichOneofReturnType__best_of | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__request_id) -> _WhichOneofReturnType__request_id | None: ...
     @_typing.overload
@@ -216,13 +310,16 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """One event of an answer: started once, then deltas, then finished once."""
+    """One event of a request: started once, then for each answer deltas and finished once."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STARTED_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which of the request's answers a delta or an end belongs to: 0 to n - 1."""
     @_builtins.property
     def started(self) -> Global___GenerationStarted:
         """The request was admitted."""
@@ -241,10 +338,11 @@ class GenerateResponse(_message.Message):
         started: Global___GenerationStarted | None = ...,
         delta: Global___GenerationDelta | None = ...,
         finished: Global___GenerationFinished | None = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "index", b"index", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "delta", "finished"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015

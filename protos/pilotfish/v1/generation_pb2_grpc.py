@@ -72,14 +72,14 @@ class GenerationServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Generate one answer, streamed as it is committed. Cancelling the call frees everything it held.
+        """Generate one or several answers, streamed as they are committed. Cancelling the call frees everything they held.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Stop a running request; its stream ends with FINISH_REASON_ABORT.
+        """Stop a running request; each of its answers ends with FINISH_REASON_ABORT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,9 +34,9 @@ class GenerationServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
-    """Generate one answer, streamed as it is committed. Cancelling the call frees everything it held."""
+    """Generate one or several answers, streamed as they are committed. Cancelling the call frees everything they held."""
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
-    """Stop a running request; its stream ends with FINISH_REASON_ABORT."""
+    """Stop a running request; each of its answers ends with FINISH_REASON_ABORT."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]
     """Text or chat to token ids."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]
@@ -52,9 +52,9 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generate one answer, streamed as it is committed. Cancelling the call frees everything it held."""
+    """Generate one or several answers, streamed as they are committed. Cancelling the call frees everything they held."""
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
-    """Stop a running request; its stream ends with FINISH_REASON_ABORT."""
+    """Stop a running request; each of its answers ends with FINISH_REASON_ABORT."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Text or chat to token ids."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -73,7 +73,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateResponse], _abc.AsyncIterator[_generation_pb2.GenerateResponse]]:
-        """Generate one answer, streamed as it is committed. Cancelling the call frees everything it held."""
+        """Generate one or several answers, streamed as they are committed. Cancelling the call frees everything they held."""
 
     @_abc_1.abstractmethod
     def Abort(
@@ -81,7 +81,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.AbortResponse, _abc.Awaitable[_generation_pb2.AbortResponse]]:
-        """Stop a running request; its stream ends with FINISH_REASON_ABORT."""
+        """Stop a running request; each of its answers ends with FINISH_REASON_ABORT."""
 
     @_abc_1.abstractmethod
     def Tokenize(

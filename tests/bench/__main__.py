@@ -1,0 +1,40 @@
+"""`make bench`: measure everything, or the sections that are named.
+
+    python -m tests.bench [SECTION …] [--repeats 3] [--tokens 48] [--prompts FILE.jsonl] [--set key=value …]
+
+Every ratio is of two things measured in turn in the same run; its spread is over the repetitions.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import warnings
+
+from tests.bench.machine import describe
+from tests.bench.options import parse
+from tests.bench.report import write
+
+SECTIONS = {
+    "step": "a step of the target by itself, against reading its weights once",
+    "throughput": "plain decoding at batch 8 and 32, against transformers generate",
+    "prefix": "cost of a token with and without stored keys and values; a prompt asked twice",
+    "latency": "between tokens while long prompts arrive, with max_prompt_tokens and without",
+    "memory": "peak of the target's process; start to ready, cold and warm",
+    "serving": "the whole cluster, with and without drafts",
+}
+"""In the order in which they run; each is a module of this package with `run(options)`."""
+
+
+def main() -> None:
+    """Run the sections that were asked for."""
+    names, options = parse(SECTIONS)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    write(describe())
+    for name in names:
+        importlib.import_module(f"tests.bench.{name}").run(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""A target's engine by itself, stepped by hand: no wire, no coordinator, nobody else in the process."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from cluster.core.config import TargetSection
+from cluster.core.ids import SequenceId
+from cluster.core.tree import EMPTY_TREE, TokenTree
+from cluster.core.types import SamplingParameters, SequenceStart, StepBatch, Verdict, VerifyRow
+from tests.bench.report import Stopwatch
+from workers.target.engine import TargetEngine
+from workers.target.ranks import build_engine
+
+GREEDY = SamplingParameters(temperature=0.0)
+
+
+class Decoding:
+    """Sequences of one engine, all stepped together."""
+
+    def __init__(self, engine: TargetEngine, chunk: int) -> None:
+        self.engine = engine
+        self._chunk = chunk
+        self._vocabulary = engine.info().vocabulary_size
+        self._tokens: dict[SequenceId, list[int]] = {}
+        self._draw = random.Random(0)
+
+    def add(self, name: str, prompt: Sequence[int]) -> float:
+        """Compute all of `prompt` anew, in chunks as the cluster would send it, and decide the next token.
+
+        Returns seconds.
+        """
+        sequence_id, tokens = SequenceId(name), tuple(prompt)
+        start = SequenceStart(len(tokens), GREEDY)
+        seconds = 0.0
+        for first in range(0, len(tokens), self._chunk):
+            end = min(first + self._chunk, len(tokens))
+            row = VerifyRow(
+                sequence_id,
+                end,
+                tokens[first:end],
+                decide=end == len(tokens),
+                start=start if first == 0 else None,
+            )
+            verdicts, spent = self._step([row])
+            seconds += spent
+        self._tokens[sequence_id] = [*tokens, *verdicts[0].tokens]
+        return seconds
+
+    def step(self, queries: int = 1) -> float:
+        """One token and a chain of `queries - 1` guesses for each sequence. Returns seconds."""
+        rows = [
+            VerifyRow(sequence_id, len(tokens), (tokens[-1],), self._chain(queries - 1))
+            for sequence_id, tokens in self._tokens.items()
+        ]
+        verdicts, seconds = self._step(rows)
+        for verdict in verdicts:
+            self._tokens[verdict.sequence_id].extend(verdict.tokens)
+        return seconds
+
+    def text(self, name: str) -> tuple[int, ...]:
+        """A sequence's tokens, the prompt's included."""
+        return tuple(self._tokens[SequenceId(name)])
+
+    def clear(self) -> None:
+        """Release every sequence."""
+        self._tokens.clear()
+        self.engine.release_all()
+
+    def _chain(self, length: int) -> TokenTree:
+        """Guesses at random: nearly always wrong, and computed all the same."""
+        if length == 0:
+            return EMPTY_TREE
+        return TokenTree.chain(self._draw.randrange(self._vocabulary) for _ in range(length))
+
+    def _step(self, rows: list[VerifyRow]) -> tuple[tuple[Verdict, ...], float]:
+        with Stopwatch() as watch:
+            result = self.engine.step(StepBatch(tuple(rows)))
+        for verdict in result.verdicts:
+            if verdict.fault is not None:
+                raise RuntimeError(f"{verdict.sequence_id}: {verdict.fault}")
+        return result.verdicts, watch.seconds
+
+
+@contextmanager
+def decoding(section: TargetSection, chunk: int) -> Iterator[Decoding]:
+    """An engine as the configuration builds it, with threads as this process has them."""
+    engine = build_engine(section)
+    try:
+        yield Decoding(engine, chunk)
+    finally:
+        engine.close()
+        del engine
+        gc.collect()

@@ -1,0 +1,110 @@
+"""What the machine could do at best: how fast it reads memory, and how many bytes a step must read."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cluster.core.config import TargetSection
+from tests.bench.report import Stopwatch
+
+MIB = 2**20
+_CACHES = Path("/sys/devices/system/cpu")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def describe() -> str:
+    """The processor, as the reader of a table wants to know it."""
+    name = platform.processor() or platform.machine()
+    for line in _lines(Path("/proc/cpuinfo")):
+        if line.startswith("model name"):
+            name = line.partition(":")[2].strip()
+            break
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{name}, {os.cpu_count()} cores, {memory:.0f} GiB; torch {torch.__version__}"
+
+
+def last_level_cache_bytes() -> int:
+    """The largest cache of any core; 32 MiB where the system does not tell."""
+    sizes = [
+        int(text[:-1]) * {"K": 1024, "M": MIB}.get(text[-1], 1)
+        for file in _CACHES.glob("cpu*/cache/index*/size")
+        for text in _lines(file)
+        if text[:-1].isdigit()
+    ]
+    return max(sizes, default=32 * MIB)
+
+
+class ReadBandwidth:
+    """Bytes per second that all threads together read from memory: the sum over more than any cache holds."""
+
+    def __init__(self) -> None:
+        wanted = max(256 * MIB, 8 * last_level_cache_bytes())
+        self._buffer = torch.ones(min(wanted, psutil.virtual_memory().available // 4) // 4)
+
+    def measure(self, passes: int = 5) -> float:
+        """The fastest of a few passes: what disturbs one is not the memory."""
+        seconds: list[float] = []
+        for _ in range(passes):
+            with Stopwatch() as watch:
+                self._buffer.sum().item()
+            seconds.append(watch.seconds)
+        return self._buffer.nbytes / min(seconds)
+
+
+def weight_bytes(section: TargetSection, *, read_by_a_step: bool = False) -> int:
+    """Bytes of the weights as the section holds them: each tensor once, however often it is tied.
+
+    With `read_by_a_step`, without the input embeddings of a model whose head has weights of its own: of those a
+    step reads a few rows. In `int8`, the weights of linear layers take a byte each.
+    """
+    config = AutoConfig.from_pretrained(section.path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=_DTYPES[section.dtype])
+    model.tie_weights()
+    left_out = set()
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if read_by_a_step and head is not None and head.weight is not embeddings.weight:
+        left_out.add(id(embeddings.weight))
+    in_a_byte = set()
+    if section.quantization == "int8":
+        in_a_byte = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    sizes = Counter(
+        {
+            id(tensor): tensor.numel() * (1 if id(tensor) in in_a_byte else tensor.element_size())
+            for tensor in model.parameters()
+            if id(tensor) not in left_out
+        }
+    )
+    return sizes.total()
+
+
+def peak_resident_bytes() -> int:
+    """Most memory that this process ever held (`VmHWM`)."""
+    return _status("VmHWM")
+
+
+def resident_bytes() -> int:
+    """What this process holds now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def _status(key: str) -> int:
+    for line in _lines(Path("/proc/self/status")):
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    return resident_bytes()
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

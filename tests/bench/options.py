@@ -1,0 +1,116 @@
+"""What a run of the benchmarks was asked for, and the prompts and settings that follow from it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from cluster.core.config import Configuration
+from cluster.ingress.chat_template import Message
+from cluster.ingress.tokenizer import Tokenizer
+from deploy.models import Models, resolve_models
+from deploy.settings import Settings, read
+from tests.prompts import CHAT, PLAIN
+
+FREE_PORTS = ("server.http_port=0", "server.grpc_port=0")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings come the usual way: preset or file, environment, `--set`."""
+
+    config: str | None
+    assignments: tuple[str, ...]
+    prompts_file: Path | None
+    repeats: int
+    tokens: int
+    plot: Path | None
+    dtypes: tuple[str, ...]
+    variants: tuple[str, ...]
+    quick: bool
+
+    def settings(self, *assignments: str) -> Settings:
+        """Settings as asked for, then `assignments` over them; ports are free ones, models local directories."""
+        found = read(self.config, [*FREE_PORTS, *self.assignments, *assignments])
+        return Settings(self.models(found).configuration, found.cache_directory, found.ray_address)
+
+    def configuration(self, *assignments: str) -> Configuration:
+        """As `settings`."""
+        return self.settings(*assignments).configuration
+
+    @staticmethod
+    def models(settings: Settings) -> Models:
+        """Local directories. Raises `ModelLoadError`, which says what to do."""
+        return resolve_models(settings.configuration, settings.cache_directory, lambda _: None)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The target's."""
+        return Tokenizer.load(Path(self.configuration().target.path))
+
+    def prompts(self, most: int) -> list[tuple[int, ...]]:
+        """`most` chat prompts: of the file, evenly spread over it, or the tests' own."""
+        texts = own_prompts(most) if self.prompts_file is None else file_prompts(self.prompts_file, most)
+        return [self.tokenizer.encode_chat([Message("user", text, None)]) for text in texts]
+
+    def long_prompt(self, length: int, which: int) -> tuple[int, ...]:
+        """`length` tokens of prose; no two of different `which` begin alike."""
+        text = f"Document {which}. {' '.join((*CHAT, *PLAIN))} "
+        once = self.tokenizer.encode(text)
+        return (once * (length // len(once) + 1))[:length]
+
+
+def own_prompts(most: int) -> list[str]:
+    """Distinct ones: the tests' chat prompts, then the plain ones, then all of them again with a number before."""
+    texts = (*CHAT, *PLAIN)
+    return [text if index < len(texts) else f"{index}. {text}" for index, text in _cycled(texts, most)]
+
+
+def file_prompts(file: Path, most: int) -> list[str]:
+    """First turns of a JSONL file in Spec-Bench's form."""
+    lines = [json.loads(line)["turns"][0] for line in file.read_text(encoding="utf-8").splitlines() if line]
+    return lines[:: max(1, len(lines) // most)][:most]
+
+
+def _cycled(texts: Sequence[str], most: int) -> list[tuple[int, str]]:
+    return [(index, texts[index % len(texts)]) for index in range(most)]
+
+
+def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -> tuple[list[str], Options]:
+    """The sections asked for (all, when none is named) and the options."""
+    listed = "\n".join(f"  {name:<11}{text}" for name, text in sections.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench",
+        description=f"Measure. Prints tables; asserts nothing about time.\n\nsections (default: all):\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help="what to measure")
+    parser.add_argument("--config", help="preset or file")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, for all sections")
+    parser.add_argument("--prompts", type=Path, help="JSONL with `turns`, such as Spec-Bench's")
+    parser.add_argument("--repeats", "--pairs", type=int, default=3, help="how often each thing is measured, in turn")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens per answer")
+    parser.add_argument("--plot", type=Path, help="where `prefix` draws its curve (PNG; needs matplotlib)")
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="types that `throughput` and `memory` hold")
+    parser.add_argument("--variants", default="", help="variants that `step` measures, by name")
+    parser.add_argument("--quick", action="store_true", help="the smallest run that shows every table")
+    asked = parser.parse_args(arguments)
+    unknown = [name for name in asked.sections if name not in sections]
+    if unknown:
+        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(sections)}")
+    options = Options(
+        config=asked.config,
+        assignments=tuple(asked.set),
+        prompts_file=asked.prompts,
+        repeats=1 if asked.quick else max(1, asked.repeats),
+        tokens=min(asked.tokens, 8) if asked.quick else asked.tokens,
+        plot=asked.plot,
+        dtypes=tuple(name for name in asked.dtypes.split(",") if name),
+        variants=tuple(name for name in asked.variants.split(",") if name),
+        quick=asked.quick,
+    )
+    return asked.sections or list(sections), options

@@ -1,0 +1,59 @@
+"""How measurements are written down: tables in Markdown, every figure with its spread."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+
+def write(line: str = "") -> None:
+    """One line, at once: measurements take minutes, and somebody is waiting."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def heading(title: str) -> None:
+    """Where a section of the report begins."""
+    write(f"\n## {title}\n")
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """`median (least–most)`; the median alone where there is only one value."""
+    middle = f"{statistics.median(values):.{digits}f}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """Each value by its neighbour, measured in the same repetition. Raises `ValueError` for unequal lengths."""
+    return [one / other for one, other in zip(above, below, strict=True)]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of all (0 to 1) do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """The first column is text, the others are figures."""
+    write(f"\n| {' | '.join(columns)} |")
+    write(f"|---{'|---:' * (len(columns) - 1)}|")
+    for row in rows:
+        write(f"| {' | '.join(row)} |")
+    write()
+
+
+class Stopwatch:
+    """`with Stopwatch() as watch: …`, then `watch.seconds`."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._begun = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._begun

@@ -1,0 +1,115 @@
+"""A step of the target by itself, against reading its weights once from memory.
+
+The bandwidth is measured beside each variant, repetition by repetition, so that both see the same machine.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from contextlib import ExitStack
+
+import torch
+
+from cluster.core.config import Configuration, TargetSection
+from cluster.core.errors import PilotfishError
+from tests.bench.decoding import Decoding, decoding
+from tests.bench.machine import ReadBandwidth, weight_bytes
+from tests.bench.options import Options
+from tests.bench.report import Stopwatch, heading, ratios, spread, table, write
+
+CONTEXT, QUICK_CONTEXT = 128, 16
+"""Tokens stored for each sequence."""
+SHAPES = ((1, 1), (1, 8), (8, 1), (32, 1))
+"""Sequences, and query tokens of each: its last token and a chain of guesses."""
+VARIANTS: dict[str, dict[str, str]] = {
+    "float32": {"dtype": "float32", "compile": "off"},
+    "bfloat16-eager": {"dtype": "bfloat16", "compile": "off"},
+    "bfloat16-compiled": {"dtype": "bfloat16", "compile": "on"},
+    "int8": {"dtype": "bfloat16", "compile": "on", "quantization": "int8"},
+}
+WARM_STEPS, TIMED_STEPS = 3, 12
+
+Times = dict[tuple[str, tuple[int, int]], list[float]]
+"""Seconds of a step by variant and shape; one (the median of a few steps) per repetition."""
+
+
+def run(options: Options) -> None:
+    """Measure and report."""
+    heading("Step: the target by itself against reading its weights once")
+    torch.set_num_threads(os.cpu_count() or 1)
+    configuration = options.configuration(f"scheduler.max_sequences={max(batch for batch, _ in SHAPES)}")
+    sections = {
+        name: configuration.target.model_copy(update=changes)
+        for name, changes in VARIANTS.items()
+        if name in (options.variants or tuple(VARIANTS))
+    }
+    times: Times = {(name, shape): [] for name in sections for shape in SHAPES}
+    bandwidths: dict[str, list[float]] = {name: [] for name in sections}
+    with ExitStack() as stack:
+        engines = _load(stack, configuration, sections)
+        bandwidth, prompt = ReadBandwidth(), options.long_prompt(QUICK_CONTEXT if options.quick else CONTEXT, 0)
+        for repeat in range(options.repeats):
+            for name, engine in engines.items():
+                bandwidths[name].append(bandwidth.measure())
+                for shape in SHAPES:
+                    times[name, shape].append(_median_step(engine, prompt, shape, 2 if options.quick else TIMED_STEPS))
+            write(f"repetition {repeat + 1}: {', '.join(_glance(times, name) for name in engines)}")
+    _report({name: sections[name] for name in engines}, times, bandwidths, len(prompt))
+
+
+def _load(stack: ExitStack, configuration: Configuration, sections: dict[str, TargetSection]) -> dict[str, Decoding]:
+    """All variants in memory at once; one that this machine or model cannot have is left out with its reason."""
+    engines: dict[str, Decoding] = {}
+    for name, section in sections.items():
+        try:
+            with Stopwatch() as watch:
+                engines[name] = stack.enter_context(decoding(section, configuration.scheduler.max_step_tokens))
+        except PilotfishError as error:
+            write(f"{name}: left out: {error}")
+        else:
+            write(f"{name}: loaded in {watch.seconds:.1f} s")
+    return engines
+
+
+def _median_step(engine: Decoding, prompt: tuple[int, ...], shape: tuple[int, int], steps: int) -> float:
+    """Seconds of one step with a little more than `prompt` stored for each sequence."""
+    batch, queries = shape
+    for index in range(batch):
+        engine.add(f"s{index}", (*prompt[:-1], prompt[-1] + index))
+    for _ in range(WARM_STEPS):
+        engine.step(queries)
+    seconds = statistics.median(engine.step(queries) for _ in range(steps))
+    engine.clear()
+    return seconds
+
+
+def _glance(times: Times, name: str) -> str:
+    return f"{name} {' / '.join(f'{times[name, shape][-1] * 1e3:.1f}' for shape in SHAPES)} ms"
+
+
+def _report(sections: dict[str, TargetSection], times: Times, bandwidths: dict[str, list[float]], context: int) -> None:
+    rows: list[list[str]] = []
+    for name, section in sections.items():
+        size = weight_bytes(section, read_by_a_step=True)
+        floors = [size / bandwidth for bandwidth in bandwidths[name]]
+        for shape in SHAPES:
+            seconds = times[name, shape]
+            batch, queries = shape
+            rows.append(
+                [
+                    name,
+                    f"{size / 1e6:.0f}",
+                    str(batch),
+                    str(queries),
+                    spread([value * 1e3 for value in seconds], 1),
+                    spread(ratios(seconds, floors)),
+                    spread([batch / value for value in seconds], 0),
+                ]
+            )
+    table(("variant", "weights, MB", "batch", "queries", "step, ms", "÷ floor", "steps × batch, 1/s"), rows)
+    everything = [value / 1e9 for values in bandwidths.values() for value in values]
+    write(
+        f"floor: weight bytes ÷ read bandwidth, {spread(everything, 1)} GB/s with {torch.get_num_threads()} threads; "
+        f"about {context} tokens stored for each sequence"
+    )

@@ -1,0 +1,99 @@
+"""The target's process by itself, for `memory`: loads, listens, steps and fills its pool if told to, says what it took.
+
+    python -m tests.bench.target_process '{"target": …}' SPAWNED_AT [fill]
+
+Prints one line of JSON. Runs in a process of its own, since a peak is never taken back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+
+from cluster.core.config import Configuration
+from cluster.wire.clients import GrpcTarget
+from deploy.frontend import fixed
+from deploy.local import LOOPBACK
+from tests.bench.decoding import Decoding
+from tests.bench.machine import peak_resident_bytes, resident_bytes
+from workers.serve.hosting import host_target
+from workers.target.ranks import build_engine
+
+WIDTHS = 128
+"""How many widths of a step are tried."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one life of the process took. Bytes and seconds."""
+
+    ready_seconds: float
+    """From the process' start to the first answer of its server."""
+    code_bytes: int
+    """Resident before anything was loaded: interpreter and libraries."""
+    ready_bytes: int
+    """The peak until it was ready."""
+    used_bytes: int
+    """The peak after steps of many widths, which may each leave something behind."""
+    full_bytes: int
+    """The peak after every block of the pool was written."""
+
+
+async def measure(configuration: Configuration, spawned_at: float, *, fills: bool) -> Footprint:
+    """Start, answer, step, fill."""
+    code_bytes = resident_bytes()
+    torch.set_num_threads(configuration.target.threads or os.cpu_count() or 1)
+    engine = build_engine(configuration.target)
+    async with host_target(LOOPBACK, engine) as host:
+        client = GrpcTarget(fixed(host.address))
+        await client.info()
+        ready_seconds = time.time() - spawned_at
+        await client.close()
+        ready_bytes = peak_resident_bytes()
+        used_bytes = ready_bytes
+        if fills:
+            decoding = Decoding(engine, configuration.scheduler.max_step_tokens)
+            use(decoding, configuration.scheduler.max_step_tokens)
+            used_bytes = peak_resident_bytes()
+            fill(decoding)
+        return Footprint(ready_seconds, code_bytes, ready_bytes, used_bytes, peak_resident_bytes())
+
+
+def use(decoding: Decoding, widest: int) -> None:
+    """Steps of many widths, as traffic has them: kernels and their scratch are often kept by shape."""
+    vocabulary = decoding.engine.info().vocabulary_size
+    for width in range(1, widest + 1, max(1, widest // WIDTHS)):
+        decoding.add("width", [(width + index) % vocabulary for index in range(width)])
+        decoding.clear()
+
+
+def fill(decoding: Decoding) -> None:
+    """Write every block once, with sequences as long as a quarter of the pool or of the context."""
+    info = decoding.engine.info()
+    positions = info.kv.blocks_total // info.layout.tables * info.layout.block_size
+    length = min(info.max_context_len - 1, max(info.layout.block_size, positions // 4))
+    sequences = 0
+    # With windows a sequence gives blocks back as it grows; then more sequences fit than this many.
+    while decoding.engine.info().kv.blocks_free >= info.layout.peak(length, length) and sequences < 1000:
+        decoding.add(f"s{sequences}", [(sequences + index) % info.vocabulary_size for index in range(length)])
+        sequences += 1
+    decoding.clear()
+
+
+def main() -> None:
+    """See the module."""
+    logging.disable(logging.WARNING)
+    configuration = Configuration.model_validate_json(sys.argv[1])
+    footprint = asyncio.run(measure(configuration, float(sys.argv[2]), fills="fill" in sys.argv[3:]))
+    sys.stdout.write(f"{json.dumps(asdict(footprint))}\n")
+
+
+if __name__ == "__main__":
+    main()

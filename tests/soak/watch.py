@@ -1,0 +1,50 @@
+"""Resident memory while traffic runs, and what the server counts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import numpy
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.wire.clients import GenerationClient
+
+SAMPLE_SECONDS = 1.0
+
+
+@dataclass
+class Resident:
+    """This process' resident memory over time."""
+
+    seconds: list[float] = field(default_factory=list)
+    megabytes: list[float] = field(default_factory=list)
+
+    async def watch(self) -> None:
+        """Until cancelled."""
+        process, begun = psutil.Process(), time.monotonic()
+        while True:
+            self.seconds.append(time.monotonic() - begun)
+            self.megabytes.append(process.memory_info().rss / 1e6)
+            await asyncio.sleep(SAMPLE_SECONDS)
+
+    def growth(self) -> float:
+        """MB per hour: a line through the last two thirds of the run, when caches and pools are full."""
+        first = len(self.seconds) // 3
+        if len(self.seconds) - first < 2:
+            return 0.0
+        slope, _ = numpy.polyfit(self.seconds[first:], self.megabytes[first:], 1)
+        return float(slope) * 3600
+
+
+async def read_counts(client: GenerationClient) -> dict[str, float]:
+    """Every sample of `/metrics` but histograms' buckets, summed over its labels."""
+    exposition, _ = await client.metrics()
+    counts: dict[str, float] = {}
+    for family in text_string_to_metric_families(exposition.decode()):
+        for sample in family.samples:
+            if not sample.name.endswith(("_bucket", "_created")):
+                counts[sample.name] = counts.get(sample.name, 0.0) + sample.value
+    return counts
