@@ -75,11 +75,19 @@ class Stream:
         if commit.finish is not None:
             self.unfinished.discard(commit.index)
         self.token_count += len(commit.tokens)
-        self._queue.put_nowait(commit)
+        self._hand(commit)
 
     def fail(self, error: PilotfishError) -> None:
         """End the stream with an error, after what was emitted before."""
-        self._queue.put_nowait(error)
+        self._hand(error)
+
+    def _hand(self, item: Commit | PilotfishError) -> None:
+        """Wake the reader two turns of the event loop from now: by then the loop has sent its next step.
+
+        The readers' work is then done while the target computes; before, the target would wait for all of them.
+        """
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._queue.put_nowait, item)
 
     async def read(self) -> AsyncGenerator[Commit, None]:
         """The commits, in order, until every answer is complete; raises what `fail` was given."""

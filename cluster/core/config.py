@@ -44,7 +44,9 @@ class ModelSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a GPU where there is one."""
     compile: Annotated[Literal["off", "on", "auto"], BeforeValidator(_as_written)] = "auto"
-    """Compile the model's layers at start: `auto` does in reduced precision. Costs seconds, the second time fewer."""
+    """Compile the model's layers at start: `auto` does in reduced precision, where no kernels of our own serve."""
+    native: Literal["auto", "off"] = "auto"
+    """On CPU: compute known kinds of models by Pilotfish's own kernels, built by the machine's C compiler."""
     compile_directory: str | None = None
     """Where compiled code is kept between starts; unset takes a folder in Pilotfish's cache."""
     quantization: Literal["none", "int8"] = "none"
@@ -63,11 +65,11 @@ class KvSection(Section):
     prefix_cache: bool = True
     """Keep full blocks of keys and values after their sequence is gone, for others that begin alike."""
     host_bytes: Annotated[int, Field(ge=0)] = 0
-    """Bytes of host memory for blocks that the pool has no place for; 0 drops them."""
+    """Bytes of host memory, on each rank, for blocks that the pool has no place for; 0 drops them."""
     disk_directory: str | None = None
-    """Where blocks go that host memory has no place for; unset drops them."""
+    """Where blocks go that host memory has no place for, as far as the disk keeps up; unset drops them."""
     disk_bytes: Annotated[int, Field(ge=0)] = 1 << 30
-    """Most bytes in `disk_directory`."""
+    """Most bytes that each rank keeps in `disk_directory`."""
     window: Annotated[int, Field(ge=16)] | None = None
     """LOSSY: let layers of full attention see the last `window` positions and the first `sinks` only."""
     sinks: Annotated[int, Field(ge=0, le=256)] = 4

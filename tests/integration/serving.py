@@ -37,8 +37,21 @@ class Server:
     http_url: str
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What came back, and how many of its tokens a drafter wrote first."""
+
+    tokens: tuple[int, ...]
+    accepted: int
+
+
 async def ask_grpc(server: Server, asked: Ask) -> tuple[int, ...]:
     """The answer's tokens over gRPC."""
+    return (await answer_grpc(server, asked)).tokens
+
+
+async def answer_grpc(server: Server, asked: Ask) -> Answer:
+    """The answer over gRPC."""
 
     async def resolve() -> str:
         return server.grpc_address
@@ -50,12 +63,14 @@ async def ask_grpc(server: Server, asked: Ask) -> tuple[int, ...]:
         stopping=generation_pb2.StoppingCriteria(max_tokens=asked.max_tokens, ignore_eos=True),
     )
     tokens: list[int] = []
+    accepted = 0
     try:
         async for response in client.generate(request, 600.0):
             tokens.extend(response.delta.token_ids)
+            accepted += response.delta.accepted_draft_tokens
     finally:
         await client.close()
-    return tuple(tokens)
+    return Answer(tuple(tokens), accepted)
 
 
 async def ask_http(server: Server, asked: Ask) -> tuple[int, ...]:
@@ -93,9 +108,9 @@ async def ask_all(server: Server, asks: Sequence[Ask], at_once: int) -> list[tup
 class Reference:
     """The model by itself, without anything of ours but the definition of a draw."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(directory)
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
 
     def chat(self, text: str) -> tuple[int, ...]:
         """The prompt's tokens after the model's own template."""

@@ -53,6 +53,7 @@ class Lives(RuleBasedStateMachine):
     @rule(number=few_blocks)
     def save(self, number: int) -> None:
         self.tiers.save(key(number), [torch.full((BLOCK_BYTES // 8,), number)])
+        self.tiers.settle()
         if not self.host_blocks:
             self._to_disk(number)
         elif not use(self.host, number):
@@ -104,3 +105,50 @@ class Lives(RuleBasedStateMachine):
 
 TestLives = Lives.TestCase
 TestLives.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+class Unsettled(RuleBasedStateMachine):
+    """Nobody waits for the writer: what is loaded is right, and the disk holds no more than it may."""
+
+    @initialize(host_blocks=st.integers(0, 2), disk_blocks=st.integers(0, 3))
+    def start(self, host_blocks: int, disk_blocks: int) -> None:
+        self.directory = tempfile.TemporaryDirectory()
+        self.most_bytes = disk_blocks * FILE_BYTES
+        section = KvSection(
+            host_bytes=host_blocks * BLOCK_BYTES, disk_directory=self.directory.name, disk_bytes=self.most_bytes
+        )
+        self.tiers = Tiers(section, BLOCK_BYTES, torch.device("cpu"))
+        self.tiers.start()
+
+    @rule(numbers=st.lists(few_blocks, max_size=8))
+    def save(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self.tiers.save(key(number), [torch.full((BLOCK_BYTES // 8,), number)])
+
+    @rule(number=few_blocks)
+    def load(self, number: int) -> None:
+        loaded = torch.full((BLOCK_BYTES // 8,), -1)
+        found = self.tiers.load(key(number), [loaded])
+        assert (loaded == (number if found else -1)).all()
+
+    @rule(number=few_blocks)
+    def touch(self, number: int) -> None:
+        self.tiers.touch([key(number)])
+
+    @rule()
+    def settle(self) -> None:
+        self.tiers.settle()
+        for number in range(10):
+            assert self.tiers.find(key(number)) == self.tiers.load(key(number), [torch.empty(BLOCK_BYTES // 8).long()])
+        files = Path(self.directory.name).glob("*/*.safetensors")
+        assert sum(file.stat().st_size for file in files) <= self.most_bytes
+
+    def teardown(self) -> None:
+        if hasattr(self, "tiers"):
+            self.tiers.close()
+            assert list(Path(self.directory.name).iterdir()) == []
+            self.directory.cleanup()
+
+
+TestUnsettled = Unsettled.TestCase
+TestUnsettled.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 
 from cluster.core.config import DraftSection, KvSection, ModelSection
-from cluster.core.errors import DrafterUnavailable, InvalidRequest, NotReady, TargetUnavailable
+from cluster.core.errors import ConfigurationError, DrafterUnavailable, InvalidRequest, NotReady, TargetUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvLayout
 from cluster.core.tree import TokenTree
@@ -40,7 +41,9 @@ from tests import tiny
 from workers.draft.ngram import NgramDrafter
 from workers.model.loading import load_model
 from workers.model.pool import KvPool
+from workers.serve import actors
 from workers.serve.draft_servicer import DraftServicer
+from workers.serve.hosting import host_target
 from workers.serve.target_servicer import TargetServicer
 from workers.target.engine import LocalDecider, TargetEngine
 
@@ -107,6 +110,7 @@ class EchoEngine:
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        self.closed_by: list[str] = []
 
     def step(self, batch: StepBatch) -> StepResult:
         self.sizes.append(len(batch.rows))
@@ -126,6 +130,13 @@ class EchoEngine:
 
     def info(self) -> TargetInfo:
         return TargetInfo("echo", 700, 64, KvLayout(4), KV, (2,), 1, "float32", "e")
+
+    def close(self) -> None:
+        self.closed_by.append(threading.current_thread().name)
+
+
+def entries(directory: Path) -> list[Path]:
+    return list(directory.iterdir())
 
 
 async def propose(servicer: DraftServicer, *rows: DraftRow) -> tuple[Proposal, ...]:
@@ -374,3 +385,47 @@ async def test_what_the_engine_refuses_arrives_as_it_was_raised() -> None:
             await target.open([open_row("child", 1, parent="nobody")])
         with pytest.raises(InvalidRequest, match="tokens"):
             await target.open([open_row("child")])
+
+
+async def test_who_hosts_an_engine_closes_it_once_in_the_thread_that_it_computes_in() -> None:
+    engine = EchoEngine()
+    async with host_target("127.0.0.1", engine) as host:
+        assert engine.closed_by == []
+    await host.stop()
+    (thread,) = engine.closed_by
+    assert thread.startswith("target")
+
+
+async def test_an_engine_that_cannot_be_hosted_is_closed() -> None:
+    engine = EchoEngine()
+    with pytest.raises(ConfigurationError, match="cannot listen"):
+        async with host_target("256.0.0.1", engine):
+            pass
+    assert len(engine.closed_by) == 1
+
+
+async def test_closing_an_engine_removes_what_it_put_on_disk(directory: Path, tmp_path: Path) -> None:
+    model = load_model(ModelSection(path=str(directory), device="cpu"))
+    section = KvSection(block_size=4, disk_directory=str(tmp_path))
+    async with host_target("127.0.0.1", TargetEngine(model, KvPool(model, section, blocks=20), LocalDecider())):
+        assert entries(tmp_path)
+    assert not entries(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")  # Serve awaits `__del__`, the garbage collector does not
+@pytest.mark.parametrize("host", ["127.0.0.1", "256.0.0.1"], ids=["served", "not bound"])
+async def test_a_replica_that_ends_closes_its_engine(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.setattr(actors, "get_current_placement_group", lambda: None)
+    monkeypatch.setattr(actors, "free_port", lambda _: 0)
+    monkeypatch.setattr(actors, "set_threads", lambda _: None)
+    kv = {"pool_bytes": 1 << 20, "disk_directory": str(tmp_path)}
+    replica = actors.TargetReplica({"path": str(directory), "device": "cpu", "kv": kv}, 1, host)
+    with pytest.raises(ConfigurationError) if host == "256.0.0.1" else nullcontext():
+        await replica.reconfigure({"log_level": "warning"})
+    assert entries(tmp_path)
+    await replica.__del__()
+    assert not entries(tmp_path)
+    del replica
+    gc.collect()

@@ -11,17 +11,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedConfig
 
-from cluster.core.config import KvSection, ModelSection
+from cluster.core.config import KvSection, ModelSection, TargetSection
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvGroup, KvLayout
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from cluster.core.types import OpenRow, RowFaultCode, SamplingParameters, SequenceStart, StepBatch, VerifyRow
 from tests import tiny
+from workers.model import tables
 from workers.model.arrangement import arrange
+from workers.model.costs import Medium
 from workers.model.loaded import LoadedModel
 from workers.model.loading import load_model
 from workers.model.pool import KvPool
+from workers.model.tiers import Tiers
 from workers.target.engine import LocalDecider, TargetEngine
+from workers.target.ranks import build_engine
 
 GREEDY = SamplingParameters(temperature=0.0)
 SAMPLED = SamplingParameters(temperature=0.9, top_p=0.95, seed=7)
@@ -49,8 +53,12 @@ class Case:
         return load_model(ModelSection(path=str(self.directory), device="cpu"))
 
     def engine(self, blocks: int = 300, **changes: object) -> TargetEngine:
+        return self.engine_and_pool(blocks, **changes)[0]
+
+    def engine_and_pool(self, blocks: int, **changes: object) -> tuple[TargetEngine, KvPool]:
         model = self.model()
-        return TargetEngine(model, KvPool(model, KvSection(block_size=BLOCK, **changes), blocks), LocalDecider())
+        pool = KvPool(model, KvSection(block_size=BLOCK, **changes), blocks)
+        return TargetEngine(model, pool, LocalDecider()), pool
 
     def layout(self) -> KvLayout:
         return arrange(self.model(), KvSection(block_size=BLOCK)).layout
@@ -333,30 +341,69 @@ def test_many_more_prompts_than_memory_are_all_answered_right(case: Case, moved_
     engine.close()
 
 
-def test_a_preempted_sequence_goes_on_where_it_was(case: Case) -> None:
+def tiers_of(pool: KvPool) -> Tiers:
+    assert pool.tiers is not None
+    return pool.tiers
+
+
+@pytest.mark.parametrize("cheaper", ["loading", "computing"])
+def test_a_preempted_sequence_goes_on_where_it_was_or_is_computed_whichever_is_cheaper(
+    case: Case, cheaper: str
+) -> None:
     prompt = some_tokens(22)
     expected = answer(case.engine(), prompt, 60)
-    engine = case.engine(blocks=24 * case.layout().tables, host_bytes=1 << 20)
+    engine, pool = case.engine_and_pool(24 * case.layout().tables, host_bytes=1 << 20)
+    costs = tiers_of(pool).costs
     conversation = talk(engine, prompt)
     conversation.open()
     conversation.decode(25)
     engine.release([conversation.name])
-    answer(engine, some_tokens(60, seed=3), 25)  # takes every block
-    assert conversation.open() == 44
+    for seed in (3, 4):
+        answer(engine, some_tokens(90, seed), 2)  # takes nearly every block
+    if cheaper == "loading":
+        costs.note_compute(512, 512, 512.0)
+    else:
+        costs.note_load(Medium.HOST, 1 << 20, 1e6)
+    assert conversation.open() == (44 if cheaper == "loading" else 0)
+    assert (tiers_of(pool).host.loaded > 0) == (cheaper == "loading")
     conversation.decode(35)
     assert conversation.tokens[22:] == expected
     engine.close()
 
 
+def test_the_price_of_computing_is_that_of_the_steps(full: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[tuple[int, int]] = []
+    engine, pool = full.engine_and_pool(300, host_bytes=1 << 20)
+    costs = tiers_of(pool).costs
+    monkeypatch.setattr(
+        costs, "note_compute", lambda tokens, prompt_tokens, seconds, awaited: noted.append((tokens, prompt_tokens))
+    )
+    conversation = replace(talk(engine, some_tokens(50)), chunk=40)
+    conversation.open()
+    for _ in range(3):
+        conversation.step(lambda _: TokenTree.chain([5, 6]))
+    assert noted == [(40, 40), (12, 10), (3, 0)]
+    engine.close()
+
+
+def test_room_for_what_comes_back_is_not_made_at_its_own_cost(full: Case) -> None:
+    block_bytes = BLOCK * 2 * 2 * 3 * 8 * 4
+    engine, pool = full.engine_and_pool(12, host_bytes=24 * block_bytes)
+    first, *others = [some_tokens(41, seed=seed) for seed in range(3)]
+    for prompt in (first, *others):
+        answer(engine, prompt, 1)  # each pushes the one before it out of the pool
+    conversation = talk(engine, first)
+    assert conversation.open() == 40  # it was the first to go from the host, had it not been asked for
+    assert tiers_of(pool).host.dropped > 0
+    engine.close()
+
+
 def test_what_does_not_come_back_is_computed(full: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = some_tokens(41)
-    model = full.model()
-    pool = KvPool(model, KvSection(block_size=BLOCK, host_bytes=1 << 20), blocks=26)
-    engine = TargetEngine(model, pool, LocalDecider())
+    engine, pool = full.engine_and_pool(26, host_bytes=1 << 20)
     expected = answer(engine, prompt, 12)
     answer(engine, some_tokens(95, seed=1), 9)  # takes every block
-    assert pool.tiers is not None
-    monkeypatch.setattr(pool.tiers, "load", lambda key, parts: False)
+    monkeypatch.setattr(tiers_of(pool), "load", lambda key, parts: False)
     conversation = talk(engine, prompt)
     assert conversation.open() == 0
     assert conversation.decode(12) == expected
@@ -365,22 +412,58 @@ def test_what_does_not_come_back_is_computed(full: Case, monkeypatch: pytest.Mon
     engine.close()
 
 
-def test_where_computing_is_cheaper_nothing_is_brought_back(full: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = some_tokens(41)
-    model = full.model()
-    pool = KvPool(model, KvSection(block_size=BLOCK, host_bytes=1 << 20), blocks=26)
-    engine = TargetEngine(model, pool, LocalDecider())
-    answer(engine, prompt, 12)
-    answer(engine, some_tokens(95, seed=1), 9)  # takes every block
-    assert pool.tiers is not None
-    monkeypatch.setattr(pool.tiers, "worth_loading", lambda keys, tokens: False)
-    assert talk(engine, prompt).open() == 0
+def test_a_search_is_made_anew_when_what_it_made_room_for_did_not_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a window the shorter beginning that is at hand shares nothing with the longer one: it may have given way."""
+    engine, pool = load(tmp_path, tiny.mistral(sliding_window=WINDOW)).engine_and_pool(9, host_bytes=1 << 20)
+    monkeypatch.setattr(tiers_of(pool), "load", lambda key, parts: False)
+    texts = [some_tokens(80, seed) for seed in range(2)]
+    draw = random.Random(4)
+    for turn in range(30):
+        text = draw.choice(texts)
+        conversation = replace(talk(engine, text[: draw.randrange(5, 80)], f"s{turn}"), chunk=8)
+        conversation.open()
+        while conversation.stored < len(conversation.tokens) - 1:
+            conversation.step()
+        engine.release([conversation.name])
+        assert pool.blocks_free == 9
     engine.close()
 
 
-def test_random_lives_share_forget_and_leak_nothing(case: Case) -> None:
+def test_an_engine_that_fails_while_it_warms_up_leaves_nothing_on_disk(
+    full: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(engine: TargetEngine) -> None:
+        assert list(tmp_path.iterdir())
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(TargetEngine, "warm_up", fail)
+    kv = KvSection(pool_bytes=1 << 20, disk_directory=str(tmp_path))
+    with pytest.raises(ZeroDivisionError):
+        build_engine(TargetSection(path=str(full.directory), device="cpu", kv=kv))
+    assert not list(tmp_path.iterdir())
+
+
+def test_looking_for_a_prompt_everywhere_hashes_it_once(full: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    engine = full.engine(26, host_bytes=1 << 20)
+    prompt = some_tokens(41)
+    answer(engine, prompt, 1)
+    answer(engine, some_tokens(95, seed=1), 9)  # takes every block
+    key_of = tables.next_key
+    monkeypatch.setattr(tables, "next_key", lambda before, tokens: (hashed.append(1), key_of(before, tokens))[1])
+    assert talk(engine, prompt).open() == 40
+    assert len(hashed) == 10
+    engine.close()
+
+
+@pytest.mark.parametrize("lost", [0.0, 0.2], ids=["all comes back", "some is lost"])
+def test_random_lives_share_forget_and_leak_nothing(case: Case, lost: float, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = case.layout()
-    engine = case.engine(blocks=30 * layout.tables, host_bytes=1 << 18)
+    engine, pool = case.engine_and_pool(30 * layout.tables, host_bytes=1 << 18)
+    chance, load = random.Random(6), tiers_of(pool).load
+    monkeypatch.setattr(tiers_of(pool), "load", lambda key, parts: chance.random() >= lost and load(key, parts))
     plain = case.engine(prefix_cache=False)
     draw = random.Random(5)
     texts = [[*some_tokens(draw.randrange(1, 40), seed=seed)] for seed in range(4)]

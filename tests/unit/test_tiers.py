@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import torch
 
 from cluster.core.config import MIB, KvSection
 from cluster.core.errors import ConfigurationError
+from workers.model import disk
 from workers.model.costs import CostModel, Medium
+from workers.model.disk import DiskTier
 from workers.model.tiers import Tiers, agreed_length, alone
 
 BLOCK_BYTES = 2 * 2 * (4 * 1 * 8) * 2
@@ -72,8 +75,10 @@ def host() -> Iterator[Tiers]:
 
 
 def save(tiers: Tiers, *numbers: int) -> None:
+    """One after another, each written before the next."""
     for number in numbers:
         tiers.save(key(number), block(number))
+        tiers.settle()
 
 
 def test_a_block_comes_back_bit_by_bit(host: Tiers) -> None:
@@ -240,6 +245,120 @@ def test_a_directory_that_cannot_be_made_costs_a_warning(tmp_path: Path, caplog:
     assert "kv.disk_directory" in caplog.text
 
 
+class Gate:
+    """Holds every write to disk until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        write = Path.write_bytes
+
+        def wait(file: Path, content: bytes) -> int:
+            self.reached.set()
+            assert self.opened.wait(10)
+            return write(file, content)
+
+        monkeypatch.setattr(Path, "write_bytes", wait)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate(monkeypatch)
+    yield made
+    made.opened.set()
+
+
+class TestWriter:
+    """Nobody waits for the disk; a block is read from where it is, or missed."""
+
+    def test_a_block_that_is_not_written_yet_comes_back_from_the_queue(self, tmp_path: Path, gate: Gate) -> None:
+        with tiers_of(1, tmp_path, 100) as tiers:
+            for number in range(4):
+                tiers.save(key(number), block(number))
+            assert not list(tmp_path.glob("*/*.safetensors"))
+            assert all(holds(tiers, number) for number in range(4))
+            gate.opened.set()
+            tiers.settle()
+            assert len(list(tmp_path.glob("*/*.safetensors"))) == 3
+            assert all(holds(tiers, number) for number in range(4))
+
+    def test_when_the_disk_cannot_keep_up_blocks_are_lost_and_nobody_waits(self, tmp_path: Path, gate: Gate) -> None:
+        tier = DiskTier(str(tmp_path), MIB, most_queued=2)
+        tier.start()
+        content = torch.arange(BLOCK_BYTES).to(torch.uint8)
+        for number in range(5):
+            if tier.wants(key(number)):
+                tier.save(key(number), content)
+        assert [number for number in range(5) if key(number) in tier] == [0, 1]
+        assert tier.counts.dropped == 3
+        gate.opened.set()
+        tier.settle()
+        assert tier.wants(key(3))
+        tier.save(key(3), content)
+        loaded = tier.load(key(3))
+        assert loaded is not None and torch.equal(loaded, content)
+        tier.close()
+
+    def test_closing_does_not_wait_for_what_is_queued(self, tmp_path: Path, gate: Gate) -> None:
+        tiers = tiers_of(0, tmp_path, 100)
+        tiers.start()
+        for number in range(4):
+            tiers.save(key(number), block(number))
+        threading.Timer(0.05, gate.opened.set).start()
+        tiers.close()
+        assert list(tmp_path.iterdir()) == []
+        assert not holds(tiers, 1)
+
+    def test_a_disk_that_hangs_keeps_nobody_from_closing(
+        self, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(disk, "_CLOSING_SECONDS", 0.02)
+        tiers = tiers_of(0, tmp_path, 100)
+        tiers.start()
+        tiers.save(key(1), block(1))
+        assert gate.reached.wait(10)
+        tiers.close()
+        assert "does not answer" in caplog.text
+        caplog.clear()
+        writer = next(thread for thread in threading.enumerate() if thread.name == "kv-disk")
+        gate.opened.set()
+        writer.join(10)
+        assert list(tmp_path.iterdir()) == []
+        assert not caplog.text, "after the end nobody wants to hear of it"
+
+    def test_a_writer_that_fails_is_told_of_and_the_disk_takes_nothing_more(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail(content: torch.Tensor) -> int:
+            raise ZeroDivisionError
+
+        with tiers_of(0, tmp_path, 100) as tiers:
+            save(tiers, 1)
+            with monkeypatch.context() as patched:
+                patched.setattr(disk, "_checksum", fail)
+                save(tiers, 2)
+            assert "ZeroDivisionError" in caplog.text
+            save(tiers, 3)
+            assert held(tiers, range(5)) == [1]
+            assert holds(tiers, 1), "what was written stays readable"
+            assert (tiers.disk.saved, tiers.disk.dropped) == (1, 2)
+
+    def test_without_a_thread_to_be_had_nothing_is_kept(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            tiers = tiers_of(0, tmp_path, 100)
+            tiers.start()
+        save(tiers, 1)
+        assert not holds(tiers, 1)
+        assert "can't start new thread" in caplog.text
+        tiers.close()
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_closing_removes_what_was_written_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "somebody's").mkdir()
     tiers = tiers_of(0, tmp_path, 100)
@@ -343,6 +462,23 @@ class TestCosts:
         for _ in range(100):
             costs.note_compute(1, 1, 0.05)
         assert not costs.worth_loading(16 * 100_000, 0, 16)
+
+    def test_steps_of_many_decoding_sequences_say_nothing_about_prompts(self) -> None:
+        costs = CostModel()
+        for _ in range(100):
+            costs.note_compute(96, 32, 0.5)
+        assert not costs.worth_loading(16 * 100_000, 0, 16)
+        costs.note_compute(96, 64, 0.5)
+        assert costs.worth_loading(16 * 100_000, 0, 16)
+
+    def test_a_step_that_was_not_waited_for_counts_with_the_next_that_was(self) -> None:
+        costs = CostModel()
+        for _ in range(100):
+            costs.note_compute(512, 512, 0.001, awaited=False)
+        assert not costs.worth_loading(16 * 100_000, 0, 16), "nothing is known yet"
+        costs.note_compute(512, 512, 101.0)
+        assert costs.worth_loading(16 * 1_000_000, 0, 16)
+        assert not costs.worth_loading(16 * 3_000_000, 0, 16)
 
     def test_a_slow_copy_is_forgiven_in_time(self) -> None:
         costs = CostModel()

@@ -29,6 +29,9 @@ from workers.model.pool import KvPool
 
 ATTENTION_NAME = "pilotfish_paged"
 
+Probed = tuple[int, int, int | None, int]
+"""Of one layer: KV heads, head dimension, window, query heads per KV head."""
+
 
 class PagedAttention:
     """Bound to a model's attention modules at load; `layout` is set for the time of a forward pass."""
@@ -38,8 +41,8 @@ class PagedAttention:
         self.layout: StepLayout | NativeStep | None = None
         self.kernel: Kernel | None = None
         """Set where there is one for the processor; layouts are then its own."""
-        self.probe: dict[int, tuple[int, int, int | None, int]] | None = None
-        """While set, no attention is computed: each layer's (KV heads, head dimension, window) is noted."""
+        self.probe: dict[int, Probed] | None = None
+        """While set, no attention is computed: each layer's is noted."""
 
     def attend(
         self,
@@ -68,16 +71,18 @@ class PagedAttention:
         self.pool.write(layer, slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
         queries = query[0].transpose(0, 1)  # [tokens, heads, dim]
         keys, values = self.pool.keys[place.slot], self.pool.values[place.slot]
-        if len(self.layout.groups) == 1 and self.layout.groups[0].is_whole:
-            return _attend_group(self.layout.groups[0], place, queries, keys, values, scaling).flatten(0, 1)[None]
+        if len(self.layout.groups) == 1:  # its tokens are the step's, in order
+            group = self.layout.groups[0]
+            alone = attend_group(group, place, queries, keys, values, scaling).flatten(0, 1)
+            return (alone if group.is_whole else alone[group.scatter])[None]
         output = torch.empty_like(queries)
         for group in self.layout.groups:
-            attended = _attend_group(group, place, queries, keys, values, scaling)
+            attended = attend_group(group, place, queries, keys, values, scaling)
             output[group.targets] = attended.flatten(0, 1)[group.scatter]
         return output.unsqueeze(0)
 
 
-def _attend_group(
+def attend_group(
     group: RowGroup,
     place: Place,
     queries: torch.Tensor,  # [tokens, heads, dim]
@@ -96,12 +101,16 @@ def _attend_group(
         .permute(0, 2, 3, 1, 4)
         .reshape(rows, kv_heads, shared * width, dim)
     )
-    flat_blocks = group.blocks[place.table, place.sight].flatten()
-    stored_keys, stored_values = (
-        store.index_select(0, flat_blocks).view(rows, -1, kv_heads, dim).transpose(1, 2) for store in (keys, values)
-    )  # [rows, kv_heads, keys, dim]
-    mask = group.folded_mask(shared, place.sight, queries.dtype)
-    attended = scaled_dot_product_attention(folded, stored_keys, stored_values, attn_mask=mask, scale=scaling)
+    view = group.views.get((place.table, place.sight))
+    if view is not None:
+        attended = view.attend(folded, keys, values, scaling)
+    else:
+        flat_blocks = group.blocks[place.table, place.sight].flatten()
+        stored_keys, stored_values = (
+            store.index_select(0, flat_blocks).view(rows, -1, kv_heads, dim).transpose(1, 2) for store in (keys, values)
+        )  # [rows, kv_heads, keys, dim]
+        mask = group.folded_mask(shared, place.sight, queries.dtype)
+        attended = scaled_dot_product_attention(folded, stored_keys, stored_values, attn_mask=mask, scale=scaling)
     return attended.view(rows, kv_heads, shared, width, dim).permute(0, 3, 1, 2, 4).reshape(rows, width, heads, dim)
 
 

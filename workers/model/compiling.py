@@ -39,6 +39,12 @@ def compile_layers(model: PreTrainedModel, directory: str | None) -> None:
         layer.compile(dynamic=True, fullgraph=True)
 
 
+def leave_uncompiled(model: PreTrainedModel) -> None:
+    """Undo `compile_layers`."""
+    for layer in decoder_layers(model):
+        layer._compiled_call_impl = None
+
+
 def kinds(layers: list[nn.Module]) -> int:
     """How many different layers there are, as far as a compiler cares: by their attributes that are plain values."""
     seen = {

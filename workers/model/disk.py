@@ -118,7 +118,7 @@ class DiskTier:
             return key in self._queued
 
     def wants(self, key: bytes) -> bool:
-        """Whether to `save` the block: not if it is here, which makes it the most recently used one, nor without room."""
+        """Whether to `save` the block: not if it is here (then it is the most recently used one), nor without room."""
         if self.touch(key):
             return False
         with self._changed:

@@ -15,6 +15,7 @@ import torch
 from cluster.core.ids import BlockId
 from cluster.core.tree import ROOT, TokenTree
 from workers.model.arrangement import Arrangement, Sight
+from workers.model.flex import BlockView
 
 _LONGEST_PADDED_ROW = 32  # rows at least this wide are not padded against others
 
@@ -57,11 +58,13 @@ class RowGroup:
 
     gather: torch.Tensor  # [rows, queries] index into the step's tokens; padding repeats the row's last
     scatter: torch.Tensor  # [tokens] flat index into [rows * queries]
-    targets: torch.Tensor  # [tokens] where those outputs belong in the step
+    targets: torch.Tensor  # [tokens] where those outputs belong in the step; not asked for where it has no other group
     blocks: dict[tuple[int, Sight], torch.Tensor]  # (table, what is seen of it) → [rows, blocks]
     masks: dict[Sight, torch.Tensor]  # [rows, queries, keys] true where a query sees a key
     is_whole: bool
     """Its rows are all of the step, in order and without padding: there is nothing to gather or to scatter."""
+    views: dict[tuple[int, Sight], BlockView] = field(default_factory=dict)
+    """As `blocks`, for attention without gathering; where there are such there are no masks."""
     _folded: dict[tuple[int, Sight, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def folded_mask(self, heads_per_kv: int, sight: Sight, dtype: torch.dtype) -> torch.Tensor:
@@ -99,7 +102,7 @@ def lay_out(rows: Sequence[RowShape], arrangement: Arrangement, device: torch.de
         slot
         for table in range(arrangement.layout.tables)
         for row in rows
-        for slot in _slots(row.blocks[table], row.stored_len, row.end, size)
+        for slot in slots_of(row.blocks[table], row.stored_len, row.end, size)
     ]
     drafts = [
         _Draft([rows[index] for index in members], [first_token[index] for index in members], arrangement, len(rows))
@@ -112,9 +115,21 @@ def lay_out(rows: Sequence[RowShape], arrangement: Arrangement, device: torch.de
     return StepLayout(next(tensors), [draft.build([next(tensors) for _ in draft.arrays]) for draft in drafts])
 
 
-def _slots(blocks: Sequence[BlockId], start: int, end: int, size: int) -> list[int]:
+def slots_of(blocks: Sequence[BlockId], start: int, end: int, size: int) -> list[int]:
     """Flat indices (block * block_size + offset) of positions `start … end - 1`."""
     return [blocks[position // size] * size + position % size for position in range(start, end)]
+
+
+def blocks_read(row: RowShape, sight: Sight, size: int) -> tuple[int, int, int]:
+    """Which blocks of `size` tokens some token of this step sees: the first so many (sinks), then from … up to."""
+    first = sight.first_seen(row.stored_len) // size
+    return min(first, -(-sight.sinks // size)), first, -(-row.end // size)
+
+
+def to_device(values: Sequence[int] | _Integers, device: torch.device) -> torch.Tensor:
+    """Integers on the device; nobody waits for the copy."""
+    tensor = torch.as_tensor(values, dtype=torch.int64)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def _similar(rows: Sequence[RowShape], block_size: int) -> list[list[int]]:
@@ -133,7 +148,7 @@ def _similar(rows: Sequence[RowShape], block_size: int) -> list[list[int]]:
 
 def _send(arrays: Sequence[_Integers], device: torch.device) -> list[torch.Tensor]:
     """All arrays in one copy."""
-    whole = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(device)
+    whole = to_device(np.concatenate([array.ravel() for array in arrays]), device)
     parts = torch.split(whole, [array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
@@ -168,20 +183,18 @@ class _Draft:
     def _read(self, sight: Sight) -> None:
         """Which blocks of the rows are read: those that some query of this step sees."""
         size = self._size
-        first = [sight.first_seen(row.stored_len) // size for row in self._rows]
-        sinks = [min(block, -(-sight.sinks // size)) for block in first]
-        last = [-(-row.end // size) for row in self._rows]
-        most = max(kept + end - begin for kept, begin, end in zip(sinks, first, last, strict=True))
+        read = [blocks_read(row, sight, size) for row in self._rows]
+        most = max(kept + end - begin for kept, begin, end in read)
         tables = [table for table, seen in self._places if seen == sight]
         blocks = np.zeros((len(tables), len(self._rows), most), dtype=np.int64)
-        for place, (row, kept, begin, end) in enumerate(zip(self._rows, sinks, first, last, strict=True)):
+        for place, (row, (kept, begin, end)) in enumerate(zip(self._rows, read, strict=True)):
             for index, table in enumerate(tables):
                 held = row.blocks[table]
                 if kept:
                     blocks[index, place, :kept] = held[:kept]
                 blocks[index, place, kept : kept + end - begin] = held[begin:end]
-        skipped = np.array(first, dtype=np.int64) - np.array(sinks, dtype=np.int64)
-        self.arrays += [blocks, np.array(sinks), skipped, self._tree_keys(sight, most * size, skipped)]
+        sinks, first, _ = np.array(read, dtype=np.int64).T
+        self.arrays += [blocks, sinks, first - sinks, self._tree_keys(sight, most * size, first - sinks)]
 
     def _tree_keys(self, sight: Sight, keys: int, skipped: _Integers) -> _Integers:
         """Flat indices into `[rows, queries, keys]` where nodes of branching trees see their ancestors."""
@@ -216,7 +229,7 @@ class _Draft:
                 near = position[:, :, None] - key[:, None] < sight.window  # [rows, queries, keys]
                 mask = (key[:, None] <= limit[:, :, None]) & (near | (key[:, None] < sight.sinks))
             if len(tree_keys):
-                mask.view(-1)[tree_keys] = True
+                mask.view(-1).index_fill_(0, tree_keys, True)
             masks[sight] = mask
         whole = len(self._rows) == self._step_rows and gather.numel() == len(targets)
         return RowGroup(gather, scatter, targets, found, masks, whole)

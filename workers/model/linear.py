@@ -184,9 +184,11 @@ def quantize(weight: torch.Tensor, cut_inputs: bool = False) -> tuple[torch.Tens
     largest = weight.float().abs().amax(dim=1)
     if cut_inputs:
         distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
-    scale = largest.clamp(min=torch.finfo(torch.float32).tiny) / 127.0
-    integers = (weight.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
-    return integers, scale.to(weight.dtype)
+    # Counted in the scale as it is kept, which is rounded to the weights' own type.
+    scale = (largest / 127.0).to(weight.dtype)
+    step = scale.float().clamp(min=torch.finfo(torch.float32).tiny)
+    integers = (weight.float() / step[:, None]).round().clamp(-127, 127).to(torch.int8)
+    return integers, scale
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
@@ -222,7 +224,7 @@ def _linear_shape(x: torch.Tensor, handle: torch.Tensor, width: int) -> torch.Te
 def _joined(x: torch.Tensor, handle: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
     product = _entries[int(handle)].product.multiply(x)
     # Copies, since the compiler takes results of an operator for memory of their own.
-    return [part.contiguous() for part in torch.split(product, widths, dim=-1)]
+    return [part.clone(memory_format=torch.contiguous_format) for part in torch.split(product, widths, dim=-1)]
 
 
 def _joined_shape(x: torch.Tensor, handle: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:  # noqa: ARG001

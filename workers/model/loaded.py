@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from workers.model.native.decoder import NativeDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +43,7 @@ class LoadedModel:
     code_directory: str | None = None
     """Where code made for this machine is kept between starts."""
     tensor_parallel: int = 1
+    native: NativeDecoder | None = None
+    """The layers and the head in the kernels' form; `module` is without them then."""
+    replays: bool = False
+    """Whether passes of recurring sizes are recorded and replayed."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,11 +19,14 @@ from transformers.distributed.utils import TransformersDeviceMesh
 
 from cluster.core.config import ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
-from workers.model.attention import ATTENTION_NAME, bind, register
-from workers.model.compiling import compile_layers, is_wanted
+from workers.model.attention import ATTENTION_NAME, Probed, bind, register
+from workers.model.compiling import WIDTHS, compile_layers, is_wanted, leave_uncompiled
 from workers.model.loaded import LayerShape, LoadedModel
 from workers.model.tailoring import tailor
+from workers.model.takeover import Broken, hand_over
 from workers.model.weights import end_of_sequence_ids
+
+logger = logging.getLogger(__name__)
 
 # Layers follow the model's own plan; the head's, which gathers all logits on every rank, is replaced by one that
 # leaves each rank the logits of its own part of the vocabulary.
@@ -45,26 +50,12 @@ def load_model(
     if tensor_parallel > 1:
         check_divisible(config, tensor_parallel)
     register()
-    arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION_NAME, "use_safetensors": True}
-    if tensor_parallel > 1:
-        arguments["distributed_config"] = DistributedConfig(tp_size=tensor_parallel, tp_plan=_HEAD_STAYS_CUT)
-    else:
-        arguments["device_map"] = {"": device}
-    try:
-        with _ranks_on(device):
-            module = AutoModelForCausalLM.from_pretrained(directory, **arguments)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"model directory {str(directory)!r} cannot be loaded: {error}") from error
-    module = module.eval().requires_grad_(False)
-    tailor(module, section.quantization)
+    module = _read(directory, dtype, device, tensor_parallel)
     vocabulary_size = int(config.get_text_config().vocab_size)
-    layers = _measure_layers(module, device)
-    if is_wanted(section):
-        compile_layers(module, section.compile_directory)
-    return LoadedModel(
+    model = LoadedModel(
         module=module,
         name=directory.name,
-        layers=layers,
+        layers=_measure_layers(module, device),
         vocabulary_size=vocabulary_size,
         vocabulary_offset=_first_token(vocabulary_size, rank, tensor_parallel),
         max_context_len=_context_len(config, max_context_len),
@@ -73,7 +64,37 @@ def load_model(
         dtype=dtype,
         code_directory=section.compile_directory,
         tensor_parallel=tensor_parallel,
+        replays=device.type == "cuda" and section.compile != "off",
     )
+    if section.native == "auto" and section.compile != "on" and device.type == "cpu" and tensor_parallel == 1:
+        try:
+            native = hand_over(model, section.quantization)
+        except Broken:
+            model = replace(model, module=_read(directory, dtype, device, tensor_parallel))
+        else:
+            if native is not None:
+                return replace(model, native=native)
+    tailor(model.module, section.quantization)
+    _measure_layers(model.module, device)  # what replaced the layers is bound and tried
+    if is_wanted(section):
+        _compile(model.module, section, device)
+    return model
+
+
+def _read(directory: Path, dtype: torch.dtype, device: torch.device, tensor_parallel: int) -> PreTrainedModel:
+    """The weights as `transformers` loads them: on this device, or this rank's part. Raises `ModelLoadError`."""
+    arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION_NAME, "use_safetensors": True}
+    if tensor_parallel > 1:
+        arguments["distributed_config"] = DistributedConfig(tp_size=tensor_parallel, tp_plan=_HEAD_STAYS_CUT)
+    else:
+        arguments["device_map"] = {"": device}
+    try:
+        with _ranks_on(device):
+            module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, **arguments)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"model directory {str(directory)!r} cannot be loaded: {error}") from error
+    module.eval().requires_grad_(False)
+    return module
 
 
 @contextmanager
@@ -145,18 +166,38 @@ def _first_token(vocabulary_size: int, rank: int, ranks: int) -> int:
 
 def _measure_layers(module: PreTrainedModel, device: torch.device) -> tuple[LayerShape, ...]:
     """What each layer stores, seen in one forward pass rather than guessed from the configuration."""
-    paged = bind(module)
-    paged.probe = {}
-    with torch.inference_mode():
-        module(
-            input_ids=torch.zeros((1, 1), dtype=torch.long, device=device),
-            position_ids=torch.zeros((1, 1), dtype=torch.long, device=device),
-            use_cache=False,
-        )
-    found, paged.probe = paged.probe, None
+    found = _probe(module, device, 1)
     if not found or sorted(found) != list(range(len(found))):
         raise ModelLoadError(f"model type {module.config.model_type!r}: its attention layers cannot be told apart")
     return tuple(LayerShape(*found[layer]) for layer in range(len(found)))
+
+
+def _probe(module: PreTrainedModel, device: torch.device, width: int) -> dict[int, Probed]:
+    """What attention is asked for in a forward pass over `width` tokens; none is computed."""
+    paged = bind(module)
+    paged.probe = {}
+    try:
+        with torch.inference_mode():
+            module(
+                input_ids=torch.zeros((1, width), dtype=torch.long, device=device),
+                position_ids=torch.zeros((1, width), dtype=torch.long, device=device),
+                use_cache=False,
+            )
+        return paged.probe
+    finally:
+        paged.probe = None
+
+
+def _compile(module: PreTrainedModel, section: ModelSection, device: torch.device) -> None:
+    """Compile the layers. What cannot be compiled is served as it is, unless it was insisted on (`ModelLoadError`)."""
+    compile_layers(module, section.compile_directory)
+    try:
+        _probe(module, device, WIDTHS[0])
+    except Exception as error:  # compilers raise whatever they meet
+        if section.compile == "on":
+            raise ModelLoadError(f"model type {module.config.model_type!r} cannot be compiled: {error}") from error
+        logger.warning("model type %r cannot be compiled and is served as it is: %s", module.config.model_type, error)
+        leave_uncompiled(module)
 
 
 def _context_len(config: PreTrainedConfig, wanted: int | None) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import psutil
 import torch
@@ -21,6 +20,9 @@ from workers.model.tables import BlockTable, Prefix
 from workers.model.tiers import Tiers, agreed_length
 
 _MOST_BLOCKS = 1 << 22
+
+_Search = Callable[[int, Callable[[bytes], bool] | None], Prefix]
+"""The longest beginning, of so many tokens at most, that the pool or something else has."""
 
 
 def blocks_that_fit(model: LoadedModel, section: KvSection, rewinds: bool = False) -> int:
@@ -74,7 +76,7 @@ class KvPool:
 
         def stored(shape: LayerShape) -> torch.Tensor:
             # Zeros, not garbage: a masked position is multiplied by zero, and zero times NaN is NaN.
-            size = (blocks_total, section.block_size, shape.kv_heads, shape.head_dim)
+            size = (blocks_total + model.replays, section.block_size, shape.kv_heads, shape.head_dim)
             return torch.zeros(size, dtype=model.dtype, device=model.device)
 
         self.keys, self.values = ([stored(shape) for shape in self.arrangement.slots] for _ in range(2))
@@ -104,6 +106,11 @@ class KvPool:
         return self._allocator.blocks_total
 
     @property
+    def scratch(self) -> BlockId:
+        """Where passes are replayed, one block more: it takes what their frames have to spare, and is nobody's."""
+        return BlockId(self.blocks_total)
+
+    @property
     def blocks_free(self) -> int:
         """Blocks that no sequence holds; the cache's give way."""
         return self._allocator.blocks_free
@@ -127,13 +134,18 @@ class KvPool:
         Shares the blocks of the parent and of the cache, and brings back those that were moved out where there is
         room for them and copying is sooner done than computing.
         """
-        search = partial(self._allocator.find, tokens, salt, parent, chain=[])
-        kept = search(len(tokens) - 1)
-        if self._tiers is not None and len(kept) < len(tokens) - 1:
-            longer = self._open_with_tiers(self._tiers, search, len(tokens) - 1, kept)
+        most = len(tokens) - 1
+        chain: list[bytes] = []
+
+        def search(most: int, elsewhere: Callable[[bytes], bool] | None = None) -> Prefix:
+            return self._allocator.find(tokens, salt, parent, most, elsewhere, chain)
+
+        kept = search(most)
+        if self._tiers is not None and len(kept) < most:
+            longer = self._open_with_tiers(self._tiers, search, most, kept)
             if longer is not None:
                 return longer
-            kept = search(len(kept))  # making room for what did not come may have taken blocks
+            kept = search(most)  # making room for what did not come may have taken blocks
         return self._allocator.adopt(kept)[0]
 
     def note_compute(self, tokens: int, prompt_tokens: int, seconds: float, *, awaited: bool) -> None:
@@ -197,9 +209,7 @@ class KvPool:
             flat = store.view(-1, *store.shape[2:])
             flat[destinations] = flat[sources]
 
-    def _open_with_tiers(
-        self, tiers: Tiers, search: Callable[..., Prefix], most: int, kept: Prefix
-    ) -> BlockTable | None:
+    def _open_with_tiers(self, tiers: Tiers, search: _Search, most: int, kept: Prefix) -> BlockTable | None:
         """`None` where nothing more is to be had than `kept`, or it was lost on the way."""
 
         def longest(bound: int) -> int:

@@ -13,9 +13,10 @@ from cluster.core.errors import KvPoolExhausted
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.model.attention import bind
 from workers.model.compiling import WIDTHS
-from workers.model.layout import RowShape, lay_out
+from workers.model.graphs import graphed_steps
+from workers.model.layout import RowShape, StepLayout, lay_out, to_device
 from workers.model.loaded import LoadedModel
-from workers.model.native import lay_out_natively, load_kernel
+from workers.model.native import NativeStep, lay_out_natively, load_kernel
 from workers.model.pool import KvPool
 from workers.model.tables import BlockTable
 
@@ -47,6 +48,9 @@ class ModelRunner:
         self._paged = bind(model.module)
         self._paged.pool = pool
         self._kernel = self._paged.kernel = load_kernel(model)
+        if model.native is not None:
+            model.native.bind(pool)
+        self._graphs = graphed_steps(model, pool, self._compute)
 
     def warm_up(self) -> None:
         """Run steps of several widths, so that nothing is compiled while somebody waits. Leaves nothing behind."""
@@ -57,17 +61,19 @@ class ModelRunner:
                 self._pool.reserve(table, width)
                 self.forward([ForwardRow(table, (0,) * width, select=(width - 1,))])
             except KvPoolExhausted:
-                return  # a pool so small never sees a step so wide
+                break  # a pool so small never sees a step so wide
             finally:
                 self._pool.release(table)
             logger.info("warmed up for steps of %d tokens in %.1f s", width, time.perf_counter() - begun)
+        if self._graphs is not None:
+            self._graphs.warm_up(self._model.max_context_len)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[ForwardRow]) -> torch.Tensor:
         """Compute all rows at once; each row's table must have room for `row.end` tokens.
 
         Stores keys and values of all tokens and nodes; nothing is committed until `keep`. Returns
-        the selected logits, row after row: `[selected, vocabulary (this rank's part)]`.
+        the selected logits, row after row: `[selected, vocabulary (this rank's part)]`, good until the next pass.
         """
         device = self._model.device
         shapes = [RowShape(row.table.blocks, row.table.stored_len, len(row.tokens), row.tree) for row in rows]
@@ -80,22 +86,34 @@ class ModelRunner:
             first += shape.width
         if not selected:
             selected = [first - 1]  # a head over no token at all is no legal product everywhere
-        self._paged.layout = (
+        wanted = sum(len(row.select) for row in rows)
+        if self._graphs is not None:
+            replayed = self._graphs.run(shapes, tokens, positions, selected)
+            if replayed is not None:
+                return replayed[:wanted]
+        layout = (
             lay_out(shapes, self._pool.arrangement, device)
             if self._kernel is None
             else lay_out_natively(shapes, self._pool.arrangement)
         )
+        ids, places, chosen = (to_device(values, device) for values in (tokens, positions, selected))
+        return self._compute(ids[None], places[None], chosen, layout)[:wanted]
+
+    def _compute(
+        self, tokens: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor, layout: StepLayout | NativeStep
+    ) -> torch.Tensor:
+        """The model over tokens and positions `[1, tokens]`. Returns `[selected, vocabulary]`."""
+        if self._model.native is not None and isinstance(layout, NativeStep):
+            return self._model.native.compute(tokens, positions, selected, layout)
+        self._paged.layout = layout
         try:
             output = self._model.module(
-                input_ids=torch.tensor([tokens], device=device),
-                position_ids=torch.tensor([positions], device=device),
-                use_cache=False,
-                logits_to_keep=torch.tensor(selected, device=device),
+                input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=selected
             )
         finally:
             self._paged.layout = None
-        logits: torch.Tensor = output.logits[0]  # [selected, vocabulary]
-        return logits[: sum(len(row.select) for row in rows)]
+        logits: torch.Tensor = output.logits[0]
+        return logits
 
     @torch.inference_mode()
     def keep(self, row: ForwardRow, nodes: Sequence[int] = ()) -> None:

@@ -15,10 +15,12 @@ from torch import Tensor
 from cluster.core.types import SamplingParameters
 from workers.sampling.context import GREEDY_BELOW, DecisionContext
 from workers.sampling.noise import gumbel
+from workers.sampling.send import places
 from workers.sampling.warp import warp
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
 """Logits worked on at a time: bounds the copies, and on a CPU keeps them in cache."""
+_HOPELESS = -1
 
 
 class Undecidable(ValueError):
@@ -68,10 +70,10 @@ def merge_winners(values: Tensor, ids: Tensor) -> list[int]:
     """
     best = values.amax(dim=0)
     tokens = ids.masked_fill(values != best, torch.iinfo(torch.int64).max).amin(dim=0)
-    hopeless = [row for row, value in enumerate(best.tolist()) if value == -math.inf]
+    chosen: list[int] = tokens.masked_fill(best == -math.inf, _HOPELESS).tolist()  # all that is asked of the device
+    hopeless = tuple(row for row, token in enumerate(chosen) if token == _HOPELESS)
     if hopeless:
-        raise Undecidable(tuple(hopeless))
-    chosen: list[int] = tokens.tolist()
+        raise Undecidable(hopeless)
     return chosen
 
 
@@ -100,5 +102,5 @@ def _scores(logits: Tensor, contexts: Sequence[DecisionContext], offset: int) ->
     if len(drawn) == len(contexts):
         return noise.add_(warped)
     scores = warped.clone() if warped.data_ptr() == logits.data_ptr() else warped
-    scores[drawn] += noise
+    scores[places(drawn, scores)] += noise
     return scores

@@ -23,28 +23,41 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int])
     """
     if not logits.shape[0] == len(tokens) == len(counts):
         raise ValueError(f"{logits.shape[0]} rows of logits, {len(tokens)} tokens and {len(counts)} counts")
-    return tuple(_row_logprobs(row, token, count) for row, token, count in zip(logits, tokens, counts, strict=True))
+    vocabulary = logits.shape[1]
+    for token in tokens:
+        if not 0 <= token < vocabulary:
+            raise ValueError(f"token {token} is outside the vocabulary of {vocabulary}")
+    kept = [max(0, min(count, vocabulary)) for count in counts]
+    parts = [_row_numbers(row, token, count) for row, token, count in zip(logits, tokens, kept, strict=True)]
+    if not parts:
+        return ()
+    numbers: list[float] = torch.cat(parts).tolist()  # all that is asked of the device
+    found: list[TokenLogprobs] = []
+    for token, count in zip(tokens, kept, strict=True):
+        top, (normalizer, *values) = numbers[:count], numbers[count : 2 * count + 2]
+        numbers = numbers[2 * count + 2 :]
+        own, *others = (max(min(value - normalizer, 0.0), LEAST_LOGPROB) for value in values)
+        found.append(TokenLogprobs(token, own, tuple(zip(map(int, top), others, strict=True))))
+    return tuple(found)
 
 
-def _row_logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
-    """One row [vocab]; alone, so that its sum is rounded the same way in every batch."""
-    vocabulary = logits.shape[0]
-    if not 0 <= token < vocabulary:
-        raise ValueError(f"token {token} is outside the vocabulary of {vocabulary}")
+def _row_numbers(logits: Tensor, token: int, count: int) -> Tensor:
+    """Of one row [vocab]: its `count` leading tokens, the logarithm of its sum, the logits of `token` and of those.
+
+    Alone, so that its sum is rounded the same way in every batch. float64 [2 · count + 2], exact for any token.
+    """
     clean = logits.detach().double().nan_to_num(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
-    normalizer = float(clean.logsumexp(dim=0))
-    top = _leading_tokens(clean, min(count, vocabulary))
-    values: list[float] = clean[[token, *top]].tolist()
-    own, *others = (max(min(value - normalizer, 0.0), LEAST_LOGPROB) for value in values)
-    return TokenLogprobs(token, own, tuple(zip(top, others, strict=True)))
+    top = _leading_tokens(clean, count)
+    return torch.cat((top.double(), clean.logsumexp(dim=0)[None], clean[token : token + 1], clean[top]))
 
 
-def _leading_tokens(logits: Tensor, count: int) -> list[int]:
-    """The `count` most probable tokens, most probable first, the lower first among equals."""
-    if count <= 0:
-        return []
+def _leading_tokens(logits: Tensor, count: int) -> Tensor:
+    """The `count` most probable tokens, most probable first, the lower first among equals: int64 [count]."""
+    if count == 0:
+        return torch.empty(0, dtype=torch.int64, device=logits.device)
+    if logits.is_cuda:  # it sorts everything sooner than the host learns how many are candidates
+        return logits.sort(descending=True, stable=True).indices[:count]
     least = logits.topk(count).values[-1]
     candidates = (logits >= least).nonzero().squeeze(1)  # in order of token
     order = logits[candidates].sort(descending=True, stable=True).indices
-    leading: list[int] = candidates[order[:count]].tolist()
-    return leading
+    return candidates[order[:count]]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cluster.core.types import SamplingParameters
 from workers.sampling.context import DecisionContext
+from workers.sampling.send import places, send
 
 _LARGEST_LOGIT = 1e30
 """Stands for +inf, so that a difference or quotient of logits is still a number."""
@@ -67,7 +68,8 @@ def _changes_nothing(context: DecisionContext) -> bool:
 def _cleaned(logits: Tensor) -> Tensor:
     """float32, without NaN and +inf; the same tensor if that is what it is already."""
     logits = logits.float()
-    if logits.numel() == 0 or bool((logits.amax(dim=-1) < math.inf).all()):  # false for NaN, too
+    # Looking costs a GPU more than doing: nobody waits for it here. The comparison is false for NaN, too.
+    if logits.numel() == 0 or (not logits.is_cuda and bool((logits.amax(dim=-1) < math.inf).all())):
         return logits
     return logits.nan_to_num(nan=-math.inf, posinf=_LARGEST_LOGIT, neginf=-math.inf)
 
@@ -125,9 +127,8 @@ def _update(
     inside = [(row, token - offset, amount) for row, token, amount in entries if 0 <= token - offset < size]
     if not inside:
         return
-    places = torch.tensor([entry[:2] for entry in inside], device=logits.device)
-    amounts = logits.new_tensor([entry[2] for entry in inside])
-    rows, columns = places.unbind(dim=1)
+    rows, columns = send([entry[:2] for entry in inside], torch.int64, logits.device).unbind(dim=1)
+    amounts = send([entry[2] for entry in inside], logits.dtype, logits.device)
     logits[rows, columns] = change(logits[rows, columns], amounts)
 
 
@@ -138,7 +139,8 @@ def _divide_by_temperature(logits: Tensor, contexts: Sequence[DecisionContext]) 
     """In place, except in greedy rows."""
     divisors = [1.0 if context.is_greedy else context.sampling.temperature for context in contexts]
     if any(divisor != 1.0 for divisor in divisors):
-        logits /= logits.new_tensor(divisors).unsqueeze(1)  # a tensor: by a number, GPUs multiply by the reciprocal
+        # A tensor: by a number, GPUs multiply by the reciprocal.
+        logits /= send(divisors, logits.dtype, logits.device).unsqueeze(1)
 
 
 def _on_rows(
@@ -147,11 +149,11 @@ def _on_rows(
     change: Callable[[Tensor, Sequence[SamplingParameters]], None],
 ) -> None:
     """Let `change` work in place on those rows alone."""
-    indices = [row for row, _ in rows]
     samplings = [sampling for _, sampling in rows]
     if len(rows) == logits.shape[0]:
         change(logits, samplings)
     elif rows:
+        indices = places([row for row, _ in rows], logits)
         part = logits[indices]
         change(part, samplings)
         logits[indices] = part
@@ -159,7 +161,7 @@ def _on_rows(
 
 def _drop_unlikely(logits: Tensor, samplings: Sequence[SamplingParameters]) -> None:
     """min-p, in place: p < min_p · p_best is a distance between logits."""
-    gaps = logits.new_tensor([math.log(sampling.min_p) for sampling in samplings]).unsqueeze(1)
+    gaps = send([math.log(sampling.min_p) for sampling in samplings], logits.dtype, logits.device).unsqueeze(1)
     logits.masked_fill_(logits < logits.amax(dim=1, keepdim=True) + gaps, -math.inf)
 
 
@@ -173,13 +175,16 @@ def _keep_leading(logits: Tensor, samplings: Sequence[SamplingParameters], candi
     candidates = min(max([candidates, *(limit for limit in limits if limit < vocabulary)]), vocabulary)
     leaders = logits.topk(candidates, dim=1).values  # [n, candidates], falling
     counts = _leading_counts(logits, leaders, limits, [sampling.top_p for sampling in samplings])
-    wide = (counts.squeeze(1) > candidates).nonzero().squeeze(1).tolist()
+    wide: list[int] = []
+    if max(limits) > candidates:  # only then may the leaders not tell, and only then is the device asked
+        wide = [row for row, count in enumerate(counts.squeeze(1).tolist()) if count > candidates]
     if wide:
-        part = logits[wide]
+        indices = places(wide, logits)
+        part = logits[indices]
         _keep_leading(part, [samplings[row] for row in wide], candidates * 8)
     _keep_counted(logits, leaders, counts.clamp(max=candidates))
     if wide:
-        logits[wide] = part
+        logits[indices] = part
 
 
 def _leading_counts(logits: Tensor, leaders: Tensor, limits: Sequence[int], top_p: Sequence[float]) -> Tensor:
@@ -189,7 +194,7 @@ def _leading_counts(logits: Tensor, leaders: Tensor, limits: Sequence[int], top_
     that counts for top-p is that within top-k.
     """
     candidates = leaders.shape[1]
-    limit = torch.tensor(limits, device=logits.device).unsqueeze(1)  # [n, 1]
+    limit = send(limits, torch.int64, logits.device).unsqueeze(1)  # [n, 1]
     if all(share >= 1.0 for share in top_p):
         return limit
     best = leaders[:, :1].clamp(min=torch.finfo(torch.float32).min)  # −inf less −inf would be NaN
@@ -198,7 +203,7 @@ def _leading_counts(logits: Tensor, leaders: Tensor, limits: Sequence[int], top_
     if max(limits) > candidates:
         everything = _relative_probabilities(logits - best).sum(dim=1, keepdim=True)
         total = torch.where(limit > candidates, everything, total)
-    share = torch.tensor(top_p, dtype=torch.float64, device=logits.device).unsqueeze(1)
+    share = send(top_p, torch.float64, logits.device).unsqueeze(1)
     wanted = (total * share).ceil().long().clamp(min=1).minimum(total)
     wanted = torch.where(share < 1.0, wanted, _ALL_MASS)
     # Those that fall short of what is wanted, and the one that reaches it.
@@ -211,7 +216,7 @@ def _keep_counted(logits: Tensor, leaders: Tensor, counts: Tensor) -> None:
     ties_kept = counts - (leaders > edge).sum(dim=1, keepdim=True)
     kept = logits >= edge
     at_edge = logits == edge
-    if bool((at_edge.sum(dim=1, keepdim=True) > ties_kept).any()):
+    if logits.is_cuda or bool((at_edge.sum(dim=1, keepdim=True) > ties_kept).any()):
         kept &= ~at_edge | (at_edge.cumsum(dim=1) <= ties_kept)
     logits.masked_fill_(~kept, -math.inf)
 

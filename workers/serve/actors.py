@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from workers.target.ranks import RankZero
 
 
+_FOLLOWERS_SECONDS = 5.0
+"""How long the other ranks may take to end once they are told."""
+
+
 class Follower:
     """A rank above 0, in an actor of its own."""
 
@@ -53,6 +57,7 @@ class TargetReplica:
         self._address = address or node_address()
         self._followers: dict[asyncio.Future[None], int] = {}
         self._group: RankZero | None = None
+        self._engine: StepEngine | None = None
         self._host: WorkerHost | None = None
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:
@@ -77,8 +82,10 @@ class TargetReplica:
         """Serve calls this when the replica ends on purpose."""
         if self._host is not None:
             await self._host.stop()
-        if self._group is not None:
-            await asyncio.to_thread(self._group.close)
+        if self._engine is not None:  # loaded, but perhaps never hosted
+            await asyncio.to_thread(self._engine.close)
+            if self._followers:
+                await asyncio.wait(self._followers, timeout=_FOLLOWERS_SECONDS)
 
     async def _start(self) -> WorkerHost:
         """Load in a thread: the event loop stays free for Serve's questions."""
@@ -98,10 +105,11 @@ class TargetReplica:
 
         set_threads(self._threads)
         if self._section.tensor_parallel == 1:
-            return ranks.build_engine(self._section)
-        ranks.join(self._section, 0, self._address, rendezvous)
-        self._group = ranks.RankZero(ranks.build_engine(self._section))
-        return self._group
+            self._engine = ranks.build_engine(self._section)
+        else:
+            ranks.join(self._section, 0, self._address, rendezvous)
+            self._engine = self._group = ranks.RankZero(ranks.build_engine(self._section))
+        return self._engine
 
     def _spawn_followers(self, rendezvous: int) -> dict[asyncio.Future[None], int]:
         """One actor per further bundle of this replica's placement group."""

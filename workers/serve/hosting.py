@@ -24,7 +24,11 @@ _GRACE_SECONDS = 1.0
 
 
 class WorkerHost:
-    """Serves from `start()` to `stop()` on a free port of `host`; also a context manager. Owns its servicer."""
+    """Serves from `start()` to `stop()` on a free port of `host`; also a context manager.
+
+    Owns its servicer and what computes behind it, from its own making on: `stop()` closes them, also where `start()`
+    was never called or has failed.
+    """
 
     def __init__(
         self,
@@ -41,7 +45,11 @@ class WorkerHost:
         self._port = 0
 
     async def __aenter__(self) -> Self:
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
         return self
 
     async def __aexit__(
@@ -66,9 +74,11 @@ class WorkerHost:
         await self._server.set_serving(self._service, True)
 
     async def stop(self) -> None:
-        """End the calls in flight, then the thread they compute in. More than once does no harm."""
-        await self._server.stop(_GRACE_SECONDS)
-        await self._servicer.close()
+        """End the calls in flight, then close what computes. More than once does no harm."""
+        try:
+            await self._server.stop(_GRACE_SECONDS)
+        finally:
+            await self._servicer.close()
 
 
 def set_log_level(user_config: Mapping[str, str]) -> None:
@@ -77,10 +87,10 @@ def set_log_level(user_config: Mapping[str, str]) -> None:
 
 
 def host_target(host: str, engine: StepEngine) -> WorkerHost:
-    """`TargetService` over a loaded engine, or over the first of its ranks."""
+    """`TargetService` over a loaded engine, or over the first of its ranks; the host closes it."""
     return WorkerHost(host, TARGET_SERVICE, TargetServicer(engine), target_pb2_grpc.add_TargetServiceServicer_to_server)
 
 
 def host_draft(host: str, method: DraftMethod) -> WorkerHost:
-    """`DraftService` over a drafting method."""
+    """`DraftService` over a drafting method; the host closes it."""
     return WorkerHost(host, DRAFT_SERVICE, DraftServicer(method), draft_pb2_grpc.add_DraftServiceServicer_to_server)

@@ -57,9 +57,13 @@ class StepEngine(Protocol):
         """What this target is."""
         ...
 
+    def close(self) -> None:
+        """Free what it took outside of its own objects, and let its followers go. Closing twice is harmless."""
+        ...
+
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
-    """Owns the thread that the engine computes in; the engine stays its maker's to close.
+    """Owns the engine and the thread it computes in.
 
     Errors are raised as they are; the server maps them. A step that nobody waits for any more is not
     begun; one that was begun is finished, and repeating its rows repeats their verdicts.
@@ -105,8 +109,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         return self._compute.failures
 
     async def close(self) -> None:
-        """Finish what is under way and end the thread. Closing again does nothing."""
-        await self._compute.close(lambda: None)
+        """Finish what is under way and close the engine. Closing again does nothing."""
+        await self._compute.close(self._engine.close)
 
     def _step(self, batch: StepBatch) -> StepResult:
         results: list[StepResult] = []

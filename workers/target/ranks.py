@@ -117,7 +117,11 @@ def build_engine(section: TargetSection, rank: int = 0) -> TargetEngine:
         blocks = int(fewest)
         decider = GroupDecider(model, rank)
     engine = TargetEngine(model, KvPool(model, section.kv, blocks), decider, section.served_name, rule)
-    engine.warm_up()
+    try:
+        engine.warm_up()
+    except BaseException:
+        engine.close()
+        raise
     return engine
 
 
@@ -177,9 +181,15 @@ class RankZero:
             return self._engine.open(rows)
 
     def close(self) -> None:
-        """Let the followers go."""
-        if self._broken is None:
-            self._command(_Command.STOP, b"")
+        """Let the followers go and close this rank's engine; no command can follow. Closing twice is harmless."""
+        try:
+            if self._broken is None:
+                self._command(_Command.STOP, b"")
+                self.break_off("it is closed")
+        except TargetUnavailable:
+            pass  # told already; followers end with the connection
+        finally:
+            self._engine.close()
 
     def _command(self, command: _Command, payload: bytes) -> None:
         if self._broken is not None:
@@ -212,24 +222,31 @@ class _Breaks:
 
 
 def follow(engine: TargetEngine) -> None:
-    """Obey rank 0 until it says stop. Raises whatever ends the group otherwise."""
-    while True:
-        header = torch.zeros(2, dtype=torch.long)
-        distributed.broadcast(header, src=0)
-        command, length = _Command(int(header[0])), int(header[1])
-        payload = torch.zeros(length, dtype=torch.uint8)
-        if length:
-            distributed.broadcast(payload, src=0)
-        content = payload.numpy().tobytes()
-        if command is _Command.STOP:
-            return
-        if command is _Command.STEP:
+    """Obey rank 0 until it says stop, then close the engine, as also before raising whatever else ends the group."""
+    try:
+        while (received := _receive())[0] is not _Command.STOP:
+            _obey(engine, *received)
+    finally:
+        engine.close()
+
+
+def _receive() -> tuple[_Command, bytes]:
+    header = torch.zeros(2, dtype=torch.long)
+    distributed.broadcast(header, src=0)
+    command, length = _Command(int(header[0])), int(header[1])
+    payload = torch.zeros(length, dtype=torch.uint8)
+    if length:
+        distributed.broadcast(payload, src=0)
+    return command, payload.numpy().tobytes()
+
+
+def _obey(engine: TargetEngine, command: _Command, content: bytes) -> None:
+    match command:
+        case _Command.STEP:
             engine.step(step_batch_from_bytes(content))
-            continue
-        if command is _Command.RELEASE_ALL:
-            engine.release_all()
-            continue
-        if command is _Command.OPEN:
+        case _Command.OPEN:
             engine.open(open_rows_from_bytes(content))
-            continue
-        engine.release([SequenceId(name) for name in json.loads(content)])
+        case _Command.RELEASE:
+            engine.release([SequenceId(name) for name in json.loads(content)])
+        case _Command.RELEASE_ALL:
+            engine.release_all()

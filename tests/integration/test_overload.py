@@ -1,0 +1,155 @@
+"""Ten times more demand than memory: everything finishes, every text is right, nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.core.config import MIB, Configuration, load
+from cluster.wire.clients import GenerationClient
+from deploy.frontend import fixed
+from deploy.local import LocalCluster
+from pilotfish.v1 import common_pb2, generation_pb2
+from tests import tiny, tiny_tokenizer
+from tests.soak.watch import read_counts
+from workers.model.pool import KvPool
+from workers.target import ranks
+
+SHAPE = {"vocab_size": 320, "num_key_value_heads": 6, "head_dim": 16, "num_hidden_layers": 4}
+TOKEN_BYTES = 4 * 2 * 6 * 16 * 4
+"""Keys and values of four layers."""
+POOL_TOKENS = MIB // TOKEN_BYTES
+HOST_BYTES, DISK_BYTES = MIB, 2 * MIB
+LONGEST_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request. Hashable: what its answer is remembered by."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    seed: int
+
+    @property
+    def length(self) -> int:
+        """Tokens that it has the target store."""
+        return len(self.prompt) + self.max_tokens
+
+    def message(self) -> generation_pb2.GenerateRequest:
+        """As the public service takes it."""
+        return generation_pb2.GenerateRequest(
+            token_ids=common_pb2.TokenIds(ids=self.prompt),
+            sampling=common_pb2.SamplingParameters(temperature=self.temperature, seed=self.seed),
+            stopping=generation_pb2.StoppingCriteria(max_tokens=self.max_tokens, ignore_eos=True),
+        )
+
+
+def demand() -> list[Ask]:
+    """Ten pools full of requests; many of them begin alike."""
+    draw = random.Random(3)
+    stems = [[draw.randrange(3, 300) for _ in range(80)] for _ in range(4)]
+    asks: list[Ask] = []
+    while sum(ask.length for ask in asks) < 10 * POOL_TOKENS:
+        stem = draw.choice(stems)[: draw.choice((0, 40, 80))]
+        prompt = (*stem, *(draw.randrange(3, 300) for _ in range(draw.randrange(10, 60))))
+        asks.append(Ask(prompt, draw.randrange(20, 90), draw.choice((0.0, 0.9)), draw.randrange(1000)))
+    return asks
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_tokenizer.byte_level(tiny.save(tmp_path_factory.mktemp("target"), tiny.llama(**SHAPE)))
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[KvPool]:
+    """Those that are made meanwhile. To them computing is so dear that whatever is stored is brought back."""
+    made: list[KvPool] = []
+
+    class Noted(KvPool):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            made.append(self)
+            self.note_compute(1 << 40, 1 << 40, float(1 << 40), awaited=True)
+
+    monkeypatch.setattr(ranks, "KvPool", Noted)
+    return made
+
+
+def configure(directory: Path, **memory: object) -> Configuration:
+    return load(
+        {
+            "target": {"path": str(directory), "device": "cpu", "kv": {"block_size": 8, **memory}},
+            "draft": {"method": "ngram", "max_nodes": 4, "max_depth": 4, "timeout_seconds": 60.0},
+            "scheduler": {"max_sequences": 24, "max_step_tokens": 128},
+            "server": {"grpc_port": 0},
+        }
+    )
+
+
+async def answer(client: GenerationClient, ask: Ask) -> tuple[int, ...]:
+    tokens: list[int] = []
+    async for response in client.generate(ask.message(), LONGEST_SECONDS):
+        tokens.extend(response.delta.token_ids)
+    return tuple(tokens)
+
+
+async def leave_soon(client: GenerationClient, ask: Ask) -> None:
+    """Read one piece and hang up."""
+    responses = client.generate(ask.message(), LONGEST_SECONDS)
+    await anext(responses)
+    await responses.aclose()  # type: ignore[attr-defined]
+
+
+async def answers(client: GenerationClient, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
+    """All at once."""
+    return list(await asyncio.gather(*(answer(client, ask) for ask in asks)))
+
+
+async def rest(client: GenerationClient) -> dict[str, float]:
+    """The server's counts once it holds nothing."""
+    async with asyncio.timeout(LONGEST_SECONDS):
+        while (counts := await read_counts(client))["vllm:kv_cache_usage_perc"] > 0:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.02)
+    return counts
+
+
+def bytes_on_disk(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.glob("*/*.safetensors"))
+
+
+async def test_ten_pools_of_requests_through_one(directory: Path, tmp_path: Path, pools: list[KvPool]) -> None:
+    asks = demand()
+    async with LocalCluster(configure(directory, pool_bytes=16 * MIB, prefix_cache=False)) as cluster:
+        client = GenerationClient(fixed(cluster.grpc_address))
+        expected = await answers(client, asks)
+        assert (await rest(client))["vllm:num_preemptions_total"] == 0
+        await client.close()
+
+    memory = {"pool_bytes": MIB, "host_bytes": HOST_BYTES, "disk_directory": str(tmp_path), "disk_bytes": DISK_BYTES}
+    async with LocalCluster(configure(directory, **memory)) as cluster:
+        client = GenerationClient(fixed(cluster.grpc_address))
+        leaving = [asyncio.create_task(leave_soon(client, ask)) for ask in asks[::6]]
+        assert await answers(client, asks) == expected
+        await asyncio.gather(*leaving)
+        for index in range(len(asks) - 8, len(asks)):  # some of these were moved out and are there still
+            assert await answer(client, asks[index]) == expected[index]
+        counts = await rest(client)
+        await client.close()
+        tiers = pools[-1].tiers
+        assert tiers is not None
+        tiers.settle()
+        assert pools[-1].blocks_free == pools[-1].blocks_total
+        assert counts["vllm:num_preemptions_total"] > 0
+        assert tiers.host.loaded > 0
+        assert tiers.disk.loaded > 0
+        assert 0 < bytes_on_disk(tmp_path) <= DISK_BYTES
+    assert not bytes_on_disk(tmp_path)

@@ -1,0 +1,46 @@
+"""Where the host would wait for a GPU, seen without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+QUESTIONS = ("tolist", "item", "cpu", "nonzero", "masked_select", "__bool__", "__int__", "__float__")
+
+
+class OnGpu(TorchFunctionMode):
+    """Tensors say that they are a GPU's, and what would wait for it is noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function == Tensor.is_cuda.__get__:  # made anew at each look
+            return True
+        if self._waits(function, args, kwargs):
+            self.waits.append(function.__name__)
+        return function(*args, **kwargs)
+
+    def _waits(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        if function in (Tensor.__getitem__, Tensor.__setitem__):
+            return any(_is_host_index(index) for index in (args[1] if isinstance(args[1], tuple) else (args[1],)))
+        if function in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
+            return function is Tensor.new_tensor or kwargs.get("device") is not None
+        return getattr(function, "__name__", "") in QUESTIONS
+
+
+def _is_host_index(index: object) -> bool:
+    """A list is copied to the device; how much a mask of truths selects, the host has to learn."""
+    return isinstance(index, list) or (isinstance(index, Tensor) and index.dtype is torch.bool)

@@ -1,0 +1,79 @@
+/* What the attention kernel offers to the decoder. See attention.c. */
+
+#ifndef PILOTFISH_ATTENTION_H
+#define PILOTFISH_ATTENTION_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef struct {
+    int64_t rows, tokens, block_size, most_blocks, most_depth;
+    const int32_t *blocks;      /* [tables, rows, most_blocks], negative where nothing is kept */
+    const int64_t *slots;       /* [tables, tokens] where each token's key and value are stored */
+    const int32_t *first_token; /* [rows + 1] */
+    const int32_t *stored_len;  /* [rows] positions stored before this step */
+    const int32_t *base_len;    /* [rows] committed positions, this step's included */
+    const int32_t *position;    /* [tokens] absolute; nodes of one depth share theirs */
+    const int32_t *path;        /* [tokens, most_depth] for a node of a tree: the nodes from the root down to itself */
+} Step;
+
+typedef struct {
+    const void *query, *key, *value; /* [heads, tokens, dim], contiguous in dim alone */
+    void *output;                    /* [tokens, heads, dim] */
+    void *keys, *values;             /* [blocks, block_size, kv_heads, dim] */
+    int64_t query_head, query_token, key_head, key_token, value_head, value_token; /* strides, in elements */
+    int64_t heads, kv_heads, dim, table;
+    int64_t window, sinks; /* a window of 0 is none */
+    float scale;
+} Layer;
+
+/* e^x for x <= 0, within two units in the last place; very small results become 0. */
+static inline float exponential(float x)
+{
+    float bounded = x < -87.0f ? -87.0f : x;
+    float n = rintf(bounded * 1.44269504f);
+    float r = fmaf(n, -0.693359375f, bounded);
+    r = fmaf(n, 2.12194440e-4f, r);
+    float p = 1.9875691500e-4f;
+    p = fmaf(p, r, 1.3981999507e-3f);
+    p = fmaf(p, r, 8.3334519073e-3f);
+    p = fmaf(p, r, 4.1665795894e-2f);
+    p = fmaf(p, r, 1.6666665459e-1f);
+    p = fmaf(p, r, 5.0000001201e-1f);
+    p = fmaf(p, r * r, r + 1.0f);
+    int32_t bits = ((int32_t)n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return x < -87.0f ? 0.0f : p * power;
+}
+
+static inline float widen_bfloat16(uint16_t value)
+{
+    uint32_t bits = (uint32_t)value << 16;
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+/* To the nearest, ties to even; what is not a number stays none. */
+static inline uint16_t narrow_bfloat16(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : rounded);
+}
+
+/* Store one token's key and value. */
+void pilotfish_store_bfloat16(const Step *step, const Layer *layer, int64_t token);
+void pilotfish_store_float32(const Step *step, const Layer *layer, int64_t token);
+
+/* Items of work of a step in one layer; item_of [rows + 1] tells where each row's begin. */
+int64_t pilotfish_items(const Step *step, const Layer *layer, int64_t *item_of);
+
+/* Do one of them: all keys and values of the step must be stored. */
+void pilotfish_item_bfloat16(const Step *step, const Layer *layer, const int64_t *item_of, int64_t item);
+void pilotfish_item_float32(const Step *step, const Layer *layer, const int64_t *item_of, int64_t item);
+
+#endif

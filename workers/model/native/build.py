@@ -1,0 +1,72 @@
+"""The kernels' code, built by this machine's compiler when first wanted, and kept for the next start."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+# Nothing that lets the compiler change the order of sums: results must not depend on how many rows a step has.
+_FLAGS = [
+    *("-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"),
+    *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
+]
+_HEADERS, _SOURCES = ("attention.h",), ("attention.c", "decoder.c")
+_BUILD_SECONDS = 120.0
+
+
+@cache
+def load_library(directory: str | None) -> ctypes.CDLL | None:
+    """Build once per machine where `directory` keeps it, once per process otherwise; `None` where that fails."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        logger.warning("no C compiler: models on this CPU are computed on a slower path")
+        return None
+    try:
+        if directory is not None:
+            return ctypes.CDLL(str(_built(compiler, Path(directory))))
+        with tempfile.TemporaryDirectory(prefix="pilotfish-") as temporary:
+            return ctypes.CDLL(str(_built(compiler, Path(temporary))))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("the kernels for this CPU cannot be built, a slower path is taken: %s", error)
+        return None
+
+
+def _built(compiler: str, directory: Path) -> Path:
+    """The shared library for these sources, these flags and this processor. OpenMP is the one that torch has loaded."""
+    code = {name: resources.files(__package__).joinpath(name).read_bytes() for name in (*_HEADERS, *_SOURCES)}
+    identity = hashlib.sha256(b"\0".join((*code.values(), " ".join(_FLAGS).encode(), _processor()))).hexdigest()[:24]
+    library = directory / f"kernels-{identity}.so"
+    if library.exists():
+        return library
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory) as workplace:
+        for name, content in code.items():
+            Path(workplace, name).write_bytes(content)
+        objects = [f"{name}.o" for name in _SOURCES]
+        commands = [[*_FLAGS, "-c", name, "-o", made] for name, made in zip(_SOURCES, objects, strict=True)]
+        for command in (*commands, ["-shared", *objects, "-o", library.name]):
+            subprocess.run(  # noqa: S603 - our own source, with the compiler of this machine
+                [compiler, *command], cwd=workplace, check=True, capture_output=True, timeout=_BUILD_SECONDS
+            )
+        os.replace(Path(workplace, library.name), library)  # several processes may build: all make the same
+    return library
+
+
+def _processor() -> bytes:
+    """What `-march=native` stands for."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor().encode()
+    return "".join(line for line in lines if line.startswith(("model name", "flags")))[:8192].encode()

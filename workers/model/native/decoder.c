@@ -1,0 +1,355 @@
+/* All decoder layers of a Llama-like model, and its head, in one call, on CPU.
+
+   A step of decoding is the reading of the weights: everything else has to stay out of its way. So there is one
+   parallel region for the whole pass, the matrices are packed in the order in which they are read, and what follows a
+   product (bias, residual, gated activation) happens while its results are still in registers.
+
+   Every output is summed over the inputs in one fixed order, whatever the number of rows and threads: a token's logits
+   do not depend on what else is in the step, in any precision, to the last bit.
+
+   Activations are kept in single precision; they are rounded to bfloat16 where a bfloat16 model multiplies them. */
+
+#include <omp.h>
+#include <stddef.h>
+
+#include "attention.h"
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#define LANES 16     /* floats of a vector */
+#define COLUMNS 32   /* outputs of a block: two vectors */
+#define ROWS 8       /* rows of activations that share a reading of the weights */
+#define AHEAD 4096   /* bytes of weights to ask for in advance: with many rows the processor itself looks less far */
+
+typedef float Vector __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
+
+enum { FLOAT32, BFLOAT16, INT8 };
+
+/* A packed matrix: blocks of COLUMNS outputs, each [inputs, COLUMNS] (bfloat16: [inputs / 2, COLUMNS, 2]). */
+typedef struct {
+    int64_t kind, inputs, outputs, blocks; /* what is beyond `outputs` is zeros */
+    const void *weights;
+    const float *scale; /* [blocks * COLUMNS] for INT8 */
+    const float *bias;  /* [blocks * COLUMNS], or none */
+} Matrix;
+
+typedef struct {
+    Matrix qkv, out, gate_up, down; /* gate_up: in each block sixteen gates and the ups that belong to them */
+    const float *input_norm, *post_norm, *query_norm, *key_norm; /* the latter two per head, or none */
+    void *keys, *values;
+    int64_t table, window, sinks;
+} DecoderLayer;
+
+typedef struct {
+    int64_t layers, hidden, heads, kv_heads, dim, inner;
+    int64_t kv_kind; /* of stored keys and values, queries, and the attention's output */
+    float epsilon, scale;
+    const DecoderLayer *layer;
+    const float *final_norm;
+    Matrix head;
+} Decoder;
+
+typedef struct {
+    float *x;              /* [tokens, hidden] the residual stream; in: embeddings */
+    const float *cos, *sin; /* [tokens, dim] */
+    const int64_t *selected; /* [count] tokens whose logits are wanted */
+    int64_t count;
+    float *logits;         /* [count, vocabulary] */
+    void *input;           /* [tokens, widest] what the next product multiplies */
+    void *gated;           /* [tokens, inner] the same, behind the gate */
+    float *qkv;            /* [tokens, (heads + 2 kv_heads) * dim] */
+    void *query, *key, *value, *attended;
+} Pass;
+
+/* --- products -------------------------------------------------------------------------------- */
+
+typedef enum { STORE, ADD, GATE } After;
+
+typedef struct {
+    After after;
+    float *to;      /* STORE, ADD: [rows, width] */
+    void *input;    /* GATE: [rows, width] in the form that the next product multiplies */
+    int64_t width;
+    int64_t kind;   /* GATE: of the next product */
+} Output;
+
+/* Floats in the form that a product of this kind multiplies, or that the pool stores. */
+static inline void put(void *to, int64_t kind, int64_t at, const float *from, int64_t count)
+{
+    if (kind == BFLOAT16)
+        for (int64_t i = 0; i < count; i++) ((uint16_t *)to)[at + i] = narrow_bfloat16(from[i]);
+    else
+        memcpy((float *)to + at, from, (size_t)count * sizeof *from);
+}
+
+static inline float sigmoid_weighted(float x)
+{
+    const float small = exponential(x < 0 ? x : -x); /* e^-|x| */
+    return x * (x < 0 ? small : 1.0f) / (1.0f + small);
+}
+
+/* What follows a product, for one row of two blocks. */
+static inline void finish(const Matrix *matrix, const Output *output, int64_t block, int64_t row, Vector first, Vector second)
+{
+    const int64_t at = block * COLUMNS;
+    if (matrix->scale) {
+        first *= *(const Vector *)(matrix->scale + at);
+        second *= *(const Vector *)(matrix->scale + at + LANES);
+    }
+    if (matrix->bias) {
+        first += *(const Vector *)(matrix->bias + at);
+        second += *(const Vector *)(matrix->bias + at + LANES);
+    }
+    float value[COLUMNS];
+    memcpy(value, &first, sizeof first);
+    memcpy(value + LANES, &second, sizeof second);
+    if (output->after == GATE) {
+        for (int c = 0; c < LANES; c++) value[c] = sigmoid_weighted(value[c]) * value[LANES + c];
+        const int64_t from = at / 2, left = output->width - from;
+        if (left > 0)
+            put(output->input, output->kind, row * output->width + from, value, left < LANES ? left : LANES);
+        return;
+    }
+    float *to = output->to + row * output->width + at;
+    const int64_t left = matrix->outputs - at, count = left < COLUMNS ? left : COLUMNS;
+    if (output->after == ADD)
+        for (int64_t c = 0; c < count; c++) to[c] += value[c];
+    else
+        memcpy(to, value, (size_t)count * sizeof *value);
+}
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* Ask for weights that will be wanted soon. */
+INLINE void foresee(const void *weights)
+{
+    __builtin_prefetch((const char *)weights + AHEAD, 0, 3);
+}
+
+INLINE void rows_float32(const Matrix *matrix, const float *x, int64_t block, int rows, Vector sum[][2])
+{
+    const int64_t inputs = matrix->inputs;
+    const float *weights = (const float *)matrix->weights + block * inputs * COLUMNS;
+    for (int64_t k = 0; k < inputs; k++, weights += COLUMNS) {
+        foresee(weights);
+        foresee(weights + LANES);
+        const Vector first = *(const Vector *)weights, second = *(const Vector *)(weights + LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            sum[r][0] += first * x[r * inputs + k];
+            sum[r][1] += second * x[r * inputs + k];
+        }
+    }
+}
+
+INLINE Vector widen_bytes(const int8_t *from)
+{
+#if defined(__AVX512F__)
+    return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#else
+    Vector wide;
+    for (int l = 0; l < LANES; l++) wide[l] = (float)from[l];
+    return wide;
+#endif
+}
+
+INLINE void rows_int8(const Matrix *matrix, const float *x, int64_t block, int rows, Vector sum[][2])
+{
+    const int64_t inputs = matrix->inputs;
+    const int8_t *weights = (const int8_t *)matrix->weights + block * inputs * COLUMNS;
+    for (int64_t k = 0; k < inputs; k++, weights += COLUMNS) {
+        foresee(weights);
+        const Vector first = widen_bytes(weights), second = widen_bytes(weights + LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            sum[r][0] += first * x[r * inputs + k];
+            sum[r][1] += second * x[r * inputs + k];
+        }
+    }
+}
+
+INLINE Vector two_products(Vector sum, Words weights, uint32_t pair)
+{
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+    return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)pair));
+#else
+    const Words low = weights << 16, high = weights & 0xffff0000u;
+    Vector first, second;
+    memcpy(&first, &low, sizeof first);
+    memcpy(&second, &high, sizeof second);
+    return sum + first * widen_bfloat16((uint16_t)pair) + second * widen_bfloat16((uint16_t)(pair >> 16));
+#endif
+}
+
+INLINE void rows_bfloat16(const Matrix *matrix, const uint32_t *x, int64_t block, int rows, Vector sum[][2])
+{
+    const int64_t pairs = matrix->inputs / 2;
+    const uint32_t *weights = (const uint32_t *)matrix->weights + block * pairs * COLUMNS;
+    for (int64_t k = 0; k < pairs; k++, weights += COLUMNS) {
+        foresee(weights);
+        foresee(weights + LANES);
+        const Words first = *(const Words *)weights, second = *(const Words *)(weights + LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            sum[r][0] = two_products(sum[r][0], first, x[r * pairs + k]);
+            sum[r][1] = two_products(sum[r][1], second, x[r * pairs + k]);
+        }
+    }
+}
+
+INLINE void some_rows(const Matrix *matrix, const void *input, const Output *output, int64_t block, int64_t row, int rows)
+{
+    Vector sum[ROWS][2];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (Vector){0};
+    const int64_t inputs = matrix->inputs;
+    if (matrix->kind == BFLOAT16) rows_bfloat16(matrix, (const uint32_t *)input + row * inputs / 2, block, rows, sum);
+    else if (matrix->kind == INT8) rows_int8(matrix, (const float *)input + row * inputs, block, rows, sum);
+    else rows_float32(matrix, (const float *)input + row * inputs, block, rows, sum);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) finish(matrix, output, block, row + r, sum[r][0], sum[r][1]);
+}
+
+/* This thread's share of a product of `rows` rows. Ends with a barrier. */
+static void multiply(const Matrix *matrix, const void *input, const Output *output, int64_t rows)
+{
+#pragma omp for schedule(static)
+    for (int64_t block = 0; block < matrix->blocks; block++) {
+        for (int64_t row = 0; row < rows; row += ROWS) {
+            switch (rows - row) {
+            case 1: some_rows(matrix, input, output, block, row, 1); break;
+            case 2: some_rows(matrix, input, output, block, row, 2); break;
+            case 3: some_rows(matrix, input, output, block, row, 3); break;
+            case 4: some_rows(matrix, input, output, block, row, 4); break;
+            case 5: some_rows(matrix, input, output, block, row, 5); break;
+            case 6: some_rows(matrix, input, output, block, row, 6); break;
+            case 7: some_rows(matrix, input, output, block, row, 7); break;
+            default: some_rows(matrix, input, output, block, row, ROWS);
+            }
+        }
+    }
+}
+
+/* --- between products ------------------------------------------------------------------------ */
+
+/* Zhang and Sennrich 2019. Sums in lanes, so that the order is fixed. */
+static inline float inverse_rms(const float *x, int64_t count, float epsilon)
+{
+    Vector lanes = {0};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        const Vector part = *(const Vector *)(x + i);
+        lanes += part * part;
+    }
+    float sum = 0.0f;
+    for (int l = 0; l < LANES; l++) sum += lanes[l];
+    for (; i < count; i++) sum += x[i] * x[i];
+    return 1.0f / sqrtf(sum / (float)count + epsilon);
+}
+
+static void normalise(const float *x, const float *weight, int64_t count, float epsilon, void *input, int64_t kind, int64_t at)
+{
+    const float factor = inverse_rms(x, count, epsilon);
+    float part[256];
+    for (int64_t first = 0; first < count; first += 256) {
+        const int64_t some = count - first < 256 ? count - first : 256;
+        for (int64_t i = 0; i < some; i++) part[i] = x[first + i] * factor * weight[first + i];
+        put(input, kind, at + first, part, some);
+    }
+}
+
+/* One head's query or key: normalised where the model does, rotated (Su et al. 2021), and in the pool's type. */
+static void rotate(const Decoder *decoder, float *head, const float *norm, const float *cos, const float *sin, void *to, int64_t at)
+{
+    const int64_t dim = decoder->dim, half = dim / 2;
+    float turned[dim];
+    if (norm) {
+        const float factor = inverse_rms(head, dim, decoder->epsilon);
+        for (int64_t d = 0; d < dim; d++) head[d] *= factor * norm[d];
+    }
+    for (int64_t d = 0; d < half; d++) turned[d] = head[d] * cos[d] - head[d + half] * sin[d];
+    for (int64_t d = 0; d < half; d++) turned[d + half] = head[d + half] * cos[d + half] + head[d] * sin[d + half];
+    put(to, decoder->kv_kind, at, turned, dim);
+}
+
+static void prepare_attention(const Decoder *decoder, const DecoderLayer *own, const Pass *pass, const Step *step,
+                              const Layer *layer, int64_t token)
+{
+    const int64_t dim = decoder->dim, heads = decoder->heads, kv_heads = decoder->kv_heads;
+    float *qkv = pass->qkv + token * (heads + 2 * kv_heads) * dim;
+    const float *cos = pass->cos + token * dim, *sin = pass->sin + token * dim;
+    for (int64_t h = 0; h < heads; h++)
+        rotate(decoder, qkv + h * dim, own->query_norm, cos, sin, pass->query, (token * heads + h) * dim);
+    for (int64_t h = 0; h < kv_heads; h++)
+        rotate(decoder, qkv + (heads + h) * dim, own->key_norm, cos, sin, pass->key, (token * kv_heads + h) * dim);
+    put(pass->value, decoder->kv_kind, token * kv_heads * dim, qkv + (heads + kv_heads) * dim, kv_heads * dim);
+    if (decoder->kv_kind == BFLOAT16) pilotfish_store_bfloat16(step, layer, token);
+    else pilotfish_store_float32(step, layer, token);
+}
+
+static Layer attention_of(const Decoder *decoder, const DecoderLayer *own, const Pass *pass)
+{
+    const int64_t dim = decoder->dim, wide = decoder->heads * dim, narrow = decoder->kv_heads * dim;
+    return (Layer){pass->query, pass->key, pass->value, pass->attended, own->keys, own->values,
+                   dim, wide, dim, narrow, dim, narrow,
+                   decoder->heads, decoder->kv_heads, dim, own->table, own->window, own->sinks, decoder->scale};
+}
+
+/* What the next product multiplies: attention's output, widened where only the weights have eight bits. */
+static void widen_attended(const Decoder *decoder, const Pass *pass, int64_t token)
+{
+    const int64_t width = decoder->heads * decoder->dim;
+    for (int64_t i = token * width; i < (token + 1) * width; i++)
+        ((float *)pass->input)[i] = widen_bfloat16(((const uint16_t *)pass->attended)[i]);
+}
+
+static void one_layer(const Decoder *decoder, const DecoderLayer *own, const Pass *pass, const Step *step)
+{
+    const int64_t tokens = step->tokens, hidden = decoder->hidden, kind = own->qkv.kind;
+    const Layer layer = attention_of(decoder, own, pass);
+    const Output to_qkv = {STORE, pass->qkv, NULL, own->qkv.outputs, kind};
+    const Output to_residual = {ADD, pass->x, NULL, hidden, kind};
+    const Output to_gated = {GATE, NULL, pass->gated, decoder->inner, kind};
+    int64_t item_of[step->rows + 1];
+    const int64_t items = pilotfish_items(step, &layer, item_of);
+
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < tokens; t++)
+        normalise(pass->x + t * hidden, own->input_norm, hidden, decoder->epsilon, pass->input, kind, t * hidden);
+    multiply(&own->qkv, pass->input, &to_qkv, tokens);
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < tokens; t++) prepare_attention(decoder, own, pass, step, &layer, t);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t item = 0; item < items; item++) {
+        if (decoder->kv_kind == BFLOAT16) pilotfish_item_bfloat16(step, &layer, item_of, item);
+        else pilotfish_item_float32(step, &layer, item_of, item);
+    }
+    const int is_widened = decoder->kv_kind == BFLOAT16 && kind != BFLOAT16;
+    if (is_widened) {
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < tokens; t++) widen_attended(decoder, pass, t);
+    }
+    multiply(&own->out, is_widened ? pass->input : pass->attended, &to_residual, tokens);
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < tokens; t++)
+        normalise(pass->x + t * hidden, own->post_norm, hidden, decoder->epsilon, pass->input, kind, t * hidden);
+    multiply(&own->gate_up, pass->input, &to_gated, tokens);
+    multiply(&own->down, pass->gated, &to_residual, tokens);
+}
+
+void pilotfish_decode(const Decoder *decoder, const Step *step, const Pass *pass)
+{
+#pragma omp parallel
+    {
+        for (int64_t l = 0; l < decoder->layers; l++) one_layer(decoder, decoder->layer + l, pass, step);
+        const int64_t hidden = decoder->hidden, kind = decoder->head.kind;
+        const Output to_logits = {STORE, pass->logits, NULL, decoder->head.outputs, kind};
+#pragma omp for schedule(static)
+        for (int64_t s = 0; s < pass->count; s++)
+            normalise(pass->x + pass->selected[s] * hidden, decoder->final_norm, hidden, decoder->epsilon, pass->input, kind, s * hidden);
+        multiply(&decoder->head, pass->input, &to_logits, pass->count);
+    }
+}
