@@ -36,8 +36,6 @@ FEW = 4
 BOUND = {"kernels": 0.05, "layers": 0.25}
 """Of logits between 8 and 32. The kernels round what goes from layer to layer, but no logit: 0.014 was met. Where the
 model's own layers are compiled, so are logits, whose neighbours are then up to 0.125 apart: 0.18 was met."""
-
-
 Answers = dict[Ask, tuple[int, ...]]
 
 
@@ -158,9 +156,5 @@ def test_so_is_what_transformers_writes_in_this_precision(
     reference = Reference(target_directory, torch.bfloat16)
     answers = {asked: reference.greedy(asked.prompt, TOKENS // 2) for asked in asks[:FEW]}
     assert max(judges["none"].shortfalls(answers)) < BOUND["layers"]
-
-
-def test_what_another_model_writes_is_not(draft_directory: Path, asks: list[Ask], judges: dict[str, Judge]) -> None:
-    other = Reference(draft_directory)
-    answers = {asked: other.greedy(asked.prompt, TOKENS // 2) for asked in asks[:FEW]}
-    assert max(judges["none"].shortfalls(answers)) > 4 * BOUND["layers"]
+    backwards = {asked: answer[::-1] for asked, answer in answers.items()}
+    assert min(judges["none"].shortfalls(backwards)) > 4 * BOUND["layers"]  # the judge tells another text apart

@@ -1,4 +1,4 @@
-"""Compiled or not, packed or not: the same tokens. What cannot be compiled is still served, unless it was insisted on."""
+"""Compiled or not: the same tokens. What cannot be compiled is served all the same, unless it was insisted on."""
 
 from __future__ import annotations
 

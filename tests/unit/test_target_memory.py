@@ -56,8 +56,10 @@ class Case:
         return self.engine_and_pool(blocks, **changes)[0]
 
     def engine_and_pool(self, blocks: int, **changes: object) -> tuple[TargetEngine, KvPool]:
+        """To them a token is so dear to compute (a second) that whatever is stored is brought back."""
         model = self.model()
         pool = KvPool(model, KvSection(block_size=BLOCK, **changes), blocks)
+        pool.note_compute(1 << 40, 1 << 40, float(1 << 40), awaited=True)
         return TargetEngine(model, pool, LocalDecider()), pool
 
     def layout(self) -> KvLayout:
@@ -353,17 +355,14 @@ def test_a_preempted_sequence_goes_on_where_it_was_or_is_computed_whichever_is_c
     prompt = some_tokens(22)
     expected = answer(case.engine(), prompt, 60)
     engine, pool = case.engine_and_pool(24 * case.layout().tables, host_bytes=1 << 20)
-    costs = tiers_of(pool).costs
     conversation = talk(engine, prompt)
     conversation.open()
     conversation.decode(25)
     engine.release([conversation.name])
     for seed in (3, 4):
         answer(engine, some_tokens(90, seed), 2)  # takes nearly every block
-    if cheaper == "loading":
-        costs.note_compute(512, 512, 512.0)
-    else:
-        costs.note_load(Medium.HOST, 1 << 20, 1e6)
+    if cheaper == "computing":
+        tiers_of(pool).costs.note_load(Medium.HOST, 1 << 20, 1e9)
     assert conversation.open() == (44 if cheaper == "loading" else 0)
     assert (tiers_of(pool).host.loaded > 0) == (cheaper == "loading")
     conversation.decode(35)

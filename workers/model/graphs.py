@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -57,11 +58,11 @@ class GraphedSteps:
         device: torch.device,
         bounds: FrameBounds = BOUNDS,
         sightings: int = _SIGHTINGS,
-        flex: Flex | None = None,
+        choose_flex: Callable[[], Flex | None] = lambda: None,
     ) -> None:
         """A size is recorded when it is met for the `sightings`th time; `scratch` is a block that no sequence owns.
 
-        With `flex`, attention reads the pool where it lies and skips what a row does not use: rows have one length.
+        `choose_flex` is asked before the first recording, in the warm-up if there is one.
         """
         self._compute = compute
         self._record = record
@@ -70,27 +71,25 @@ class GraphedSteps:
         self._device = device
         self._bounds = bounds
         self._sightings = sightings
-        self._flex = flex
-        longest = min(bounds.longest // arrangement.layout.block_size, scratch)  # no row has more blocks than the pool
-        self._blocks = 0 if flex is None else longest
+        self._choose_flex = choose_flex
+        self._flex: Flex | None = None
+        self._blocks = 0
+        """Of every row, where attention reads the pool as it lies and skips what a row does not use."""
+        self._has_chosen = False
         self._met: Counter[FrameSize] = Counter()
         self._recordings: dict[FrameSize, _Recording] = {}
         self._logits: torch.Tensor | None = None
         self._refused: set[FrameSize] = set()
         self._given_up = False
 
-    @property
-    def sizes(self) -> tuple[FrameSize, ...]:
-        """Those recorded, oldest first."""
-        return tuple(self._recordings)
-
     def run(
         self, rows: Sequence[RowShape], tokens: Sequence[int], positions: Sequence[int], selected: Sequence[int]
     ) -> torch.Tensor | None:
         """Logits `[≥ selected, vocabulary]` of the step, until the next one; `None` where it is not for replaying."""
+        self._choose()
         block_size = self._arrangement.layout.block_size
         size = frame_size(rows, len(selected), block_size, self._bounds, self._blocks)
-        if size is None or self._given_up:
+        if size is None:
             return None
         if size not in self._recordings:
             self._met[size] += 1
@@ -104,6 +103,7 @@ class GraphedSteps:
     def warm_up(self, longest: int) -> None:
         """Record the passes of plain decoding, for sequences of up to `longest` tokens."""
         begun = time.perf_counter()
+        self._choose()
         block_size = self._arrangement.layout.block_size
         sizes = decoding_sizes(block_size, min(longest, _WARM_TOKENS), _WARM_ROWS, self._bounds, self._blocks)
         for number, size in enumerate(sizes, start=1):
@@ -136,11 +136,18 @@ class GraphedSteps:
 
         try:
             self._recordings[size] = _Recording(frame, self._record(write), logits)
-        except Unrecordable as error:
+        except RuntimeError as error:
             self._given_up = True
-            logger.warning("the model's passes cannot be recorded, each is started kernel by kernel: %s", error)
+            logger.warning("no further passes are recorded, they are started kernel by kernel: %s", error)
             return False
         return True
+
+    def _choose(self) -> None:
+        if not self._has_chosen:
+            self._has_chosen = True
+            self._flex = self._choose_flex()
+            if self._flex is not None:  # no row has more blocks than the pool
+                self._blocks = min(self._bounds.longest // self._arrangement.layout.block_size, self._scratch)
 
     def _pass(self, frame: Frame) -> torch.Tensor:
         return self._compute(frame.tokens, frame.positions, frame.selected, frame.layout())
@@ -150,10 +157,6 @@ class GraphedSteps:
         if self._logits is None or len(self._logits) < selected:
             self._logits = example.new_empty(selected, *example.shape[1:])
         return self._logits[:selected]
-
-
-class Unrecordable(RuntimeError):
-    """The host waits for the device in the middle of a pass."""
 
 
 class CudaRecorder:
@@ -166,7 +169,7 @@ class CudaRecorder:
         self._is_proven = False
 
     def __call__(self, function: Callable[[], None]) -> Replay:
-        """See `Recorder`. Raises `Unrecordable` before anything is recorded."""
+        """See `Recorder`. Raises `RuntimeError`, as a rule before anything is recorded."""
         current = torch.cuda.current_stream(self._device)
         # The outer context restores the stream also where recording fails.
         with torch.cuda.device(self._device), torch.cuda.stream(current):
@@ -187,14 +190,11 @@ class CudaRecorder:
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
+    """Where the host would wait for the device it raises `RuntimeError` instead: that cannot be recorded."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise Unrecordable(str(error)) from error
     finally:
         torch.cuda.set_sync_debug_mode(before)
 
@@ -203,6 +203,11 @@ def graphed_steps(model: LoadedModel, pool: KvPool, compute: Compute) -> Graphed
     """For a model whose passes are replayed; `None` for others."""
     if not model.replays:
         return None
-    recorder = CudaRecorder(model.device)
-    flex = trusted_flex(model, pool)
-    return GraphedSteps(compute, recorder, pool.arrangement, pool.scratch, model.device, flex=flex)
+    return GraphedSteps(
+        compute,
+        CudaRecorder(model.device),
+        pool.arrangement,
+        pool.scratch,
+        model.device,
+        choose_flex=partial(trusted_flex, model, pool),
+    )

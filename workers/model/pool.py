@@ -15,6 +15,7 @@ from cluster.core.kv import KvLayout
 from cluster.core.types import KvOccupancy
 from workers.model.arrangement import Arrangement, arrange
 from workers.model.blocks import BlockAllocator
+from workers.model.layout import to_device
 from workers.model.loaded import LayerShape, LoadedModel
 from workers.model.tables import BlockTable, Prefix
 from workers.model.tiers import Tiers, agreed_length
@@ -161,7 +162,7 @@ class KvPool:
         copies = self._allocator.reserve(table, length)
         if copies:
             sources, destinations = (
-                torch.tensor(blocks, device=self._device)
+                to_device(blocks, self._device)
                 for blocks in ([copy.source for copy in copies], [copy.destination for copy in copies])
             )
             for store in (*self.keys, *self.values):
@@ -195,13 +196,13 @@ class KvPool:
         """
         size = self.block_size
         sources, destinations = (
-            torch.tensor(
+            to_device(
                 [
                     blocks[position // size] * size + position % size
                     for blocks in table.blocks
                     for position in positions
                 ],
-                device=self._device,
+                self._device,
             )
             for positions in ([start + node for node in nodes], range(start, start + len(nodes)))
         )

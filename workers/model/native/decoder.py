@@ -201,7 +201,8 @@ def recognise(model: Any, dtype: torch.dtype) -> DecoderShape | None:
     wanted = ("embed_tokens", "rotary_emb", "norm", "layers")
     if dtype not in (torch.float32, torch.bfloat16) or not layers or any(not hasattr(base, name) for name in wanted):
         return None
-    if model.config.hidden_act not in ("silu", "swish") or type(getattr(model, "lm_head", None)) is not nn.Linear:
+    is_gated_by_silu = getattr(model.config, "hidden_act", None) in ("silu", "swish")
+    if not is_gated_by_silu or type(getattr(model, "lm_head", None)) is not nn.Linear:
         return None
     shapes = {_shape_of(layer) for layer in layers}
     shape = shapes.pop() if len(shapes) == 1 else None
