@@ -21,6 +21,7 @@ SECTIONS = {
     "prefix": "cost of a token with and without stored keys and values; a prompt asked twice",
     "latency": "between tokens while long prompts arrive, with max_prompt_tokens and without",
     "memory": "peak of the target's process; start to ready, cold and warm",
+    "ranks": "tensor parallelism: transformers' sharded layers against plain local shards",
     "serving": "the whole cluster, with and without drafts",
 }
 """In the order in which they run; each is a module of this package with `run(options)`."""

@@ -1,0 +1,88 @@
+"""What tensor-parallel ranks spend on dispatch: transformers' own sharded layers against plain local shards.
+
+Both in the same processes, in turn, over the same weights. Three ranks on fewer cores than that are slow in either
+form; the difference is what the form costs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from multiprocessing.queues import Queue
+from unittest.mock import patch
+
+from cluster.core.config import TargetSection
+from tests.bench.options import Options
+from tests.bench.report import heading, ratios, spread, table
+
+RANKS = 3
+BATCHES = (1, 8)
+FORMS = ("transformers' layers", "plain shards")
+WARM_STEPS, TIMED_STEPS = 2, 8
+
+Times = dict[tuple[str, int], list[float]]
+
+
+def run(options: Options) -> None:
+    """Measure and report."""
+    heading("Ranks: tensor-parallel dispatch")
+    section = options.configuration("target.kv.pool_bytes=268435456", "target.compile='off'").target.model_copy(
+        update={"tensor_parallel": RANKS}
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    context = multiprocessing.get_context("spawn")
+    answers: Queue[Times] = context.Queue()
+    prompt, repeats = options.long_prompt(64, 0), 1 if options.quick else options.repeats
+    processes = [
+        context.Process(target=_live, args=(section, rank, port, prompt, repeats, answers), daemon=True)
+        for rank in range(RANKS)
+    ]
+    for process in processes:
+        process.start()
+    times = answers.get(timeout=600)
+    for process in processes:
+        process.join(timeout=60)
+    rows = [
+        [
+            form,
+            str(batch),
+            spread([value * 1e3 for value in times[form, batch]], 1),
+            spread(ratios(times[form, batch], times[FORMS[1], batch])),
+        ]
+        for batch in BATCHES
+        for form in FORMS
+    ]
+    table(("form", "batch", "step, ms", "÷ plain shards"), rows)
+
+
+def _live(
+    section: TargetSection, rank: int, port: int, prompt: tuple[int, ...], repeats: int, answers: Queue[Times]
+) -> None:
+    """One rank: all of them take the same steps."""
+    import torch
+
+    from tests.bench.decoding import Decoding
+    from workers.model import loading
+    from workers.target import ranks
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
+    ranks.join(section, rank, "127.0.0.1", port)
+    with patch.object(loading, "tailor", lambda *_: None):
+        engines = {FORMS[0]: ranks.build_engine(section, rank)}
+    engines[FORMS[1]] = ranks.build_engine(section, rank)
+    times: Times = {(form, batch): [] for form in FORMS for batch in BATCHES}
+    for _ in range(repeats):
+        for form, engine in engines.items():
+            for batch in BATCHES:
+                decoding = Decoding(engine, 64)
+                for index in range(batch):
+                    decoding.add(f"s{index}", (*prompt[:-1], prompt[-1] + index))
+                spent = [decoding.step() for _ in range(WARM_STEPS + TIMED_STEPS)][WARM_STEPS:]
+                times[form, batch].append(sorted(spent)[len(spent) // 2])
+                decoding.clear()
+    if rank == 0:
+        answers.put(times)
+    ranks.leave()
