@@ -22,12 +22,15 @@ CONTEXT, QUICK_CONTEXT = 128, 16
 """Tokens stored for each sequence."""
 SHAPES = ((1, 1), (1, 8), (8, 1), (32, 1))
 """Sequences, and query tokens of each: its last token and a chain of guesses."""
+MODULES = {"native": "off", "compile": "off"}
 VARIANTS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32", "compile": "off"},
-    "bfloat16-eager": {"dtype": "bfloat16", "compile": "off"},
-    "bfloat16-compiled": {"dtype": "bfloat16", "compile": "on"},
-    "int8": {"dtype": "bfloat16", "compile": "on", "quantization": "int8"},
+    "bfloat16": {"dtype": "bfloat16", "compile": "off"},
+    "int8": {"dtype": "bfloat16", "compile": "off", "quantization": "int8"},
+    "bfloat16, modules": MODULES | {"dtype": "bfloat16"},
+    "bfloat16, modules compiled": MODULES | {"dtype": "bfloat16", "compile": "on"},
 }
+"""By our own kernels where nothing else is said; else by the modules of `transformers`, with packed linear layers."""
 WARM_STEPS, TIMED_STEPS = 3, 12
 
 Times = dict[tuple[str, tuple[int, int]], list[float]]

@@ -11,11 +11,17 @@
 
 #include "attention.h"
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #define KEYS 16         /* positions per tile */
 #define LANES 16        /* floats that are summed side by side */
 #define QUERIES 24      /* query vectors per item of work, about */
 #define MOST_VECTORS 64 /* query vectors per item at most: heads that share a KV head */
 #define MOST_DIM 256    /* largest head dimension */
+
+typedef float Vector __attribute__((vector_size(64), aligned(4)));
 
 typedef struct {
     float query[MOST_VECTORS][MOST_DIM], sum[MOST_VECTORS][MOST_DIM], most[MOST_VECTORS], total[MOST_VECTORS];
@@ -58,17 +64,27 @@ static inline int64_t place_of(const Step *step, int64_t row, int64_t token, int
     return at < base ? at : base + step->path[token * step->most_depth + at - base];
 }
 
+/* In an order of its own, but always the same one. */
+static inline float sum_of_lanes(Vector part)
+{
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)part);
+#else
+    for (int half = LANES / 2; half; half /= 2)
+        for (int l = 0; l < half; l++) part[l] += part[l + half];
+    return part[0];
+#endif
+}
+
 /* One tile of keys and values for one query vector: the running softmax. */
 static inline void weigh(Work *work, int64_t v, uint32_t mask, int64_t padded)
 {
     float weight[KEYS], largest = work->most[v];
     for (int k = 0; k < KEYS; k++) {
-        float part[LANES] = {0};
+        Vector part = {0};
         for (int64_t d = 0; d < padded; d += LANES)
-            for (int l = 0; l < LANES; l++) part[l] += work->query[v][d + l] * work->keys[k][d + l];
-        for (int half = LANES / 2; half; half /= 2)
-            for (int l = 0; l < half; l++) part[l] += part[l + half];
-        weight[k] = part[0];
+            part += *(const Vector *)(work->query[v] + d) * *(const Vector *)(work->keys[k] + d);
+        weight[k] = sum_of_lanes(part);
     }
     for (int k = 0; k < KEYS; k++) weight[k] = (mask >> k) & 1 ? weight[k] : -INFINITY;
     for (int k = 0; k < KEYS; k++) largest = weight[k] > largest ? weight[k] : largest;
@@ -79,11 +95,9 @@ static inline void weigh(Work *work, int64_t v, uint32_t mask, int64_t padded)
     work->total[v] = work->total[v] * kept + added;
     work->most[v] = largest;
     for (int64_t d = 0; d < padded; d += LANES) {
-        float part[LANES];
-        for (int l = 0; l < LANES; l++) part[l] = work->sum[v][d + l] * kept;
-        for (int k = 0; k < KEYS; k++)
-            for (int l = 0; l < LANES; l++) part[l] += weight[k] * work->values[k][d + l];
-        for (int l = 0; l < LANES; l++) work->sum[v][d + l] = part[l];
+        Vector part = *(const Vector *)(work->sum[v] + d) * kept;
+        for (int k = 0; k < KEYS; k++) part += *(const Vector *)(work->values[k] + d) * weight[k];
+        *(Vector *)(work->sum[v] + d) = part;
     }
 }
 

@@ -10,6 +10,8 @@
    Activations are kept in single precision; they are rounded to bfloat16 where a bfloat16 model multiplies them. */
 
 #include <omp.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <stddef.h>
 
 #include "attention.h"
@@ -21,6 +23,7 @@
 #define LANES 16     /* floats of a vector */
 #define COLUMNS 32   /* outputs of a block: two vectors */
 #define ROWS 8       /* rows of activations that share a reading of the weights */
+#define PATIENCE 4000 /* turns that a thread waits for the others before it lets somebody else run */
 #define AHEAD 4096   /* bytes of weights to ask for in advance: with many rows the processor itself looks less far */
 
 typedef float Vector __attribute__((vector_size(64), aligned(4)));
@@ -52,6 +55,12 @@ typedef struct {
     Matrix head;
 } Decoder;
 
+/* Where the threads of a pass meet. OpenMP's own barrier spins for milliseconds when a thread has lost its core. */
+typedef struct {
+    atomic_int arrived, turn;
+    int team;
+} Meeting;
+
 typedef struct {
     float *x;              /* [tokens, hidden] the residual stream; in: embeddings */
     const float *cos, *sin; /* [tokens, dim] */
@@ -63,6 +72,18 @@ typedef struct {
     float *qkv;            /* [tokens, (heads + 2 kv_heads) * dim] */
     void *query, *key, *value, *attended;
 } Pass;
+
+static void meet(Meeting *meeting)
+{
+    const int turn = atomic_load_explicit(&meeting->turn, memory_order_relaxed);
+    if (atomic_fetch_add_explicit(&meeting->arrived, 1, memory_order_acq_rel) == meeting->team - 1) {
+        atomic_store_explicit(&meeting->arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&meeting->turn, turn + 1, memory_order_release);
+        return;
+    }
+    for (int waited = 0; atomic_load_explicit(&meeting->turn, memory_order_acquire) == turn; waited++)
+        if (waited > PATIENCE) sched_yield();
+}
 
 /* --- products -------------------------------------------------------------------------------- */
 
@@ -213,10 +234,10 @@ INLINE void some_rows(const Matrix *matrix, const void *input, const Output *out
     for (int r = 0; r < rows; r++) finish(matrix, output, block, row + r, sum[r][0], sum[r][1]);
 }
 
-/* This thread's share of a product of `rows` rows. Ends with a barrier. */
-static void multiply(const Matrix *matrix, const void *input, const Output *output, int64_t rows)
+/* This thread's share of a product of `rows` rows; then the threads meet. */
+static void multiply(const Matrix *matrix, const void *input, const Output *output, int64_t rows, Meeting *meeting)
 {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t block = 0; block < matrix->blocks; block++) {
         for (int64_t row = 0; row < rows; row += ROWS) {
             switch (rows - row) {
@@ -231,6 +252,7 @@ static void multiply(const Matrix *matrix, const void *input, const Output *outp
             }
         }
     }
+    meet(meeting);
 }
 
 /* --- between products ------------------------------------------------------------------------ */
@@ -306,7 +328,8 @@ static void widen_attended(const Decoder *decoder, const Pass *pass, int64_t tok
         ((float *)pass->input)[i] = widen_bfloat16(((const uint16_t *)pass->attended)[i]);
 }
 
-static void one_layer(const Decoder *decoder, const DecoderLayer *own, const Pass *pass, const Step *step)
+static void one_layer(const Decoder *decoder, const DecoderLayer *own, const Pass *pass, const Step *step,
+                      Meeting *meeting)
 {
     const int64_t tokens = step->tokens, hidden = decoder->hidden, kind = own->qkv.kind;
     const Layer layer = attention_of(decoder, own, pass);
@@ -316,40 +339,49 @@ static void one_layer(const Decoder *decoder, const DecoderLayer *own, const Pas
     int64_t item_of[step->rows + 1];
     const int64_t items = pilotfish_items(step, &layer, item_of);
 
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t t = 0; t < tokens; t++)
         normalise(pass->x + t * hidden, own->input_norm, hidden, decoder->epsilon, pass->input, kind, t * hidden);
-    multiply(&own->qkv, pass->input, &to_qkv, tokens);
-#pragma omp for schedule(static)
+    meet(meeting);
+    multiply(&own->qkv, pass->input, &to_qkv, tokens, meeting);
+#pragma omp for schedule(static) nowait
     for (int64_t t = 0; t < tokens; t++) prepare_attention(decoder, own, pass, step, &layer, t);
-#pragma omp for schedule(dynamic, 1)
+    meet(meeting);
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t item = 0; item < items; item++) {
         if (decoder->kv_kind == BFLOAT16) pilotfish_item_bfloat16(step, &layer, item_of, item);
         else pilotfish_item_float32(step, &layer, item_of, item);
     }
+    meet(meeting);
     const int is_widened = decoder->kv_kind == BFLOAT16 && kind != BFLOAT16;
     if (is_widened) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t t = 0; t < tokens; t++) widen_attended(decoder, pass, t);
+        meet(meeting);
     }
-    multiply(&own->out, is_widened ? pass->input : pass->attended, &to_residual, tokens);
-#pragma omp for schedule(static)
+    multiply(&own->out, is_widened ? pass->input : pass->attended, &to_residual, tokens, meeting);
+#pragma omp for schedule(static) nowait
     for (int64_t t = 0; t < tokens; t++)
         normalise(pass->x + t * hidden, own->post_norm, hidden, decoder->epsilon, pass->input, kind, t * hidden);
-    multiply(&own->gate_up, pass->input, &to_gated, tokens);
-    multiply(&own->down, pass->gated, &to_residual, tokens);
+    meet(meeting);
+    multiply(&own->gate_up, pass->input, &to_gated, tokens, meeting);
+    multiply(&own->down, pass->gated, &to_residual, tokens, meeting);
 }
 
 void pilotfish_decode(const Decoder *decoder, const Step *step, const Pass *pass)
 {
+    Meeting meeting = {0};
 #pragma omp parallel
     {
-        for (int64_t l = 0; l < decoder->layers; l++) one_layer(decoder, decoder->layer + l, pass, step);
+#pragma omp single
+        meeting.team = omp_get_num_threads();
+        for (int64_t l = 0; l < decoder->layers; l++) one_layer(decoder, decoder->layer + l, pass, step, &meeting);
         const int64_t hidden = decoder->hidden, kind = decoder->head.kind;
         const Output to_logits = {STORE, pass->logits, NULL, decoder->head.outputs, kind};
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t s = 0; s < pass->count; s++)
             normalise(pass->x + pass->selected[s] * hidden, decoder->final_norm, hidden, decoder->epsilon, pass->input, kind, s * hidden);
-        multiply(&decoder->head, pass->input, &to_logits, pass->count);
+        meet(&meeting);
+        multiply(&decoder->head, pass->input, &to_logits, pass->count, &meeting);
     }
 }
