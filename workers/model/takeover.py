@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
 from dataclasses import replace
 
@@ -40,9 +42,18 @@ def hand_over(model: LoadedModel, quantization: str) -> NativeDecoder | None:
     least = _LEAST_COSINE[torch.int8 if quantization == "int8" else model.dtype]
     cosine = torch.nn.functional.cosine_similarity(expected.double().flatten(), found.double().flatten(), dim=0).item()
     if cosine >= least:
+        _give_memory_back()
         return native
     logger.warning("%s: the kernels compute something else (cosine %.5f); a slower path is taken", model.name, cosine)
     raise Broken
+
+
+def _give_memory_back() -> None:
+    """What the weights took as they were loaded goes back to the system before the pool is made."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # the C library keeps it otherwise, where it has this
+    if trim is not None:
+        trim(0)
 
 
 def _trial(model: LoadedModel) -> torch.Tensor:

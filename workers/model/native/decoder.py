@@ -111,7 +111,9 @@ class NativeDecoder:
         """The small things that the structures point to."""
         self._arena = _Arena(_packed_bytes(model, shape, torch.int8 if quantization == "int8" else dtype))
         self._rotary = model.model.rotary_emb
-        self._embedding = model.model.embed_tokens.weight.detach()
+        # A copy: as it was loaded, it keeps the whole file of weights mapped.
+        self._embedding = model.model.embed_tokens.weight.detach().clone()
+        model.model.embed_tokens.weight = nn.Parameter(self._embedding, requires_grad=False)
         self._vocabulary = model.lm_head.out_features
         final = self._vector(model.model.norm.weight)
         layers = list(decoder_layers(model))
@@ -120,6 +122,7 @@ class NativeDecoder:
             self._layers[index] = self._take(layer)
             _forget_weights(layer)
         head = self._matrix(model.lm_head.weight, model.lm_head.bias)
+        _forget_weights(model.model.norm)
         model.model.layers = nn.ModuleList()
         model.lm_head = nn.Identity()
         self._decoder = _Decoder(
