@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.core.config import Configuration, DraftSection, KvSection, ServerSection
+from cluster.core.config import Configuration, DraftSection, PoolSection, ServerSection
 from cluster.core.errors import ConfigurationError, shorten
 from deploy.placement import Placement, Resources, RolePlacement
 
@@ -140,7 +140,9 @@ def memory_problems(
     """Weights and KV pools that do not fit into free memory."""
     ranks = configuration.target.tensor_parallel
     weights = weight_bytes(target, configuration.target.dtype)
-    roles = [("target", placement.target, -(-weights // ranks), configuration.target.kv)]
+    roles: list[tuple[str, RolePlacement, int, PoolSection]] = [
+        ("target", placement.target, -(-weights // ranks), configuration.target.kv)
+    ]
     if draft is not None and configuration.draft.model is not None:
         weights = weight_bytes(draft, configuration.draft.model.dtype)
         roles.append(("draft", placement.draft, weights, configuration.draft.kv))
@@ -181,7 +183,7 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     return text if isinstance(text, dict) else config
 
 
-def _gpu_memory_problems(name: str, weights: int, kv: KvSection, free: int) -> Iterator[Problem]:
+def _gpu_memory_problems(name: str, weights: int, kv: PoolSection, free: int) -> Iterator[Problem]:
     if weights + (kv.pool_bytes or 0) > free:
         yield Problem(
             f"{name} GPU memory",

@@ -53,7 +53,7 @@ class ModelSection(Section):
     """`int8` stores linear layers in eight bits per weight: the quantized model is then the model."""
 
 
-class KvSection(Section):
+class PoolSection(Section):
     """The paged KV pool of one worker."""
 
     block_size: Annotated[int, Field(ge=1, le=256)] = 16
@@ -62,6 +62,15 @@ class KvSection(Section):
     """Bytes for keys and values on each rank; unset takes `memory_fraction`."""
     memory_fraction: Annotated[float, Field(gt=0, le=0.95)] = 0.1
     """Share of the device's free memory after loading, when `pool_bytes` is unset."""
+    window: Annotated[int, Field(ge=16)] | None = None
+    """LOSSY: let layers of full attention see the last `window` positions and the first `sinks` only."""
+    sinks: Annotated[int, Field(ge=0, le=256)] = 4
+    """First positions that stay visible when `window` is set (attention sinks)."""
+
+
+class KvSection(PoolSection):
+    """The target's pool, and what becomes of blocks whose sequence is gone."""
+
     prefix_cache: bool = True
     """Keep full blocks of keys and values after their sequence is gone, for others that begin alike."""
     host_bytes: Annotated[int, Field(ge=0)] = 0
@@ -70,10 +79,12 @@ class KvSection(Section):
     """Where blocks go that host memory has no place for, as far as the disk keeps up; unset drops them."""
     disk_bytes: Annotated[int, Field(ge=0)] = 1 << 30
     """Most bytes that each rank keeps in `disk_directory`."""
-    window: Annotated[int, Field(ge=16)] | None = None
-    """LOSSY: let layers of full attention see the last `window` positions and the first `sinks` only."""
-    sinks: Annotated[int, Field(ge=0, le=256)] = 4
-    """First positions that stay visible when `window` is set (attention sinks)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> KvSection:
+        if not self.prefix_cache and (self.host_bytes or self.disk_directory):
+            raise ValueError("prefix_cache (False) must be true where host_bytes or disk_directory is set")
+        return self
 
 
 class TargetSection(ModelSection):
@@ -116,7 +127,7 @@ class DraftSection(Section):
     """Intra-op threads on CPU; 0 divides the cores among the roles."""
     timeout_seconds: Seconds = 0.5
     """A proposal later than this is not waited for: the round goes on without it."""
-    kv: KvSection = KvSection()
+    kv: PoolSection = PoolSection()
     """The draft model's pool."""
 
     @model_validator(mode="after")

@@ -23,15 +23,15 @@ class KvGroup:
     tables: int = 1
     """Block tables that grow and shrink together: blocks per `block_size` positions."""
     window: int | None = None
-    """A token sees this many positions, itself included; `None` is all of them."""
+    """A token sees this many positions, itself included: at least 2; `None` is all of them."""
     sinks: int = 0
     """First positions that stay visible beside the window."""
 
     def __post_init__(self) -> None:
         if self.tables < 1:
             raise InvalidRequest("tables", self.tables, "at least 1")
-        if self.window is not None and self.window < 1:
-            raise InvalidRequest("window", self.window, "at least 1")
+        if self.window is not None and self.window < 2:  # else the token before could go before the next is written
+            raise InvalidRequest("window", self.window, "at least 2")
         if self.sinks < 0 or (self.sinks and self.window is None):
             raise InvalidRequest("sinks", self.sinks, "at least 0, and 0 without a window")
 

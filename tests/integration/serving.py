@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cluster.core.types import SamplingParameters
 from cluster.wire.clients import GenerationClient
 from pilotfish.v1 import common_pb2, generation_pb2
-from workers.sampling.context import DecisionContext
-from workers.sampling.decide import decide
+from tests.alone import write_alone
 
 
 @dataclass(frozen=True)
@@ -136,15 +135,7 @@ class Reference:
         )
         return tuple(output[0, len(prompt) :].tolist())
 
-    @torch.inference_mode()
     def sampled(self, asked: Ask) -> tuple[int, ...]:
         """One token after another from the model's own cached forward pass."""
         sampling = SamplingParameters(temperature=asked.temperature, top_p=asked.top_p, seed=asked.seed)
-        tokens = list(asked.prompt)
-        cache, fresh = None, tokens
-        for _ in range(asked.max_tokens):
-            output = self._model(torch.tensor([fresh]), past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            fresh = decide(output.logits[0, -1:], [DecisionContext(sampling, tuple(tokens), len(asked.prompt))])
-            tokens.extend(fresh)
-        return tuple(tokens[len(asked.prompt) :])
+        return write_alone(self._model, asked.prompt, sampling, asked.max_tokens)

@@ -34,7 +34,7 @@ def gemma_directory() -> Path:
     try:
         return resolve_model_directory("gemma-3-270m", read().cache_directory)
     except ModelLoadError as error:
-        pytest.skip(str(error))
+        pytest.fail(f"run `make test`, which installs it: {error}")
 
 
 @pytest.fixture(scope="module")

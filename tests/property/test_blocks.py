@@ -19,7 +19,7 @@ LAYOUTS = [
     KvLayout(SIZE),
     KvLayout(SIZE, (KvGroup(2), KvGroup(1, window=6))),
     KvLayout(SIZE, (KvGroup(1, window=5),)),
-    KvLayout(SIZE, (KvGroup(1, window=1), KvGroup(2, window=9, sinks=5))),
+    KvLayout(SIZE, (KvGroup(1, window=2), KvGroup(2, window=9, sinks=5))),
 ]
 Content = dict[int, tuple[object, ...]]
 """Offset in a block → whose keys lie there: the salt, the table and all tokens up to the position."""

@@ -134,7 +134,7 @@ class World:
 def layouts() -> st.SearchStrategy[KvLayout]:
     full = st.builds(KvGroup, tables=st.integers(1, 3))
     windowed = st.builds(
-        KvGroup, tables=st.integers(1, 3), window=st.integers(1, 40), sinks=st.sampled_from([0, 0, 1, 5, 20])
+        KvGroup, tables=st.integers(1, 3), window=st.integers(2, 40), sinks=st.sampled_from([0, 0, 1, 5, 20])
     )
     groups = st.lists(full | windowed, min_size=1, max_size=3).map(tuple)
     return st.builds(KvLayout, st.sampled_from([1, 3, 4, 16]), groups)

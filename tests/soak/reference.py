@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.alone import write_alone
 from tests.soak.asks import Ask
 from workers.sampling.context import DecisionContext
 from workers.sampling.decide import decide
@@ -29,7 +30,7 @@ class Reference:
     def answers(self, asked: Ask) -> Answers:
         """All `n` of them."""
         if asked not in self._known:
-            found = self._beams(asked) if asked.width else tuple(self._sample(asked, i) for i in range(asked.n))
+            found = self._beams(asked) if asked.width else self._samples(asked)
             self._known[asked] = found
         return self._known[asked]
 
@@ -49,18 +50,10 @@ class Reference:
         favoured = replace(asked.sampling(index), logit_bias=((answer[at], self._bound),))
         return decide(self._logits(tokens)[-1:], [DecisionContext(favoured, tokens, len(asked.prompt))]) == [answer[at]]
 
-    @torch.inference_mode()
-    def _sample(self, asked: Ask, index: int) -> Tokens:
-        """One token after another from the model's own cached forward pass."""
-        sampling = asked.sampling(index)
-        tokens = list(asked.prompt)
-        cache, fresh = None, tokens
-        for _ in range(asked.max_tokens):
-            output = self._model(torch.tensor([fresh]), past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            fresh = decide(output.logits[0, -1:], [DecisionContext(sampling, tuple(tokens), len(asked.prompt))])
-            tokens.extend(fresh)
-        return tuple(tokens[len(asked.prompt) :])
+    def _samples(self, asked: Ask) -> Answers:
+        return tuple(
+            write_alone(self._model, asked.prompt, asked.sampling(index), asked.max_tokens) for index in range(asked.n)
+        )
 
     @torch.inference_mode()
     def _beams(self, asked: Ask) -> Answers:

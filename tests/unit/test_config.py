@@ -32,6 +32,7 @@ def test_values_are_taken_and_the_rest_stays_as_it_is() -> None:
         ({"draft": {"max_node": 4}}, "draft.max_node", "draft.max_nodes"),
         ({"target": {"kv": {"blocksize": 4}}}, "target.kv.blocksize", "target.kv.block_size"),
         ({"log_levle": "info"}, "log_levle", "log_level"),
+        ({"draft": {"kv": {"host_bytes": 1}}}, "draft.kv.host_bytes", "target.kv.host_bytes"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_named(values: dict[str, object], key: str, nearest: str) -> None:
@@ -85,6 +86,7 @@ def test_values_at_odds_with_one_another_are_refused() -> None:
     message = refusal({"draft": {"ngram_min": 5, "ngram_max": 2}})
     assert message == "draft: ngram_min (5) must be at most ngram_max (2)"
     assert "draft.model.path" in refusal({"draft": {"method": "model"}})
+    assert "prefix_cache (False) must be true" in refusal({"target": {"kv": {"prefix_cache": False, "host_bytes": 1}}})
 
 
 def test_every_fault_is_told_at_once() -> None:

@@ -11,7 +11,7 @@ from cluster.core.kv import KvGroup, KvLayout
 
 quick = settings(max_examples=150, deadline=None)
 groups = st.builds(KvGroup, tables=st.integers(1, 4)) | st.builds(
-    KvGroup, tables=st.integers(1, 4), window=st.integers(1, 30), sinks=st.integers(0, 12)
+    KvGroup, tables=st.integers(1, 4), window=st.integers(2, 30), sinks=st.integers(0, 12)
 )
 layouts = st.builds(KvLayout, st.sampled_from([1, 2, 4, 16]), st.lists(groups, min_size=1, max_size=3).map(tuple))
 
@@ -115,6 +115,7 @@ def test_windows_alone_never_outgrow_a_pool_that_holds_them() -> None:
     [
         ({"tables": 0}, "tables"),
         ({"window": 0}, "window"),
+        ({"window": 1}, "window"),
         ({"sinks": 1}, "sinks"),
         ({"window": 8, "sinks": -1}, "sinks"),
     ],

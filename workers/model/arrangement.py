@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
-from cluster.core.config import KvSection
+from cluster.core.config import PoolSection
 from cluster.core.kv import KvGroup, KvLayout
 from workers.model.loaded import LayerShape, LoadedModel
 
@@ -57,7 +57,7 @@ class Arrangement:
     """What a block holds, one entry per layer of its depth."""
 
 
-def arrange(model: LoadedModel, section: KvSection, rewinds: bool = False) -> Arrangement:
+def arrange(model: LoadedModel, section: PoolSection, rewinds: bool = False) -> Arrangement:
     """Group the model's layers.
 
     With `rewinds` sequences may be cut back to any length: everything is kept and windows only mask. So it is,
@@ -86,7 +86,7 @@ def _group(sight: Sight, layers: Sequence[int], depth: int) -> KvGroup:
     return KvGroup(len(layers) // depth, sight.window, sight.sinks)
 
 
-def _sight(shape: LayerShape, section: KvSection, max_context_len: int) -> Sight:
+def _sight(shape: LayerShape, section: PoolSection, max_context_len: int) -> Sight:
     """What a layer sees: its own window, or else the configured one. A window as long as the context is none."""
     sight = Sight(section.window, section.sinks) if shape.window is None and section.window else Sight(shape.window)
     return Sight() if sight.window is not None and sight.window >= max_context_len else sight

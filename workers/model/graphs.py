@@ -19,11 +19,11 @@ import torch
 from cluster.core.ids import BlockId
 from workers.model.arrangement import Arrangement
 from workers.model.flex import Flex
+from workers.model.flex_trial import trusted_flex
 from workers.model.frames import BOUNDS, Frame, FrameBounds, FrameSize, decoding_sizes, frame_size
 from workers.model.layout import RowShape, StepLayout
 from workers.model.loaded import LoadedModel
 from workers.model.pool import KvPool
-from workers.model.trial import trusted_flex
 
 logger = logging.getLogger(__name__)
 

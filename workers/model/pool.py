@@ -8,7 +8,7 @@ import psutil
 import torch
 from torch import distributed
 
-from cluster.core.config import KvSection
+from cluster.core.config import KvSection, PoolSection
 from cluster.core.errors import ConfigurationError, KvPoolExhausted
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout
@@ -26,7 +26,7 @@ _Search = Callable[[int, Callable[[bytes], bool] | None], Prefix]
 """The longest beginning, of so many tokens at most, that the pool or something else has."""
 
 
-def blocks_that_fit(model: LoadedModel, section: KvSection, rewinds: bool = False) -> int:
+def blocks_that_fit(model: LoadedModel, section: PoolSection, rewinds: bool = False) -> int:
     """How many blocks the configured bytes, or the fraction of free memory, hold on this rank.
 
     Raises `ConfigurationError` when not even one fits.
@@ -66,12 +66,12 @@ class KvPool:
     """
 
     def __init__(
-        self, model: LoadedModel, section: KvSection, blocks: int | None = None, *, rewinds: bool = False
+        self, model: LoadedModel, section: PoolSection, blocks: int | None = None, *, rewinds: bool = False
     ) -> None:
         self.arrangement = arrange(model, section, rewinds)
         blocks_total = blocks_that_fit(model, section, rewinds) if blocks is None else blocks
-        cached = section.prefix_cache and not rewinds
-        self._allocator = BlockAllocator(blocks_total, self.arrangement.layout, cached, self._save)
+        keeping = section if isinstance(section, KvSection) and section.prefix_cache and not rewinds else None
+        self._allocator = BlockAllocator(blocks_total, self.arrangement.layout, keeping is not None, self._save)
         self._device = model.device
         self._ranks = model.tensor_parallel
 
@@ -82,8 +82,8 @@ class KvPool:
 
         self.keys, self.values = ([stored(shape) for shape in self.arrangement.slots] for _ in range(2))
         self._tiers: Tiers | None = None  # last: whoever fails before has nothing to close
-        if cached and (section.host_bytes or section.disk_directory):
-            self._tiers = Tiers(section, block_bytes(self.arrangement, model.dtype), model.device)
+        if keeping is not None and (keeping.host_bytes or keeping.disk_directory):
+            self._tiers = Tiers(keeping, block_bytes(self.arrangement, model.dtype), model.device)
             self._tiers.start()
 
     def close(self) -> None:

@@ -48,10 +48,6 @@ class PrefixIndex:
         """Blocks with a key that no table holds."""
         return len(self._idle)
 
-    def is_idle(self, block: BlockId) -> bool:
-        """Whether the block waits here to be used again."""
-        return block in self._idle
-
     def find(self, key: bytes) -> BlockId | None:
         """The block with this content, held or idle. Looking does not make it recently used."""
         return self._block_of.get(key)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import logging
 from dataclasses import replace
 
 import torch
 
-from cluster.core.config import KvSection
+from cluster.core.config import PoolSection
 from workers.model.loaded import LoadedModel
-from workers.model.native import NativeDecoder, recognise, take_over
+from workers.model.native import NativeDecoder, pack, recognise
 from workers.model.pool import KvPool
 from workers.model.runner import ForwardRow, ModelRunner
 
@@ -35,31 +33,22 @@ def hand_over(model: LoadedModel, quantization: str) -> NativeDecoder | None:
     if shape is None:
         return None
     expected = _trial(model)
-    native = take_over(model.module, shape, model.dtype, quantization, model.code_directory)
+    native = pack(model.module, shape, model.dtype, quantization, model.code_directory)
     if native is None:
         return None
     found = _trial(replace(model, native=native))
     least = _LEAST_COSINE[torch.int8 if quantization == "int8" else model.dtype]
     cosine = torch.nn.functional.cosine_similarity(expected.double().flatten(), found.double().flatten(), dim=0).item()
     if cosine >= least:
-        _give_memory_back()
         return native
     logger.warning("%s: the kernels compute something else (cosine %.5f); a slower path is taken", model.name, cosine)
     raise Broken
 
 
-def _give_memory_back() -> None:
-    """What the weights took as they were loaded goes back to the system before the pool is made."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # the C library keeps it otherwise, where it has this
-    if trim is not None:
-        trim(0)
-
-
 def _trial(model: LoadedModel) -> torch.Tensor:
     """Logits of a short text, `[tokens, vocabulary]`."""
     blocks = 64 * (-(-_WIDTH // _BLOCK))
-    pool = KvPool(model, KvSection(block_size=_BLOCK, prefix_cache=False), blocks)
+    pool = KvPool(model, PoolSection(block_size=_BLOCK), blocks)
     table = pool.new_table()
     pool.reserve(table, _WIDTH)
     tokens = tuple((index + 1) * _STRIDE % model.vocabulary_size for index in range(_WIDTH))

@@ -5,9 +5,7 @@ The modules of `transformers` are known here by the names of their parts alone, 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +15,13 @@ from torch import nn
 from torch.nn.functional import embedding, pad
 
 from workers.model.linear import quantize
+from workers.model.native.arena import LINE, Arena, give_memory_back
 from workers.model.native.attention import MOST_DIM, MOST_VECTORS, NativeStep, StepHeader
 from workers.model.native.build import load_library
 from workers.model.pool import KvPool
 from workers.model.tailoring import decoder_layers
 
 _LANES, _COLUMNS = 16, 32
-_LINE = 64  # bytes of a cache line
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -76,25 +74,6 @@ class DecoderShape:
     scale: float
 
 
-class _Arena:
-    """Memory in large pages: a step that reads all weights must not wait for thousands of page tables."""
-
-    def __init__(self, size: int) -> None:
-        self._memory = mmap.mmap(-1, size)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._used = 0
-
-    def keep(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy of `values` for good."""
-        size = values.numel() * values.itemsize
-        kept = self._bytes[self._used : self._used + size].view(values.dtype).view(values.shape)
-        self._used += -(-size // _LINE) * _LINE
-        return kept.copy_(values)
-
-
 class NativeDecoder:
     """The packed weights of a model, and the call. Takes the layers' weights from the model it is made of."""
 
@@ -109,7 +88,7 @@ class NativeDecoder:
         self._quantization = quantization
         self._kept: list[torch.Tensor] = []
         """The small things that the structures point to."""
-        self._arena = _Arena(_packed_bytes(model, shape, torch.int8 if quantization == "int8" else dtype))
+        self._arena = Arena(_packed_bytes(model, shape, torch.int8 if quantization == "int8" else dtype))
         self._rotary = model.model.rotary_emb
         # A copy: as it was loaded, it keeps the whole file of weights mapped.
         self._embedding = model.model.embed_tokens.weight.detach().clone()
@@ -121,6 +100,7 @@ class NativeDecoder:
         for index, layer in enumerate(layers):
             self._layers[index] = self._take(layer)
             _forget_weights(layer)
+            give_memory_back()
         head = self._matrix(model.lm_head.weight, model.lm_head.bias)
         _forget_weights(model.model.norm)
         model.model.layers = nn.ModuleList()
@@ -214,7 +194,7 @@ def recognise(model: Any, dtype: torch.dtype) -> DecoderShape | None:
     return shape if all(width % 2 == 0 for width in (shape.hidden, shape.inner, shape.heads * shape.dim)) else None
 
 
-def take_over(
+def pack(
     model: Any, shape: DecoderShape, dtype: torch.dtype, quantization: str, directory: str | None
 ) -> NativeDecoder | None:
     """Pack the model's weights, leaving the model without them; `None` (and the model as it was) without kernels."""
@@ -262,7 +242,7 @@ def _packed_bytes(model: Any, shape: DecoderShape, dtype: torch.dtype) -> int:
     matrices = [*layer, (shape.hidden, shape.inner)] * len(list(decoder_layers(model)))
     matrices.append((model.lm_head.out_features, shape.hidden))
     sizes = [(outputs + -outputs % _COLUMNS) * inputs * dtype.itemsize for outputs, inputs in matrices]
-    return sum(-(-size // _LINE) * _LINE for size in sizes)
+    return sum(-(-size // LINE) * LINE for size in sizes)
 
 
 def _is_trivial(module: nn.Module) -> bool:

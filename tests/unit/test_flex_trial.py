@@ -11,10 +11,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from cluster.core.config import KvSection, ModelSection
 from tests import tiny
 from workers.model.flex import Flex, fused, suits
+from workers.model.flex_trial import trusted_flex
 from workers.model.loaded import LayerShape, LoadedModel
 from workers.model.loading import load_model
 from workers.model.pool import KvPool
-from workers.model.trial import trusted_flex
 
 
 @pytest.fixture
