@@ -110,13 +110,31 @@ class DraftSection(Section):
     """Who guesses."""
 
     method: str = "ngram"
-    """A registered drafting method: `none`, `ngram`, `model`."""
+    """A registered drafting method: `none`, `ngram`, `model`, `synthetic`."""
     model: ModelSection | None = None
     """The draft model, for methods that have one."""
     max_nodes: Annotated[int, Field(ge=0, le=256)] = 8
     """Most nodes in one tree."""
     max_depth: Annotated[int, Field(ge=0, le=64)] = 8
     """Most tokens on one path."""
+    mode: Literal["serial", "run_ahead", "enumerate"] = "enumerate"
+    """When a draft model's trees grow: only when asked, also past the guesses that were sent, or also off them."""
+    width: Annotated[int, Field(ge=1, le=32)] = 4
+    """Most nodes of one tree that a draft model's forward pass expands."""
+    candidates: Annotated[int, Field(ge=1, le=16)] = 3
+    """Guesses that a draft model makes below each expanded node."""
+    controller: Annotated[Literal["off", "auto"], BeforeValidator(_as_written)] = "auto"
+    """`auto` sizes each tree by what it is expected to gain, down to none; `off` always asks for the most."""
+    alternate: Annotated[Literal["off", "on"], BeforeValidator(_as_written)] = "off"
+    """Split the running sequences into halves: one is verified while the other is drafted for."""
+    replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    """Drafters that share the target's sequences; each has the resources of one."""
+    synthetic_acceptance: Annotated[
+        tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(min_length=1, max_length=64)
+    ] = (0.8,)
+    """NOT LOSSLESS, for method `synthetic`: the chance that a guess counts as right, by depth; the last one repeats."""
+    synthetic_seconds: Annotated[float, Field(ge=0, le=10)] = 0.001
+    """How long a forward pass of the `synthetic` drafter takes."""
     ngram_max: Annotated[int, Field(ge=1, le=16)] = 4
     """Longest suffix that `ngram` looks up."""
     ngram_min: Annotated[int, Field(ge=1, le=16)] = 2

@@ -221,6 +221,16 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSample:
+    """How long one step took, measured before anybody waited for it."""
+
+    rows: int
+    tokens: int
+    """Of all rows together, their last committed tokens among them."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class TargetInfo:
     """What the coordinator must know of a target before it plans."""
 
@@ -234,6 +244,10 @@ class TargetInfo:
     dtype: str
     epoch: str = ""
     """Drawn at start: a changed epoch tells that everything stored before is gone."""
+    profile: tuple[StepSample, ...] = ()
+    """What warming up measured; empty where nothing was."""
+    is_lossless: bool = True
+    """Whether its verdicts are what the model alone would have written; false for experiments."""
 
 
 # --- drafter ----------------------------------------------------------------------------------
@@ -275,6 +289,11 @@ class Proposal:
     base_len: int
     tree: TokenTree = EMPTY_TREE
     fault: RowFault | None = None
+    probabilities: tuple[float, ...] = ()
+    """One per node: how likely it is that the committed text passes through it, as the drafter estimates; never more
+    than its parent's. Empty where the drafter cannot tell."""
+    ready: int = 0
+    """How many of the nodes had been grown before they were asked for."""
 
 
 # --- requests ---------------------------------------------------------------------------------
@@ -318,6 +337,8 @@ class GenerationRequest:
     """Answers to the one prompt. The seed of answer `i` is the request's plus `i`, modulo 2**64."""
     beam: BeamParameters | None = None
     """Set: the `n` best answers of a beam search (`n` at most its width), instead of samples."""
+    max_draft_tokens: int | None = None
+    """Most nodes of a tree of guesses; 0 turns speculation off for this request, `None` leaves it to the server."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
+from cluster.core.tree import ROOT, TokenTree
 from cluster.core.types import DraftBudget, DraftRow, Proposal
 from cluster.wire import bounds
 from cluster.wire.codec_common import (
@@ -73,6 +74,8 @@ def encode_proposals(proposals: Sequence[Proposal]) -> pb.DraftServiceProposeRes
                 base_len=proposal.base_len,
                 tree=encode_tree(proposal.tree),
                 fault=encode_fault(proposal.fault) if proposal.fault is not None else None,
+                probabilities=proposal.probabilities,
+                ready=proposal.ready,
             )
             for proposal in proposals
         ]
@@ -82,12 +85,26 @@ def encode_proposals(proposals: Sequence[Proposal]) -> pb.DraftServiceProposeRes
 def decode_proposals(message: pb.DraftServiceProposeResponse) -> tuple[Proposal, ...]:
     """Raises `InvalidRequest`."""
     bounds.count("proposals", message.proposals, 0, bounds.MAX_ROWS)
-    return tuple(
-        Proposal(
-            sequence_id=SequenceId(bounds.identifier(f"proposals[{index}].sequence_id", entry.sequence_id)),
-            base_len=bounds.whole(f"proposals[{index}].base_len", entry.base_len, 1, bounds.MAX_TOKENS),
-            tree=decode_tree(entry.tree, f"proposals[{index}].tree"),
-            fault=decode_fault(entry.fault, f"proposals[{index}].fault") if entry.HasField("fault") else None,
-        )
-        for index, entry in enumerate(message.proposals)
+    return tuple(_decode_proposal(entry, f"proposals[{index}]") for index, entry in enumerate(message.proposals))
+
+
+def _decode_proposal(message: pb.Proposal, field: str) -> Proposal:
+    tree = decode_tree(message.tree, f"{field}.tree")
+    return Proposal(
+        sequence_id=SequenceId(bounds.identifier(f"{field}.sequence_id", message.sequence_id)),
+        base_len=bounds.whole(f"{field}.base_len", message.base_len, 1, bounds.MAX_TOKENS),
+        tree=tree,
+        fault=decode_fault(message.fault, f"{field}.fault") if message.HasField("fault") else None,
+        probabilities=_decode_probabilities(message.probabilities, tree, f"{field}.probabilities"),
+        ready=bounds.whole(f"{field}.ready", message.ready, 0, len(tree)),
     )
+
+
+def _decode_probabilities(values: Sequence[float], tree: TokenTree, field: str) -> tuple[float, ...]:
+    """None, or one for each node and none above its parent's: whoever takes the likeliest nodes then has a tree."""
+    if not values:
+        return ()
+    bounds.count(field, values, len(tree), len(tree))
+    for node, parent in enumerate(tree.parents):
+        bounds.real(f"{field}[{node}]", values[node], 0.0, 1.0 if parent == ROOT else values[parent])
+    return tuple(values)

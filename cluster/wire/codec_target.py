@@ -15,6 +15,7 @@ from cluster.core.types import (
     OpenRow,
     StepBatch,
     StepResult,
+    StepSample,
     TargetInfo,
     Verdict,
     VerifyRow,
@@ -222,6 +223,10 @@ def encode_target_info(info: TargetInfo) -> pb.TargetServiceGetInfoResponse:
         tensor_parallel=info.tensor_parallel,
         dtype=info.dtype,
         epoch=info.epoch,
+        profile=[
+            pb.StepSample(rows=sample.rows, tokens=sample.tokens, seconds=sample.seconds) for sample in info.profile
+        ],
+        lossy=not info.is_lossless,
     )
 
 
@@ -237,7 +242,21 @@ def decode_target_info(message: pb.TargetServiceGetInfoResponse) -> TargetInfo:
         tensor_parallel=bounds.whole("tensor_parallel", message.tensor_parallel, 1, 4096),
         dtype=bounds.text("dtype", message.dtype, bounds.MAX_NAME_BYTES),
         epoch=bounds.text("epoch", message.epoch, bounds.MAX_NAME_BYTES),
+        profile=_decode_profile(message),
+        is_lossless=not message.lossy,
     )
+
+
+def _decode_profile(message: pb.TargetServiceGetInfoResponse) -> tuple[StepSample, ...]:
+    bounds.count("profile", message.profile, 0, bounds.MAX_STEP_SAMPLES)
+    samples = []
+    for index, sample in enumerate(message.profile):
+        field = f"profile[{index}]"
+        rows = bounds.whole(f"{field}.rows", sample.rows, 1, bounds.MAX_ROWS)
+        tokens = bounds.whole(f"{field}.tokens", sample.tokens, rows, bounds.MAX_TOKENS)
+        seconds = bounds.real(f"{field}.seconds", sample.seconds, 0.0, bounds.MAX_STEP_SECONDS, above=True)
+        samples.append(StepSample(rows, tokens, seconds))
+    return tuple(samples)
 
 
 def _decode_layout(message: pb.TargetServiceGetInfoResponse) -> KvLayout:

@@ -32,7 +32,7 @@ def test_values_are_taken_and_the_rest_stays_as_it_is() -> None:
         ({"draft": {"max_node": 4}}, "draft.max_node", "draft.max_nodes"),
         ({"target": {"kv": {"blocksize": 4}}}, "target.kv.blocksize", "target.kv.block_size"),
         ({"log_levle": "info"}, "log_levle", "log_level"),
-        ({"draft": {"kv": {"host_bytes": 1}}}, "draft.kv.host_bytes", "target.kv.host_bytes"),
+        ({"draft": {"kv": {"host_bytes": 1}}}, "draft.kv.host_bytes", "draft.kv.pool_bytes"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_named(values: dict[str, object], key: str, nearest: str) -> None:

@@ -26,6 +26,9 @@ class DraftServiceProposeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROWS_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    client: _builtins.str
+    """Who asks: sequence ids are its own. Bound: 64 bytes."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftRow]:
         """Distinct sequences. Bound: 4096 rows."""
@@ -34,10 +37,11 @@ class DraftServiceProposeRequest(_message.Message):
         self,
         *,
         rows: _abc.Iterable[Global___DraftRow] | None = ...,
+        client: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -123,10 +127,14 @@ class Proposal(_message.Message):
     BASE_LEN_FIELD_NUMBER: _builtins.int
     TREE_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
+    PROBABILITIES_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.str
     """The row's sequence."""
     base_len: _builtins.int
     """The committed length the tree grew from."""
+    ready: _builtins.int
+    """Nodes that had been grown before they were asked for. Bound: the tree's nodes."""
     @_builtins.property
     def tree(self) -> _common_pb2.TokenTree:
         """The guesses; empty when there are none."""
@@ -135,6 +143,12 @@ class Proposal(_message.Message):
     def fault(self) -> _common_pb2.RowFault:
         """Set when the row could not be served."""
 
+    @_builtins.property
+    def probabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Of each node: how likely the committed text passes through it. Bound: none, or one per node in [0, 1], none above
+        its parent's.
+        """
+
     def __init__(
         self,
         *,
@@ -142,10 +156,12 @@ class Proposal(_message.Message):
         base_len: _builtins.int = ...,
         tree: _common_pb2.TokenTree | None = ...,
         fault: _common_pb2.RowFault | None = ...,
+        probabilities: _abc.Iterable[_builtins.float] | None = ...,
+        ready: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "fault", b"fault", "sequence_id", b"sequence_id", "tree", b"tree"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "fault", b"fault", "probabilities", b"probabilities", "ready", b"ready", "sequence_id", b"sequence_id", "tree", b"tree"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -158,6 +174,9 @@ class DraftServiceReleaseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    client: _builtins.str
+    """As in Propose."""
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Bound: 4096 ids of 1 to 128 bytes."""
@@ -166,10 +185,11 @@ class DraftServiceReleaseRequest(_message.Message):
         self,
         *,
         sequence_ids: _abc.Iterable[_builtins.str] | None = ...,
+        client: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence_ids", b"sequence_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "sequence_ids", b"sequence_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -406,6 +406,8 @@ class TargetServiceGetInfoResponse(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
+    LOSSY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name as clients send it."""
     vocabulary_size: _builtins.int
@@ -420,6 +422,8 @@ class TargetServiceGetInfoResponse(_message.Message):
     """Type of weights and KV, as torch names it."""
     epoch: _builtins.str
     """Drawn at start: another epoch tells that everything stored before is gone."""
+    lossy: _builtins.bool
+    """The verdicts are not what the model alone would have written: an experiment."""
     @_builtins.property
     def kv(self) -> Global___KvOccupancy:
         """The pool."""
@@ -431,6 +435,10 @@ class TargetServiceGetInfoResponse(_message.Message):
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvGroup]:
         """How sequences take blocks. Bound: 1 to 256 groups."""
+
+    @_builtins.property
+    def profile(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepSample]:
+        """What warming up measured. Bound: 1024."""
 
     def __init__(
         self,
@@ -445,11 +453,43 @@ class TargetServiceGetInfoResponse(_message.Message):
         dtype: _builtins.str = ...,
         epoch: _builtins.str = ...,
         groups: _abc.Iterable[Global___KvGroup] | None = ...,
+        profile: _abc.Iterable[Global___StepSample] | None = ...,
+        lossy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "groups", b"groups", "kv", b"kv", "max_context_len", b"max_context_len", "model", b"model", "tensor_parallel", b"tensor_parallel", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "groups", b"groups", "kv", b"kv", "lossy", b"lossy", "max_context_len", b"max_context_len", "model", b"model", "profile", b"profile", "tensor_parallel", b"tensor_parallel", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TargetServiceGetInfoResponse: _TypeAlias = TargetServiceGetInfoResponse  # noqa: Y015
+
+@_typing.final
+class StepSample(_message.Message):
+    """How long one step took."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    rows: _builtins.int
+    """Bound: 1 to 4096."""
+    tokens: _builtins.int
+    """Of all rows together. Bound: rows to 2^20."""
+    seconds: _builtins.float
+    """Bound: above 0, to 3600."""
+    def __init__(
+        self,
+        *,
+        rows: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "seconds", b"seconds", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepSample: _TypeAlias = StepSample  # noqa: Y015

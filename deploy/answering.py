@@ -1,0 +1,116 @@
+"""Prompts to the target's own answers, through the whole cluster in this process: what `pilotfish distill` trains on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.core.config import Configuration, DraftSection
+from cluster.core.errors import InvalidRequest
+from cluster.ingress.chat_template import Message
+from cluster.ingress.tokenizer import Tokenizer
+from cluster.wire.clients import GenerationClient
+from deploy.frontend import fixed
+from deploy.local import LocalCluster
+from pilotfish.v1 import common_pb2, generation_pb2
+from workers.distill.answers import Answer, AnswerFile
+from workers.distill.prompts import Task
+
+Report = Callable[[int], None]
+"""Hears how many tokens of answers there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """When there are enough answers; what comes first counts."""
+
+    answer_tokens: int
+    """Tokens of all answers to train on, earlier runs' included."""
+    seconds: float
+    """Time that this run may take."""
+    max_tokens: int = 384
+    """Most tokens of one answer."""
+
+
+def for_answers(configuration: Configuration) -> Configuration:
+    """The configuration without drafts, on ports of its own."""
+    server = configuration.server.model_copy(update={"grpc_port": 0})
+    return configuration.model_copy(update={"server": server, "draft": DraftSection(method="none")})
+
+
+async def answer_all(
+    configuration: Configuration, tasks: Iterable[Task], file: AnswerFile, quota: Quota, report: Report
+) -> None:
+    """Ask what is not yet in `file` until the quota is met; what was begun is finished, held-out tasks always.
+
+    As many conversations at once as the scheduler takes. Model paths are local directories. Raises `PilotfishError`.
+    """
+    tokenizer = Tokenizer.load(Path(configuration.target.path))
+    ends = time.monotonic() + quota.seconds
+    waiting = _wanted(tasks, file, quota, ends)
+    async with LocalCluster(for_answers(configuration)) as cluster:
+        client = GenerationClient(fixed(cluster.grpc_address))
+        asker = _Asker(client, tokenizer, configuration.limits.max_timeout_seconds, quota.max_tokens)
+
+        async def work() -> None:
+            for task in waiting:
+                async for answer in asker.hold(task):
+                    if answer.key not in file.finished:
+                        file.append(answer)
+                report(file.answer_tokens)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(configuration.scheduler.max_sequences):
+                    group.create_task(work())
+        finally:
+            await client.close()
+
+
+def _wanted(tasks: Iterable[Task], file: AnswerFile, quota: Quota, ends: float) -> Iterator[Task]:
+    """Tasks without an answer, while the quota lasts: shared by all askers, who take turns."""
+    for task in tasks:
+        if not task.held_out and (file.answer_tokens >= quota.answer_tokens or time.monotonic() >= ends):
+            return
+        if f"{task.key}:{len(task.prompt.turns) - 1}" not in file.finished:
+            yield task
+
+
+@dataclass(frozen=True, slots=True)
+class _Asker:
+    """Holds conversations with the cluster."""
+
+    client: GenerationClient
+    tokenizer: Tokenizer
+    timeout_seconds: float
+    max_tokens: int
+
+    async def hold(self, task: Task) -> AsyncIterator[Answer]:
+        """The answers to a task's turns; ends early where the conversation has outgrown the context."""
+        prompt = task.prompt
+        messages = [Message("system", prompt.system)] if prompt.system is not None else []
+        for turn, text in enumerate(prompt.turns):
+            messages.append(Message("user", text))
+            tokens = self.tokenizer.encode_chat(messages)
+            try:
+                answer = await self._answer(tokens, task)
+            except InvalidRequest:
+                return
+            key = f"{task.key}:{turn}"
+            yield Answer(key, prompt.category, task.temperature, task.held_out, tokens, answer)
+            messages.append(Message("assistant", self.tokenizer.decode(answer)))
+
+    async def _answer(self, prompt: Sequence[int], task: Task) -> tuple[int, ...]:
+        request = generation_pb2.GenerateRequest(
+            token_ids=common_pb2.TokenIds(ids=prompt),
+            sampling=common_pb2.SamplingParameters(temperature=task.temperature, seed=task.seed),
+            stopping=generation_pb2.StoppingCriteria(max_tokens=self.max_tokens),
+        )
+        answer: list[int] = []
+        async for response in self.client.generate(request, self.timeout_seconds):
+            if response.WhichOneof("event") == "delta":
+                answer.extend(response.delta.token_ids)
+        return tuple(answer)
