@@ -130,7 +130,7 @@ results = st.builds(StepResult, verdicts=distinct(verdicts()), kv=occupancies, s
 proposals = st.builds(Proposal, sequence_id=names, base_len=st.integers(1, 2**20), tree=trees, fault=st.none() | faults)
 groups = st.one_of(
     st.builds(KvGroup, tables=st.integers(1, 64)),
-    st.builds(KvGroup, tables=st.integers(1, 64), window=st.integers(1, 2**20), sinks=st.integers(0, 2**20)),
+    st.builds(KvGroup, tables=st.integers(1, 64), window=st.integers(2, 2**20), sinks=st.integers(0, 2**20)),
 )
 layouts = st.builds(KvLayout, st.integers(1, 256), st.lists(groups, min_size=1, max_size=4).map(tuple))
 open_rows = st.builds(
