@@ -19,7 +19,7 @@ PROTOS := $(wildcard protos/pilotfish/v1/*.proto)
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/pytest -q --durations=10 --ignore=tests/bench
 NOTHING_COLLECTED := 5
 
-.PHONY: help setup demo serve test check bench soak proto clean
+.PHONY: help setup demo serve distill test check bench soak proto clean
 
 help:  ## Say what can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 8
@@ -48,6 +48,9 @@ demo: $(WEIGHTS)  ## Stream one answer through the whole cluster, marked by who 
 
 serve: $(WEIGHTS)  ## Start the cluster and keep it up (CONFIG=preset or file, ARGS='--set key=value')
 	$(BIN)/pilotfish serve --config $(CONFIG) $(ARGS)
+
+distill: $(WEIGHTS)  ## Make a draft (ARGS='--prompts FILE --layers 0,1,29 --minutes 60 --out DIRECTORY')
+	$(BIN)/pilotfish distill --config $(CONFIG) $(ARGS)
 
 # What computes on one core runs on two at once; clusters and real weights need the machine for themselves.
 test: $(TEST_WEIGHTS)  ## Run the tests (ARGS goes to pytest)

@@ -1,4 +1,4 @@
-"""Prompts to the target's own answers, through the whole cluster in this process: what `pilotfish distill` trains on."""
+"""The target's own answers, asked of the whole cluster in this process: what `pilotfish distill` trains on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+
+import numpy as np
 
 from cluster.core.config import Configuration, DraftSection
 from cluster.core.errors import InvalidRequest
@@ -16,7 +19,7 @@ from cluster.wire.clients import GenerationClient
 from deploy.frontend import fixed
 from deploy.local import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
-from workers.distill.answers import Answer, AnswerFile
+from workers.distill.answers import Answer, AnswerFile, Leading
 from workers.distill.prompts import Task
 
 Report = Callable[[int], None]
@@ -33,6 +36,8 @@ class Quota:
     """Time that this run may take."""
     max_tokens: int = 384
     """Most tokens of one answer."""
+    alternatives: int = 16
+    """How many of the target's most probable tokens are kept with each token of an answer."""
 
 
 def for_answers(configuration: Configuration) -> Configuration:
@@ -50,10 +55,14 @@ async def answer_all(
     """
     tokenizer = Tokenizer.load(Path(configuration.target.path))
     ends = time.monotonic() + quota.seconds
-    waiting = _wanted(tasks, file, quota, ends)
+    waiting: Iterator[Task] = _wanted(tasks, file, quota, ends)
+    first = next(waiting, None)
+    if first is None:
+        return
+    waiting = chain((first,), waiting)
     async with LocalCluster(for_answers(configuration)) as cluster:
         client = GenerationClient(fixed(cluster.grpc_address))
-        asker = _Asker(client, tokenizer, configuration.limits.max_timeout_seconds, quota.max_tokens)
+        asker = _Asker(client, tokenizer, configuration.limits.max_timeout_seconds, quota)
 
         async def work() -> None:
             for task in waiting:
@@ -86,7 +95,7 @@ class _Asker:
     client: GenerationClient
     tokenizer: Tokenizer
     timeout_seconds: float
-    max_tokens: int
+    quota: Quota
 
     async def hold(self, task: Task) -> AsyncIterator[Answer]:
         """The answers to a task's turns; ends early where the conversation has outgrown the context."""
@@ -100,17 +109,29 @@ class _Asker:
             except InvalidRequest:
                 return
             key = f"{task.key}:{turn}"
-            yield Answer(key, prompt.category, task.temperature, task.held_out, tokens, answer)
-            messages.append(Message("assistant", self.tokenizer.decode(answer)))
+            written, leading = answer
+            yield Answer(key, prompt.category, task.temperature, task.held_out, tokens, written, leading)
+            messages.append(Message("assistant", self.tokenizer.decode(written)))
 
-    async def _answer(self, prompt: Sequence[int], task: Task) -> tuple[int, ...]:
+    async def _answer(self, prompt: Sequence[int], task: Task) -> tuple[tuple[int, ...], Leading | None]:
+        alternatives = None if task.held_out or not self.quota.alternatives else self.quota.alternatives
         request = generation_pb2.GenerateRequest(
             token_ids=common_pb2.TokenIds(ids=prompt),
-            sampling=common_pb2.SamplingParameters(temperature=task.temperature, seed=task.seed),
-            stopping=generation_pb2.StoppingCriteria(max_tokens=self.max_tokens),
+            sampling=common_pb2.SamplingParameters(temperature=task.temperature, seed=task.seed, logprobs=alternatives),
+            stopping=generation_pb2.StoppingCriteria(max_tokens=self.quota.max_tokens),
         )
         answer: list[int] = []
+        tokens: list[int] = []
+        log_probabilities: list[float] = []
         async for response in self.client.generate(request, self.timeout_seconds):
             if response.WhichOneof("event") == "delta":
                 answer.extend(response.delta.token_ids)
-        return tuple(answer)
+                for thought in response.delta.logprobs:
+                    tokens.extend(other.token_id for other in thought.top)
+                    log_probabilities.extend(other.logprob for other in thought.top)
+        if alternatives is None:
+            return tuple(answer), None
+        shape = (len(answer), alternatives)
+        return tuple(answer), Leading(
+            np.array(tokens, np.int32).reshape(shape), np.array(log_probabilities, np.float16).reshape(shape)
+        )

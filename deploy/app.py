@@ -16,6 +16,7 @@ from ray import serve
 from ray.serve import Application
 
 from cluster.core.config import Configuration
+from deploy.acceptance import with_acceptance
 from deploy.control import CoordinatorReplica, IngressReplica
 from deploy.machine import local_resources
 from deploy.models import resolve_models
@@ -51,6 +52,7 @@ def bind(configuration: Configuration, placement: Placement, worker_host: str | 
 
     Workers listen on `worker_host`, or on their node's address when it is `None`.
     """
+    configuration = with_acceptance(configuration)
     values = configuration.model_dump(mode="json")
     # The device that was planned, not what a process finds: one that claims no GPU may still see them all.
     values["target"]["device"] = placement.target.device
@@ -63,20 +65,29 @@ def bind(configuration: Configuration, placement: Placement, worker_host: str | 
         ray_actor_options=_actor_options(placement.target, worker_host),
         **_supervision(configuration),
     )(TargetReplica).bind(values["target"], placement.target.threads, worker_host)
-    draft = serve.deployment(
-        name="Draft", ray_actor_options=_actor_options(placement.draft, worker_host), **_supervision(configuration)
-    )(DraftReplica).bind(values["draft"], values["target"], placement.draft.threads, worker_host)
+    # Each drafter is a deployment: replicas of one could not be told apart, nor asked where they listen.
+    drafts = [
+        serve.deployment(
+            name=name, ray_actor_options=_actor_options(placement.draft, worker_host), **_supervision(configuration)
+        )(DraftReplica).bind(values["draft"], values["target"], placement.draft.threads, worker_host)
+        for name in draft_names(configuration.draft.replicas)
+    ]
     coordinator = serve.deployment(
         name="Coordinator",
         ray_actor_options=_actor_options(placement.coordinator, worker_host),
         **_supervision(configuration),
-    )(CoordinatorReplica).bind(values, target, draft)
+    )(CoordinatorReplica).bind(values, target, *drafts)
     return serve.deployment(
         name="Ingress",
         max_ongoing_requests=_MOST_HTTP_CALLS,
         ray_actor_options=_actor_options(placement.ingress, worker_host),
         **_supervision(configuration) | {"user_config": None},
     )(IngressReplica).bind(values, coordinator)
+
+
+def draft_names(replicas: int) -> tuple[str, ...]:
+    """The deployments of the drafters."""
+    return ("Draft", *(f"Draft{number}" for number in range(2, replicas + 1)))
 
 
 def cluster_resources() -> Resources:
@@ -103,7 +114,7 @@ def _settings(config: Configuration | Mapping[str, Any] | str | Path | None) -> 
 
 
 def _actor_options(role: RolePlacement, worker_host: str | None) -> dict[str, Any]:
-    """The first bundle is the replica's own; the others are for its followers."""
+    """The first bundle is the replica's own; the others are for its followers, or for others of its kind."""
     claims = role.bundles[0].claims()
     options: dict[str, Any] = {"num_cpus": claims["CPU"], "num_gpus": claims.get("GPU", 0)}
     if worker_host == "127.0.0.1" and len(role.bundles) > 1 and sys.platform == "linux":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from cluster.core.config import Configuration
 from cluster.core.errors import InvalidRequest
 from cluster.wire.clients import GenerationClient
+from deploy.acceptance import NOT_LOSSLESS
 from deploy.frontend import fixed
 from deploy.settings import Settings
 from pilotfish.v1 import common_pb2, generation_pb2
@@ -79,6 +80,8 @@ async def _stream(address: str, configuration: Configuration, question: Question
             match response.WhichOneof("event"):
                 case "started":
                     seed = response.started.seed
+                    if response.lossy:
+                        notice(NOT_LOSSLESS)
                 case "delta":
                     write(response.delta.text)
                 case "finished":

@@ -20,6 +20,8 @@ from rich.table import Table
 
 from cluster.core.config import Configuration
 from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishError
+from deploy.acceptance import NOT_LOSSLESS, is_lossless
+from deploy.distill import distill
 from deploy.placement import Placement, Resources
 from deploy.settings import read
 
@@ -115,6 +117,8 @@ def serve(config: ConfigOption = None, assignments: SetOption = None) -> None:
     try:
         raise_on_signals()  # Ray has put its own in their place
         output.print(how_to_ask(cluster.configuration), markup=False)
+        if not is_lossless(cluster.configuration):
+            notices.print(NOT_LOSSLESS)
         wait_for_signal()
         notices.print("draining; a second signal stops at once")
         cluster.drain()
@@ -157,6 +161,9 @@ def demo(config: ConfigOption = None, assignments: SetOption = None) -> None:
     from deploy.demo import run
 
     run(settings, output, notices)
+
+
+cli.command()(distill)
 
 
 def placement_table(configuration: Configuration, placement: Placement, resources: Resources) -> Table:

@@ -25,15 +25,17 @@ _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared with, never bound to
 class CoordinatorReplica:
     """Hosts the coordinator and the public gRPC service."""
 
-    def __init__(self, values: Mapping[str, Any], target: DeploymentHandle[Any], draft: DeploymentHandle[Any]) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], target: DeploymentHandle[Any], *drafts: DeploymentHandle[Any]
+    ) -> None:
         configuration = load(values)
         self._drain_seconds = configuration.server.drain_timeout_seconds
         self._host = configuration.server.grpc_host
         self._target = GrpcTarget(
             resolver(target, TargetUnavailable), step_timeout_seconds=configuration.target.step_timeout_seconds
         )
-        self._drafter = GrpcDrafter(resolver(draft, DrafterUnavailable))
-        self._frontend = Frontend(configuration, self._target, self._drafter)
+        self._drafters = [GrpcDrafter(resolver(draft, DrafterUnavailable)) for draft in drafts]
+        self._frontend = Frontend(configuration, self._target, self._drafters)
         self._port = 0
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:
@@ -59,7 +61,8 @@ class CoordinatorReplica:
         """Serve calls this when the replica ends on purpose."""
         await self._frontend.stop(drain_seconds=0.0)
         await self._target.close()
-        await self._drafter.close()
+        for drafter in self._drafters:
+            await drafter.close()
 
 
 @serve.ingress()

@@ -17,6 +17,7 @@ from rich.text import Text
 from cluster.core.config import Configuration, DraftSection
 from cluster.core.errors import WorkerUnavailable
 from cluster.ingress.tokenizer import Tokenizer
+from deploy.acceptance import NOT_LOSSLESS, is_lossless
 from deploy.models import resolve_models, served_name
 from deploy.running import ServeCluster
 from deploy.settings import Settings
@@ -155,12 +156,18 @@ def run(settings: Settings, output: Console, notices: Console) -> None:
         without = _answer(cluster, plain, output, tokenizer)
         status.start()
     output.print(comparison(drafting.draft.method, with_drafts, without))
+    output.print(conclusion(drafting, with_drafts, without))
+
+
+def conclusion(drafting: Configuration, with_drafts: Run, without: Run) -> str:
+    """What the two answers tell. Raises `WorkerUnavailable` where they must not differ and do."""
+    if not is_lossless(drafting):
+        return f"{NOT_LOSSLESS}."
     if with_drafts.tokens == without.tokens:
-        output.print(f"Both answers are the same {len(without.tokens)} tokens.")
-    elif drafting.target.dtype == "float32":
+        return f"Both answers are the same {len(without.tokens)} tokens."
+    if drafting.target.dtype == "float32":
         raise WorkerUnavailable("the two answers differ, which must not happen in float32: please report it")
-    else:
-        output.print("The answers differ: in half precision, logits that are nearly equal may swap places.")
+    return "The answers differ: in half precision, logits that are nearly equal may swap places."
 
 
 def comparison(method: str, with_drafts: Run, without: Run) -> Table:
@@ -183,6 +190,8 @@ def comparison(method: str, with_drafts: Run, without: Run) -> Table:
 def _answer(cluster: ServeCluster, configuration: Configuration, output: Console, tokenizer: Tokenizer) -> Run:
     """Stream one answer to the terminal and time it."""
     drafter = configuration.draft.method
+    if not is_lossless(configuration):
+        output.print(f"\n{NOT_LOSSLESS}.", style="bold red")
     legend = "green" if output.is_terminal else "in brackets"
     note = f"{legend}: drafted, then accepted by the target" if drafter != "none" else "every token the target's own"
     output.print(f"\nDrafts: {drafter} ({note})\n", markup=False)

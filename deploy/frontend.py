@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.coordinator.coordinator import Coordinator
@@ -15,6 +16,7 @@ from cluster.ingress.grpc import GenerationServicer, OperationsServicer
 from cluster.ingress.tokenizer import Tokenizer
 from cluster.wire.clients import Resolve
 from cluster.wire.server import WireServer
+from deploy.acceptance import NOT_LOSSLESS
 from pilotfish.v1 import generation_pb2_grpc, operations_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -32,10 +34,10 @@ _CLOSING_SECONDS = 1.0
 class Frontend:
     """Listens from `start()` on; is ready once the target has told what it is."""
 
-    def __init__(self, configuration: Configuration, target: Target, drafter: Drafter) -> None:
+    def __init__(self, configuration: Configuration, target: Target, drafters: Sequence[Drafter]) -> None:
         self._configuration = configuration
         self._metrics = Metrics()
-        self._coordinator = Coordinator(target, drafter, configuration, self._metrics)
+        self._coordinator = Coordinator(target, drafters, configuration, self._metrics)
         self._server = WireServer(
             configuration.server.grpc_host,
             configuration.server.grpc_port,
@@ -93,6 +95,8 @@ class Frontend:
         """Meet the target, then let `grpc.health.v1` say what the coordinator says of itself."""
         await self._coordinator.start()
         logger.info("ready: %s", self._coordinator.info)
+        if not self._coordinator.info.is_lossless:
+            logger.warning(NOT_LOSSLESS)
         told = False
         while True:
             if self._coordinator.ready != told:

@@ -17,6 +17,7 @@ from cluster.core.config import Configuration
 from cluster.core.errors import ConfigurationError
 from cluster.ingress.http import create_app
 from cluster.wire.clients import GenerationClient, GrpcDrafter, GrpcTarget
+from deploy.acceptance import with_acceptance
 from deploy.frontend import Frontend, fixed
 from workers.draft.method import create
 from workers.serve.hosting import host_draft, host_target
@@ -63,7 +64,7 @@ class LocalCluster:
         await self._stack.aclose()
 
     async def _start(self) -> None:
-        configuration = self._configuration
+        configuration = with_acceptance(self._configuration)
         if configuration.target.tensor_parallel > 1:
             raise ConfigurationError(
                 f"target.tensor_parallel: needed 1 in one process, found {configuration.target.tensor_parallel}; "
@@ -72,14 +73,19 @@ class LocalCluster:
         enter = self._stack.enter_async_context
         engine = await asyncio.to_thread(build_engine, configuration.target)
         target = await enter(host_target(LOOPBACK, engine))
-        method = await asyncio.to_thread(create, configuration.draft.method, configuration.draft, configuration.target)
-        draft = await enter(host_draft(LOOPBACK, method))
+        draft = configuration.draft
+        hosts = [
+            await enter(
+                host_draft(LOOPBACK, await asyncio.to_thread(create, draft.method, draft, configuration.target))
+            )
+            for _ in range(draft.replicas)
+        ]
         step_timeout = configuration.target.step_timeout_seconds
         target_client = GrpcTarget(fixed(target.address), step_timeout_seconds=step_timeout)
-        draft_client = GrpcDrafter(fixed(draft.address))
-        self._stack.push_async_callback(target_client.close)
-        self._stack.push_async_callback(draft_client.close)
-        frontend = Frontend(configuration, target_client, draft_client)
+        draft_clients = [GrpcDrafter(fixed(host.address)) for host in hosts]
+        for close in (target_client.close, *(client.close for client in draft_clients)):
+            self._stack.push_async_callback(close)
+        frontend = Frontend(configuration, target_client, draft_clients)
         self._stack.push_async_callback(frontend.stop, 0.0)
         self._grpc_port = await frontend.start()
         await frontend.wait_until_ready()

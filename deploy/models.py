@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.core.config import Configuration, ModelSection
+from cluster.core.errors import ModelLoadError
 
 COMPILED = "compiled"
 """Folder of the cache where code made for this machine is kept between starts."""
+
+DRAFTS = {"smollm2-135m-draft": "smollm2-135m-instruct"}
+"""Drafts that come with Pilotfish: their names, and their targets', by which their folders are called."""
 
 Report = Callable[[str], None]
 """Hears, in a few words, what long work is going on."""
@@ -40,11 +44,20 @@ def resolve_models(configuration: Configuration, cache_directory: Path, report: 
 
 
 def _resolve(section: ModelSection, cache_directory: Path, report: Report) -> Path:
+    if section.path in DRAFTS:
+        return _shipped(section.path)
     report(f"finding {section.path} (fetched or converted the first time)")
     # Imported here: torch and transformers take seconds, and most commands end before they need them.
     from workers.model.weights import resolve_model_directory
 
     return resolve_model_directory(section.path, cache_directory, section.revision)
+
+
+def _shipped(name: str) -> Path:
+    directory = Path(__file__).parent / "drafts" / DRAFTS[name]
+    if not (directory / "config.json").is_file():
+        raise ModelLoadError(f"model {name!r}: its files are not in {str(directory)!r}; install Pilotfish again")
+    return directory
 
 
 def _with_paths(configuration: Configuration, target: Path, draft: Path | None, compiled: str) -> Configuration:

@@ -46,7 +46,7 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class RolePlacement:
-    """One role: a bundle per process, the first for the replica itself."""
+    """One role: a bundle per process. Of a target, the first is for the replica itself; each drafter has one."""
 
     role: str
     device: Device
@@ -88,24 +88,31 @@ def plan(configuration: Configuration, resources: Resources) -> Placement:
     ranks = target.tensor_parallel
     target_device = _device(target.device, resources.gpus)
     gpus_left = resources.gpus - (ranks if target_device == "cuda" else 0)
-    draft_device = _device(draft.model.device, gpus_left) if draft.model is not None else "cpu"
+    # Several drafters are alike: all of them have a GPU, or none.
+    draft_device = _device(draft.model.device, gpus_left // draft.replicas) if draft.model is not None else "cpu"
 
     cores = max(1, int(resources.cpus))
     draft_cores = _draft_cores(cores, target_device) if draft.model is not None and draft_device == "cpu" else 0
     target_cores = cores - draft_cores if target_device == "cpu" else 0
 
-    helpers = 2 if draft.model is not None else 3
+    helpers = 2 if draft.model is not None else 2 + draft.replicas
     cpus_left = max(0.0, resources.cpus - helpers * HELPER_CPUS)
     draft_bundle = Bundle(HELPER_CPUS)
     if draft.model is not None:
-        draft_bundle = Bundle(1.0, 1) if draft_device == "cuda" else Bundle(_share(cpus_left, draft_cores / cores))
-        cpus_left -= draft_bundle.cpus
+        mine = draft_cores / cores / draft.replicas
+        draft_bundle = Bundle(1.0, 1) if draft_device == "cuda" else Bundle(_share(cpus_left, mine))
+        cpus_left = max(0.0, cpus_left - draft_bundle.cpus * draft.replicas)
     target_bundle = Bundle(1.0, 1) if target_device == "cuda" else Bundle(_share(cpus_left, 1 / ranks))
     return Placement(
         target=RolePlacement(
             "target", target_device, (target_bundle,) * ranks, target.threads or max(1, target_cores // ranks)
         ),
-        draft=RolePlacement("draft", draft_device, (draft_bundle,), draft.threads or max(1, draft_cores)),
+        draft=RolePlacement(
+            "draft",
+            draft_device,
+            (draft_bundle,) * draft.replicas,
+            draft.threads or max(1, draft_cores // draft.replicas),
+        ),
         coordinator=RolePlacement("coordinator", "cpu", (Bundle(HELPER_CPUS),), 1),
         ingress=RolePlacement("ingress", "cpu", (Bundle(HELPER_CPUS),), 1),
     )

@@ -13,6 +13,7 @@ from typing import Any
 from cluster.core.config import Configuration, DraftSection, PoolSection, ServerSection
 from cluster.core.errors import ConfigurationError, shorten
 from deploy.placement import Placement, Resources, RolePlacement
+from workers.model.card import is_distilled, read_card
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -95,6 +96,9 @@ def model_problems(
 
     `target` and `draft` are resolved directories with `config.json`, safetensors and `tokenizer.json`.
     """
+    if is_distilled(target):
+        yield Problem("target.path", "a whole model", "a distilled draft", "set draft.model.path to it instead")
+        return
     yield from head_problems(target, configuration.target.tensor_parallel)
     if draft is not None:
         yield from vocabulary_problems(target, draft)
@@ -162,8 +166,15 @@ def memory_problems(
 
 
 def weight_bytes(directory: Path, dtype: str) -> int:
-    """Bytes the safetensors of a directory take once held as `dtype`, from their headers alone."""
+    """Bytes the safetensors of a directory take once held as `dtype`, from their headers alone.
+
+    A distilled draft also holds its target's embedding, and as many rows of its head as it knows tokens.
+    """
     total = 0
+    if is_distilled(directory):
+        card = read_card(directory)
+        rows = card.target_vocabulary_size + (card.vocabulary_size or card.target_vocabulary_size)
+        total += rows * card.hidden_size * _DTYPE_BYTES[dtype]
     for file in sorted(directory.glob("*.safetensors")):
         for entry in _safetensors_header(file).values():
             first, last = entry["data_offsets"]

@@ -49,6 +49,7 @@ class Reciter:
         self.script = script
         self.block = block
         self.ready = True
+        self.is_lossless = True
         self.hold_after: int | None = None
         self.refusal: PilotfishError | None = None
         self.failure: PilotfishError | None = None
@@ -63,7 +64,8 @@ class Reciter:
 
     @property
     def info(self) -> TargetInfo:
-        return TargetInfo(MODEL, VOCABULARY, CONTEXT, KvLayout(16), KvOccupancy(8, 8), (2,), 1, "float32")
+        layout, kv = KvLayout(16), KvOccupancy(8, 8)
+        return TargetInfo(MODEL, VOCABULARY, CONTEXT, layout, kv, (2,), 1, "float32", is_lossless=self.is_lossless)
 
     def abort(self, request_id: RequestId) -> bool:
         event = self._aborted.get(request_id)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
 from cluster.coordinator.arrange import Arranger
 from cluster.coordinator.desk import Desk
-from cluster.coordinator.drafting import Ask, Drafting
+from cluster.coordinator.drafting import Drafting
+from cluster.coordinator.guessing import Guessing
 from cluster.coordinator.lane import Lane
 from cluster.coordinator.link import TargetLink
 from cluster.coordinator.metrics import Metrics
@@ -23,11 +24,9 @@ from cluster.core.config import Configuration
 from cluster.core.errors import InvalidRequest, NotReady, TargetUnavailable
 from cluster.core.ids import RequestId, SequenceId
 from cluster.core.ports import Drafter, Target
-from cluster.core.scheduler import NO_DRAFT, Plan
-from cluster.core.tree import TokenTree
+from cluster.core.scheduler import Plan
 from cluster.core.types import (
     Commit,
-    DraftBudget,
     GenerationRequest,
     RowFaultCode,
     StepResult,
@@ -47,28 +46,27 @@ RESTART_SECONDS = 1.0
 
 
 class Coordinator:
-    """Answers requests with one target and one drafter. `start()` works, `stop()` ends; also a context manager."""
+    """Answers requests with one target and its drafters. `start()` works, `stop()` ends; also a context manager."""
 
     def __init__(
         self,
         target: Target,
-        drafter: Drafter,
+        drafters: Sequence[Drafter],
         configuration: Configuration,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         section = configuration.draft
         limits = configuration.scheduler
-        draft = NO_DRAFT if section.method == "none" else DraftBudget(section.max_nodes, section.max_depth)
         self._metrics = metrics
         self._clock = clock
         self._rest = Rest()
         self._desk = Desk(limits, metrics, clock, self._rest.wake)
         self._roster = self._desk.roster
         self._link = TargetLink(target, configuration.target.step_timeout_seconds, self._rest.wake)
-        self._drafting = Drafting(drafter, section, metrics, clock)
+        self._guessing = Guessing(Drafting(drafters, section, metrics, clock), section, metrics, clock)
         self._suspects = Suspects(self._desk.fail)
-        self._arranger = Arranger(self._roster, self._link, self._suspects, metrics, limits, draft)
+        self._arranger = Arranger(self._roster, self._link, self._suspects, metrics, limits, self._guessing.most)
         self._is_alive = False
         self._is_draining = False
         self._lost_at: float | None = None
@@ -97,8 +95,10 @@ class Coordinator:
     async def start(self) -> None:
         """Wait for the target, however long that takes, then take requests."""
         await self._link.take_over()
+        self._guessing.begin(self.info)
         self._metrics.begin(
             self.info.model,
+            self.info.is_lossless,
             running=lambda: len(self._roster.running),
             waiting=lambda: self._roster.waiting_count,
             kv_usage=lambda: 1 - self._link.kv.blocks_free / max(1, self._link.kv.blocks_total),
@@ -121,7 +121,7 @@ class Coordinator:
         await asyncio.gather(self._task, return_exceptions=True)
         self._desk.fail_all(NotReady("the server is shutting down"))
         self._let_go()
-        await asyncio.gather(self._drafting.close(FAREWELL_SECONDS), self._link.close(FAREWELL_SECONDS))
+        await asyncio.gather(self._guessing.close(FAREWELL_SECONDS), self._link.close(FAREWELL_SECONDS))
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit, None]:
         """The request's answers, commit by commit, each told by `Commit.index`; each ends with `finish`.
@@ -170,23 +170,26 @@ class Coordinator:
         while True:
             try:
                 self._let_go()
+                begun = self._clock()
+                self._guessing.wish(self._roster.lanes())
                 plan = await self._arranger.plan()
                 if plan.rows:
-                    await self._round(plan)
+                    await self._round(plan, begun)
                 else:
                     await self._idle()
             except TargetUnavailable as error:
                 await self._recover(error)
 
-    async def _round(self, plan: Plan) -> None:
+    async def _round(self, plan: Plan, begun: float) -> None:
         """Propose, verify, commit and emit."""
-        begun = self._clock()
-        trees = await self._propose(plan)
-        proposed = self._clock()
+        plan, later = self._guessing.turn(plan)
         running = self._roster.running
-        rows = self._suspects.isolate(build_rows(plan, running, trees or {}), running)
+        guesses = await self._guessing.gather(plan, running)
+        rows = self._suspects.isolate(build_rows(plan, running, guesses.trees), running)
         if not rows:
             return
+        proposed = self._clock()
+        self._guessing.meanwhile(later, running)
         try:
             result = await self._link.step(rows)
         except TargetUnavailable:
@@ -194,10 +197,12 @@ class Coordinator:
             raise
         stepped = self._clock() - proposed
         await self._take(rows, result)
+        total = self._clock() - begun
+        self._guessing.stepped(rows, guesses, total)
         self._metrics.round(
             tokens=sum(row.width for row in rows),
-            total=self._clock() - begun,
-            propose=None if trees is None else proposed - begun,
+            total=total,
+            propose=guesses.waited if guesses.asked else None,
             step=stepped,
             target=result.step_seconds,
         )
@@ -206,7 +211,7 @@ class Coordinator:
         """Tell the workers, in the background, who has left. Between steps: a step must not revive what left."""
         leaving = self._roster.take_leaving()
         self._link.forget(lane.id for lane in leaving if lane.is_open)
-        self._drafting.forget(lane.id for lane in leaving)
+        self._guessing.forget(lane.id for lane in leaving)
 
     async def _idle(self) -> None:
         """Nothing can be done now: sleep until something changes, or until blocks may have been freed."""
@@ -217,15 +222,6 @@ class Coordinator:
             await self._link.refresh()
         elif not await self._rest.until_news(GRACE_SECONDS):
             await self._link.refresh()  # a target that died while nobody asked must be noticed too
-
-    async def _propose(self, plan: Plan) -> Mapping[SequenceId, TokenTree] | None:
-        """Trees for the rows that decide and have room for one; `None` when there are no such rows."""
-        asks = [
-            Ask(lane.sequence, row.draft)
-            for row in plan.rows
-            if row.decide and row.draft.max_nodes and (lane := self._roster.running.get(row.sequence_id))
-        ]
-        return await self._drafting.propose(asks, self.info.vocabulary_size) if asks else None
 
     async def _take(self, rows: tuple[VerifyRow, ...], result: StepResult) -> None:
         """Commit and emit each verdict by itself; what is wrong with one row stays with its request."""
@@ -283,4 +279,5 @@ class Coordinator:
         finally:
             self._lost_at = None
         self._arranger.lost()
+        self._guessing.begin(self.info)
         self._desk.fail_misfits(self.info)

@@ -1,153 +1,170 @@
-"""The drafter as the loop sees it: trees when they come in time and fit, nothing otherwise, and never an error."""
+"""All drafters together: who serves whom, and proposals for those that get one in time. Never an error."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
-from cluster.coordinator.breaker import Breaker
+from cluster.coordinator.drafter_link import Ask, Call, DrafterLink, Proposals
 from cluster.coordinator.metrics import Metrics
-from cluster.coordinator.releases import Releases
 from cluster.core.config import DraftSection
-from cluster.core.errors import WorkerUnavailable
+from cluster.core.controller import NOTHING
 from cluster.core.ids import SequenceId
 from cluster.core.ports import Drafter
 from cluster.core.sequence import Sequence as Answer
-from cluster.core.tree import TokenTree
-from cluster.core.types import DraftBudget, DraftRow, Proposal, RowFaultCode
 
-log = logging.getLogger(__name__)
-
-PATIENCE = 20
-"""A call that is late for its round goes on in the background for this many times the round's timeout: the drafter
-may be catching up with a long prompt, and what it learns is not lost."""
-
-Trees = dict[SequenceId, TokenTree]
+LONG_TOKENS = 64
+"""Who has more to tell a drafter than this tells it in the background: a prompt must not hold the others up."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One sequence that wants guesses."""
+TELLING_TOKENS = 512
+"""So many are told in one call, so that a drafter can serve others in between."""
 
-    answer: Answer
-    budget: DraftBudget
+
+class Calls:
+    """What was asked of several drafters at once."""
+
+    def __init__(self, calls: dict[DrafterLink, Call], timeout: float, metrics: Metrics) -> None:
+        self._calls = calls
+        self._timeout = timeout
+        self._metrics = metrics
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
+
+    @property
+    def done(self) -> bool:
+        """Whether all have answered or failed."""
+        return all(call.done() for call in self._calls.values())
+
+    @property
+    def seconds(self) -> float:
+        """Of the slowest that has answered."""
+        return max((call.result().seconds for call in self._calls.values() if _has_ended(call)), default=0.0)
+
+    async def wait(self, patience: float) -> None:
+        """Return when all have answered, or after `patience` seconds, or the configured timeout.
+
+        Only the timeout opens breakers.
+        """
+        if not self._calls:
+            return
+        await asyncio.wait(self._calls.values(), timeout=min(patience, self._timeout))
+        for link, call in self._calls.items():
+            if not call.done():
+                self._metrics.drafter_fallback("late")
+                if patience >= self._timeout:
+                    link.late()
+
+    def take(self) -> Proposals:
+        """What has come by now."""
+        proposals: Proposals = {}
+        for call in self._calls.values():
+            if _has_ended(call):
+                mine = call.result().proposals
+                if mine is None:
+                    self._metrics.drafter_fallback("failed")
+                proposals.update(mine or {})
+        return proposals
+
+
+def _has_ended(call: Call) -> bool:
+    return call.done() and not call.cancelled()
 
 
 class Drafting:
-    """Asks for trees, and remembers what the drafter was told of each sequence. One call at a time."""
+    """Spreads sequences over drafters: the least loaded takes the next, and keeps it while it lives.
 
-    def __init__(self, drafter: Drafter, section: DraftSection, metrics: Metrics, clock: Callable[[], float]) -> None:
-        self._drafter = drafter
+    A drafter that fails is left to its breaker, and its sequences move to the others; when it is due for a try, it gets
+    one sequence to try with, and once it answers, its share again.
+    """
+
+    def __init__(
+        self, drafters: Sequence[Drafter], section: DraftSection, metrics: Metrics, clock: Callable[[], float]
+    ) -> None:
+        self._links = tuple(DrafterLink(drafter, section, metrics, clock) for drafter in drafters)
         self._timeout = section.timeout_seconds
         self._metrics = metrics
-        self._clock = clock
-        self._breaker = Breaker(clock)
-        self._releases = Releases(drafter.release)
-        self._told: dict[SequenceId, int] = {}
-        self._refused: set[SequenceId] = set()
-        self._leaving: list[SequenceId] = []
-        self._call: asyncio.Task[Trees | None] | None = None
+        self._homes: dict[SequenceId, DrafterLink] = {}
+        self._loads = Counter[DrafterLink]()
+        self._telling: dict[DrafterLink, Call] = {}
 
-    async def propose(self, asks: Sequence[Ask], vocabulary_size: int) -> Trees:
-        """Trees for those that got one within the timeout. Raises nothing.
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is under way."""
+        return not any(link.is_calling for link in self._links)
 
-        A sequence that the drafter cannot serve is not asked for again.
-        """
-        asks = [ask for ask in asks if ask.answer.id not in self._refused]
-        if not asks:
-            return {}
-        if self._call is not None and not self._call.done():
-            self._metrics.drafter_fallback("busy")
-            return {}
-        if not self._breaker.closed:
-            if self._breaker.due():
-                self._start(asks, vocabulary_size)
-            self._metrics.drafter_fallback("open")
-            return {}
-        call = self._start(asks, vocabulary_size)
-        await asyncio.wait({call}, timeout=self._timeout)
-        if not call.done():
-            self._breaker.failed()
-            self._metrics.drafter_fallback("late")
-            log.warning("the drafter is late: going on without it")
-            return {}
-        trees = call.result()
-        if trees is None:
-            self._metrics.drafter_fallback("failed")
-        return trees or {}
+    def start(self, asks: Sequence[Ask], vocabulary_size: int) -> Calls:
+        """Ask every sequence's drafter, all at once. Who is busy, refused or long untold goes without."""
+        self._try_again(asks, vocabulary_size)
+        parts: dict[DrafterLink, list[Ask]] = {}
+        reasons: set[str] = set()
+        for ask in asks:
+            link = self._home(ask.answer)
+            if link is None:
+                reasons.add("busy" if any(link.is_calling for link in self._links) else "open")
+            elif link.is_busy(ask.answer.id):
+                reasons.add("busy")
+            elif link.untold(ask.answer) > LONG_TOKENS:
+                reasons.add("untold")
+            elif not link.refuses(ask.answer.id):
+                parts.setdefault(link, []).append(ask)
+        for reason in sorted(reasons):
+            self._metrics.drafter_fallback(reason)
+        calls = {link: link.start(part, vocabulary_size) for link, part in parts.items()}
+        return Calls(calls, self._timeout, self._metrics)
+
+    def tell(self, answers: Iterable[Answer], vocabulary_size: int) -> None:
+        """Let drafters learn, in the background, sequences of which they know too little to be asked."""
+        self._telling = {link: call for link, call in self._telling.items() if not call.done()}
+        parts: dict[DrafterLink, list[Ask]] = {}
+        tokens = Counter[DrafterLink]()
+        for answer in answers:
+            link = self._home(answer)
+            if link is None or link.untold(answer) <= LONG_TOKENS or link.is_busy(answer.id) or link.refuses(answer.id):
+                continue
+            if link not in self._telling and tokens[link] < TELLING_TOKENS:
+                tokens[link] += link.untold(answer)
+                parts.setdefault(link, []).append(Ask(answer, NOTHING))
+        for link, part in parts.items():
+            self._telling[link] = link.start(part, vocabulary_size)
 
     def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """The sequences are over; the drafter is told once no call that names them is under way."""
+        """The sequences are over."""
+        sequence_ids = tuple(sequence_ids)
         for sequence_id in sequence_ids:
-            self._refused.discard(sequence_id)
-            if self._told.pop(sequence_id, None) is not None:
-                self._leaving.append(sequence_id)
-        self._flush()
+            self._leave_home(sequence_id)
+        for link in self._links:
+            link.forget(sequence_ids)
 
     async def close(self, timeout_seconds: float) -> None:
-        """End the call under way and send the last releases."""
-        if self._call is not None:
-            self._call.cancel()
-            await asyncio.gather(self._call, return_exceptions=True)
-        self._flush()
-        await self._releases.close(timeout_seconds)
+        """End the calls under way and send the last releases."""
+        await asyncio.gather(*(link.close(timeout_seconds) for link in self._links))
 
-    def _start(self, asks: Sequence[Ask], vocabulary_size: int) -> asyncio.Task[Trees | None]:
-        rows = tuple(self._row(ask) for ask in asks)
-        self._call = asyncio.create_task(self._run(rows, vocabulary_size), name="propose")
-        self._call.add_done_callback(lambda _: self._flush())
-        return self._call
-
-    def _row(self, ask: Ask) -> DraftRow:
-        answer = ask.answer
-        told = self._told.setdefault(answer.id, 0)
-        start = answer.start if told == 0 else None
-        return DraftRow(answer.id, len(answer), tuple(answer.tokens[told:]), ask.budget, start)
-
-    async def _run(self, rows: tuple[DraftRow, ...], vocabulary_size: int) -> Trees | None:
-        """The trees, or `None` when the drafter failed."""
-        begun = self._clock()
-        try:
-            proposals = await self._drafter.propose(rows, self._timeout * PATIENCE)
-            trees = self._take(rows, proposals, vocabulary_size)
-        except WorkerUnavailable as error:
-            log.log(logging.WARNING if self._breaker.closed else logging.DEBUG, "no drafts for now: %s", error)
-            self._breaker.failed()
+    def _home(self, answer: Answer) -> DrafterLink | None:
+        """The drafter that serves the sequence; `None` while none can."""
+        living = [link for link in self._links if link.breaker.closed]
+        if not living:
             return None
-        except Exception:
-            log.exception("the drafter failed: going on without it")
-            self._breaker.failed()
-            return None
-        if self._clock() - begun <= self._timeout:
-            self._breaker.succeeded()
-        return trees
+        home = self._homes.get(answer.id)
+        least = min(living, key=self._loads.__getitem__)
+        if home is None or not home.breaker.closed or self._loads[home] > self._loads[least] + 1:
+            self._leave_home(answer.id)
+            self._loads[least] += 1
+            self._homes[answer.id] = home = least
+        return home
 
-    def _take(self, rows: tuple[DraftRow, ...], proposals: Iterable[Proposal], vocabulary_size: int) -> Trees:
-        by_sequence = {proposal.sequence_id: proposal for proposal in proposals}
-        return {row.sequence_id: self._tree(row, by_sequence.get(row.sequence_id), vocabulary_size) for row in rows}
+    def _try_again(self, asks: Sequence[Ask], vocabulary_size: int) -> None:
+        """Drafters that failed and are due get a call that nobody waits for."""
+        for link in self._links:
+            if link.breaker.closed or link.is_calling or not asks or not link.breaker.due():
+                continue
+            free = [ask for ask in asks if not link.refuses(ask.answer.id)]
+            if free:
+                link.start(free if len(self._links) == 1 else free[-1:], vocabulary_size)
 
-    def _tree(self, row: DraftRow, proposal: Proposal | None, vocabulary_size: int) -> TokenTree:
-        """What is sound of a proposal; and note what the drafter knows by now."""
-        if proposal is None or proposal.base_len != row.base_len:
-            self._metrics.stale_proposal()
-            return TokenTree()
-        if row.sequence_id in self._told:
-            if proposal.fault is None:
-                self._told[row.sequence_id] = row.base_len
-            elif proposal.fault.code is RowFaultCode.OUT_OF_SYNC:
-                self._told[row.sequence_id] = 0
-            elif proposal.fault.code is RowFaultCode.INVALID:
-                log.warning("the drafter cannot serve %s: %s", row.sequence_id, proposal.fault.message)
-                self._refused.add(row.sequence_id)
-        tree = proposal.tree
-        if proposal.fault is not None or not all(0 <= token < vocabulary_size for token in tree.tokens):
-            return TokenTree()
-        return tree.truncated(row.budget.max_nodes, row.budget.max_depth)
-
-    def _flush(self) -> None:
-        """Release those that left; not while a call under way could make the drafter learn them anew."""
-        if self._leaving and (self._call is None or self._call.done()):
-            self._releases.add(self._leaving)
-            self._leaving = []
+    def _leave_home(self, sequence_id: SequenceId) -> None:
+        home = self._homes.pop(sequence_id, None)
+        if home is not None:
+            self._loads[home] -= 1

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.core.ids import SequenceId
-from cluster.core.scheduler import SequenceView
+from cluster.core.scheduler import NO_DRAFT, SequenceView
 from cluster.core.sequence import Sequence
+from cluster.core.types import DraftBudget
 
 if TYPE_CHECKING:
     from cluster.coordinator.stream import Stream
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 class Lane:
     """A request has one lane, or several side by side that begin alike (samples, beams)."""
 
-    __slots__ = ("answer", "expects_heirs", "is_open", "losses", "parent", "sequence", "stream", "was_open")
+    __slots__ = ("answer", "draft", "expects_heirs", "is_open", "losses", "parent", "sequence", "stream", "was_open")
 
     def __init__(
         self, sequence: Sequence, stream: Stream, answer: int | None, parent: Lane | None, expects_heirs: bool
@@ -34,6 +35,8 @@ class Lane:
         """Whether it ever did: what is opened again was preempted or lost."""
         self.losses = 0
         """Calls in a row that were lost with this sequence in them."""
+        self.draft: DraftBudget | None = None
+        """How large a tree the controller wants for it; `None` leaves it to the configuration."""
 
     @property
     def id(self) -> SequenceId:
@@ -50,10 +53,24 @@ class Lane:
         self.is_open = self.was_open = True
         self.parent = None
 
+    def most(self, limit: DraftBudget) -> DraftBudget:
+        """The largest tree that would be of use within `limit`, the request's own bound and what it may still write."""
+        asked = self.sequence.request.max_draft_tokens
+        nodes = limit.max_nodes if asked is None else min(asked, limit.max_nodes)
+        depth = min(limit.max_depth, nodes, self.sequence.remaining - 1)
+        return DraftBudget(nodes, depth) if depth > 0 else NO_DRAFT
+
     def view(self) -> SequenceView:
         """What the scheduler may know of it."""
         sequence, source = self.sequence, self.source
         shared = 0 if source is None else min(source.sequence.stored_len, len(sequence) - 1)
         return SequenceView(
-            sequence.id, sequence.arrival, len(sequence), sequence.stored_len, sequence.remaining, shared
+            sequence.id,
+            sequence.arrival,
+            len(sequence),
+            sequence.stored_len,
+            sequence.remaining,
+            shared,
+            sequence.request.max_draft_tokens if self.draft is None else self.draft.max_nodes,
+            None if self.draft is None else self.draft.max_depth,
         )

@@ -26,6 +26,9 @@ class Metrics:
         self._running = self._gauge("vllm:num_requests_running", "Requests in flight.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests in the queue.")
         self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of the target's KV blocks in use, 0 to 1.")
+        self._lossless = self._gauge(
+            "pilotfish:lossless", "1 where answers are what the target alone would have written; 0: an experiment."
+        )
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens committed to answers.")
         self._success = self._counter("vllm:request_success", "Ended answers, by reason.", "finished_reason")
@@ -69,6 +72,22 @@ class Metrics:
         self._target = self._histogram(
             "pilotfish:target_step_seconds", "The part of the wait that the target itself reports.", _SECONDS
         )
+        self._proposals = self._counter("pilotfish:proposals", "Proposals with guesses in them.")
+        self._ready = self._counter("pilotfish:proposals_ready", "Those that were complete before they were asked for.")
+        self._nodes = self._counter("pilotfish:proposed_nodes", "Guesses proposed.")
+        self._ready_nodes = self._counter(
+            "pilotfish:proposed_nodes_ready", "Those that were there before they were asked for."
+        )
+        self._chosen = self._histogram(
+            "pilotfish:chosen_nodes", "Guesses that the controller kept of one proposal.", (0, *_TOKENS)
+        )
+        self._foreseen = self._counter(
+            "pilotfish:foreseen_round_seconds", "What the controller thought that rounds would take."
+        )
+        self._controlled = self._counter("pilotfish:controlled_round_seconds", "What these rounds took.")
+        self._drafter_seconds = self._counter(
+            "pilotfish:drafter_call_seconds", "Time in which drafters were computing proposals, waited for or not."
+        )
         self._overhead = self._histogram(
             "pilotfish:round_overhead_seconds",
             "A round less its wait for drafts and the target's own step: the coordinator's work and the wire.",
@@ -82,12 +101,14 @@ class Metrics:
     def begin(
         self,
         model_name: str,
+        is_lossless: bool,
         running: Callable[[], float],
         waiting: Callable[[], float],
         kv_usage: Callable[[], float],
     ) -> None:
         """Name the model, let every series stand at zero, and read the gauges whenever the metrics are asked for."""
         self.model_name = model_name
+        self._lossless.labels(model_name).set(is_lossless)
         for metric in self._plain:
             metric.labels(model_name)
         for reason in FinishReason:
@@ -150,12 +171,34 @@ class Metrics:
         self._replays.labels(self.model_name).inc(count)
 
     def drafter_fallback(self, reason: str) -> None:
-        """A round goes without drafts that it wanted: `late`, `failed`, `open` (breaker) or `busy` (a late call)."""
+        """A round goes without drafts that it wanted: `late`, `failed`, `open` (breaker), `busy` (a late
+        call) or `untold` (it does not know the sequence yet)."""
         self._fallback.labels(self.model_name, reason).inc()
 
     def stale_proposal(self) -> None:
         """A proposal was dropped."""
         self._stale.labels(self.model_name).inc()
+
+    def proposed(self, nodes: int, ready: int) -> None:
+        """A proposal came in time, with so many nodes; `ready` of them were there before they were asked for."""
+        if nodes:
+            self._proposals.labels(self.model_name).inc()
+            self._ready.labels(self.model_name).inc(ready == nodes)
+            self._nodes.labels(self.model_name).inc(nodes)
+            self._ready_nodes.labels(self.model_name).inc(ready)
+
+    def chose(self, nodes: int) -> None:
+        """The controller kept so many nodes of a proposal."""
+        self._chosen.labels(self.model_name).observe(nodes)
+
+    def foreseen(self, expected: float, actual: float) -> None:
+        """A round with guesses: the seconds it was expected to take, and took."""
+        self._foreseen.labels(self.model_name).inc(expected)
+        self._controlled.labels(self.model_name).inc(actual)
+
+    def drafter_worked(self, seconds: float) -> None:
+        """A call to a drafter has ended."""
+        self._drafter_seconds.labels(self.model_name).inc(seconds)
 
     def loop_died(self) -> None:
         """The coordinator's loop is restarted."""

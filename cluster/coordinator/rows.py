@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from cluster.coordinator.lane import Lane
 from cluster.core.ids import SequenceId
-from cluster.core.scheduler import Plan
+from cluster.core.scheduler import Plan, PlannedRow
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from cluster.core.types import Verdict, VerifyRow
 
@@ -27,12 +27,19 @@ def build_rows(
             sequence_id=sequence.id,
             base_len=end,
             pending=tuple(sequence.tokens[first:end]),
-            tree=trees.get(sequence.id, EMPTY_TREE) if planned.decide else EMPTY_TREE,
+            tree=_fitting(trees.get(sequence.id), planned),
             decide=planned.decide,
             start=sequence.start if first == 0 else None,
         )
         rows.append(row)
     return tuple(rows)
+
+
+def _fitting(tree: TokenTree | None, planned: PlannedRow) -> TokenTree:
+    """What of the tree the plan has room for: it may have been asked for under another one."""
+    if tree is None or not planned.decide:
+        return EMPTY_TREE
+    return tree.truncated(planned.draft.max_nodes, planned.draft.max_depth)
 
 
 def is_sound(row: VerifyRow, verdict: Verdict | None) -> bool:

@@ -97,7 +97,9 @@ class TargetSection(ModelSection):
     max_context_len: Positive | None = None
     """Longest sequence, in tokens; unset takes the model's own bound."""
     acceptance: str = "coupled"
-    """The registered acceptance rule; `coupled` is the only one yet, and lossless."""
+    """The registered acceptance rule: `coupled`, or `synthetic`: NOT LOSSLESS, and set by `draft.method` alone."""
+    acceptance_rates: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(max_length=64)] = ()
+    """Set by `draft.method: synthetic`: `draft.synthetic_acceptance`."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Intra-op threads of each rank on CPU; 0 divides the cores among the roles."""
     step_timeout_seconds: Seconds = 120.0

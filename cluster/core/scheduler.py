@@ -36,6 +36,10 @@ class SequenceView:
     """Tokens the answer may still have."""
     shared_len: int = 0
     """Leading tokens, while it waits, whose blocks it will share with a sequence that holds them already."""
+    max_nodes: int | None = None
+    """Most nodes of its tree, where it is to have fewer than others."""
+    max_depth: int | None = None
+    """And how deep it may be."""
 
     @property
     def missing(self) -> int:
@@ -174,8 +178,11 @@ class _Sheet:
 
     def longest_tree(self, view: SequenceView) -> DraftBudget:
         """The tree that would be of use: nothing beyond the answer's last token but one, or the context."""
-        depth = min(self._state.draft.max_depth, view.remaining - 1, self._state.max_context_len - view.length)
-        return DraftBudget(self._state.draft.max_nodes, depth) if depth > 0 else NO_DRAFT
+        most = self._state.draft
+        nodes = most.max_nodes if view.max_nodes is None else min(view.max_nodes, most.max_nodes)
+        depth = most.max_depth if view.max_depth is None else min(view.max_depth, most.max_depth)
+        depth = min(depth, view.remaining - 1, self._state.max_context_len - view.length)
+        return DraftBudget(nodes, depth) if nodes > 0 and depth > 0 else NO_DRAFT
 
     def row(self, view: SequenceView) -> PlannedRow:
         """What the sequence was granted."""

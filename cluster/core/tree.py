@@ -123,19 +123,28 @@ class TokenTree:
             rows.append(tuple(row))
         return tuple(rows)
 
-    def truncated(self, max_nodes: int, max_depth: int) -> TokenTree:
-        """The first `max_nodes` nodes that lie at most `max_depth` deep (still a valid tree)."""
-        if len(self) <= max_nodes and self.depth() <= max_depth:
+    def within(self, max_nodes: int, max_depth: int) -> tuple[int, ...]:
+        """The first `max_nodes` nodes that lie at most `max_depth` deep: their parents are among them."""
+        if len(self) <= max_nodes and len(self) <= max_depth:
+            return tuple(range(len(self)))
+        return tuple(node for node, depth in enumerate(self.depths()) if depth <= max_depth)[: max(0, max_nodes)]
+
+    def subset(self, nodes: Sequence[int]) -> TokenTree:
+        """The tree of `nodes` alone, ascending. Raises `InvalidRequest` when a parent is not among them."""
+        if len(nodes) == len(self):
             return self
         renamed: dict[int, int] = {ROOT: ROOT}
-        tokens: list[int] = []
-        parents: list[int] = []
-        for node, depth in enumerate(self.depths()):
-            if depth <= max_depth and len(tokens) < max_nodes and self.parents[node] in renamed:
-                renamed[node] = len(tokens)
-                tokens.append(self.tokens[node])
-                parents.append(renamed[self.parents[node]])
-        return TokenTree(tuple(tokens), tuple(parents))
+        for place, node in enumerate(nodes):
+            if self.parents[node] not in renamed:
+                raise InvalidRequest("nodes", node, f"kept with its parent {self.parents[node]}")
+            renamed[node] = place
+        return TokenTree(
+            tuple(self.tokens[node] for node in nodes), tuple(renamed[self.parents[node]] for node in nodes)
+        )
+
+    def truncated(self, max_nodes: int, max_depth: int) -> TokenTree:
+        """The first `max_nodes` nodes that lie at most `max_depth` deep (still a valid tree)."""
+        return self.subset(self.within(max_nodes, max_depth))
 
 
 EMPTY_TREE = TokenTree()

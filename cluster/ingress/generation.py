@@ -31,6 +31,8 @@ class ServedModel:
     max_context_len: int
     vocabulary_size: int
     draft_method: str
+    is_lossless: bool
+    """Whether answers are what the model alone would have written."""
 
 
 class Engine(Protocol):
@@ -174,7 +176,19 @@ class Generation:
         """The served model. Raises `UnknownModel`, `NotReady`."""
         info = self._info()
         validate.check_model(name, info)
-        return ServedModel(info.model, self._created, info.max_context_len, info.vocabulary_size, self._draft_method)
+        return ServedModel(
+            info.model,
+            self._created,
+            info.max_context_len,
+            info.vocabulary_size,
+            self._draft_method,
+            info.is_lossless,
+        )
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether answers are what the model alone would have written; known once the engine is ready."""
+        return self._engine.info.is_lossless
 
     def _info(self) -> TargetInfo:
         if not self._engine.ready:

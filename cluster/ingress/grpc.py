@@ -36,7 +36,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Stream the answers. A cancelled call closes them, and with them everything they held."""
         async with aclosing(self._generation.generate(request, context.time_remaining())) as events:
             async for event in events:
-                yield self._encode(event)
+                response = self._encode(event)
+                response.lossy = not self._generation.is_lossless
+                yield response
 
     async def Abort(
         self,
@@ -166,4 +168,5 @@ def _encode_model(model: ServedModel) -> generation_pb2.Model:
         max_context_len=model.max_context_len,
         vocabulary_size=model.vocabulary_size,
         draft_method=model.draft_method,
+        lossy=not model.is_lossless,
     )

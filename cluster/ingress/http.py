@@ -144,6 +144,7 @@ async def _answer(client: Client, request: Request, limits: LimitsSection, ask: 
             started.model,
             ask.seed,
             _FINGERPRINT,
+            is_lossless=not first.lossy,
         )
         if not ask.stream:
             return JSONResponse(await while_connected(request, _whole(events, choices, envelope, ask.wishes)))

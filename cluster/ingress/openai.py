@@ -55,6 +55,13 @@ class StreamOptions(Schema):
     continuous_usage_stats: Literal[False] = False
 
 
+class Speculation(Schema):
+    """What a request says of drafts; the text is the same either way."""
+
+    enabled: bool | None = None
+    max_draft_tokens: int | None = None
+
+
 class Parameters(Schema):
     """What both endpoints take. Bounds: see `cluster.ingress.validate`."""
 
@@ -90,6 +97,10 @@ class Parameters(Schema):
     repetition_penalty: float | None = None
     ignore_eos: bool = False
     stop_token_ids: Integers = []
+    max_draft_tokens: int | None = None
+    """Most guesses that may be checked at once; 0 turns speculation off."""
+    speculation: Speculation | None = None
+    """The same, in a form of its own."""
     return_token_ids: bool = False
     """Report each chunk's tokens, and how many of them a drafter wrote first."""
 

@@ -141,6 +141,8 @@ class Envelope:
     model: str
     seed: int
     fingerprint: str
+    is_lossless: bool
+    """Whether the answer is what the model alone would have written."""
 
     def wrap(self, choices: list[Json], *, chunk: bool, **more: Json | None) -> Json:
         """The outer object."""
@@ -152,6 +154,7 @@ class Envelope:
             "choices": choices,
             "seed": self.seed,
             "system_fingerprint": self.fingerprint,
+            "lossless": self.is_lossless,
             **more,
         }
 
@@ -233,6 +236,7 @@ def model_card(model: generation_pb2.Model) -> Json:
         "created": model.created,
         "owned_by": "pilotfish",
         "max_model_len": model.max_context_len,
+        "lossless": not model.lossy,
     }
 
 

@@ -33,6 +33,7 @@ def completion_requests(
     sampling = _sampling(body, limits, seed, _logprobs("logprobs", body.logprobs, limits))
     stopping = _stopping(body, limits, "max_tokens", body.max_tokens)
     plural = _plural(body, limits)
+    draft_tokens = _draft_tokens(body)
     several = len(body.prompt) > 1
     prompts: Sequence[str | list[int]] = body.prompt
     requests = []
@@ -43,6 +44,7 @@ def completion_requests(
             sampling=sampling,
             stopping=stopping,
             cache_salt=body.cache_salt,
+            max_draft_tokens=draft_tokens,
             **plural,
         )
         if isinstance(prompt, str):
@@ -77,6 +79,7 @@ def chat_request(
         sampling=_sampling(body, limits, seed, alternatives if body.logprobs else None),
         stopping=_stopping(body, limits, field, most),
         cache_salt=body.cache_salt,
+        max_draft_tokens=_draft_tokens(body),
         **_plural(body, limits),
     )
 
@@ -112,6 +115,22 @@ def _plural(body: Parameters, limits: LimitsSection) -> _Plural:
     if body.early_stopping is not False:
         raise InvalidRequest("early_stopping", body.early_stopping, "left out unless use_beam_search is true")
     return {"n": n, "best_of": best_of, "beam_search": None}
+
+
+def _draft_tokens(body: Parameters) -> int | None:
+    """Most guesses at once: said in one place, or the same in both. Raises `InvalidRequest`."""
+    wish = body.speculation
+    most = None if body.max_draft_tokens is None else validate.draft_tokens("max_draft_tokens", body.max_draft_tokens)
+    if wish is None:
+        return most
+    if wish.max_draft_tokens is not None:
+        if most not in (None, wish.max_draft_tokens):
+            raise InvalidRequest("max_draft_tokens", most, "left out beside speculation.max_draft_tokens")
+        most = validate.draft_tokens("speculation.max_draft_tokens", wish.max_draft_tokens)
+    if wish.enabled is not None and most is not None and wish.enabled != (most > 0):
+        bound = f"{'true' if most else 'false'} or left out beside max_draft_tokens, which is {most}"
+        raise InvalidRequest("speculation.enabled", wish.enabled, bound)
+    return 0 if wish.enabled is False else most
 
 
 def _sampling(

@@ -18,6 +18,7 @@ from cluster.core.types import GenerationRequest, SamplingParameters, StoppingCr
 from cluster.ingress.chat_template import Message
 from cluster.ingress.checks import bad_token, integer, number, text, tokens
 from cluster.ingress.plurality import Plurality, plurality
+from cluster.wire.bounds import MAX_TREE_NODES
 from pilotfish.v1 import common_pb2, generation_pb2
 
 MAX_TOP_K = 2**20
@@ -71,6 +72,7 @@ class ValidatedRequest:
     max_tokens: int | None
     plurality: Plurality
     cache_salt: str
+    max_draft_tokens: int | None
 
 
 def validate(
@@ -95,6 +97,9 @@ def validate(
         else None,
         plurality=plurality(request, sampling, stopping, info, limits),
         cache_salt=text("cache_salt", request.cache_salt, _MAX_SALT_BYTES),
+        max_draft_tokens=draft_tokens("max_draft_tokens", request.max_draft_tokens)
+        if request.HasField("max_draft_tokens")
+        else None,
     )
 
 
@@ -128,6 +133,7 @@ def admit(
         cache_salt=request.cache_salt,
         n=request.plurality.asked,
         beam=request.plurality.beam,
+        max_draft_tokens=request.max_draft_tokens,
     )
 
 
@@ -145,6 +151,11 @@ def check_model(name: str | None, info: TargetInfo) -> None:
     """Unset is the only model. Raises `UnknownModel`."""
     if name is not None and name != info.model:
         raise UnknownModel("model", name, f"a served model: {info.model}")
+
+
+def draft_tokens(field: str, value: int) -> int:
+    """Most nodes of a tree of guesses, 0 for none. Raises `InvalidRequest`."""
+    return integer(field, value, 0, MAX_TREE_NODES)
 
 
 def draw_seed() -> int:

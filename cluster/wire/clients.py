@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
+from uuid import uuid4
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -96,15 +97,16 @@ class _Connection:
 
 
 class GrpcDrafter:
-    """`cluster.core.ports.Drafter` over gRPC."""
+    """`cluster.core.ports.Drafter` over gRPC. Others may use the drafter, too: each client's sequences are its own."""
 
     def __init__(self, resolve: Resolve, credentials: grpc.ChannelCredentials | None = None) -> None:
+        self._client = uuid4().hex
         self._connection = _Connection(resolve, DrafterUnavailable, credentials=credentials)
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
         """See the port. Late is `DrafterUnavailable` too."""
         stub = draft_pb2_grpc.DraftServiceStub(await self._connection.channel())
-        answer = await self._call(stub.Propose, codec.encode_draft_rows(rows), timeout_seconds)
+        answer = await self._call(stub.Propose, codec.encode_draft_rows(rows, self._client), timeout_seconds)
         try:
             return codec.decode_proposals(answer)
         except InvalidRequest as error:
@@ -113,7 +115,8 @@ class GrpcDrafter:
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """See the port."""
         stub = draft_pb2_grpc.DraftServiceStub(await self._connection.channel())
-        await self._call(stub.Release, draft_pb2.DraftServiceReleaseRequest(sequence_ids=sequence_ids), _QUICK_SECONDS)
+        request = draft_pb2.DraftServiceReleaseRequest(sequence_ids=sequence_ids, client=self._client)
+        await self._call(stub.Release, request, _QUICK_SECONDS)
 
     async def close(self) -> None:
         """Close the connection."""

@@ -9,7 +9,13 @@ from cluster.wire.codec_common import (
     encode_logprobs,
     encode_sampling,
 )
-from cluster.wire.codec_draft import decode_draft_rows, decode_proposals, encode_draft_rows, encode_proposals
+from cluster.wire.codec_draft import (
+    decode_client,
+    decode_draft_rows,
+    decode_proposals,
+    encode_draft_rows,
+    encode_proposals,
+)
 from cluster.wire.codec_target import (
     decode_occupancy,
     decode_open_result,
@@ -30,6 +36,7 @@ from cluster.wire.codec_target import (
 )
 
 __all__ = [
+    "decode_client",
     "decode_draft_rows",
     "decode_logprobs",
     "decode_occupancy",

@@ -20,9 +20,10 @@ from cluster.wire.codec_common import (
 from pilotfish.v1 import draft_pb2 as pb
 
 
-def encode_draft_rows(rows: Sequence[DraftRow]) -> pb.DraftServiceProposeRequest:
-    """See `decode_draft_rows`."""
+def encode_draft_rows(rows: Sequence[DraftRow], client: str = "") -> pb.DraftServiceProposeRequest:
+    """See `decode_draft_rows` and `decode_client`."""
     return pb.DraftServiceProposeRequest(
+        client=client,
         rows=[
             pb.DraftRow(
                 sequence_id=row.sequence_id,
@@ -33,7 +34,7 @@ def encode_draft_rows(rows: Sequence[DraftRow]) -> pb.DraftServiceProposeRequest
                 start=encode_start(row.start) if row.start is not None else None,
             )
             for row in rows
-        ]
+        ],
     )
 
 
@@ -48,6 +49,17 @@ def decode_draft_rows(message: pb.DraftServiceProposeRequest) -> tuple[DraftRow,
         seen.add(row.sequence_id)
         rows.append(_decode_row(row, f"rows[{index}]"))
     return tuple(rows)
+
+
+def decode_client(message: pb.DraftServiceProposeRequest | pb.DraftServiceReleaseRequest) -> str:
+    """Whose the message's sequence ids are; empty for a client that shares the drafter with nobody.
+
+    Raises `InvalidRequest`.
+    """
+    client = bounds.text("client", message.client, bounds.MAX_CLIENT_BYTES)
+    if "/" in client:
+        raise InvalidRequest("client", client, "without a slash")
+    return client
 
 
 def _decode_row(row: pb.DraftRow, field: str) -> DraftRow:

@@ -1,6 +1,8 @@
 """`make bench`: measure everything, or the sections that are named.
 
-    python -m tests.bench [SECTION …] [--repeats 3] [--tokens 48] [--prompts FILE.jsonl] [--set key=value …]
+    python -m tests.bench [SECTION …] [--repeats 3] [--tokens 48] [--set key=value …]
+
+`speculation` and `overlap` ask Spec-Bench's prompts: [--prompts FILE.jsonl] [--per-task 8] [--draft DIRECTORY].
 
 Every ratio is of two things measured in turn in the same run; its spread is over the repetitions.
 """
@@ -23,6 +25,8 @@ SECTIONS = {
     "memory": "peak of the target's process; start to ready, cold and warm",
     "ranks": "tensor parallelism: transformers' sharded layers against plain local shards",
     "serving": "the whole cluster, with and without drafts",
+    "speculation": "drafts against plain decoding on Spec-Bench's six tasks, at batch 1 to 32",
+    "overlap": "drafts that run ahead against serial ones; the same with synthetic acceptance, beside theory",
 }
 """In the order in which they run; each is a module of this package with `run(options)`."""
 

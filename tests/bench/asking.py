@@ -15,6 +15,17 @@ from pilotfish.v1 import common_pb2, generation_pb2
 PATIENCE_SECONDS = 3600.0
 
 
+@dataclass(frozen=True)
+class Manner:
+    """How to ask; answers are greedy and of full length unless it says otherwise."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    ignore_eos: bool = True
+    max_draft_tokens: int | None = None
+    """0 asks for plain decoding."""
+
+
 @dataclass
 class Answer:
     """One answer, and when its tokens came. Times on `time.perf_counter`."""
@@ -25,11 +36,25 @@ class Answer:
     """One per token."""
     steps: int = 0
     """Forward passes of the target that decided tokens."""
+    first_tokens: int = 0
+    """Tokens that came at once with the first."""
+    is_lossless: bool = True
+    """Whether the server says that it is what the model alone would have written."""
 
     @property
     def first_token_seconds(self) -> float:
         """From the question to its first token."""
         return self.arrivals[0] - self.asked_at
+
+    @property
+    def seconds(self) -> float:
+        """From the question to its last token."""
+        return self.arrivals[-1] - self.asked_at
+
+    @property
+    def decoding_seconds(self) -> float:
+        """From its first token to its last: the prompt's time is left out."""
+        return self.arrivals[-1] - self.arrivals[0]
 
     @property
     def gaps(self) -> list[float]:
@@ -54,6 +79,26 @@ class Answers:
         """Tokens per second."""
         return self.tokens / self.seconds
 
+    @property
+    def committed_per_step(self) -> float:
+        """Mean tokens that one forward pass of the target adds to an answer (τ)."""
+        return self.tokens / sum(answer.steps for answer in self.each)
+
+    @property
+    def own_rate(self) -> float:
+        """Tokens per second of an answer's own time, from its question on: the rate of a single reader."""
+        return self.tokens / sum(answer.seconds for answer in self.each)
+
+    @property
+    def decoding_rate(self) -> float:
+        """The same from the first tokens on, without the prompts' time."""
+        rest = sum(len(answer.tokens) - answer.first_tokens for answer in self.each)
+        return rest / max(1e-9, sum(answer.decoding_seconds for answer in self.each))
+
+    def part(self, places: slice) -> Answers:
+        """Some of the answers, by their prompts' places."""
+        return Answers(self.each[places], self.seconds)
+
 
 @asynccontextmanager
 async def connected(address: str) -> AsyncIterator[GenerationClient]:
@@ -65,18 +110,28 @@ async def connected(address: str) -> AsyncIterator[GenerationClient]:
         await client.close()
 
 
-async def ask(client: GenerationClient, prompt: Sequence[int], tokens: int, into: list[Answer] | None = None) -> Answer:
-    """A greedy answer of exactly `tokens` tokens; put into `into` at once, for who means to cancel it."""
+async def ask(
+    client: GenerationClient,
+    prompt: Sequence[int],
+    tokens: int,
+    into: list[Answer] | None = None,
+    manner: Manner = Manner(),
+    seed: int = 0,
+) -> Answer:
+    """An answer of at most `tokens` tokens; put into `into` at once, for who means to cancel it."""
     request = generation_pb2.GenerateRequest(
         token_ids=common_pb2.TokenIds(ids=prompt),
-        sampling=common_pb2.SamplingParameters(temperature=0.0),
-        stopping=generation_pb2.StoppingCriteria(max_tokens=tokens, ignore_eos=True),
+        sampling=common_pb2.SamplingParameters(temperature=manner.temperature, top_p=manner.top_p, seed=seed),
+        stopping=generation_pb2.StoppingCriteria(max_tokens=tokens, ignore_eos=manner.ignore_eos),
+        max_draft_tokens=manner.max_draft_tokens,
     )
     answer = Answer(time.perf_counter())
     if into is not None:
         into.append(answer)
     async for response in client.generate(request, PATIENCE_SECONDS):
         now = time.perf_counter()
+        answer.is_lossless &= not response.lossy
+        answer.first_tokens = answer.first_tokens or len(response.delta.token_ids)
         answer.tokens.extend(response.delta.token_ids)
         answer.arrivals.extend([now] * len(response.delta.token_ids))
         if response.HasField("finished"):
@@ -84,16 +139,22 @@ async def ask(client: GenerationClient, prompt: Sequence[int], tokens: int, into
     return answer
 
 
-async def ask_all(address: str, prompts: Sequence[Sequence[int]], tokens: int, batch: int) -> Answers:
-    """Greedy answers to all prompts, `batch` in flight, over one connection."""
+async def ask_all(
+    address: str,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    batch: int,
+    manner: Manner = Manner(),
+) -> Answers:
+    """Answers to all prompts, `batch` in flight, over one connection; each prompt's seed is its place."""
     places = asyncio.Semaphore(batch)
 
     async with connected(address) as client:
 
-        async def one(prompt: Sequence[int]) -> Answer:
+        async def one(seed: int, prompt: Sequence[int]) -> Answer:
             async with places:
-                return await ask(client, prompt, tokens)
+                return await ask(client, prompt, tokens, manner=manner, seed=seed)
 
         begun = time.perf_counter()
-        each = await asyncio.gather(*(one(prompt) for prompt in prompts))
+        each = await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts)))
         return Answers(list(each), time.perf_counter() - begun)

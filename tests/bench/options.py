@@ -16,6 +16,7 @@ from deploy.models import Models, resolve_models
 from deploy.settings import Settings, read
 from tests.prompts import CHAT, PLAIN
 
+TOKENS, ANSWER_TOKENS, QUICK_TOKENS = 48, 64, 8
 FREE_PORTS = ("server.http_port=0", "server.grpc_port=0")
 
 
@@ -28,6 +29,12 @@ class Options:
     prompts_file: Path | None
     repeats: int
     tokens: int
+    answer_tokens: int
+    """Most tokens of an answer to one of Spec-Bench's prompts."""
+    per_task: int
+    """Prompts of each of Spec-Bench's tasks."""
+    draft: str | None
+    """A draft model's directory or packaged name; `None` takes the one that is shipped, where there is one."""
     plot: Path | None
     dtypes: tuple[str, ...]
     variants: tuple[str, ...]
@@ -41,6 +48,11 @@ class Options:
     def configuration(self, *assignments: str) -> Configuration:
         """As `settings`."""
         return self.settings(*assignments).configuration
+
+    def based_on(self, *assignments: str) -> Configuration:
+        """As `configuration`, but what was asked for is stronger than `assignments`."""
+        found = read(self.config, [*FREE_PORTS, *assignments, *self.assignments])
+        return self.models(found).configuration
 
     @staticmethod
     def models(settings: Settings) -> Models:
@@ -93,7 +105,9 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, for all sections")
     parser.add_argument("--prompts", type=Path, help="JSONL with `turns`, such as Spec-Bench's")
     parser.add_argument("--repeats", "--pairs", type=int, default=3, help="how often each thing is measured, in turn")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens per answer")
+    parser.add_argument("--tokens", type=int, help="tokens per answer (default: 48, for Spec-Bench's prompts 64)")
+    parser.add_argument("--per-task", type=int, default=8, help="prompts of each of Spec-Bench's tasks")
+    parser.add_argument("--draft", help="a draft model: directory or packaged name (default: the shipped one)")
     parser.add_argument("--plot", type=Path, help="where `prefix` draws its curve (PNG; needs matplotlib)")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="types that `throughput` and `memory` hold")
     parser.add_argument("--variants", default="", help="variants that `step` measures, by name")
@@ -107,7 +121,10 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
         assignments=tuple(asked.set),
         prompts_file=asked.prompts,
         repeats=1 if asked.quick else max(1, asked.repeats),
-        tokens=min(asked.tokens, 8) if asked.quick else asked.tokens,
+        tokens=QUICK_TOKENS if asked.quick else asked.tokens or TOKENS,
+        answer_tokens=QUICK_TOKENS if asked.quick else asked.tokens or ANSWER_TOKENS,
+        per_task=1 if asked.quick else max(1, asked.per_task),
+        draft=asked.draft,
         plot=asked.plot,
         dtypes=tuple(name for name in asked.dtypes.split(",") if name),
         variants=tuple(name for name in asked.variants.split(",") if name),

@@ -28,7 +28,7 @@ few_tokens = st.lists(st.integers(0, 1), min_size=1, max_size=22)
 
 
 class Lives(RuleBasedStateMachine):
-    """Open, step with a tree, accept some of it, fail and release, at random; what is evicted may return."""
+    """Open, fork, step with a tree, accept some of it, fail and release, at random; what is evicted may return."""
 
     @initialize(
         layout=st.sampled_from(LAYOUTS),
@@ -124,6 +124,23 @@ class Lives(RuleBasedStateMachine):
             self.seen.append((list(table.tokens), self.salts[id(table)]))
         else:
             self.allocator.truncate(table, table.stored_len)
+
+    @rule(data=st.data(), more=few_tokens)
+    def fork(self, data: st.DataObject, more: list[int]) -> None:
+        parent = self._any(data)
+        length = data.draw(st.integers(0, parent.stored_len))
+        before = self._counts()
+        try:
+            table = self.allocator.fork(parent, length)
+        except ValueError:
+            groups = self.layout.groups
+            assert any(group.first_needed(length) < group.first_needed(parent.stored_len) for group in groups)
+            return
+        assert self._counts() == before
+        assert table.tokens == parent.tokens[:length]
+        self.salts[id(table)] = self.salts[id(parent)]
+        self.tables.append(table)
+        self._write(table, more, 0, len(more))
 
     @rule(data=st.data(), twice=st.booleans())
     def release(self, data: st.DataObject, twice: bool) -> None:

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
+import torch
 
-from cluster.core.config import TargetSection
-from cluster.core.errors import NotReady
+from cluster.core.config import Configuration, DraftSection, TargetSection
+from cluster.core.errors import ConfigurationError, NotReady
 from cluster.wire.clients import GenerationClient
 from pilotfish.v1 import generation_pb2
-from tests import tiny
-from tests.bench import options, prefix
+from tests import tiny, tiny_tokenizer
+from tests.bench import houses, options, overlap, prefix, speculation, theory
 from tests.bench.__main__ import SECTIONS
-from tests.bench.asking import Answer
+from tests.bench.agreement import Agreement, agreement
+from tests.bench.asking import Answer, Answers
 from tests.bench.decoding import Decoding
 from tests.bench.machine import weight_bytes
+from tests.bench.options import Options
 from tests.bench.report import percentile, ratios, spread
+from tests.bench.role_process import Role, living
+from tests.bench.tasks import CONVERSATION, read_tasks
 from tests.soak.asks import KINDS, MOST_TOKENS, Ask, Catalogue
 from tests.soak.reference import Reference
 from tests.soak.traffic import Findings, Traffic
 from tests.soak.watch import Resident
+from workers.draft.method import create
+from workers.serve.hosting import host_draft
 from workers.target.ranks import build_engine
 
 
@@ -83,6 +92,156 @@ def test_int8_weights_take_a_byte_each(directory: Path) -> None:
 
 def test_prompts_of_any_number_are_distinct() -> None:
     assert len(set(options.own_prompts(60))) == 60
+
+
+def spec_bench(file: Path, *rows: tuple[str, str]) -> Path:
+    file.write_text("\n".join(json.dumps({"category": category, "turns": [turn]}) for category, turn in rows))
+    return file
+
+
+def test_the_first_of_every_category_comes_before_the_second(tmp_path: Path) -> None:
+    """MT-bench's categories are one task."""
+    file = spec_bench(
+        tmp_path / "spec.jsonl", ("writing", "w1"), ("writing", "w2"), ("qa", "q1"), ("coding", "c1"), ("qa", "q2")
+    )
+    assert read_tasks(file, 2) == {CONVERSATION: ["w1", "c1"], "question answering": ["q1", "q2"]}
+    assert read_tasks(file, 9)[CONVERSATION] == ["w1", "c1", "w2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "No such file"),
+        ("", "at least one prompt"),
+        ('{"turns": ["a"]}\n{', "line 2: needed JSON"),
+        ('{"turns": []}', "line 1: needed an object with `turns`"),
+        ("[1]", "line 1: needed an object with `turns`"),
+    ],
+)
+def test_prompts_that_cannot_be_read_are_told_by_file_and_line(tmp_path: Path, text: str | None, words: str) -> None:
+    file = tmp_path / "spec.jsonl"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        read_tasks(file, 1)
+    assert str(file) in str(caught.value)
+
+
+def test_theory_knows_its_limits() -> None:
+    assert theory.expected_tokens(0.0, 4) == 1
+    assert theory.expected_tokens(1.0, 4) == 5
+    assert theory.expected_tokens(0.8, 4) == pytest.approx(1 + 0.8 + 0.64 + 0.512 + 0.4096)
+    assert theory.serial_speedup(0.8, 4, 0.0, 0.0) == theory.overlapped_speedup(0.8, 4, 0.0, 0.0)
+    assert theory.serial_speedup(1.0, 4, 0.25, 0.5) == 5 / 2.5
+    assert theory.overlapped_speedup(1.0, 4, 0.25, 0.5) == 5 / 1.5
+    assert theory.overlapped_speedup(1.0, 4, 1.0, 0.5) == 5 / 4
+
+
+def test_an_answers_own_time_begins_with_its_question_and_decoding_with_its_first_tokens() -> None:
+    first = Answer(0.0, [1, 2, 3, 4], [1.0, 1.0, 2.0, 3.0], steps=3, first_tokens=2)
+    second = Answer(1.0, [1, 2], [2.0, 4.0], steps=1, first_tokens=1)
+    answers = Answers([first, second], seconds=4.0)
+    assert (answers.rate, answers.committed_per_step) == (1.5, 1.5)
+    assert answers.own_rate == 6 / (3 + 3)
+    assert answers.decoding_rate == 3 / (2 + 2)
+    assert answers.part(slice(1, 2)).own_rate == 2 / 3
+
+
+def test_what_is_asked_for_is_stronger_than_what_a_section_wants(directory: Path) -> None:
+    wished = [f"target.path={directory}", "draft.mode=serial"]
+    _, asked = options.parse(SECTIONS, ["overlap", *(part for wish in wished for part in ("--set", wish))])
+    configuration = asked.based_on("draft.mode=run_ahead", "draft.method=synthetic")
+    assert (configuration.draft.mode, configuration.draft.method) == ("serial", "synthetic")
+
+
+async def test_agreement_is_of_first_guesses_with_the_text_itself() -> None:
+    """Prompt lookup knows a text that repeats itself, and nothing else."""
+    method = create("ngram", DraftSection(), TargetSection())
+    prompt, text = (5, 6, 7, 8, 5, 6), (7, 8, 5, 6, 9, 9)
+    async with host_draft("127.0.0.1", method) as host:
+        found = await agreement(host.address, [prompt, (3,)], [text, (4,)])
+    assert found == Agreement(4, 7)
+
+
+def test_a_process_tells_what_it_did_and_why_it_ended() -> None:
+    configuration = Configuration(draft=DraftSection(method="ngram"))
+    with houses.draft(configuration, houses.all_cores()[:1]) as process:
+        assert process.address.startswith("127.0.0.1:")
+        told = process.tell()
+    assert told["busy_seconds"] == 0
+    assert told["wall_seconds"] > 0
+    with pytest.raises(RuntimeError, match="Invalid argument"), houses.draft(configuration, cores=()):
+        pass
+
+
+def test_a_role_travels_as_it_is() -> None:
+    role = Role("front", Configuration().model_dump_json(), (0, 1), 2, "a:1", ("b:2", "c:3"))
+    assert Role.from_json(role.to_json()) == role
+
+
+@pytest.fixture(scope="module")
+def spec_bench_options(tmp_path_factory: pytest.TempPathFactory) -> Options:
+    """The smallest models and prompts that a section takes."""
+    target = tiny_tokenizer.byte_level(tmp_path_factory.mktemp("target"))
+    tiny.save(target, tiny.llama(vocab_size=320))
+    draft = tiny.blur(target, tmp_path_factory.mktemp("draft"), noise=0.05)
+    prompts = spec_bench(tmp_path_factory.mktemp("prompts") / "spec.jsonl", ("qa", "hello"), ("rag", "fish swim"))
+    wishes = (f"target.path={target}", "target.kv.pool_bytes=4194304", "draft.kv.pool_bytes=4194304")
+    assigned = [part for wish in wishes for part in ("--set", wish)]
+    return options.parse(SECTIONS, ["--quick", "--prompts", str(prompts), "--draft", str(draft), *assigned])[1]
+
+
+class Thread:
+    """A role's process, without the process: all live on one event loop beside the test."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def __init__(self, role: Role) -> None:
+        self._living = living(role)
+
+    def __enter__(self) -> Thread:
+        self.address, self.tell = self._run(self._living.__aenter__())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._run(self._living.__aexit__(None, None, None))
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    Thread.loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=Thread.loop.run_forever)
+    thread.start()
+    monkeypatch.setattr(houses, "Process", Thread)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    yield
+    Thread.loop.call_soon_threadsafe(Thread.loop.stop)
+    thread.join()
+    Thread.loop.close()
+
+
+@pytest.mark.usefixtures("threads")
+def test_speculation_shows_every_table(spec_bench_options: Options, capsys: pytest.CaptureFixture[str]) -> None:
+    speculation.run(spec_bench_options)
+    shown = capsys.readouterr().out
+    for words in ("| question answering |", "| overall |", "sampled |", "| ngram | 4 |", "| draft model | 4 |"):
+        assert words in shown
+    assert "8 of 8" in shown
+    assert not [line for line in shown.splitlines() if "0 of" in line]
+
+
+@pytest.mark.usefixtures("threads")
+def test_overlap_shows_every_table_and_what_is_not_lossless(
+    spec_bench_options: Options, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overlap.run(spec_bench_options)
+    shown = capsys.readouterr().out
+    for words in ("| enumerate | 1 |", "| enumerate, alternating halves | 8 |", "| 0.8 | 0.1 | 3.36 |"):
+        assert words in shown
+    assert shown.index("NOT LOSSLESS") < shown.index("| α | c |")
 
 
 def test_sections_are_chosen_by_name() -> None:

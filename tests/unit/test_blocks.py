@@ -94,6 +94,28 @@ def test_a_child_shares_as_far_as_it_is_alike() -> None:
     assert opened(allocator, range(20), "another tenant", parent).stored_len == 0
 
 
+def test_a_fork_shares_any_beginning_and_takes_nothing_until_someone_writes() -> None:
+    allocator = BlockAllocator(5, FULL)
+    trunk = stored(allocator, range(20))
+    branch, twig = allocator.fork(trunk, 12), allocator.fork(trunk, 8)
+    assert (branch.tokens, branch.blocks) == (list(range(12)), [trunk.blocks[0][:2]])
+    assert (twig.tokens, twig.blocks) == (list(range(8)), [trunk.blocks[0][:1]])
+    assert allocator.blocks_free == 2
+    copies = allocator.reserve(branch, 13)
+    assert [copy.source for copy in copies] == [trunk.blocks[0][1]]
+    assert allocator.reserve(twig, 9) == ()  # nothing of the block that it begins is stored
+    for table in (trunk, branch, twig):
+        allocator.release(table)
+    assert allocator.blocks_free == 5
+
+
+@pytest.mark.parametrize("length", [-1, 21])
+def test_a_fork_begins_with_what_is_stored(length: int) -> None:
+    allocator = BlockAllocator(5, FULL)
+    with pytest.raises(ValueError, match=f"{length} must be between 0 and the 20 tokens that are stored"):
+        allocator.fork(stored(allocator, range(20)), length)
+
+
 def test_copying_counts_against_the_pool_before_anything_is_copied() -> None:
     allocator = BlockAllocator(1, FULL)
     parent = stored(allocator, range(4))
@@ -269,4 +291,6 @@ def test_there_is_no_way_back_into_what_a_window_has_let_go() -> None:
     table = stored(allocator, range(30))
     with pytest.raises(ValueError, match="no way back to 12"):
         allocator.truncate(table, 12)
+    with pytest.raises(ValueError, match="no way back to 12"):
+        allocator.fork(table, 12)
     assert (table.stored_len, table.held) == (30, 2)

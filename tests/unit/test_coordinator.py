@@ -276,7 +276,7 @@ async def test_two_live_requests_cannot_have_one_name() -> None:
 
 async def test_before_the_start_and_after_the_stop_requests_are_refused() -> None:
     target = FakeTarget()
-    coordinator = Coordinator(target, AlwaysAgree(target), configure(), Metrics())
+    coordinator = Coordinator(target, [AlwaysAgree(target)], configure(), Metrics())
     seen_ready = [coordinator.ready]
     with pytest.raises(NotReady):
         await read(coordinator, request())
@@ -345,7 +345,7 @@ async def test_an_idle_coordinator_asks_nothing_of_anybody() -> None:
 async def test_the_metrics_say_what_happened_under_vllms_names() -> None:
     target = FakeTarget()
     metrics = Metrics()
-    async with Coordinator(target, AlwaysAgree(target), configure(), metrics) as coordinator:
+    async with Coordinator(target, [AlwaysAgree(target)], configure(), metrics) as coordinator:
         await all_tokens(coordinator, [request(f"r{index}", max_tokens=20) for index in range(2)])
         await first_commit_then_leave(coordinator, request("leaves", max_tokens=100))
         text = metrics.exposition()[0].decode()

@@ -139,7 +139,7 @@ async def test_beams_share_the_blocks_of_what_they_have_in_common() -> None:
     prompt = tuple(index % 32 for index in range(80))  # 20 blocks: without sharing there is room for one beam
     fewest = target.blocks
     metrics = Metrics()
-    async with Coordinator(target, AlwaysAgree(target), configure(), metrics) as coordinator:
+    async with Coordinator(target, [AlwaysAgree(target)], configure(), metrics) as coordinator:
         wanted = searching(prompt=prompt, max_tokens=4, width=4, stop=frozenset())
         reading = asyncio.create_task(answers_of(coordinator, wanted))
         while not reading.done():

@@ -114,7 +114,7 @@ async def test_whoever_stays_reads_the_right_text_and_nothing_is_left_behind(see
     metrics = Metrics()
     async with (
         asyncio.timeout(TOO_LONG_SECONDS),
-        Coordinator(world.target, world.drafter, limits, metrics) as coordinator,
+        Coordinator(world.target, [world.drafter], limits, metrics) as coordinator,
     ):
         clients = [world.client(coordinator, index) for index in range(CLIENTS)]
         await asyncio.gather(world.misfortune(), *clients)

@@ -62,7 +62,7 @@ async def test_a_lost_target_makes_streams_pause_and_counts_replays() -> None:
     target = FakeTarget(step_delay=0.001)
     metrics = Metrics()
     wanted = request(max_tokens=30)
-    async with Coordinator(target, NeverAgree(target), configure(), metrics) as coordinator:
+    async with Coordinator(target, [NeverAgree(target)], configure(), metrics) as coordinator:
         reading = asyncio.create_task(tokens_of(coordinator, wanted))
         await until(lambda: len(target.batches) > 3)
         target.crash()
@@ -91,7 +91,7 @@ async def test_a_target_that_stays_away_makes_the_coordinator_unready(monkeypatc
 async def test_the_start_waits_for_a_target_that_is_not_there_yet() -> None:
     target = FakeTarget()
     target.crash()
-    coordinator = Coordinator(target, AlwaysAgree(target), configure(), Metrics())
+    coordinator = Coordinator(target, [AlwaysAgree(target)], configure(), Metrics())
     starting = asyncio.create_task(coordinator.start())
     await asyncio.sleep(0.01)
     assert not starting.done() and not coordinator.ready
@@ -104,7 +104,7 @@ async def test_the_start_waits_for_a_target_that_is_not_there_yet() -> None:
 async def test_a_new_coordinator_frees_what_a_dead_one_left_on_the_target() -> None:
     target = FakeTarget(blocks=12)
     orphans = FakeTarget(blocks=12)
-    coordinator = Coordinator(target, AlwaysAgree(target), configure(), Metrics())
+    coordinator = Coordinator(target, [AlwaysAgree(target)], configure(), Metrics())
     await coordinator.start()
     reading = coordinator.generate(request("orphan", max_tokens=30))
     await anext(reading)
@@ -270,7 +270,7 @@ async def test_when_blocks_run_out_the_latest_make_room_and_all_answers_are_righ
     target = FakeTarget(blocks=12)
     metrics = Metrics()
     wanted = [request(f"r{index}", max_tokens=36, seed=index) for index in range(8)]
-    async with Coordinator(target, RandomGuesses(target), configure(), metrics) as coordinator:
+    async with Coordinator(target, [RandomGuesses(target)], configure(), metrics) as coordinator:
         assert await all_tokens(coordinator, wanted) == [target.answer(one) for one in wanted]
         await until(lambda: target.blocks_free == target.blocks)
     assert value_of(metrics, "vllm:num_preemptions_total") > 0
@@ -308,7 +308,7 @@ async def test_a_late_drafter_is_waited_for_once_not_in_every_round() -> None:
     target = FakeTarget(step_delay=0.001)
     drafter = Slow(target, delay=5.0)
     metrics = Metrics()
-    async with Coordinator(target, drafter, configure(draft__timeout_seconds=0.01), metrics) as coordinator:
+    async with Coordinator(target, [drafter], configure(draft__timeout_seconds=0.01), metrics) as coordinator:
         assert await tokens_of(coordinator, request(max_tokens=40)) == target.answer(request(max_tokens=40))
     assert len(drafter.calls) == 1
     assert value_of(metrics, "pilotfish:drafter_fallback_total", reason="late") == 1
@@ -371,7 +371,7 @@ async def test_a_bug_in_the_loop_ends_the_streams_loudly_and_the_loop_starts_aga
     monkeypatch.setattr("cluster.coordinator.coordinator.RESTART_SECONDS", 0.05)
     target = FakeTarget(step_delay=0.001)
     metrics = Metrics()
-    async with Coordinator(target, NeverAgree(target), configure(), metrics) as coordinator:
+    async with Coordinator(target, [NeverAgree(target)], configure(), metrics) as coordinator:
         reading = asyncio.create_task(read(coordinator, request(max_tokens=400)))
         await until(lambda: len(target.batches) > 2)
 

@@ -102,7 +102,7 @@ async def test_an_opening_is_split_before_it_outgrows_a_message(monkeypatch: pyt
 async def test_hits_and_queries_are_counted_in_tokens_under_vllms_names() -> None:
     target = FakeTarget(remembers=True)
     metrics = Metrics()
-    async with Coordinator(target, NeverAgree(target), configure(), metrics) as coordinator:
+    async with Coordinator(target, [NeverAgree(target)], configure(), metrics) as coordinator:
         await tokens_of(coordinator, request("one", LONG))
         await tokens_of(coordinator, request("two", LONG))
     assert value_of(metrics, "vllm:prefix_cache_queries_total") == 60
@@ -123,7 +123,7 @@ async def test_under_more_demand_than_memory_everything_finishes_and_every_text_
     alone = [request(f"a{index}", range(index, index + 9), max_tokens=40, seed=index) for index in range(10)]
     wanted = [*shared, *alone]
     random.Random(1).shuffle(wanted)
-    async with Coordinator(target, drafter(target), configure(), metrics) as coordinator:
+    async with Coordinator(target, [drafter(target)], configure(), metrics) as coordinator:
         assert await all_tokens(coordinator, wanted) == [target.answer(one) for one in wanted]
         await until(lambda: freed(target))
     assert value_of(metrics, "vllm:num_preemptions_total") > 0
@@ -133,7 +133,7 @@ async def test_a_preempted_sequence_resumes_from_what_is_still_stored() -> None:
     target = FakeTarget(blocks=12, remembers=True)
     metrics = Metrics()
     wanted = [request("old", LONG[:8], max_tokens=32), request("young", LONG[10:18], max_tokens=32)]
-    async with Coordinator(target, NeverAgree(target), configure(), metrics) as coordinator:
+    async with Coordinator(target, [NeverAgree(target)], configure(), metrics) as coordinator:
         assert await all_tokens(coordinator, wanted) == [target.answer(one) for one in wanted]
     assert value_of(metrics, "vllm:num_preemptions_total") >= 1
     asked, found = (value_of(metrics, f"pilotfish:resume_{name}_total") for name in ("queries", "hits"))
@@ -161,7 +161,7 @@ async def test_a_sequence_that_fell_out_of_step_is_opened_again() -> None:
 async def test_an_opening_whose_answer_is_lost_is_repeated() -> None:
     target = FakeTarget(remembers=True)
     metrics = Metrics()
-    async with Coordinator(target, NeverAgree(target), configure(), metrics) as coordinator:
+    async with Coordinator(target, [NeverAgree(target)], configure(), metrics) as coordinator:
         target.fail_after_computing = 1
         assert await tokens_of(coordinator, request()) == target.answer(request())
         await until(lambda: freed(target))

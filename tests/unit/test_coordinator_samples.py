@@ -112,7 +112,7 @@ async def test_a_leader_that_has_ended_gives_way_before_anyone_who_runs() -> Non
     metrics = Metrics()
     wanted = request("samples", PROMPT, max_tokens=1, n=6)
     other = request("old", PROMPT[:4], max_tokens=30)
-    async with Coordinator(target, NeverAgree(target), configure(), metrics) as coordinator:
+    async with Coordinator(target, [NeverAgree(target)], configure(), metrics) as coordinator:
         running = asyncio.create_task(tokens_of(coordinator, other))
         await until(lambda: len(target.batches) > 12)  # half of the pool is taken, and will be needed
         assert await answers_of(coordinator, wanted) == target.answers(wanted)
@@ -208,7 +208,7 @@ async def test_an_answer_that_its_reader_concludes_costs_nothing_more_and_the_ot
     target = FakeTarget(step_delay=0.0005)
     metrics = Metrics()
     wanted = request("r", max_tokens=40, n=3)
-    async with Coordinator(target, NeverAgree(target), configure(), metrics) as coordinator:
+    async with Coordinator(target, [NeverAgree(target)], configure(), metrics) as coordinator:
         answers: list[list[int]] = [[] for _ in range(3)]
         finishes: list[tuple[int, FinishReason]] = []
         async for commit in coordinator.generate(wanted):
@@ -280,7 +280,7 @@ async def test_the_queue_counts_answers_not_requests() -> None:
 async def test_a_prompt_counts_once_and_every_answer_counts() -> None:
     target = FakeTarget()
     metrics = Metrics()
-    async with Coordinator(target, NeverAgree(target), configure(), metrics) as coordinator:
+    async with Coordinator(target, [NeverAgree(target)], configure(), metrics) as coordinator:
         await answers_of(coordinator, request(prompt=PROMPT, max_tokens=10, n=4))
         await all_tokens(coordinator, [request("another", max_tokens=5)])
     assert value_of(metrics, "vllm:prompt_tokens_total") == 22 + 5

@@ -13,7 +13,7 @@ from workers.draft.method import create, names, register
 
 
 def test_every_file_with_a_method_is_found() -> None:
-    assert {"none", "ngram", "model"} <= set(names())
+    assert {"none", "ngram", "model", "synthetic"} <= set(names())
 
 
 def test_an_unknown_method_is_refused_with_the_nearest_one() -> None:

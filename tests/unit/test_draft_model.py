@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -15,11 +16,12 @@ from transformers import AutoModelForCausalLM
 from cluster.core.config import DraftSection, KvSection, ModelSection, TargetSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
-from cluster.core.tree import EMPTY_TREE, TokenTree
+from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
 from cluster.core.types import DraftBudget, DraftRow, Proposal, RowFaultCode, SamplingParameters, SequenceStart
 from tests import tiny, tiny_tokenizer
+from workers.draft.growth import GrowingDrafter
 from workers.draft.method import create
-from workers.draft.model import ModelDrafter
+from workers.draft.model import ModelExpander
 from workers.model.loaded import LoadedModel
 from workers.model.loading import load_model
 from workers.model.pool import KvPool
@@ -35,6 +37,8 @@ PROMPT = (5, 17, 33, 8, 60, 41, 41, 9)
 CONTEXT = 48
 BLOCK = 4
 BUDGET = DraftBudget(8, 8)
+
+Mode = Literal["serial", "run_ahead", "enumerate"]
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +78,21 @@ def plain(directory: Path) -> Plain:
 class Bench:
     """A drafter, its pool, and the forward passes that it has made."""
 
-    def __init__(self, loaded: LoadedModel, blocks: int = 100, most_forward_tokens: int = 64) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        blocks: int = 100,
+        most_forward_tokens: int = 64,
+        candidates: int = 1,
+        mode: Mode = "serial",
+    ) -> None:
         self.pool = KvPool(loaded, KvSection(block_size=BLOCK), blocks=blocks, rewinds=True)
-        section = DraftSection(method="none", max_nodes=16, max_depth=16)
-        self.drafter = ModelDrafter(loaded, self.pool, section, most_forward_tokens)
+        section = DraftSection(method="none", max_nodes=16, max_depth=16, candidates=candidates, mode=mode)
+        self.expander = ModelExpander(loaded, self.pool, candidates)
+        self.drafter = GrowingDrafter(self.expander, section, most_forward_tokens, clock=lambda: 0.0)
         self.widths: list[list[int]] = []
         """Tokens of each row in each forward pass."""
-        runner = self.drafter._runner
+        runner = self.expander._runner
         forward = runner.forward
 
         def counted(rows):
@@ -137,6 +149,65 @@ def test_a_draft_with_the_targets_weights_agrees_everywhere(
         row = further(tokens, len(committed))
 
 
+MODES: tuple[Mode, ...] = ("serial", "run_ahead", "enumerate")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+def test_a_tree_of_the_targets_own_weights_is_right_at_every_depth_in_every_mode(
+    loaded: LoadedModel, plain: Plain, sampling: SamplingParameters, mode: Mode
+) -> None:
+    answer = plain.continued(PROMPT, 30, sampling, len(PROMPT))
+    bench = Bench(loaded, candidates=3, mode=mode)
+    tokens, taken = list(PROMPT), [1, 4, 0, 3, 2]
+    row = first(tokens, sampling=sampling, budget=DraftBudget(16, 5))
+    ready = 0
+    for accepted in taken:
+        proposal = bench.propose(row)[0]
+        tree, ready = proposal.tree, ready + proposal.ready
+        begun = len(tokens) - len(PROMPT)
+        node, depth = ROOT, 0
+        while node in tree.parents:  # not a leaf: what the target decides here is among its children
+            child = tree.child(node, answer[begun + depth])
+            assert child is not None
+            node, depth = child, depth + 1
+        assert depth > 0
+        committed = answer[begun : begun + accepted + 1]
+        tokens += committed
+        row = further(tokens, len(committed), budget=DraftBudget(16, 5))
+        while bench.drafter.grow():
+            pass
+    assert ready > 0 or mode == "serial"
+    bench.drafter.close()
+    assert bench.blocks_held == 0
+
+
+def test_siblings_read_their_own_branches(loaded: LoadedModel, plain: Plain) -> None:
+    """Every node's guesses are those that the model makes after the path to it, whoever wrote into the shared block."""
+    bench = Bench(loaded, candidates=3, mode="enumerate")
+    bench.propose(first(PROMPT, budget=DraftBudget(16, 4)))
+    for _ in range(6):
+        bench.drafter.grow()
+    (session,) = bench.drafter._sessions.least_recent()
+    expanded = [node for node in session.tree.nodes if node.children]
+    assert len({id(node.branch) for node in expanded}) > 2
+    for node in expanded:
+        assert node.branch is not None
+        path = node.branch.tokens[: node.length]
+        assert [node.children[0].token] == plain.continued(path, 1, GREEDY, len(PROMPT))
+
+
+def test_stored_survivors_of_a_commit_do_not_go_through_again(loaded: LoadedModel) -> None:
+    bench = Bench(loaded, candidates=3, mode="enumerate")
+    sent = bench.propose(first(PROMPT))[0].tree
+    while bench.drafter.grow():
+        pass
+    second = next(node for node in range(1, 8) if sent.parents[node] == ROOT)  # the likeliest correction
+    after = bench.propose(further([*PROMPT, sent.tokens[second]], 1, budget=DraftBudget(3, 1)))[0]
+    assert (len(after.tree), after.ready) == (3, 3)
+    assert bench.widths == []
+
+
 def test_penalties_count_the_answer_alone(bench: Bench, plain: Plain) -> None:
     tokens = (*PROMPT, 3, 3, 12)
     guessed = bench.propose(first(tokens, sampling=PENALISED, prompt_len=len(PROMPT)))[0].tree
@@ -159,9 +230,11 @@ def test_after_full_acceptance_the_last_guess_and_the_bonus_token_go_through(ben
 
 def test_a_repeated_row_repeats_its_proposal(bench: Bench) -> None:
     row = first(PROMPT, sampling=SAMPLED)
-    before = bench.propose(row)
-    assert bench.propose(row) == before
-    assert bench.widths[0] == [1]  # nothing was computed again but the last token, whose logits were gone
+    before = bench.propose(row)[0]
+    again = bench.propose(row)[0]
+    assert (again.tree, again.probabilities) == (before.tree, before.probabilities)
+    assert (before.ready, again.ready) == (0, 8)
+    assert bench.widths == []  # nothing was computed again
 
 
 def test_rows_of_different_lengths_and_parameters_do_not_touch_each_other(bench: Bench, plain: Plain) -> None:
@@ -176,7 +249,8 @@ def test_rows_of_different_lengths_and_parameters_do_not_touch_each_other(bench:
     for row, count, proposal in zip(rows, wanted, proposals, strict=True):
         assert row.start is not None
         expected = plain.continued(row.new_tokens, count, row.start.sampling, row.start.prompt_len)
-        assert proposal == Proposal(row.sequence_id, row.base_len, TokenTree.chain(expected))
+        assert (proposal.sequence_id, proposal.base_len) == (row.sequence_id, row.base_len)
+        assert proposal.tree == TokenTree.chain(expected)
     assert len(bench.widths) == 8  # one forward pass per depth, for all rows together
 
 
@@ -250,7 +324,7 @@ def test_a_row_without_room_leaves_what_it_held_to_the_rows_beside_it(loaded: Lo
 def test_logits_without_a_number_end_their_own_chain_alone(
     bench: Bench, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = bench.drafter._runner.forward
+    forward = bench.expander._runner.forward
 
     def spoilt(rows):
         logits = forward(rows).clone()
@@ -258,7 +332,7 @@ def test_logits_without_a_number_end_their_own_chain_alone(
             logits[0] = float("nan")
         return logits
 
-    monkeypatch.setattr(bench.drafter._runner, "forward", spoilt)
+    monkeypatch.setattr(bench.expander._runner, "forward", spoilt)
     broken, fine = bench.propose(first(PROMPT, "broken"), first(PROMPT, "fine"))
     expected = plain.continued(PROMPT, 8, GREEDY, 8)
     assert broken.tree == TokenTree.chain(expected[:2])
@@ -272,7 +346,7 @@ def test_a_forward_pass_that_fails_leaves_nothing_behind_that_the_next_would_tri
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(bench.drafter._runner, "forward", fail)
+        patched.setattr(bench.expander._runner, "forward", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             bench.propose(first(PROMPT))
     assert bench.blocks_held == 0
@@ -348,7 +422,8 @@ def test_a_draft_with_another_vocabulary_is_refused_with_both_sizes(directory: P
 
 def test_the_method_is_made_from_its_configuration(directory: Path, plain: Plain) -> None:
     kv = KvSection(pool_bytes=1 << 20)
-    section = DraftSection(method="model", model=ModelSection(path=str(directory), device="cpu"), kv=kv)
+    model = ModelSection(path=str(directory), device="cpu")
+    section = DraftSection(method="model", model=model, kv=kv, candidates=1)
     method = create("model", section, TargetSection(path=str(directory)))
     assert method.propose([first(PROMPT)])[0].tree == TokenTree.chain(plain.continued(PROMPT, 8, GREEDY, 8))
     method.close()

@@ -31,8 +31,8 @@ async def coordinated(
     directory: Path, drafter: type[FakeDrafter], metrics: Metrics | None = None
 ) -> AsyncIterator[tuple[Generation, FakeTarget]]:
     target = FakeTarget(vocabulary_size=282)
-    configuration = load({"draft": {"method": "ngram"}})
-    async with Coordinator(target, drafter(target), configuration, metrics or Metrics()) as coordinator:
+    configuration = load({"draft": {"method": "ngram", "controller": "off"}})
+    async with Coordinator(target, [drafter(target)], configuration, metrics or Metrics()) as coordinator:
         yield Generation(coordinator, Tokenizer.load(byte_level(directory)), LimitsSection()), target
 
 

@@ -19,6 +19,7 @@ from cluster.ingress.http import create_app
 from cluster.wire.clients import GenerationClient
 from cluster.wire.server import WireServer
 from pilotfish.v1 import common_pb2, generation_pb2, generation_pb2_grpc, operations_pb2_grpc
+from tests.ingress_door import chunks
 from tests.ingress_fakes import CONTEXT, MODEL, VOCABULARY, OneMetric, Reciter, listening, room
 
 LIMITS = LimitsSection(max_body_bytes=65536, max_output_tokens=32)
@@ -234,6 +235,13 @@ BAD_INPUT: list[tuple[str, dict[str, Any], Request, type[InvalidRequest], str]] 
         InvalidRequest,
         "request_id",
     ),
+    (
+        "a larger tree of guesses than any target checks",
+        {"prompt": "hi", "max_draft_tokens": 257},
+        Request(text="hi", max_draft_tokens=257),
+        InvalidRequest,
+        "max_draft_tokens",
+    ),
     ("no messages", {"messages": []}, turns(), InvalidRequest, "messages"),
     (
         "a role the template refuses",
@@ -324,6 +332,65 @@ async def test_both_doors_ask_for_the_same_answers(house: House) -> None:
             over_http.beam,
             over_http.cache_salt,
         )
+
+
+@pytest.mark.parametrize(
+    ("wishes", "most"),
+    [
+        ({}, None),
+        ({"max_draft_tokens": 3}, 3),
+        ({"max_draft_tokens": 0}, 0),
+        ({"speculation": {}}, None),
+        ({"speculation": {"enabled": True}}, None),
+        ({"speculation": {"enabled": False}}, 0),
+        ({"speculation": {"max_draft_tokens": 256}}, 256),
+        ({"speculation": {"enabled": True, "max_draft_tokens": 5}, "max_draft_tokens": 5}, 5),
+        ({"speculation": {"enabled": False, "max_draft_tokens": 0}}, 0),
+        ({"speculation": {"enabled": False}, "max_draft_tokens": 0}, 0),
+    ],
+)
+@pytest.mark.parametrize("prompt", [{"prompt": "hi"}, {"messages": HI}], ids=["completion", "chat"])
+async def test_both_doors_bound_the_drafts_of_a_request(
+    house: House, prompt: dict[str, Any], wishes: dict[str, Any], most: int | None
+) -> None:
+    assert await house.over_http({**prompt, **wishes}) == ("hello the world", "")
+    assert await house.over_grpc(Request(text="hi", max_draft_tokens=most)) == ("hello the world", "")
+    assert [request.max_draft_tokens for request in house.engine.requests] == [most, most]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "field"),
+    [
+        ({"speculation": {"max_draft_tokens": -1}}, "speculation.max_draft_tokens"),
+        ({"speculation": {"max_draft_tokens": 1.5}}, "speculation.max_draft_tokens"),
+        ({"speculation": {"enabled": 1}}, "speculation.enabled"),
+        ({"speculation": {"width": 1}}, "speculation.width"),
+        ({"speculation": True}, "speculation"),
+        ({"speculation": {"max_draft_tokens": 4}, "max_draft_tokens": 3}, "max_draft_tokens"),
+        ({"speculation": {"enabled": False, "max_draft_tokens": 4}}, "speculation.enabled"),
+        ({"speculation": {"enabled": False}, "max_draft_tokens": 4}, "speculation.enabled"),
+        ({"speculation": {"enabled": True}, "max_draft_tokens": 0}, "speculation.enabled"),
+    ],
+)
+async def test_a_wish_for_drafts_that_contradicts_itself_is_refused_by_name(
+    house: House, wishes: dict[str, Any], field: str
+) -> None:
+    assert (await house.over_http({"prompt": "hi", **wishes}))[1] == field
+    assert not house.engine.requests
+
+
+async def test_answers_that_are_not_the_models_own_say_so_in_every_piece(house: House) -> None:
+    for lossless in (True, False):
+        house.engine.is_lossless = lossless
+        events = [event async for event in house.client.generate(Request(text="hi"), PATIENCE)]
+        assert {event.lossy for event in events} == {not lossless}
+        for path, prompt in (("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", {"messages": HI})):
+            assert (await house.http.post(path, json=prompt)).json()["lossless"] is lossless
+            wish = {"stream": True, "stream_options": {"include_usage": True}}
+            pieces = chunks(await house.http.post(path, json={**prompt, **wish}))
+            assert {piece["lossless"] for piece in pieces} == {lossless}
+        assert (await house.http.get("/v1/models")).json()["data"][0]["lossless"] is lossless
+        assert (await house.client.get_model(MODEL)).lossy is not lossless
 
 
 async def test_an_http_client_that_leaves_cancels_the_call_behind_it(house: House) -> None:

@@ -138,6 +138,13 @@ def test_what_is_out_of_bounds_is_refused_by_name(request_: Request, field: str)
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("most", [None, 0, 7, 256])
+def test_the_drafts_of_a_request_are_bounded_by_what_a_tree_may_hold(most: int | None) -> None:
+    assert admitted(Request(text="hi", max_draft_tokens=most)).max_draft_tokens == most
+    with pytest.raises(InvalidRequest, match="max_draft_tokens: 257 is refused; it must be an integer from 0 to 256"):
+        check(Request(text="hi", max_draft_tokens=257))
+
+
 def several(sampling: Sampling | None = None, stopping: Stopping | None = None, **values: object) -> Request:
     return Request(text="hi", sampling=sampling, stopping=stopping, **values)  # type: ignore[arg-type]
 

@@ -151,6 +151,24 @@ def test_no_bit_depends_on_whether_a_token_was_guessed(
     assert torch.equal(kept, fresh)
 
 
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_forks_go_on_as_if_each_were_alone(native: str, load: Load) -> None:
+    bench = Bench(load("llama", native=native))
+    trunk = bench.row(TEXT, 3).table  # its last block is half filled
+    expected = [bench.logits(bench.row((*trunk.tokens, token, 9), 1))[0] for token in (5, 6, 7)]
+    branches = [bench.pool.fork(trunk, trunk.stored_len), bench.pool.fork(trunk, trunk.stored_len), trunk]
+    for branch, token in zip(branches, (5, 6, 7), strict=True):
+        row = ForwardRow(branch, (token,))
+        bench.pool.reserve(branch, row.end)
+        bench.runner.forward([row])
+        bench.runner.keep(row)
+    rows = [ForwardRow(branch, (9,), select=(0,)) for branch in branches]
+    for row in rows:
+        bench.pool.reserve(row.table, row.end)
+    for found, alone in zip(bench.logits(*rows), expected, strict=True):
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_other_families_are_left_to_torch(family: str, load: Load) -> None:
     assert load(family).native is None

@@ -87,6 +87,25 @@ def test_a_draft_model_computes_on_cores_when_the_target_has_the_last_gpu() -> N
     assert placement.draft.threads == 95
 
 
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("with_draft_model", [False, True])
+def test_each_of_several_drafters_has_its_share(replicas: int, with_draft_model: bool) -> None:
+    placement = plan(load({}, {"draft.replicas": replicas} | (DRAFT_MODEL if with_draft_model else {})), SERVER)
+
+    assert len(placement.draft.bundles) == replicas
+    assert placement.cpus <= SERVER.cpus
+    assert not with_draft_model or placement.draft.threads == 16 // replicas
+
+
+@pytest.mark.parametrize(("ranks", "device"), [(6, "cuda"), (7, "cpu")])
+def test_several_drafters_have_a_gpu_each_or_none(ranks: int, device: str) -> None:
+    overrides = {"draft.replicas": 2, "target.tensor_parallel": ranks}
+    placement = plan(load({}, DRAFT_MODEL | overrides), GPU_NODE)
+
+    assert placement.draft.device == device
+    assert placement.gpus == (8 if device == "cuda" else 7)
+
+
 def test_a_device_that_is_asked_for_is_claimed_though_it_is_missing() -> None:
     assert plan(configured(target__device="cuda", target__tensor_parallel=2), LAPTOP).gpus == 2
 

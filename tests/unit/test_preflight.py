@@ -16,6 +16,7 @@ from cluster.core.errors import ConfigurationError
 from deploy import preflight
 from deploy.machine import free_memory_limit, usable_cores
 from deploy.placement import Resources, plan
+from workers.model.card import DraftCard
 
 LAPTOP = Resources(cpus=2, gpus=0, memory_bytes=8 << 30)
 TOKENS = {"a": 0, "b": 1, "c": 2}
@@ -135,6 +136,26 @@ def test_without_tokenizers_the_sizes_of_the_vocabularies_decide(tmp_path: Path)
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
 def test_weights_are_weighed_as_they_will_be_held(tmp_path: Path, dtype: str, width: int) -> None:
     assert preflight.weight_bytes(model_directory(tmp_path / "m", rows=8), dtype) == 8 * 4 * width
+
+
+@pytest.mark.parametrize(("reduced", "rows"), [(None, 2 * 300), (20, 300 + 20)])
+def test_a_distilled_draft_is_weighed_with_what_it_takes_of_its_target(
+    tmp_path: Path, reduced: int | None, rows: int
+) -> None:
+    draft = model_directory(tmp_path / "d", rows=8)
+    DraftCard("t", 300, 16, (0,), reduced).write(draft)
+
+    assert preflight.weight_bytes(draft, "bfloat16") == (8 * 4 + rows * 16) * 2
+
+
+def test_a_distilled_draft_is_no_target(tmp_path: Path) -> None:
+    draft = model_directory(tmp_path / "d")
+    DraftCard("t", 3, 4, (0,), None).write(draft)
+    configuration = load({}, {})
+
+    line = only(preflight.model_problems(configuration, plan(configuration, LAPTOP), LAPTOP, draft, None))
+
+    assert line == "target.path: needed a whole model, found a distilled draft; set draft.model.path to it instead"
 
 
 def test_weights_and_pools_beyond_the_memory_are_refused(tmp_path: Path) -> None:

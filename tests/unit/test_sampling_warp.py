@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.core.types import SamplingParameters
 from tests.sampling_reference import nucleus_is_near_its_edge, probabilities, shifted
-from workers.sampling import warp as warping
+from workers.sampling import truncate
 from workers.sampling.context import DecisionContext
 from workers.sampling.warp import warp
 
@@ -117,7 +117,7 @@ def test_a_nucleus_wider_than_the_first_candidates_is_found_whole() -> None:
     result = warp(torch.stack([logits, logits * 1e5]), [context(top_p=0.9), context(top_p=0.9)])
     wide, narrow = (result > -INF).sum(dim=1).tolist()
     assert abs(wide - 4500) < 10
-    assert 1 <= narrow < warping._CANDIDATES
+    assert 1 <= narrow < truncate._CANDIDATES
     assert (logits[result[0] > -INF].min() > logits[result[0] == -INF].max()).item()
 
 
@@ -159,9 +159,9 @@ def test_one_context_per_row_is_needed() -> None:
         warp(torch.zeros(2, 3), [context()])
 
 
-def test_relative_probabilities_are_exponentials() -> None:
+def test_relative_masses_are_exponentials() -> None:
     gaps = torch.linspace(-27, 0, 10_001)
-    measured = warping._relative_probabilities(gaps).double() * 2.0**-40
+    measured = truncate.relative_masses(gaps).double() * 2.0**-40
     assert ((measured - gaps.double().exp()).abs() <= gaps.double().exp() * 4e-6 + 2.0**-40).all()
     assert measured[-1] == 1.0
 

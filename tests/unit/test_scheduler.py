@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.core.config import SchedulerSection
@@ -103,6 +105,16 @@ def test_a_tree_is_no_deeper_than_the_answer_or_the_context_may_still_grow() -> 
     brim = decoding(3, length=997)
     result = decide((), (ending, last, brim), tokens=512, draft=budget, context=1000)
     assert [row.draft for row in result.rows] == [DraftBudget(16, 3), NONE, DraftBudget(16, 3)]
+
+
+@pytest.mark.parametrize(("most_nodes", "most_depth", "granted"), [(0, None, 0), (3, None, 3), (99, 9, 8), (3, 0, 0)])
+def test_a_sequence_may_be_bound_to_a_smaller_tree_and_the_others_get_the_rest(
+    most_nodes: int, most_depth: int | None, granted: int
+) -> None:
+    bound = replace(decoding(1), max_nodes=most_nodes, max_depth=most_depth)
+    result = decide((), (bound, decoding(2)), tokens=18, draft=DraftBudget(64, 8))
+    assert nodes(result) == {"s1": granted, "s2": 16 - granted}
+    assert result.rows[0].draft.max_depth == min(granted, 8)
 
 
 def test_a_prompt_that_decides_gets_a_tree_from_what_is_left() -> None:

@@ -82,8 +82,10 @@ class Gate:
 class EchoDrafter:
     """Guesses each row's last token; chokes on one of them."""
 
-    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, before: Callable[[], None] = lambda: None, growing: int = 0) -> None:
         self.before = before
+        self.growing = growing
+        """Passes that it still has to make between calls."""
         self.calls: list[tuple[str, ...]] = []
         self.threads: set[int] = set()
 
@@ -94,14 +96,21 @@ class EchoDrafter:
             raise RuntimeError("choked")
         return tuple(Proposal(row.sequence_id, row.base_len, TokenTree.chain(row.new_tokens[-1:])) for row in rows)
 
+    def grow(self) -> bool:
+        if self.growing < 1:
+            return False
+        self._note("grow")
+        self.growing -= 1
+        return True
+
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         self._note("release", *sequence_ids)
 
     def close(self) -> None:
         self._note("close")
 
-    def _note(self, *call: str) -> None:
-        self.calls.append(call)
+    def _note(self, kind: str, *names: str) -> None:
+        self.calls.append((kind, *(name.partition("/")[2] for name in names)))
         self.threads.add(threading.get_ident())
 
 
@@ -139,12 +148,13 @@ def entries(directory: Path) -> list[Path]:
     return list(directory.iterdir())
 
 
-async def propose(servicer: DraftServicer, *rows: DraftRow) -> tuple[Proposal, ...]:
-    return decode_proposals(await servicer.Propose(encode_draft_rows(rows), None))  # type: ignore[arg-type]
+async def propose(servicer: DraftServicer, *rows: DraftRow, client: str = "") -> tuple[Proposal, ...]:
+    return decode_proposals(await servicer.Propose(encode_draft_rows(rows, client), None))  # type: ignore[arg-type]
 
 
-async def release(servicer: DraftServicer, *names: str) -> None:
-    await servicer.Release(draft_pb2.DraftServiceReleaseRequest(sequence_ids=names), None)  # type: ignore[arg-type]
+async def release(servicer: DraftServicer, *names: str, client: str = "") -> None:
+    request = draft_pb2.DraftServiceReleaseRequest(sequence_ids=names, client=client)
+    await servicer.Release(request, None)  # type: ignore[arg-type]
 
 
 async def step(servicer: TargetServicer, *rows: VerifyRow) -> StepResult:
@@ -318,6 +328,112 @@ async def test_closing_finishes_what_is_under_way_and_refuses_what_comes_after(
     await servicer.close()
     assert (await begun)[0].tree == TokenTree.chain([1])
     assert method.calls == [("propose", "a"), ("close",)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - growth tells nobody
+            await asyncio.sleep(0.001)
+
+
+async def test_between_calls_the_method_grows_until_there_is_nothing_left_to_grow() -> None:
+    method = EchoDrafter(growing=3)
+    servicer = DraftServicer(method)
+    await propose(servicer, draft_row("a", 1))
+    await until(lambda: method.growing == 0)
+    await servicer.close()
+    assert method.calls == [("propose", "a"), *[("grow",)] * 3, ("close",)]
+    assert len(method.threads) == 1
+
+
+async def test_a_call_that_waits_goes_before_the_next_pass_between_calls(gate: Gate) -> None:
+    method = EchoDrafter(growing=5)
+    grow = method.grow
+
+    def held_grow() -> bool:
+        gate.pass_through()
+        return grow()
+
+    method.grow = held_grow  # type: ignore[method-assign]
+    servicer = DraftServicer(method)
+    await propose(servicer, draft_row("a", 1))
+    await gate.reached()
+    waiting = asyncio.create_task(propose(servicer, draft_row("b", 1)))
+    freeing = asyncio.create_task(release(servicer, "a"))
+    await asyncio.sleep(0)
+    gate.opened.set()
+    await asyncio.gather(waiting, freeing)
+    await until(lambda: method.growing == 0)
+    await servicer.close()
+    begun = [("propose", "a"), ("grow",), ("propose", "b"), ("release", "a")]
+    assert method.calls == [*begun, *[("grow",)] * 4, ("close",)]
+
+
+async def test_growth_that_fails_is_logged_and_rests_until_the_next_call(caplog: pytest.LogCaptureFixture) -> None:
+    method = EchoDrafter()
+    tried = 0
+
+    def broken() -> bool:
+        nonlocal tried
+        tried += 1
+        raise RuntimeError("no room to grow")
+
+    method.grow = broken  # type: ignore[method-assign]
+    servicer = DraftServicer(method)
+    for call in (1, 2):
+        assert (await propose(servicer, draft_row("a", 1)))[0].tree == TokenTree.chain([1])
+        await until(lambda expected=call: tried == expected)
+        await asyncio.sleep(0.01)
+    assert tried == 2
+    assert servicer.failures == 0
+    await servicer.close()
+    assert "no room to grow" in caplog.text
+
+
+async def test_calls_of_several_clients_that_wait_are_computed_together_and_two_of_one_client_are_not(
+    held: tuple[DraftServicer, EchoDrafter], gate: Gate
+) -> None:
+    servicer, method = held
+    begun = asyncio.create_task(propose(servicer, draft_row("begun", 1)))
+    await gate.reached()
+    calls = [("x", "a"), ("x", "b"), ("y", "a"), ("z", "c")]
+    waiting = [asyncio.create_task(propose(servicer, draft_row(name, 1), client=client)) for client, name in calls]
+    await asyncio.sleep(0)
+    gate.opened.set()
+    answers = await asyncio.gather(*waiting)
+    await begun
+    assert [[proposal.sequence_id for proposal in answer] for answer in answers] == [["a"], ["b"], ["a"], ["c"]]
+    assert method.calls == [("propose", "begun"), ("propose", "a", "a", "c"), ("propose", "b")]
+
+
+async def test_a_call_that_spoils_a_shared_batch_spoils_no_other_clients(
+    held: tuple[DraftServicer, EchoDrafter], gate: Gate
+) -> None:
+    servicer, _ = held
+    begun = asyncio.create_task(propose(servicer, draft_row("begun", 1)))
+    await gate.reached()
+    rows = {"x": draft_row("a", POISON), "y": draft_row("a", 1)}
+    waiting = [asyncio.create_task(propose(servicer, row, client=client)) for client, row in rows.items()]
+    await asyncio.sleep(0)
+    gate.opened.set()
+    spoilt, fine = await asyncio.gather(*waiting)
+    await begun
+    assert spoilt[0].fault is not None and spoilt[0].fault.code is RowFaultCode.INVALID
+    assert fine[0].tree == TokenTree.chain([1])
+
+
+async def test_sequences_of_different_clients_do_not_touch_each_other_whatever_they_are_called() -> None:
+    servicer = DraftServicer(NgramDrafter(DraftSection()))
+    async with drafter_at(servicer) as one:
+        await one.propose([draft_row("a", 1, 2)], 10)
+        further = DraftRow(SequenceId("a"), 3, (3,), DraftBudget(1, 1))
+        assert (await propose(servicer, further, client="other"))[0].fault is not None
+        await release(servicer, "a", client="other")
+        assert (await one.propose([further], 10))[0].fault is None
+        with pytest.raises(InvalidRequest, match="client: 'o/ther'"):
+            await propose(servicer, further, client="o/ther")
+        with pytest.raises(InvalidRequest, match="client"):
+            await release(servicer, "a", client="x" * 65)
 
 
 # --- target -----------------------------------------------------------------------------------

@@ -30,6 +30,13 @@ class DraftMethod(Protocol):
         """
         ...
 
+    def grow(self) -> bool:
+        """Do one short piece of work that nobody waits for, so that the next proposals are ready sooner.
+
+        False when there is none: nothing is to be asked again before the next `propose`.
+        """
+        ...
+
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Forget the sequences; unknown ones are no error."""
         ...

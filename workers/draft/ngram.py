@@ -78,6 +78,10 @@ class NgramDrafter:
         """See `DraftMethod`."""
         return tuple(self._propose(row) for row in rows)
 
+    def grow(self) -> bool:
+        """Nothing grows: guesses are made when asked for."""
+        return False
+
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """See `DraftMethod`."""
         self._sessions.release(sequence_ids)

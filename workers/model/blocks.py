@@ -121,13 +121,31 @@ class BlockAllocator:
         Raises `ValueError` when a window has already let go of what the shorter sequence sees.
         """
         if length < table.stored_len:
-            size = self.block_size
-            for group in self.layout.groups:
-                if group.first_needed(length) // size < group.first_needed(table.stored_len) // size:
-                    raise ValueError(f"{table.stored_len} tokens are stored: there is no way back to {length}")
+            self._check_reach(table, length)
             del table.tokens[length:]
-            del table.chain[length // size :]
+            del table.chain[length // self.block_size :]
         self._trim(table)
+
+    def fork(self, table: BlockTable, length: int) -> BlockTable:
+        """A table of its own that shares the first `length` tokens of `table`, in whatever block the last of them is.
+
+        Takes no block. Raises `ValueError` as `truncate` does, and for a length that is not stored.
+        """
+        if not 0 <= length <= table.stored_len:
+            raise ValueError(f"{length} must be between 0 and the {table.stored_len} tokens that are stored")
+        self._check_reach(table, length)
+        count = self._blocks_for(length)
+        forked = BlockTable(
+            [blocks[:count] for blocks in table.blocks],
+            table.root,
+            table.tokens[:length],
+            table.chain[: length // self.block_size],
+        )
+        for blocks in forked.blocks:
+            for block in blocks:
+                if block != GONE:
+                    self._references[block] += 1  # somebody holds it, so it does not rest
+        return forked
 
     def release(self, table: BlockTable) -> None:
         """Give everything back. Releasing twice is harmless: the table is empty after the first.
@@ -184,6 +202,11 @@ class BlockAllocator:
         """The content has arrived: others may share it."""
         if self._index is not None:
             self._index.add(load.key, load.destination)
+
+    def _check_reach(self, table: BlockTable, length: int) -> None:
+        for group in self.layout.groups:
+            if group.first_needed(length) // self.block_size < group.first_needed(table.stored_len) // self.block_size:
+                raise ValueError(f"{table.stored_len} tokens are stored: there is no way back to {length}")
 
     def _cache(self, table: BlockTable) -> None:
         """Give a key to every full block that has none yet."""

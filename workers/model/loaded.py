@@ -47,3 +47,5 @@ class LoadedModel:
     """The layers and the head in the kernels' form; `module` is without them then."""
     replays: bool = False
     """Whether passes of recurring sizes are recorded and replayed."""
+    vocabulary: torch.Tensor | None = None
+    """The tokens of the logits' columns, int64, rising, where a draft's head knows only those; `None`: all."""

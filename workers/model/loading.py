@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +21,9 @@ from transformers.distributed.utils import TransformersDeviceMesh
 from cluster.core.config import ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from workers.model.attention import ATTENTION_NAME, Probed, bind, register
+from workers.model.card import is_distilled
 from workers.model.compiling import WIDTHS, compile_layers, is_wanted, leave_uncompiled
+from workers.model.distilled import read_distilled
 from workers.model.loaded import LayerShape, LoadedModel
 from workers.model.tailoring import tailor
 from workers.model.takeover import Broken, hand_over
@@ -35,13 +38,18 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def load_model(
-    section: ModelSection, *, rank: int = 0, tensor_parallel: int = 1, max_context_len: int | None = None
+    section: ModelSection,
+    *,
+    rank: int = 0,
+    tensor_parallel: int = 1,
+    max_context_len: int | None = None,
+    shared: Path | None = None,
 ) -> LoadedModel:
     """Load a causal LM from the local directory `section.path` (see `resolve_model_directory`).
 
-    With `tensor_parallel > 1`, `torch.distributed` must be up; every rank calls this at once and
-    keeps its own heads and its own part of the vocabulary. Raises `ModelLoadError`,
-    `ConfigurationError`.
+    `shared` is the target's directory, of which a distilled draft takes its embedding and its head. With
+    `tensor_parallel > 1`, `torch.distributed` must be up; every rank calls this at once and keeps its own heads and
+    its own part of the vocabulary. Raises `ModelLoadError`, `ConfigurationError`.
     """
     directory = Path(section.path)
     device = choose_device(section.device, rank)
@@ -50,7 +58,8 @@ def load_model(
     if tensor_parallel > 1:
         check_divisible(config, tensor_parallel)
     register()
-    module = _read(directory, dtype, device, tensor_parallel)
+    read = partial(_read, directory, config, dtype, device, tensor_parallel, shared)
+    module, vocabulary = read()
     vocabulary_size = int(config.get_text_config().vocab_size)
     model = LoadedModel(
         module=module,
@@ -65,12 +74,13 @@ def load_model(
         code_directory=section.compile_directory,
         tensor_parallel=tensor_parallel,
         replays=device.type == "cuda" and section.compile != "off",
+        vocabulary=vocabulary,
     )
     if section.native == "auto" and section.compile != "on" and device.type == "cpu" and tensor_parallel == 1:
         try:
             native = hand_over(model, section.quantization)
         except Broken:
-            model = replace(model, module=_read(directory, dtype, device, tensor_parallel))
+            model = replace(model, module=read()[0])
         else:
             if native is not None:
                 return replace(model, native=native)
@@ -81,8 +91,24 @@ def load_model(
     return model
 
 
-def _read(directory: Path, dtype: torch.dtype, device: torch.device, tensor_parallel: int) -> PreTrainedModel:
-    """The weights as `transformers` loads them: on this device, or this rank's part. Raises `ModelLoadError`."""
+def _read(
+    directory: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    tensor_parallel: int,
+    shared: Path | None,
+) -> tuple[PreTrainedModel, torch.Tensor | None]:
+    """The weights as `transformers` loads them, and the tokens of a head that does not know all.
+
+    On this device, or this rank's part. Raises `ModelLoadError`, `ConfigurationError`.
+    """
+    if is_distilled(directory):
+        if tensor_parallel > 1:
+            raise ConfigurationError(f"tensor_parallel: {tensor_parallel} is asked for and a distilled draft takes 1")
+        draft = read_distilled(directory, shared, config, dtype, device)
+        draft.module.eval().requires_grad_(False)
+        return draft.module, draft.vocabulary
     arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION_NAME, "use_safetensors": True}
     if tensor_parallel > 1:
         arguments["distributed_config"] = DistributedConfig(tp_size=tensor_parallel, tp_plan=_HEAD_STAYS_CUT)
@@ -94,7 +120,7 @@ def _read(directory: Path, dtype: torch.dtype, device: torch.device, tensor_para
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"model directory {str(directory)!r} cannot be loaded: {error}") from error
     module.eval().requires_grad_(False)
-    return module
+    return module, None
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import psutil
 import torch
@@ -16,7 +17,7 @@ from cluster.core.types import KvOccupancy
 from workers.model.arrangement import Arrangement, arrange
 from workers.model.blocks import BlockAllocator
 from workers.model.layout import to_device
-from workers.model.loaded import LayerShape, LoadedModel
+from workers.model.loaded import LoadedModel
 from workers.model.tables import BlockTable, Prefix
 from workers.model.tiers import Tiers, agreed_length
 
@@ -56,6 +57,27 @@ def _free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
+def _stored(
+    model: LoadedModel, arrangement: Arrangement, blocks: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Keys and values of each slot, `[blocks, block_size, heads, dim]`, and the stacks of those alike that they are in.
+
+    A stack is copied within in one go, however many layers there are.
+    """
+    alike: dict[tuple[int, int], list[int]] = {}
+    for slot, shape in enumerate(arrangement.slots):
+        alike.setdefault((shape.kv_heads, shape.head_dim), []).append(slot)
+    keys, values = ([torch.empty(0)] * len(arrangement.slots) for _ in range(2))
+    stacks: list[torch.Tensor] = []
+    for (heads, dim), slots in alike.items():
+        # Zeros, not garbage: a masked position is multiplied by zero, and zero times NaN is NaN.
+        size = (2 * len(slots), blocks, arrangement.layout.block_size, heads, dim)
+        stacks.append(torch.zeros(size, dtype=model.dtype, device=model.device))
+        for place, slot in enumerate(slots):
+            keys[slot], values[slot] = stacks[-1][2 * place], stacks[-1][2 * place + 1]
+    return keys, values, stacks
+
+
 class KvPool:
     """Keys and values of all sequences on this rank; `keys[slot]` is `[blocks, block_size, heads, dim]`.
 
@@ -75,12 +97,7 @@ class KvPool:
         self._device = model.device
         self._ranks = model.tensor_parallel
 
-        def stored(shape: LayerShape) -> torch.Tensor:
-            # Zeros, not garbage: a masked position is multiplied by zero, and zero times NaN is NaN.
-            size = (blocks_total + model.replays, section.block_size, shape.kv_heads, shape.head_dim)
-            return torch.zeros(size, dtype=model.dtype, device=model.device)
-
-        self.keys, self.values = ([stored(shape) for shape in self.arrangement.slots] for _ in range(2))
+        self.keys, self.values, self._stacks = _stored(model, self.arrangement, blocks_total + model.replays)
         self._tiers: Tiers | None = None  # last: whoever fails before has nothing to close
         if keeping is not None and (keeping.host_bytes or keeping.disk_directory):
             self._tiers = Tiers(keeping, block_bytes(self.arrangement, model.dtype), model.device)
@@ -149,6 +166,13 @@ class KvPool:
             kept = search(most)  # making room for what did not come may have taken blocks
         return self._allocator.adopt(kept)[0]
 
+    def fork(self, table: BlockTable, length: int) -> BlockTable:
+        """A table of its own that begins with the first `length` stored tokens of `table`; takes no block yet.
+
+        Raises `ValueError` where the pool has let go of what so short a sequence sees.
+        """
+        return self._allocator.fork(table, length)
+
     def note_compute(self, tokens: int, prompt_tokens: int, seconds: float, *, awaited: bool) -> None:
         """What loading blocks is to be compared with: see `CostModel.note_compute`."""
         if self._tiers is not None:
@@ -160,13 +184,18 @@ class KvPool:
         Raises `KvPoolExhausted`, having changed nothing.
         """
         copies = self._allocator.reserve(table, length)
-        if copies:
-            sources, destinations = (
-                to_device(blocks, self._device)
-                for blocks in ([copy.source for copy in copies], [copy.destination for copy in copies])
-            )
-            for store in (*self.keys, *self.values):
-                store[destinations] = store[sources]
+        if not copies:
+            return
+        if self._device.type == "cpu":  # block by block there is nothing to gather
+            for copy, stack in product(copies, self._stacks):
+                stack[:, copy.destination] = stack[:, copy.source]
+            return
+        sources, destinations = (
+            to_device(blocks, self._device)
+            for blocks in ([copy.source for copy in copies], [copy.destination for copy in copies])
+        )
+        for stack in self._stacks:
+            stack[:, destinations] = stack[:, sources]
 
     def commit(self, table: BlockTable, tokens: Sequence[int]) -> None:
         """`tokens` are what the next positions hold, for good; what lies beyond them is free."""
@@ -206,9 +235,9 @@ class KvPool:
             )
             for positions in ([start + node for node in nodes], range(start, start + len(nodes)))
         )
-        for store in (*self.keys, *self.values):
-            flat = store.view(-1, *store.shape[2:])
-            flat[destinations] = flat[sources]
+        for stack in self._stacks:
+            flat = stack.flatten(1, 2)
+            flat[:, destinations] = flat[:, sources]
 
     def _open_with_tiers(self, tiers: Tiers, search: _Search, most: int, kept: Prefix) -> BlockTable | None:
         """`None` where nothing more is to be had than `kept`, or it was lost on the way."""

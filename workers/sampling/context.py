@@ -34,6 +34,12 @@ class DecisionContext:
         """Whether the most probable token is taken, without noise."""
         return self.sampling.temperature < GREEDY_BELOW
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens cannot be drawn, because of top-k, top-p or min-p."""
+        sampling = self.sampling
+        return not self.is_greedy and bool(sampling.top_k or sampling.top_p < 1.0 or sampling.min_p)
+
 
 @dataclass(frozen=True, slots=True)
 class Branch(Sequence[int]):

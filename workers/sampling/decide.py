@@ -7,16 +7,19 @@ the noise belongs to (seed, position, token), so does the decision, whoever aske
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cluster.core.types import SamplingParameters
 from workers.sampling.context import GREEDY_BELOW, DecisionContext
-from workers.sampling.noise import gumbel
+from workers.sampling.noise import gumbel, gumbel_of
 from workers.sampling.send import places
-from workers.sampling.warp import warp
+from workers.sampling.shortlist import shortlists
+from workers.sampling.truncate import truncate
+from workers.sampling.warp import untruncated
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
 """Logits worked on at a time: bounds the copies, and on a CPU keeps them in cache."""
@@ -77,30 +80,74 @@ def merge_winners(values: Tensor, ids: Tensor) -> list[int]:
     return chosen
 
 
-def _winners(logits: Tensor, contexts: Sequence[DecisionContext], offset: int) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """What decisions are taken by, in some rows."""
+
+    rows: Sequence[int]
+    """Indices into the logits."""
+    scores: Tensor
+    """float32 [rows, k]: warped logits, plus noise in the rows that are drawn; −inf for what cannot be chosen."""
+    columns: Tensor | None = None
+    """int64 [rows, k], rising: where in the logits those are of which there is a score; `None`: all of them."""
+
+
+def scored(
+    logits: Tensor, contexts: Sequence[DecisionContext], offset: int = 0, vocabulary: Tensor | None = None
+) -> Iterator[Scored]:
+    """The scores of all rows, a few at a time, in any order. Arguments and errors are those of `warp`."""
     if len(contexts) != logits.shape[0]:
         raise ValueError(f"{len(contexts)} contexts for {logits.shape[0]} rows of logits")
     rows = max(1, _CHUNK_ELEMENTS.get(logits.device.type, 1 << 25) // max(1, logits.shape[1]))
-    values = torch.empty(len(contexts), device=logits.device)
-    ids = torch.empty(len(contexts), dtype=torch.int64, device=logits.device)
     for first in range(0, len(contexts), rows):
         part = slice(first, first + rows)
-        scores = _scores(logits[part].detach(), contexts[part], offset)
-        torch.max(scores, dim=-1, out=(values[part], ids[part]))  # the first among equals
+        yield from _scored_part(logits[part].detach(), contexts[part], first, offset, vocabulary)
+
+
+def _scored_part(
+    logits: Tensor, contexts: Sequence[DecisionContext], first: int, offset: int, vocabulary: Tensor | None
+) -> Iterator[Scored]:
+    """Of rows that begin with the row `first`."""
+
+    def noise(rows: Sequence[int], columns: Tensor | None = None) -> Tensor:
+        seeds, positions = zip(*((contexts[row].sampling.seed, contexts[row].position) for row in rows), strict=True)
+        if vocabulary is None:
+            return gumbel(seeds, positions, offset, logits.shape[1], logits.device, columns)
+        return gumbel_of(seeds, positions, vocabulary, logits.device, columns)
+
+    moved = untruncated(logits, contexts, offset, vocabulary)
+    rest = list(range(len(contexts)))
+    truncated = [(row, contexts[row].sampling) for row in rest if contexts[row].is_truncated]
+    if truncated and not logits.is_cuda:  # which has more time for the whole than the host to ask how much is kept
+        short, truncated = shortlists(moved, truncated)
+        for listed in short:
+            scores = noise(listed.rows, listed.columns).add_(listed.logits)
+            yield Scored([first + row for row in listed.rows], scores, listed.columns)
+        settled = {row for listed in short for row in listed.rows}
+        rest = [row for row in rest if row not in settled]
+    if not rest:
+        return
+    truncate(moved, truncated)
+    scores = moved if len(rest) == len(contexts) else moved[places(rest, moved)]
+    drawn = [place for place, row in enumerate(rest) if not contexts[row].is_greedy]
+    if drawn:
+        drawn_noise = noise([rest[place] for place in drawn])
+        if len(drawn) == len(rest):
+            scores = drawn_noise.add_(scores)
+        else:
+            scores = scores.clone() if scores.data_ptr() == logits.data_ptr() else scores
+            scores[places(drawn, scores)] += drawn_noise
+    is_whole = len(rest) == len(contexts)
+    yield Scored(range(first, first + len(rest)) if is_whole else [first + row for row in rest], scores)
+
+
+def _winners(logits: Tensor, contexts: Sequence[DecisionContext], offset: int) -> tuple[Tensor, Tensor]:
+    values = torch.empty(len(contexts), device=logits.device)
+    ids = torch.empty(len(contexts), dtype=torch.int64, device=logits.device)
+    for part in scored(logits, contexts, offset):
+        best = part.scores.max(dim=1)  # the first among equals
+        columns = best.indices if part.columns is None else part.columns.gather(1, best.indices[:, None]).squeeze(1)
+        rows = part.rows
+        where = slice(rows.start, rows.stop) if isinstance(rows, range) else places(rows, logits)
+        values[where], ids[where] = best.values, columns
     return values, ids + offset
-
-
-def _scores(logits: Tensor, contexts: Sequence[DecisionContext], offset: int) -> Tensor:
-    """Warped logits, plus noise in the rows that are drawn: float32 [n, size]."""
-    warped = warp(logits, contexts, offset)
-    drawn = [row for row, context in enumerate(contexts) if not context.is_greedy]
-    if not drawn:
-        return warped
-    seeds = [contexts[row].sampling.seed for row in drawn]
-    positions = [contexts[row].position for row in drawn]
-    noise = gumbel(seeds, positions, offset, logits.shape[1], logits.device)
-    if len(drawn) == len(contexts):
-        return noise.add_(warped)
-    scores = warped.clone() if warped.data_ptr() == logits.data_ptr() else warped
-    scores[places(drawn, scores)] += noise
-    return scores

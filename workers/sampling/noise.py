@@ -33,23 +33,44 @@ _BIN_MASK = _BINS - 1
 
 
 def gumbel(
-    seeds: Sequence[int], positions: Sequence[int], offset: int, size: int, device: torch.device | str
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    offset: int,
+    size: int,
+    device: torch.device | str,
+    columns: Tensor | None = None,
 ) -> Tensor:
     """The noise of tokens `offset … offset + size - 1`: float32 [n, size], on `device`.
 
-    Row `i` depends on `seeds[i]` (unsigned 64-bit), `positions[i]` and the token alone. Raises
-    `ValueError` for arguments of unequal length or out of range.
+    With `columns`, int64 [n, k], of those alone: float32 [n, k]. Row `i` depends on `seeds[i]` (unsigned 64-bit),
+    `positions[i]` and the token alone. Raises `ValueError` for arguments of unequal length or out of range.
     """
+    return _noise(seeds, positions, _range_digests(offset, size, torch.device(device)), columns)
+
+
+def gumbel_of(
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    tokens: Tensor,
+    device: torch.device | str,
+    columns: Tensor | None = None,
+) -> Tensor:
+    """As `gumbel`, of `tokens`, int64 [size], which must not be changed afterwards: their digests are remembered."""
+    return _noise(seeds, positions, _token_digests(tokens, torch.device(device)), columns)
+
+
+def _noise(seeds: Sequence[int], positions: Sequence[int], digests: Tensor, columns: Tensor | None) -> Tensor:
+    """Noise from the digests [size] of all tokens: float32, of the shape [n, size] or that of `columns`."""
     if len(seeds) != len(positions):
         raise ValueError(f"{len(seeds)} seeds for {len(positions)} positions")
-    device = torch.device(device)
+    device = digests.device
     high, low = _key_columns(seeds, positions, device)
-    digests = _token_digests(offset, size, device)
+    size = len(digests) if columns is None else columns.shape[1]
     noise = torch.empty(len(seeds), size, device=device)
     rows = max(1, _CPU_CHUNK // max(1, size)) if device.type == "cpu" else max(1, len(seeds))
     for first in range(0, len(seeds), rows):
         part = slice(first, first + rows)
-        bits = digests ^ high[part]  # [rows, size]
+        bits = (digests if columns is None else digests[columns[part]]) ^ high[part]  # [rows, size]
         _avalanche(bits)
         bits += low[part]
         _avalanche(bits)
@@ -102,11 +123,21 @@ def _avalanche(bits: Tensor) -> None:
 
 
 @lru_cache(maxsize=16)
-def _token_digests(offset: int, size: int, device: torch.device) -> Tensor:
-    """The tokens' numbers, scrambled once for all rows: int32 [size]."""
+def _range_digests(offset: int, size: int, device: torch.device) -> Tensor:
+    """The numbers of `offset … offset + size - 1`, scrambled once for all rows: int32 [size]."""
     if offset < 0 or size < 0 or offset + size > 1 << 31:
         raise ValueError(f"tokens {offset} to {offset + size} are no 31-bit numbers")
     digests = torch.arange(offset, offset + size, dtype=torch.int32, device=device)
+    _avalanche(digests)
+    return digests
+
+
+@lru_cache(maxsize=4)  # a tensor's hash is its identity, so nothing is compared
+def _token_digests(tokens: Tensor, device: torch.device) -> Tensor:
+    """As `_range_digests`, of any tokens."""
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 31:
+        raise ValueError(f"tokens {int(tokens.min())} to {int(tokens.max())} are no 31-bit numbers")
+    digests = tokens.to(device, torch.int32, copy=True)
     _avalanche(digests)
     return digests
 

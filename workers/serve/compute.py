@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
@@ -19,14 +20,29 @@ Row = TypeVar("Row")
 Answer = TypeVar("Answer")
 
 
-class ComputeThread:
-    """Runs functions one after another. What has begun is finished, whoever still waits for it."""
+def nothing_to_do() -> bool:
+    """Work for an idle thread that has none."""
+    return False
 
-    def __init__(self, name: str) -> None:
+
+class ComputeThread:
+    """Runs functions one after another. What has begun is finished, whoever still waits for it.
+
+    While there are none it calls `in_between`, until that returns false or raises; then not before the next function
+    has run.
+    """
+
+    def __init__(self, name: str, in_between: Callable[[], bool] = nothing_to_do) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._in_between = in_between
+        self._lock = threading.Lock()
+        self._unfinished = 0
+        self._is_between = False
         self._closed = False
         self.failures = 0
         """Batches in a row that failed for no row's fault."""
+        self.failures_in_between = 0
+        """How often `in_between` raised."""
 
     async def run(
         self, function: Callable[Arguments, Result], *arguments: Arguments.args, **keywords: Arguments.kwargs
@@ -61,7 +77,40 @@ class ComputeThread:
     ) -> Future[Result]:
         if self._closed:
             raise NotReady("this worker is closing")
-        return self._executor.submit(function, *arguments, **keywords)
+        with self._lock:
+            self._unfinished += 1
+        future = self._executor.submit(function, *arguments, **keywords)
+        future.add_done_callback(self._finished)
+        return future
+
+    def _finished(self, _: Future[Result]) -> None:
+        with self._lock:
+            self._unfinished -= 1
+        self._go_between()
+
+    def _go_between(self) -> None:
+        """Call `in_between` once everything before it has run, unless that is to happen already."""
+        with self._lock:
+            if self._closed or self._unfinished or self._is_between:
+                return
+            self._is_between = True
+        try:
+            self._executor.submit(self._work_in_between)
+        except RuntimeError:  # closed meanwhile
+            return
+
+    def _work_in_between(self) -> None:
+        goes_on = False
+        if not (self._unfinished or self._closed):
+            try:
+                goes_on = self._in_between()
+            except Exception:
+                self.failures_in_between += 1
+                logger.exception("what was done ahead has failed: nothing more is, until the next call")
+        with self._lock:
+            self._is_between = False
+        if goes_on:
+            self._go_between()
 
     async def _result(self, future: Future[Result], waiting: asyncio.Future[Result]) -> Result:
         try:

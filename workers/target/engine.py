@@ -25,6 +25,7 @@ from cluster.core.types import (
     SequenceStart,
     StepBatch,
     StepResult,
+    StepSample,
     TargetInfo,
     TokenLogprobs,
     Verdict,
@@ -34,10 +35,11 @@ from workers.model.loaded import LoadedModel
 from workers.model.pool import KvPool
 from workers.model.runner import ForwardRow, ModelRunner
 from workers.model.tables import BlockTable
-from workers.sampling.accept import AcceptanceRule, Accepted, walk
+from workers.sampling.accept import AcceptanceRule, Accepted, Coupled, Place
 from workers.sampling.context import Branch, DecisionContext, tree_contexts
 from workers.sampling.decide import Undecidable, decide
 from workers.sampling.logprobs import token_logprobs
+from workers.target.profile import profile_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +122,17 @@ class TargetEngine:
         pool: KvPool,
         decider: Decider,
         served_name: str | None = None,
-        rule: AcceptanceRule = walk,
+        rule: AcceptanceRule | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
         self._runner = ModelRunner(model, pool)
         self._decider = decider
-        self._rule = rule
+        self._rule = rule or Coupled()
         self._name = served_name or model.name
         self._records: dict[SequenceId, _Record] = {}
         self._epoch = secrets.token_hex(8)
+        self._profile: tuple[StepSample, ...] = ()
 
     def info(self) -> TargetInfo:
         """What this target is."""
@@ -143,11 +146,16 @@ class TargetEngine:
             tensor_parallel=self._model.tensor_parallel,
             dtype=str(self._model.dtype).removeprefix("torch."),
             epoch=self._epoch,
+            profile=self._profile,
+            is_lossless=self._rule.is_lossless,
         )
 
     def warm_up(self) -> None:
-        """Pay now for what the first steps would wait for. On all ranks at once."""
+        """Pay now for what the first steps would wait for, and measure a few. On all ranks at once."""
         self._runner.warm_up()
+        self._profile = profile_steps(
+            self._pool, lambda rows, contexts: self._decider.decide(self._runner.forward(rows), contexts)
+        )
 
     def step(self, batch: StepBatch) -> StepResult:
         """Compute the rows in one forward pass. A row that cannot be served faults alone."""
@@ -274,7 +282,8 @@ class TargetEngine:
         logprobs: tuple[TokenLogprobs, ...] = ()
         if row.decide:
             chosen = [decisions.tokens[index] for index in mine]
-            accepted = self._rule(row.tree, chosen)
+            place = Place(record.start.sampling.seed, row.base_len, self._model.vocabulary_size)
+            accepted = self._rule(row.tree, chosen, place)
             if -1 in accepted.tokens:
                 self._pool.truncate(record.table, len(record.tokens))
                 return _fault(row, RowFaultCode.INVALID, "the model's logits hold no number here", len(record.tokens))

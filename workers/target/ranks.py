@@ -105,7 +105,7 @@ def build_engine(section: TargetSection, rank: int = 0) -> TargetEngine:
 
     Raises `ModelLoadError`, `ConfigurationError`.
     """
-    rule = acceptance_rule(section.acceptance)
+    rule = acceptance_rule(section)
     model = load_model(
         section, rank=rank, tensor_parallel=section.tensor_parallel, max_context_len=section.max_context_len
     )

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from pilotfish.v1 import common_pb2 as pilotfish_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpilotfish/v1/generation.proto\x12\x0cpilotfish.v1\x1a\x19pilotfish/v1/common.proto\"H\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\x04name\x18\x03 \x01(\tH\x00\x88\x01\x01\x42\x07\n\x05_name\"8\n\tChatInput\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.pilotfish.v1.ChatMessage\"\x88\x01\n\x10StoppingCriteria\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_ignore_eos\"q\n\nBeamSearch\x12\x1b\n\x0elength_penalty\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x33\n\x0e\x65\x61rly_stopping\x18\x02 \x01(\x0e\x32\x1b.pilotfish.v1.EarlyStoppingB\x11\n\x0f_length_penalty\"\xd0\x03\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.pilotfish.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x17.pilotfish.v1.ChatInputH\x00\x12\x32\n\x08sampling\x18\x06 \x01(\x0b\x32 .pilotfish.v1.SamplingParameters\x12\x30\n\x08stopping\x18\x07 \x01(\x0b\x32\x1e.pilotfish.v1.StoppingCriteria\x12\x0e\n\x01n\x18\x08 \x01(\rH\x03\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\t \x01(\rH\x04\x88\x01\x01\x12\x32\n\x0b\x62\x65\x61m_search\x18\n \x01(\x0b\x32\x18.pilotfish.v1.BeamSearchH\x05\x88\x01\x01\x12\x17\n\ncache_salt\x18\x0b \x01(\tH\x06\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_request_idB\x08\n\x06_modelB\x04\n\x02_nB\n\n\x08_best_ofB\x0e\n\x0c_beam_searchB\r\n\x0b_cache_salt\"\xc4\x01\n\x10GenerateResponse\x12\x32\n\x07started\x18\x01 \x01(\x0b\x32\x1f.pilotfish.v1.GenerationStartedH\x00\x12.\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1d.pilotfish.v1.GenerationDeltaH\x00\x12\x34\n\x08\x66inished\x18\x03 \x01(\x0b\x32 .pilotfish.v1.GenerationFinishedH\x00\x12\r\n\x05index\x18\x04 \x01(\rB\x07\n\x05\x65vent\"[\n\x11GenerationStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\"\x95\x01\n\x0fGenerationDelta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_draft_tokens\x18\x03 \x01(\r\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.pilotfish.v1.TokenLogprobs\x12\x13\n\x0btoken_bytes\x18\x05 \x03(\x0c\"\xbc\x01\n\x12GenerationFinished\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.pilotfish.v1.FinishReason\x12\"\n\x05usage\x18\x02 \x01(\x0b\x32\x13.pilotfish.v1.Usage\x12\x18\n\x0bstop_string\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_id\"\x86\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_draft_tokens\x18\x04 \x01(\r\x12\x14\n\x0ctarget_steps\x18\x05 \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\"\xa9\x01\n\x0fTokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.pilotfish.v1.ChatInputH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x02\x88\x01\x01\x42\x07\n\x05inputB\x08\n\x06_modelB\x15\n\x13_add_special_tokens\">\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x17\n\x0fmax_context_len\x18\x02 \x01(\r\"~\n\x11\x44\x65tokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06_modelB\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.pilotfish.v1.Model\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"6\n\x10GetModelResponse\x12\"\n\x05model\x18\x01 \x01(\x0b\x32\x13.pilotfish.v1.Model\"l\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x17\n\x0fmax_context_len\x18\x03 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x14\n\x0c\x64raft_method\x18\x05 \x01(\t*x\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45\x41RLY_STOPPING_NO\x10\x01\x12\x16\n\x12\x45\x41RLY_STOPPING_YES\x10\x02\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xda\x03\n\x11GenerationService\x12K\n\x08Generate\x12\x1d.pilotfish.v1.GenerateRequest\x1a\x1e.pilotfish.v1.GenerateResponse0\x01\x12@\n\x05\x41\x62ort\x12\x1a.pilotfish.v1.AbortRequest\x1a\x1b.pilotfish.v1.AbortResponse\x12I\n\x08Tokenize\x12\x1d.pilotfish.v1.TokenizeRequest\x1a\x1e.pilotfish.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.pilotfish.v1.DetokenizeRequest\x1a .pilotfish.v1.DetokenizeResponse\x12O\n\nListModels\x12\x1f.pilotfish.v1.ListModelsRequest\x1a .pilotfish.v1.ListModelsResponse\x12I\n\x08GetModel\x12\x1d.pilotfish.v1.GetModelRequest\x1a\x1e.pilotfish.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpilotfish/v1/generation.proto\x12\x0cpilotfish.v1\x1a\x19pilotfish/v1/common.proto\"H\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\x04name\x18\x03 \x01(\tH\x00\x88\x01\x01\x42\x07\n\x05_name\"8\n\tChatInput\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.pilotfish.v1.ChatMessage\"\x88\x01\n\x10StoppingCriteria\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_ignore_eos\"q\n\nBeamSearch\x12\x1b\n\x0elength_penalty\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x33\n\x0e\x65\x61rly_stopping\x18\x02 \x01(\x0e\x32\x1b.pilotfish.v1.EarlyStoppingB\x11\n\x0f_length_penalty\"\x84\x04\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.pilotfish.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x17.pilotfish.v1.ChatInputH\x00\x12\x32\n\x08sampling\x18\x06 \x01(\x0b\x32 .pilotfish.v1.SamplingParameters\x12\x30\n\x08stopping\x18\x07 \x01(\x0b\x32\x1e.pilotfish.v1.StoppingCriteria\x12\x0e\n\x01n\x18\x08 \x01(\rH\x03\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\t \x01(\rH\x04\x88\x01\x01\x12\x32\n\x0b\x62\x65\x61m_search\x18\n \x01(\x0b\x32\x18.pilotfish.v1.BeamSearchH\x05\x88\x01\x01\x12\x17\n\ncache_salt\x18\x0b \x01(\tH\x06\x88\x01\x01\x12\x1d\n\x10max_draft_tokens\x18\x0c \x01(\rH\x07\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_request_idB\x08\n\x06_modelB\x04\n\x02_nB\n\n\x08_best_ofB\x0e\n\x0c_beam_searchB\r\n\x0b_cache_saltB\x13\n\x11_max_draft_tokens\"\xd3\x01\n\x10GenerateResponse\x12\x32\n\x07started\x18\x01 \x01(\x0b\x32\x1f.pilotfish.v1.GenerationStartedH\x00\x12.\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1d.pilotfish.v1.GenerationDeltaH\x00\x12\x34\n\x08\x66inished\x18\x03 \x01(\x0b\x32 .pilotfish.v1.GenerationFinishedH\x00\x12\r\n\x05index\x18\x04 \x01(\r\x12\r\n\x05lossy\x18\x05 \x01(\x08\x42\x07\n\x05\x65vent\"[\n\x11GenerationStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\"\x95\x01\n\x0fGenerationDelta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_draft_tokens\x18\x03 \x01(\r\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.pilotfish.v1.TokenLogprobs\x12\x13\n\x0btoken_bytes\x18\x05 \x03(\x0c\"\xbc\x01\n\x12GenerationFinished\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.pilotfish.v1.FinishReason\x12\"\n\x05usage\x18\x02 \x01(\x0b\x32\x13.pilotfish.v1.Usage\x12\x18\n\x0bstop_string\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_id\"\x86\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_draft_tokens\x18\x04 \x01(\r\x12\x14\n\x0ctarget_steps\x18\x05 \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\"\xa9\x01\n\x0fTokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.pilotfish.v1.ChatInputH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x02\x88\x01\x01\x42\x07\n\x05inputB\x08\n\x06_modelB\x15\n\x13_add_special_tokens\">\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x17\n\x0fmax_context_len\x18\x02 \x01(\r\"~\n\x11\x44\x65tokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06_modelB\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.pilotfish.v1.Model\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"6\n\x10GetModelResponse\x12\"\n\x05model\x18\x01 \x01(\x0b\x32\x13.pilotfish.v1.Model\"{\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x17\n\x0fmax_context_len\x18\x03 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x14\n\x0c\x64raft_method\x18\x05 \x01(\t\x12\r\n\x05lossy\x18\x06 \x01(\x08*x\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45\x41RLY_STOPPING_NO\x10\x01\x12\x16\n\x12\x45\x41RLY_STOPPING_YES\x10\x02\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xda\x03\n\x11GenerationService\x12K\n\x08Generate\x12\x1d.pilotfish.v1.GenerateRequest\x1a\x1e.pilotfish.v1.GenerateResponse0\x01\x12@\n\x05\x41\x62ort\x12\x1a.pilotfish.v1.AbortRequest\x1a\x1b.pilotfish.v1.AbortResponse\x12I\n\x08Tokenize\x12\x1d.pilotfish.v1.TokenizeRequest\x1a\x1e.pilotfish.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.pilotfish.v1.DetokenizeRequest\x1a .pilotfish.v1.DetokenizeResponse\x12O\n\nListModels\x12\x1f.pilotfish.v1.ListModelsRequest\x1a .pilotfish.v1.ListModelsResponse\x12I\n\x08GetModel\x12\x1d.pilotfish.v1.GetModelRequest\x1a\x1e.pilotfish.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pilotfish.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EARLYSTOPPING']._serialized_start=2449
-  _globals['_EARLYSTOPPING']._serialized_end=2569
-  _globals['_FINISHREASON']._serialized_start=2571
-  _globals['_FINISHREASON']._serialized_end=2691
+  _globals['_EARLYSTOPPING']._serialized_start=2531
+  _globals['_EARLYSTOPPING']._serialized_end=2651
+  _globals['_FINISHREASON']._serialized_start=2653
+  _globals['_FINISHREASON']._serialized_end=2773
   _globals['_CHATMESSAGE']._serialized_start=74
   _globals['_CHATMESSAGE']._serialized_end=146
   _globals['_CHATINPUT']._serialized_start=148
@@ -45,39 +45,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BEAMSEARCH']._serialized_start=345
   _globals['_BEAMSEARCH']._serialized_end=458
   _globals['_GENERATEREQUEST']._serialized_start=461
-  _globals['_GENERATEREQUEST']._serialized_end=925
-  _globals['_GENERATERESPONSE']._serialized_start=928
-  _globals['_GENERATERESPONSE']._serialized_end=1124
-  _globals['_GENERATIONSTARTED']._serialized_start=1126
-  _globals['_GENERATIONSTARTED']._serialized_end=1217
-  _globals['_GENERATIONDELTA']._serialized_start=1220
-  _globals['_GENERATIONDELTA']._serialized_end=1369
-  _globals['_GENERATIONFINISHED']._serialized_start=1372
-  _globals['_GENERATIONFINISHED']._serialized_end=1560
-  _globals['_USAGE']._serialized_start=1563
-  _globals['_USAGE']._serialized_end=1697
-  _globals['_ABORTREQUEST']._serialized_start=1699
-  _globals['_ABORTREQUEST']._serialized_end=1733
-  _globals['_ABORTRESPONSE']._serialized_start=1735
-  _globals['_ABORTRESPONSE']._serialized_end=1767
-  _globals['_TOKENIZEREQUEST']._serialized_start=1770
-  _globals['_TOKENIZEREQUEST']._serialized_end=1939
-  _globals['_TOKENIZERESPONSE']._serialized_start=1941
-  _globals['_TOKENIZERESPONSE']._serialized_end=2003
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2005
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2131
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2133
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2167
-  _globals['_LISTMODELSREQUEST']._serialized_start=2169
-  _globals['_LISTMODELSREQUEST']._serialized_end=2188
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2190
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2247
-  _globals['_GETMODELREQUEST']._serialized_start=2249
-  _globals['_GETMODELREQUEST']._serialized_end=2281
-  _globals['_GETMODELRESPONSE']._serialized_start=2283
-  _globals['_GETMODELRESPONSE']._serialized_end=2337
-  _globals['_MODEL']._serialized_start=2339
-  _globals['_MODEL']._serialized_end=2447
-  _globals['_GENERATIONSERVICE']._serialized_start=2694
-  _globals['_GENERATIONSERVICE']._serialized_end=3168
+  _globals['_GENERATEREQUEST']._serialized_end=977
+  _globals['_GENERATERESPONSE']._serialized_start=980
+  _globals['_GENERATERESPONSE']._serialized_end=1191
+  _globals['_GENERATIONSTARTED']._serialized_start=1193
+  _globals['_GENERATIONSTARTED']._serialized_end=1284
+  _globals['_GENERATIONDELTA']._serialized_start=1287
+  _globals['_GENERATIONDELTA']._serialized_end=1436
+  _globals['_GENERATIONFINISHED']._serialized_start=1439
+  _globals['_GENERATIONFINISHED']._serialized_end=1627
+  _globals['_USAGE']._serialized_start=1630
+  _globals['_USAGE']._serialized_end=1764
+  _globals['_ABORTREQUEST']._serialized_start=1766
+  _globals['_ABORTREQUEST']._serialized_end=1800
+  _globals['_ABORTRESPONSE']._serialized_start=1802
+  _globals['_ABORTRESPONSE']._serialized_end=1834
+  _globals['_TOKENIZEREQUEST']._serialized_start=1837
+  _globals['_TOKENIZEREQUEST']._serialized_end=2006
+  _globals['_TOKENIZERESPONSE']._serialized_start=2008
+  _globals['_TOKENIZERESPONSE']._serialized_end=2070
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2072
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2198
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2200
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2234
+  _globals['_LISTMODELSREQUEST']._serialized_start=2236
+  _globals['_LISTMODELSREQUEST']._serialized_end=2255
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2257
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2314
+  _globals['_GETMODELREQUEST']._serialized_start=2316
+  _globals['_GETMODELREQUEST']._serialized_end=2348
+  _globals['_GETMODELRESPONSE']._serialized_start=2350
+  _globals['_GETMODELRESPONSE']._serialized_end=2404
+  _globals['_MODEL']._serialized_start=2406
+  _globals['_MODEL']._serialized_end=2529
+  _globals['_GENERATIONSERVICE']._serialized_start=2776
+  _globals['_GENERATIONSERVICE']._serialized_end=3250
 # @@protoc_insertion_point(module_scope)

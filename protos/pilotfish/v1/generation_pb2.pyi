@@ -224,6 +224,7 @@ class GenerateRequest(_message.Message):
     BEST_OF_FIELD_NUMBER: _builtins.int
     BEAM_SEARCH_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request for Abort and logs. Bound: 64 bytes. Unset: the server draws one."""
     model: _builtins.str
@@ -238,6 +239,10 @@ class GenerateRequest(_message.Message):
     """
     cache_salt: _builtins.str
     """Only requests of one salt share stored keys and values. Bound: 256 bytes. Default: empty, a salt like any other."""
+    max_draft_tokens: _builtins.int
+    """Most guesses that may be checked at once for it; 0 turns speculation off. The text is the same either way.
+    Bound: 256. Unset: the server's own bound.
+    """
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds:
         """Tokens. Bound: 1 to the context length, each below the vocabulary size."""
@@ -272,10 +277,11 @@ class GenerateRequest(_message.Message):
         best_of: _builtins.int | None = ...,
         beam_search: Global___BeamSearch | None = ...,
         cache_salt: _builtins.str | None = ...,
+        max_draft_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "model", b"model", "n", b"n", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_max_draft_tokens", b"_max_draft_tokens", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "n", b"n", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "model", b"model", "n", b"n", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_max_draft_tokens", b"_max_draft_tokens", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "n", b"n", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beam_search: _TypeAlias = _typing.Literal["beam_search"]  # noqa: Y015
     _WhichOneofArgType__beam_search: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search"]  # noqa: Y015
@@ -283,6 +289,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__best_of: _TypeAlias = _typing.Literal["_best_of", b"_best_of"]  # noqa: Y015
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
@@ -297,6 +305,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__best_of) -> _WhichOneofReturnType__best_of | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_draft_tokens) -> _WhichOneofReturnType__max_draft_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
     @_typing.overload
@@ -318,8 +328,11 @@ class GenerateResponse(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
+    LOSSY_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which of the request's answers a delta or an end belongs to: 0 to n - 1."""
+    lossy: _builtins.bool
+    """True: NOT what the model alone would have written. The server was set up for an experiment."""
     @_builtins.property
     def started(self) -> Global___GenerationStarted:
         """The request was admitted."""
@@ -339,10 +352,11 @@ class GenerateResponse(_message.Message):
         delta: Global___GenerationDelta | None = ...,
         finished: Global___GenerationFinished | None = ...,
         index: _builtins.int = ...,
+        lossy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "index", b"index", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "index", b"index", "lossy", b"lossy", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "delta", "finished"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -787,6 +801,7 @@ class Model(_message.Message):
     MAX_CONTEXT_LEN_FIELD_NUMBER: _builtins.int
     VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
     DRAFT_METHOD_FIELD_NUMBER: _builtins.int
+    LOSSY_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """The name clients send."""
     created: _builtins.int
@@ -797,6 +812,8 @@ class Model(_message.Message):
     """Tokens in the vocabulary."""
     draft_method: _builtins.str
     """The drafting method in force."""
+    lossy: _builtins.bool
+    """True: answers are NOT what the model alone would have written. The server was set up for an experiment."""
     def __init__(
         self,
         *,
@@ -805,10 +822,11 @@ class Model(_message.Message):
         max_context_len: _builtins.int = ...,
         vocabulary_size: _builtins.int = ...,
         draft_method: _builtins.str = ...,
+        lossy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "draft_method", b"draft_method", "id", b"id", "max_context_len", b"max_context_len", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "draft_method", b"draft_method", "id", b"id", "lossy", b"lossy", "max_context_len", b"max_context_len", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

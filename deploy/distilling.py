@@ -1,0 +1,190 @@
+"""A draft's making, stage by stage: ask, train, measure, write. Each stage goes on from what an earlier run left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from cluster.core.config import Configuration
+from deploy.answering import Quota, answer_all
+from deploy.distill import DistillOptions
+from deploy.models import resolve_models, served_name
+from deploy.progress import Watched
+from deploy.settings import Settings
+from workers.distill import card, checkpoints
+from workers.distill.agreement import Counts, agreement, share
+from workers.distill.answers import Answer, AnswerFile, read_answers
+from workers.distill.chart import loss_curve
+from workers.distill.export import check_replaceable, export
+from workers.distill.prompts import Prompt, Task, by_task, read_prompts, schedule
+from workers.distill.student import (
+    Student,
+    StudentPlan,
+    check_student,
+    frequent_tokens,
+    keep_vocabulary,
+    load_target,
+    make_student,
+)
+from workers.distill.train import Training, TrainingPlan
+from workers.model.loading import choose_device
+from workers.model.weights import end_of_sequence_ids
+
+ANSWERS, EVALUATION, VOCABULARY, CURVE = "answers.jsonl", "evaluation.jsonl", "vocabulary.json", "training.png"
+_SEQUENCES = 32
+"""Conversations held at once, unless the configuration allows more."""
+
+_LONGEST_EVALUATED = 4096
+"""Tokens of prompt and answer: beyond what was trained on, since clients' prompts are as well."""
+
+notices = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    """What was asked and answered."""
+
+    train: tuple[Answer, ...]
+    held_out: tuple[Answer, ...]
+    evaluation: tuple[Answer, ...]
+
+
+def run(settings: Settings, options: DistillOptions, command: str) -> None:
+    """Make the draft that was asked for. Raises `PilotfishError`."""
+    check_replaceable(options.out)
+    plan = _plan(options)
+    files = [read_prompts(path) for path in options.prompts]
+    with notices.status("looking") as status:
+        models = resolve_models(settings.configuration, settings.cache_directory, status.update)
+    configuration = models.configuration
+    check_student(models.target, StudentPlan(options.layers, options.student_config), options.vocabulary_size)
+    data = _answers(configuration, options, files)
+    target = load_target(models.target, choose_device(options.device, 0))
+    student = _student(target, options, data, models.target)
+    progress = _train(student, data, plan, options, target if plan.on_policy else None)
+    counts = {
+        name: agreement(student, answers, options.batch_tokens, length, options.precision == "bfloat16")
+        for name, answers, length in (
+            ("held out", data.held_out, options.max_length),
+            ("evaluation", data.evaluation, _LONGEST_EVALUATED),
+        )
+    }
+    facts = _facts(configuration, options, command, student, data, progress, counts)
+    curve = loss_curve(progress)
+    export(student, options.out, facts.target, card.write(facts), {} if curve is None else {CURVE: curve})
+    notices.print(f"{options.out}: agrees with {facts.target} in {share(counts['held out']):.1%} of held-out positions")
+
+
+def _answers(configuration: Configuration, options: DistillOptions, files: Sequence[Sequence[Prompt]]) -> _Data:
+    """Ask what is not answered yet. Once training has begun, what there is stays as it is."""
+    wanted: list[tuple[str, Iterable[Task], int]] = []
+    if not (options.work / checkpoints.TENSORS).exists():
+        order = schedule(files, options.temperatures, options.held_out, options.seed)
+        wanted.append((ANSWERS, order, options.answer_tokens))
+    if options.evaluate is not None:
+        wanted.append((EVALUATION, _evaluation_tasks(options.evaluate, options), 0))
+    for name, tasks, tokens in wanted:
+        with AnswerFile(options.work / name) as file, Watched(notices, name) as watched:
+            quota = Quota(tokens, options.answer_minutes * 60, options.max_tokens)
+            hear = partial(_tell_tokens, watched, tokens)
+            asyncio.run(answer_all(_for_many(configuration), tasks, file, quota, hear))
+    answers = read_answers(options.work / ANSWERS)
+    return _Data(
+        tuple(answer for answer in answers if not answer.held_out and answer.answer),
+        tuple(answer for answer in answers if answer.held_out and answer.answer),
+        read_answers(options.work / EVALUATION) if options.evaluate is not None else (),
+    )
+
+
+def _evaluation_tasks(path: Path, options: DistillOptions) -> list[Task]:
+    """The first turns of as many prompts of each task as were asked for."""
+    return [
+        Task(replace(prompt, turns=prompt.turns[:1]), 0, 0.0, options.seed, held_out=True)
+        for prompts in by_task(read_prompts(path)).values()
+        for prompt in islice(prompts, options.evaluate_prompts)
+    ]
+
+
+def _for_many(configuration: Configuration) -> Configuration:
+    scheduler = configuration.scheduler
+    many = max(_SEQUENCES, scheduler.max_sequences)
+    return configuration.model_copy(update={"scheduler": scheduler.model_copy(update={"max_sequences": many})})
+
+
+def _student(target: PreTrainedModel, options: DistillOptions, data: _Data, directory: Path) -> Student:
+    vocabulary = None
+    if options.vocabulary_size is not None:
+        answers = (answer.answer for answer in data.train)
+        always, size = end_of_sequence_ids(directory), int(target.config.vocab_size)
+        vocabulary = keep_vocabulary(
+            options.work / VOCABULARY, lambda: frequent_tokens(answers, options.vocabulary_size or size, always, size)
+        )
+    return make_student(target, StudentPlan(options.layers, options.student_config, vocabulary), options.seed)
+
+
+def _plan(options: DistillOptions) -> TrainingPlan:
+    return TrainingPlan(
+        loss=options.loss,
+        on_policy=options.on_policy,
+        learning_rate=options.learning_rate,
+        batch_tokens=options.batch_tokens,
+        max_length=options.max_length,
+        seed=options.seed,
+        precision="bfloat16" if options.precision == "bfloat16" else "float32",
+        steps=options.steps,
+        seconds=None if options.minutes is None else options.minutes * 60,
+    )
+
+
+def _train(
+    student: Student, data: _Data, plan: TrainingPlan, options: DistillOptions, target: PreTrainedModel | None
+) -> checkpoints.Progress:
+    training = Training(student, data.train, data.held_out, plan, options.work, target=target)
+    with Watched(notices, "training") as watched:
+
+        def report(progress: checkpoints.Progress, done: float) -> None:
+            loss = f", loss {progress.losses[-1][2]:.3f}" if progress.losses else ""
+            agreed = f", agreement {progress.agreements[-1][2]:.1%}" if progress.agreements else ""
+            watched(done, f"epoch {progress.epoch}, step {progress.step}{loss}{agreed}")
+
+        return training.run(report)
+
+
+def _facts(
+    configuration: Configuration,
+    options: DistillOptions,
+    command: str,
+    student: Student,
+    data: _Data,
+    progress: checkpoints.Progress,
+    counts: dict[str, Counts],
+) -> card.Facts:
+    return card.Facts(
+        target=served_name(configuration),
+        target_dtype=configuration.target.dtype,
+        command=command,
+        sources=tuple(path.name for path in options.prompts),
+        answers=data.train,
+        layers=student.layers,
+        own_parameters=sum(value.numel() for value in student.own_parameters().values()),
+        guessable=len(student.head),
+        progress=progress,
+        device=torch.cuda.get_device_name() if student.head.is_cuda else f"{torch.get_num_threads()} CPU threads",
+        held_out=counts["held out"],
+        evaluation=counts["evaluation"],
+        evaluation_name=options.evaluate.name if options.evaluate is not None else "",
+        curve=CURVE,
+        notes=options.notes.read_text(encoding="utf-8") if options.notes is not None else "",
+    )
+
+
+def _tell_tokens(watched: Watched, wanted: int, tokens: int) -> None:
+    watched(tokens / wanted if wanted else 0.0, f"{tokens:,} tokens" if wanted else "asking")

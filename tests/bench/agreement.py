@@ -1,0 +1,72 @@
+"""How often a drafter's first guess is the target's next token, at every position of the target's own text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.core.ids import SequenceId
+from cluster.core.types import DraftBudget, DraftRow, SamplingParameters, SequenceStart
+from cluster.wire.clients import GrpcDrafter
+from deploy.frontend import fixed
+
+ONE = DraftBudget(max_nodes=1, max_depth=1)
+PATIENCE_SECONDS = 60.0
+AT_ONCE = 8
+"""Texts that are gone through side by side."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Positions where the guess was right, of all."""
+
+    right: int = 0
+    positions: int = 0
+
+    @property
+    def share(self) -> float:
+        """0 to 1."""
+        return self.right / self.positions if self.positions else 0.0
+
+    def __add__(self, other: Agreement) -> Agreement:
+        return Agreement(self.right + other.right, self.positions + other.positions)
+
+
+async def agreement(address: str, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> Agreement:
+    """Asks the drafter itself, whatever its method, with greedy parameters."""
+    drafter = GrpcDrafter(fixed(address))
+    found = Agreement()
+    try:
+        for first in range(0, len(prompts), AT_ONCE):
+            part = slice(first, first + AT_ONCE)
+            found += await _side_by_side(drafter, prompts[part], texts[part])
+    finally:
+        await drafter.close()
+    return found
+
+
+async def _side_by_side(
+    drafter: GrpcDrafter, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
+) -> Agreement:
+    names = [SequenceId(f"agreement-{index}") for index in range(len(prompts))]
+    right = positions = 0
+    for step in range(max(map(len, texts), default=0)):
+        rows = [
+            _row(name, prompt, text, step)
+            for name, prompt, text in zip(names, prompts, texts, strict=True)
+            if step < len(text)
+        ]
+        running = [text for text in texts if step < len(text)]
+        for text, proposal in zip(running, await drafter.propose(rows, PATIENCE_SECONDS), strict=True):
+            positions += 1
+            right += proposal.tree.tokens[:1] == (text[step],)
+    await drafter.release(names)
+    return Agreement(right, positions)
+
+
+def _row(name: SequenceId, prompt: Sequence[int], text: Sequence[int], step: int) -> DraftRow:
+    """The guess for `text[step]`; the token before it is news."""
+    if step == 0:
+        start = SequenceStart(len(prompt), SamplingParameters(temperature=0.0))
+        return DraftRow(name, len(prompt), tuple(prompt), ONE, start)
+    return DraftRow(name, len(prompt) + step, (text[step - 1],), ONE)

@@ -1,0 +1,147 @@
+"""What `speculation` and `overlap` share: the prompts of Spec-Bench's tasks, the draft, and one measured pass."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster.core.config import Configuration
+from cluster.core.errors import ModelLoadError
+from cluster.ingress.chat_template import Message
+from tests.bench.asking import Answers, Manner, ask_all
+from tests.bench.houses import House, Work
+from tests.bench.options import Options
+from tests.bench.report import write
+from tests.bench.tasks import read_tasks
+
+SHIPPED = "smollm2-135m-draft"
+"""The packaged name of the draft that comes with Pilotfish."""
+ROOM = (
+    "target.kv.prefix_cache=false",
+    "target.kv.pool_bytes=1610612736",
+    "draft.kv.pool_bytes=402653184",
+    "scheduler.max_sequences=32",
+)
+"""Every pass asks the same prompts, and no sequence ever waits for memory."""
+GREEDY = Manner(ignore_eos=False)
+SAMPLED = Manner(temperature=0.7, top_p=0.9, ignore_eos=False)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Prompts, task after task."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    places: dict[str, slice]
+    """By task, where its prompts are."""
+
+    def describe(self, tokens: int) -> str:
+        """As the reader of a table wants to know it."""
+        lengths = [len(prompt) for prompt in self.prompts]
+        return (
+            f"{len(lengths)} prompts of {min(lengths)}–{max(lengths)} tokens from {len(self.places)} tasks, "
+            f"at most {tokens} tokens each"
+        )
+
+    def at_least(self, count: int) -> tuple[tuple[int, ...], ...]:
+        """All of them, again and again until there are `count`."""
+        times = -(-count // len(self.prompts))
+        return (self.prompts * times)[: max(count, len(self.prompts))]
+
+
+def questions(options: Options) -> Questions:
+    """Chat prompts of each task. Raises `ConfigurationError`, which names the file."""
+    prompts: list[tuple[int, ...]] = []
+    places: dict[str, slice] = {}
+    for task, texts in read_tasks(options.prompts_file, options.per_task).items():
+        places[task] = slice(len(prompts), len(prompts) + len(texts))
+        prompts.extend(options.tokenizer.encode_chat([Message("user", text, None)]) for text in texts)
+    return Questions(tuple(prompts), places)
+
+
+def plain(options: Options) -> Configuration:
+    """Without drafts."""
+    return options.based_on(*ROOM, "draft.method=none")
+
+
+def ngram(options: Options) -> Configuration:
+    """Prompt lookup."""
+    return options.based_on(*ROOM, "draft.method=ngram")
+
+
+def changed(configuration: Configuration, **changes: object) -> Configuration:
+    """With another `draft` section."""
+    return configuration.model_copy(update={"draft": configuration.draft.model_copy(update=changes)})
+
+
+def modelled(options: Options, *assignments: str) -> Configuration | None:
+    """With a draft model in the target's type; `None`, with a word of why, where there is none."""
+    dtype = options.configuration().target.dtype
+    model = ("draft.method=model", f"draft.model.path={options.draft or SHIPPED}", f"draft.model.dtype={dtype}")
+    try:
+        configuration = options.based_on(*ROOM, *model, *assignments)
+    except ModelLoadError as error:
+        if options.draft is not None:
+            raise
+        write(f"no draft model: {error}")
+        return None
+    return configuration
+
+
+def describe(configuration: Configuration) -> str:
+    """The drafts, as the reader of a table wants to know them."""
+    draft = configuration.draft
+    words = [f"drafts: {draft.method}", f"at most {draft.max_nodes} nodes, {draft.max_depth} deep"]
+    if draft.model is not None:
+        words[0] += f", {Path(draft.model.path).name} in {draft.model.dtype}"
+        words += [f"mode {draft.mode}", f"width {draft.width}", f"{draft.candidates} candidates"]
+    return "; ".join([*words, f"controller {draft.controller}"])
+
+
+@dataclass
+class Passes:
+    """What one house did at one batch size; one per repetition."""
+
+    answers: list[Answers] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens per second of the whole pass."""
+        return [answers.rate for answers in self.answers]
+
+    @property
+    def committed(self) -> list[float]:
+        """τ."""
+        return [answers.committed_per_step for answers in self.answers]
+
+    def equal(self, plain: Passes) -> str:
+        """How many answers equal plain decoding's, of all repetitions."""
+        pairs = [
+            pair
+            for mine, theirs in zip(self.answers, plain.answers, strict=True)
+            for pair in zip(mine.each, theirs.each, strict=True)
+        ]
+        return f"{sum(one.tokens == other.tokens for one, other in pairs)} of {len(pairs)}"
+
+
+def measure(
+    house: House,
+    prompts: Sequence[tuple[int, ...]],
+    tokens: int,
+    batch: int,
+    into: Passes,
+    manner: Manner = GREEDY,
+) -> None:
+    """One pass through all prompts."""
+    house.tell()
+    into.answers.append(asyncio.run(ask_all(house.front.address, prompts, tokens, batch, manner)))
+    into.work.append(house.tell())
+
+
+def warm(house: House, prompts: Sequence[tuple[int, ...]], tokens: int, batches: Sequence[int]) -> None:
+    """Let everybody see each width once, and the controller learn what things take."""
+    for batch in batches:
+        asyncio.run(ask_all(house.front.address, prompts[: max(2, batch)], tokens, batch))

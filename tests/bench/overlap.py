@@ -1,0 +1,210 @@
+"""Drafts that run ahead against drafts that are made when asked for, in turn in the same run.
+
+First with a draft model, the drafter and the target on one core each; then with synthetic acceptance, where both the
+chance of a guess and its cost are set, beside what theory predicts.
+"""
+
+from __future__ import annotations
+
+import statistics
+from contextlib import ExitStack
+
+from cluster.core.config import Configuration
+from deploy.acceptance import NOT_LOSSLESS
+from tests.bench import drafting, houses, theory
+from tests.bench.asking import Manner
+from tests.bench.drafting import Passes, Questions
+from tests.bench.houses import House
+from tests.bench.options import Options
+from tests.bench.report import heading, ratios, spread, table, write
+
+MODES = ("serial", "run_ahead", "enumerate")
+BATCHES = (1, 8)
+ACCEPTANCES, QUICK_ACCEPTANCES = (0.6, 0.8, 0.9), (0.8,)
+COSTS, QUICK_COSTS = (0.05, 0.1, 0.3), (0.1,)
+"""Time of one guess, in plain rounds of the target."""
+LENGTH = 4
+"""Guesses in each synthetic proposal."""
+SYNTHETIC_PROMPTS = 6
+PLAIN, DRAFTED = Manner(max_draft_tokens=0), Manner()
+ALTERNATE = "enumerate, alternating halves"
+
+
+def run(options: Options) -> None:
+    """Measure and report."""
+    heading("Overlap: drafting while the target verifies")
+    questions = drafting.questions(options)
+    _with_model(options, questions)
+    _synthetic(options, questions)
+
+
+# --- a draft model ----------------------------------------------------------------------------
+
+
+def _with_model(options: Options, questions: Questions) -> None:
+    base = drafting.modelled(options)
+    if base is None:
+        return
+    write(f"{base.target.served_name}, {base.target.dtype}; {questions.describe(options.answer_tokens)}")
+    write(drafting.describe(base))
+    found: dict[tuple[str, int], Passes] = {}
+    with ExitStack() as stack:
+        open_houses = _open(stack, base)
+        for house in open_houses.values():
+            drafting.warm(house, questions.prompts, options.answer_tokens, BATCHES)
+        for repeat in range(options.repeats):
+            for batch in BATCHES:
+                for name, house in open_houses.items():
+                    if batch == 1 and name == ALTERNATE:
+                        continue
+                    passes = found.setdefault((name, batch), Passes())
+                    prompts = questions.at_least(2 * batch)
+                    drafting.measure(house, prompts, options.answer_tokens, batch, passes)
+                    write(f"repetition {repeat + 1}, {name}, batch {batch}: {passes.rates[-1]:.1f} tokens/s")
+    _report_modes(found)
+
+
+def _open(stack: ExitStack, base: Configuration) -> dict[str, House]:
+    """One target on the first core; a drafter for each mode on the last."""
+    cores = houses.all_cores()
+    target = stack.enter_context(houses.target(base, cores[:1]))
+    opened = {"plain": houses.open_house(stack, drafting.changed(base, method="none", model=None), target)}
+    for mode in MODES:
+        configuration = drafting.changed(base, mode=mode)
+        drafter = stack.enter_context(houses.draft(configuration, cores[-1:]))
+        opened[mode] = houses.open_house(stack, configuration, target, drafter)
+    halves = drafting.changed(base, mode=MODES[-1], alternate="on")
+    opened[ALTERNATE] = houses.open_house(stack, halves, target, opened[MODES[-1]].draft)
+    return opened
+
+
+def _report_modes(found: dict[tuple[str, int], Passes]) -> None:
+    rows: list[list[str]] = []
+    for (name, batch), passes in found.items():
+        serial, plain = found["serial", batch], found["plain", batch]
+        rows.append(
+            [
+                name,
+                str(batch),
+                spread(passes.rates, 1),
+                spread(ratios(passes.rates, serial.rates)),
+                spread(ratios(passes.rates, plain.rates)),
+                spread(passes.committed),
+                *_shares(passes),
+                passes.equal(plain),
+            ]
+        )
+    columns = ("mode", "batch", "tokens/s", "÷ serial", "÷ plain, target's core", "τ")
+    table((*columns, "ready when asked", "drafter idle", "target idle", "equal to plain's"), rows)
+    write("drafter and target on one core each; ready: share of the proposed nodes that had been grown before")
+
+
+def _shares(passes: Passes) -> list[str]:
+    """Hit rate, and the idle shares of drafter and target."""
+    columns = ("hit_rate", "draft_idle", "target_idle")
+    return [f"{spread([getattr(work, name) * 100 for work in passes.work], 0)} %" for name in columns]
+
+
+# --- synthetic acceptance ---------------------------------------------------------------------
+
+
+def _synthetic(options: Options, questions: Questions) -> None:
+    """A chain of `LENGTH` guesses each round, whatever the controller would say."""
+    write(f"\nSynthetic acceptance. {NOT_LOSSLESS}.")
+    rows: list[list[str]] = []
+    for acceptance in QUICK_ACCEPTANCES if options.quick else ACCEPTANCES:
+        rows.extend(_Experiment(options, questions, acceptance).rows())
+    write(f"\n{NOT_LOSSLESS}:")
+    columns = (
+        "α",
+        "c",
+        "E[tokens]",
+        "τ",
+        "serial ÷ plain",
+        "E ÷ (γc + 1 + δ)",
+        "run-ahead ÷ plain",
+        "E ÷ max(1 + δ, γc)",
+    )
+    table((*columns, "run-ahead ÷ serial", "ready when asked", "drafter idle", "target idle"), rows)
+    write(
+        f"batch 1, γ = {LENGTH} guesses a round; α: chance of each; c: time of each, in plain rounds; δ: what a round"
+    )
+    write(
+        "takes beyond, measured with guesses that cost nothing. The last formula is for guesses that all prove right."
+    )
+
+
+class _Experiment:
+    """One chance of acceptance: a target of its own for all costs."""
+
+    def __init__(self, options: Options, questions: Questions, acceptance: float) -> None:
+        self._options = options
+        self._prompts = questions.prompts[:SYNTHETIC_PROMPTS]
+        self._acceptance = acceptance
+
+    def rows(self) -> list[list[str]]:
+        """One for each cost."""
+        costless = self._configuration("serial", 0.0)
+        with ExitStack() as stack:
+            target = stack.enter_context(houses.target(costless, houses.all_cores()))
+            free = houses.open_house(stack, costless, target)
+            plain, undelayed = Passes(), Passes()
+            drafting.warm(free, self._prompts, self._options.answer_tokens, (1,))
+            for _ in range(self._options.repeats):
+                self._measure(free, plain, PLAIN)
+                self._measure(free, undelayed)
+            step = statistics.median(_round_seconds(plain))
+            overhead = statistics.median(ratios(_round_seconds(undelayed), _round_seconds(plain))) - 1
+            costs = QUICK_COSTS if self._options.quick else COSTS
+            return [self._row(target, free, cost, step, overhead) for cost in costs]
+
+    def _row(self, target: houses.Process, free: House, cost: float, step: float, overhead: float) -> list[str]:
+        """Plain, serial and run-ahead in turn."""
+        plain, serial, ahead = Passes(), Passes(), Passes()
+        with ExitStack() as stack:
+            opened = [houses.open_house(stack, self._configuration(mode, cost * step), target) for mode in MODES[:2]]
+            for house in opened:
+                drafting.warm(house, self._prompts, self._options.answer_tokens, (1,))
+            for _ in range(self._options.repeats):
+                self._measure(free, plain, PLAIN)
+                self._measure(opened[0], serial)
+                self._measure(opened[1], ahead)
+        rates = [[answers.decoding_rate for answers in passes.answers] for passes in (plain, serial, ahead)]
+        write(f"α = {self._acceptance}, c = {cost}: {' / '.join(f'{values[-1]:.1f}' for values in rates)} tokens/s")
+        return [
+            f"{self._acceptance:g}",
+            f"{cost:g}",
+            f"{theory.expected_tokens(self._acceptance, LENGTH):.2f}",
+            spread(serial.committed),
+            spread(ratios(rates[1], rates[0])),
+            f"{theory.serial_speedup(self._acceptance, LENGTH, cost, overhead):.2f}",
+            spread(ratios(rates[2], rates[0])),
+            f"{theory.overlapped_speedup(self._acceptance, LENGTH, cost, overhead):.2f}",
+            spread(ratios(rates[2], rates[1])),
+            *_shares(ahead),
+        ]
+
+    def _measure(self, house: House, into: Passes, manner: Manner = DRAFTED) -> None:
+        drafting.measure(house, self._prompts, self._options.answer_tokens, 1, into, manner)
+        if any(answer.is_lossless for answer in into.answers[-1].each):
+            raise RuntimeError("a synthetic answer does not say that it is not lossless")
+
+    def _configuration(self, mode: str, seconds: float) -> Configuration:
+        return self._options.based_on(
+            *drafting.ROOM,
+            "draft.method=synthetic",
+            f"draft.mode={mode}",
+            f"draft.synthetic_acceptance=[{self._acceptance}]",
+            f"draft.synthetic_seconds={seconds}",
+            f"draft.max_nodes={LENGTH}",
+            f"draft.max_depth={LENGTH}",
+            "draft.controller=off",
+        )
+
+
+def _round_seconds(passes: Passes) -> list[float]:
+    """Mean time of a round, once the first tokens are there."""
+    return [
+        sum(answer.decoding_seconds for answer in answers.each) / sum(answer.steps - 1 for answer in answers.each)
+        for answers in passes.answers
+    ]

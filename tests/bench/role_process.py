@@ -1,0 +1,184 @@
+"""One role of the cluster in a process of its own, on the cores that it is given.
+
+    python -m tests.bench.role_process '{"role": "target", "configuration": …, "cores": [0], "threads": 1}'
+
+Prints a line of JSON with its address once it is ready; answers every line of its input with a line of what it did
+since the last one; ends with its input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from cluster.core.config import Configuration
+from cluster.core.ids import SequenceId
+from cluster.core.types import DraftRow, Proposal
+from cluster.wire.clients import GrpcDrafter, GrpcTarget
+from deploy.frontend import Frontend, fixed
+
+LOOPBACK = "127.0.0.1"
+Tell = Callable[[], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a process is told."""
+
+    role: Literal["target", "draft", "front"]
+    configuration: str
+    """As JSON. Model paths are local directories."""
+    cores: tuple[int, ...]
+    """Where it may run."""
+    threads: int = 1
+    target: str = ""
+    """The target's address, for the front: coordinator and public services."""
+    drafts: tuple[str, ...] = ()
+    """The drafters' addresses, for the front."""
+
+    def to_json(self) -> str:
+        """For the command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Role:
+        """From the command line."""
+        values = json.loads(text)
+        return cls(**values | {"cores": tuple(values["cores"]), "drafts": tuple(values["drafts"])})
+
+
+class Timed:
+    """Another object whose calls by some names are timed: how long it was busy."""
+
+    def __init__(self, inner: Any, names: Sequence[str]) -> None:
+        self._inner = inner
+        self._names = names
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._inner, name)
+        if name not in self._names:
+            return value
+
+        def timed(*arguments: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return value(*arguments)
+            finally:
+                self.seconds += time.perf_counter() - begun
+
+        return timed
+
+
+@dataclass
+class Counting:
+    """A drafter whose proposals are counted on their way."""
+
+    inner: GrpcDrafter
+    counts: dict[str, float] = field(default_factory=lambda: {"proposals": 0.0, "nodes": 0.0, "ready": 0.0})
+
+    async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
+        """Nodes proposed, and those of them that had been grown before."""
+        proposals = await self.inner.propose(rows, timeout_seconds)
+        for proposal in proposals:
+            self.counts["proposals"] += 1
+            self.counts["nodes"] += len(proposal.tree)
+            self.counts["ready"] += proposal.ready
+        return proposals
+
+    async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """Nothing to count."""
+        await self.inner.release(sequence_ids)
+
+
+@asynccontextmanager
+async def living(role: Role) -> AsyncIterator[tuple[str, Tell]]:
+    """Its address, and who tells what it did since it was last asked."""
+    configuration = Configuration.model_validate_json(role.configuration)
+    async with AsyncExitStack() as stack:
+        start = {"target": _start_target, "draft": _start_draft, "front": _start_front}[role.role]
+        address, done = await start(role, configuration, stack)
+        last, since = done(), time.perf_counter()
+
+        def tell() -> dict[str, float]:
+            nonlocal last, since
+            (before, begun), (last, since) = (last, since), (done(), time.perf_counter())
+            return {name: last[name] - before[name] for name in last} | {"wall_seconds": since - begun}
+
+        yield address, tell
+
+
+async def live(role: Role) -> None:
+    """Start, tell, end."""
+    async with living(role) as (address, tell):
+        _say({"address": address})
+        while await asyncio.to_thread(sys.stdin.readline):
+            _say(tell())
+
+
+async def _start_target(role: Role, configuration: Configuration, stack: AsyncExitStack) -> tuple[str, Tell]:
+    from workers.serve.hosting import host_target  # torch, which the front never needs
+    from workers.target.ranks import build_engine
+
+    _set_threads(role.threads)
+    engine = Timed(await asyncio.to_thread(build_engine, configuration.target), ("step",))
+    host = await stack.enter_async_context(host_target(LOOPBACK, engine))
+    return host.address, lambda: {"busy_seconds": engine.seconds}
+
+
+async def _start_draft(role: Role, configuration: Configuration, stack: AsyncExitStack) -> tuple[str, Tell]:
+    from workers.draft.method import create
+    from workers.serve.hosting import host_draft
+
+    draft = configuration.draft
+    if draft.model is not None:  # who only looks up needs no torch
+        _set_threads(role.threads)
+    method = Timed(await asyncio.to_thread(create, draft.method, draft, configuration.target), ("propose", "grow"))
+    host = await stack.enter_async_context(host_draft(LOOPBACK, method))
+    return host.address, lambda: {"busy_seconds": method.seconds}
+
+
+async def _start_front(role: Role, configuration: Configuration, stack: AsyncExitStack) -> tuple[str, Tell]:
+    target = GrpcTarget(fixed(role.target))
+    stack.push_async_callback(target.close)
+    drafters = [Counting(GrpcDrafter(fixed(address))) for address in role.drafts]
+    for drafter in drafters:
+        stack.push_async_callback(drafter.inner.close)
+    frontend = Frontend(configuration, target, drafters)
+    stack.push_async_callback(frontend.stop, 0.0)
+    port = await frontend.start()
+    await frontend.wait_until_ready()
+    return f"{LOOPBACK}:{port}", lambda: {
+        name: sum(drafter.counts[name] for drafter in drafters) for name in drafters[0].counts
+    }
+
+
+def _set_threads(threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def _say(values: dict[str, Any]) -> None:
+    sys.stdout.write(f"{json.dumps(values)}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """See the module."""
+    logging.disable(logging.WARNING)
+    role = Role.from_json(sys.argv[1])
+    os.sched_setaffinity(0, role.cores)
+    asyncio.run(live(role))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Drafts against plain decoding on Spec-Bench's six tasks, in turn in the same run.
+
+Target, drafters and coordinator are processes of their own that speak gRPC. At batch 1 the drafter and the target
+have one core each, compared with plain decoding on one core and on all of them; in batches both sides have all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from cluster.core.config import Configuration
+from tests.bench import drafting, houses
+from tests.bench.agreement import Agreement, agreement
+from tests.bench.asking import Answers, Manner
+from tests.bench.drafting import GREEDY, SAMPLED, Passes, Questions
+from tests.bench.houses import House
+from tests.bench.options import Options
+from tests.bench.report import heading, ratios, spread, table, write
+
+BATCHES, QUICK_BATCHES = (1, 4, 8, 16, 32), (1, 4)
+WIDE, NARROW = "plain, all cores", "plain, one core"
+APART, LARGEST = "draft and target on a core each", "the same, always the largest tree"
+LOOKUP, SHARED = "ngram", "draft model"
+IN_BATCHES = (WIDE, LOOKUP, SHARED)
+
+
+@dataclass
+class Bench:
+    """Houses by name, and what was measured of them."""
+
+    questions: Questions
+    tokens: int
+    houses: dict[str, House] = field(default_factory=dict)
+    passes: dict[tuple[str, int, Manner], Passes] = field(default_factory=dict)
+
+    def parts(self, name: str, place: slice) -> list[Answers]:
+        """Some prompts' answers at batch 1, greedy; one per repetition, none where there is no such house."""
+        return [answers.part(place) for answers in self.passes.get((name, 1, GREEDY), Passes()).answers]
+
+    def measure(self, name: str, batch: int, manner: Manner = GREEDY) -> None:
+        """One pass of one house, if there is such a house."""
+        if name not in self.houses:
+            return
+        prompts = self.questions.prompts if batch == 1 else self.questions.at_least(2 * batch)
+        passes = self.passes.setdefault((name, batch, manner), Passes())
+        drafting.measure(self.houses[name], prompts, self.tokens, batch, passes, manner)
+        last = passes.answers[-1]
+        write(f"{name}, batch {batch}: {last.rate:.1f} tokens/s, {last.committed_per_step:.2f} per step")
+
+
+def run(options: Options) -> None:
+    """Measure and report."""
+    heading("Speculation: drafts against plain decoding, Spec-Bench's tasks")
+    questions = drafting.questions(options)
+    bench = Bench(questions, options.answer_tokens)
+    batches = QUICK_BATCHES if options.quick else BATCHES
+    plain = drafting.plain(options)
+    model = drafting.modelled(options)
+    write(f"{plain.target.served_name}, {plain.target.dtype}; {questions.describe(options.answer_tokens)}")
+    write(drafting.describe(model or drafting.ngram(options)))
+    with ExitStack() as stack:
+        _open(stack, bench, options, plain, model)
+        for name, house in bench.houses.items():
+            wide = name in IN_BATCHES
+            drafting.warm(house, questions.prompts, options.answer_tokens, batches if wide else batches[:1])
+        for repeat in range(options.repeats):
+            write(f"repetition {repeat + 1}")
+            for name in bench.houses:
+                bench.measure(name, 1)
+            for name in (WIDE, NARROW, APART):
+                bench.measure(name, 1, SAMPLED)
+            for batch in batches[1:]:
+                for name in IN_BATCHES:
+                    bench.measure(name, batch)
+        agreed = _agreements(bench)
+    _report_tasks(bench, agreed)
+    _report_alone(bench)
+    _report_batches(bench, batches)
+
+
+def _open(stack: ExitStack, bench: Bench, options: Options, plain: Configuration, model: Configuration | None) -> None:
+    """Two targets: one with all cores, one with the first; the drafter's own core is the last."""
+    cores = houses.all_cores()
+    wide = stack.enter_context(houses.target(plain, cores))
+    narrow = stack.enter_context(houses.target(plain, cores[:1]))
+    ngram = drafting.ngram(options)
+    opened = bench.houses
+    opened[WIDE] = houses.open_house(stack, plain, wide)
+    opened[NARROW] = houses.open_house(stack, plain, narrow, opened[WIDE].draft)
+    opened[LOOKUP] = houses.open_house(stack, ngram, wide)
+    drafted = model or ngram
+    own = stack.enter_context(houses.draft(drafted, cores[-1:]))
+    opened[APART] = houses.open_house(stack, drafted, narrow, own)
+    opened[LARGEST] = houses.open_house(stack, drafting.changed(drafted, controller="off"), narrow, own)
+    if model is not None:
+        opened[SHARED] = houses.open_house(stack, model, wide)
+
+
+def _agreements(bench: Bench) -> dict[str, Agreement]:
+    """Of the drafter with the target's own text."""
+    house, plain = bench.houses[APART], bench.passes[WIDE, 1, GREEDY].answers[0]
+    texts = [tuple(answer.tokens) for answer in plain.each]
+    return {
+        task: asyncio.run(agreement(house.draft.address, bench.questions.prompts[place], texts[place]))
+        for task, place in bench.questions.places.items()
+    }
+
+
+def _report_tasks(bench: Bench, agreed: dict[str, Agreement]) -> None:
+    """Batch 1, greedy."""
+    places = bench.questions.places | {"overall": slice(None)}
+    shares = agreed | {"overall": sum(agreed.values(), Agreement())}
+    rows: list[list[str]] = []
+    for task, place in places.items():
+        wide, narrow, apart, largest = (bench.parts(name, place) for name in (WIDE, NARROW, APART, LARGEST))
+        rows.append(
+            [
+                task,
+                f"{shares[task].share * 100:.0f} %",
+                spread([part.committed_per_step for part in apart]),
+                spread([part.committed_per_step for part in largest]) if largest else "–",
+                spread([part.own_rate for part in apart], 1),
+                *(
+                    spread(ratios([getattr(part, rate) for part in apart], [getattr(part, rate) for part in plain]))
+                    for rate in ("own_rate", "decoding_rate")
+                    for plain in (wide, narrow)
+                ),
+            ]
+        )
+    columns = ("task", "agreement", "τ", "τ, largest trees", "tokens/s", "÷ plain, all cores", "÷ plain, one core")
+    table((*columns, "decoding ÷ all cores", "decoding ÷ one core"), rows)
+    write("batch 1, greedy, drafter and target on one core each; agreement: the drafter's first guess at each position")
+    write("of the target's text; τ: tokens per target step; decoding: from an answer's first tokens on")
+
+
+def _report_alone(bench: Bench) -> None:
+    """Batch 1: every house, greedy and sampled."""
+    rows: list[list[str]] = []
+    for (name, batch, manner), passes in bench.passes.items():
+        if batch != 1:
+            continue
+        plain = bench.passes[WIDE, 1, manner]
+        rows.append(
+            [
+                f"{name}, {'greedy' if manner == GREEDY else 'sampled'}",
+                spread(passes.rates, 1),
+                spread(ratios(passes.rates, plain.rates)),
+                spread(passes.committed),
+                spread([work.target_idle * 100 for work in passes.work], 0) + " %",
+                spread([work.draft_idle * 100 for work in passes.work], 0) + " %",
+                passes.equal(plain),
+            ]
+        )
+    table(
+        ("batch 1", "tokens/s", "÷ plain, all cores", "τ", "target idle", "drafter idle", "equal to plain's"),
+        rows,
+    )
+    write(f"sampled: temperature {SAMPLED.temperature}, top-p {SAMPLED.top_p}, a seed for each prompt")
+
+
+def _report_batches(bench: Bench, batches: tuple[int, ...]) -> None:
+    """Both sides have all cores."""
+    rows: list[list[str]] = []
+    for batch in batches:
+        plain = bench.passes[WIDE, batch, GREEDY]
+        for name in IN_BATCHES[1:]:
+            passes = bench.passes.get((name, batch, GREEDY))
+            if passes is not None:
+                rows.append(
+                    [
+                        name,
+                        str(batch),
+                        spread(plain.rates, 1),
+                        spread(passes.rates, 1),
+                        spread(ratios(passes.rates, plain.rates)),
+                        spread(passes.committed),
+                        passes.equal(plain),
+                    ]
+                )
+    table(("drafts", "batch", "plain, tokens/s", "tokens/s", "÷ plain", "τ", "equal to plain's"), rows)
+    write("plain and drafted alternate; both have all cores")

@@ -1,0 +1,165 @@
+"""Whatever is committed, rewound, repeated, grown and released: trees stay trees, and blocks are given back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from cluster.core.config import DraftSection
+from cluster.core.ids import SequenceId
+from cluster.core.tree import ROOT
+from cluster.core.types import DraftBudget, DraftRow, Proposal, RowFaultCode, SamplingParameters, SequenceStart
+from tests.growing_fakes import BLOCK, FakeExpander, ranked
+from workers.draft.growing import GrowingTree
+from workers.draft.growth import GrowingDrafter
+
+NAMES = "abc"
+SAMPLINGS = (SamplingParameters(temperature=0.0), SamplingParameters(seed=1))
+CONTEXT = 40
+
+
+class Growing(RuleBasedStateMachine):
+    """A coordinator with its own books, and a drafter whose memory is nearly always full."""
+
+    @initialize(
+        mode=st.sampled_from(["serial", "run_ahead", "enumerate"]),
+        blocks=st.integers(4, 60),
+        width=st.integers(1, 4),
+        guesses=st.integers(1, 3),
+        chunk=st.integers(4, 64),
+    )
+    def begin(self, mode: Any, blocks: int, width: int, guesses: int, chunk: int) -> None:
+        self.expander = FakeExpander(blocks, CONTEXT, sure=(0.6, 0.2, 0.1)[:guesses])
+        section = DraftSection(method="none", mode=mode, width=width, max_nodes=8, max_depth=6)
+        self.drafter = GrowingDrafter(self.expander, section, chunk, clock=lambda: 0.0)
+        self.tokens: dict[str, list[int]] = {}
+        self.told: dict[str, int] = {}
+        self.sent: dict[str, Proposal] = {}
+
+    def row(self, name: str, nodes: int, depth: int, start: SequenceStart | None = None) -> DraftRow:
+        tokens = self.tokens[name]
+        new = tokens if start is not None else tokens[min(self.told[name], len(tokens)) :]
+        return DraftRow(SequenceId(name), len(tokens), tuple(new), DraftBudget(nodes, depth), start)
+
+    def ask(self, rows: list[DraftRow]) -> None:
+        for row, proposal in zip(rows, self.drafter.propose(rows), strict=True):
+            name = str(row.sequence_id)
+            if proposal.fault is not None:
+                assert proposal.fault.code is RowFaultCode.OUT_OF_SYNC
+                self.sent.pop(name, None)
+                del self.tokens[name]
+                continue
+            self.told[name] = row.base_len
+            self.sent[name] = proposal
+            self.check_proposal(row, proposal)
+
+    def check_proposal(self, row: DraftRow, proposal: Proposal) -> None:
+        tree = proposal.tree
+        assert len(tree) <= row.budget.max_nodes and tree.depth() <= row.budget.max_depth
+        assert len(proposal.probabilities) == len(tree) >= proposal.ready
+        for node, parent in enumerate(tree.parents):
+            above = 1.0 if parent == ROOT else proposal.probabilities[parent]
+            assert 0.0 <= proposal.probabilities[node] <= above
+            before = [*self.tokens[str(row.sequence_id)], *tree.path_tokens(parent)]
+            assert tree.tokens[node] in ranked(before)
+            assert len(before) <= CONTEXT
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        prompt=st.lists(st.integers(0, 6), min_size=1, max_size=30),
+        sampling=st.sampled_from(SAMPLINGS),
+        nodes=st.integers(0, 8),
+    )
+    def start(self, name: str, prompt: list[int], sampling: SamplingParameters, nodes: int) -> None:
+        self.tokens[name] = list(prompt)
+        self.ask([self.row(name, nodes, 6, SequenceStart(len(prompt), sampling))])
+
+    @rule(data=st.data(), nodes=st.integers(0, 8), depth=st.integers(0, 6))
+    def commit(self, data: st.DataObject, nodes: int, depth: int) -> None:
+        """Of each of some sequences: a path that was sent, or a part of it, and a token of the target's own."""
+        rows = []
+        for name in sorted(self.sent):
+            if not data.draw(st.booleans()):
+                continue
+            tree = self.sent[name].tree
+            node = data.draw(st.integers(ROOT, len(tree) - 1))
+            self.tokens[name] += [*tree.path_tokens(node), data.draw(st.integers(0, 6))]
+            rows.append(self.row(name, nodes, depth))
+        self.ask(rows)
+
+    @rule(data=st.data())
+    def repeat(self, data: st.DataObject) -> None:
+        """A row comes again, perhaps one that was told long ago."""
+        for name in sorted(self.sent):
+            shorter = data.draw(st.integers(0, 3))
+            if shorter:
+                del self.tokens[name][max(1, len(self.tokens[name]) - shorter) :]
+                self.told[name] = max(0, len(self.tokens[name]) - data.draw(st.integers(0, 2)))
+            before = self.sent[name]
+            self.ask([self.row(name, 8, 6)])
+            if not shorter and name in self.sent and len(before.tree) == 8:
+                assert len(self.sent[name].tree) == 8
+
+    @rule(passes=st.integers(1, 5))
+    def grow(self, passes: int) -> None:
+        for _ in range(passes):
+            self.drafter.grow()
+
+    @rule(name=st.sampled_from(NAMES))
+    def release(self, name: str) -> None:
+        self.drafter.release([SequenceId(name)])
+        self.sent.pop(name, None)
+        self.tokens.pop(name, None)
+
+    @rule()
+    def fail(self) -> None:
+        """A pass that fails leaves everything as it was."""
+        self.expander.failing = True
+        try:
+            self.drafter.grow()
+        except RuntimeError:
+            pass
+        finally:
+            self.expander.failing = False
+
+    @invariant()
+    def every_tree_is_sound_and_stored_where_it_says(self) -> None:
+        if not hasattr(self, "drafter"):
+            return
+        sessions = self.drafter._sessions._sessions
+        tables = set()
+        for name, session in sessions.items():
+            self.check_tree(session.tree, self.tokens.get(str(name), session.tokens))
+            tables |= session.tree._tables()
+        held = {block for table in tables for block in table.blocks[0]}
+        assert self.expander.memory.blocks_held == len(held)  # nothing leaks
+        for table in tables:
+            assert len(table.blocks[0]) == -(-table.stored_len // BLOCK)  # nothing is held that is not used
+            assert self.expander.memory.read(table) == table.tokens
+
+    def check_tree(self, tree: GrowingTree, tokens: list[int]) -> None:
+        assert tree.root.length == len(tokens) and tree.root.path == 1.0
+        assert tree.trunk.tokens[: len(tokens)] == tokens[: tree.trunk.stored_len]
+        assert (tree.root.branch is None) == (tree.trunk.stored_len < len(tokens))
+        paths = {id(tree.root): tokens}
+        for node in tree.nodes:
+            parent = node.parent
+            assert parent is not None and parent.branch is not None and node in parent.children
+            assert 0.0 <= node.path <= parent.path + 1e-9
+            path = paths[id(node)] = [*paths[id(parent)], node.token]
+            assert node.length == len(path)
+            if node.branch is not None:
+                assert node.branch.tokens[: len(path)] == path
+        assert sum(len(node.children) for node in (tree.root, *tree.nodes)) == len(tree.nodes)
+
+    def teardown(self) -> None:
+        if hasattr(self, "drafter"):
+            self.drafter.close()
+            assert self.expander.memory.blocks_held == 0
+
+
+TestGrowing = Growing.TestCase
+TestGrowing.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

@@ -1,0 +1,84 @@
+"""Answers on disk: appended, read back, cut where an interruption left half a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cluster.core.errors import ConfigurationError
+from workers.distill.answers import Answer, AnswerFile, Leading, read_answers
+
+
+def answer(key: str, written: tuple[int, ...] = (5, 6, 2), held_out: bool = False, thoughts: bool = False) -> Answer:
+    leading = None
+    if thoughts:
+        tokens = np.arange(len(written) * 4, dtype=np.int32).reshape(-1, 4)
+        leading = Leading(tokens, -np.arange(tokens.size, dtype=np.float16).reshape(tokens.shape) / 8)
+    return Answer(key, "qa", 0.7, held_out, (1, 2, 3), written, leading)
+
+
+def test_what_was_appended_is_read_back(tmp_path: Path) -> None:
+    with AnswerFile(tmp_path / "a.jsonl") as file:
+        file.append(answer("one"))
+        file.append(answer("two", thoughts=True))
+
+    one, two = read_answers(tmp_path / "a.jsonl")
+
+    assert (one.key, one.category, one.temperature, one.held_out) == ("one", "qa", 0.7, False)
+    assert (one.prompt, one.answer, one.leading) == ((1, 2, 3), (5, 6, 2), None)
+    expected = answer("two", thoughts=True).leading
+    assert two.leading is not None and expected is not None
+    np.testing.assert_array_equal(two.leading.tokens, expected.tokens)
+    np.testing.assert_array_equal(two.leading.log_probabilities, expected.log_probabilities)
+
+
+def test_a_file_opened_again_knows_what_it_holds(tmp_path: Path) -> None:
+    with AnswerFile(tmp_path / "a.jsonl") as file:
+        file.append(answer("one", written=(4, 5)))
+        file.append(answer("kept", written=(4, 5, 6), held_out=True))
+
+    with AnswerFile(tmp_path / "a.jsonl") as file:
+        file.append(answer("two", written=(7,)))
+        assert file.finished == {"one", "kept", "two"}
+        assert file.answer_tokens == 3  # what is held out is not trained on
+
+
+def test_half_a_line_is_cut_off_and_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with AnswerFile(path) as file:
+        file.append(answer("one"))
+        file.append(answer("two"))
+    path.write_bytes(path.read_bytes()[:-10])
+
+    with AnswerFile(path) as file:
+        assert file.finished == {"one"}
+        file.append(answer("two"))
+
+    assert [found.key for found in read_answers(path)] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nonsense",
+        "[]",
+        '{"key": "a"}',
+        '{"key":"a","category":"","temperature":0,"held_out":false,"prompt":1,"answer":[]}',
+    ],
+)
+def test_a_line_that_is_no_answer_is_refused_by_its_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "a.jsonl"
+    with AnswerFile(path) as file:
+        file.append(answer("one"))
+    with path.open("a") as stream:
+        stream.write(line + "\n")
+
+    with pytest.raises(ConfigurationError, match="line 2"):
+        read_answers(path)
+
+
+def test_a_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"absent\.jsonl"):
+        read_answers(tmp_path / "absent.jsonl")

@@ -1,0 +1,113 @@
+"""The losses: what they are over the target's leading tokens and one remainder."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cluster.core.errors import ConfigurationError
+from workers.distill.divergence import distillation_loss, divergence_named, forward_kl, reverse_kl
+
+POSITIONS, VOCABULARY = 5, 12
+
+
+def drawn(seed: int) -> Tensor:
+    return torch.randn(POSITIONS, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def everything() -> Tensor:
+    return torch.arange(VOCABULARY).expand(POSITIONS, VOCABULARY)
+
+
+def leading(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    values, tokens = logits.log_softmax(-1).topk(count)
+    return tokens, values
+
+
+class TestWithEveryTokenNamed:
+    def test_forward_is_the_divergence_of_the_student_from_the_target(self) -> None:
+        student, target = drawn(1), drawn(2)
+
+        loss = distillation_loss(student, everything(), target.log_softmax(-1), forward_kl)
+
+        expected = functional.kl_div(student.log_softmax(-1), target.log_softmax(-1), log_target=True, reduction="sum")
+        assert float(loss) == pytest.approx(float(expected) / POSITIONS, rel=1e-5)
+
+    def test_reverse_is_the_divergence_of_the_target_from_the_student(self) -> None:
+        student, target = drawn(1), drawn(2)
+
+        loss = distillation_loss(student, everything(), target.log_softmax(-1), reverse_kl)
+
+        expected = functional.kl_div(target.log_softmax(-1), student.log_softmax(-1), log_target=True, reduction="sum")
+        assert float(loss) == pytest.approx(float(expected) / POSITIONS, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl"])
+class TestEither:
+    def test_it_is_nothing_where_both_are_the_same(self, name: str) -> None:
+        logits = drawn(3)
+
+        loss = distillation_loss(logits, *leading(logits, 4), divergence_named(name))
+
+        assert float(loss) == pytest.approx(0, abs=1e-5)
+
+    def test_naming_fewer_tokens_never_makes_it_larger(self, name: str) -> None:
+        """What is merged into one remainder can only hide a difference (the data-processing inequality)."""
+        student, target = drawn(4), drawn(5)
+
+        losses = [float(distillation_loss(student, *leading(target, k), divergence_named(name))) for k in (2, 4, 8, 12)]
+
+        assert losses == sorted(losses)
+
+    def test_its_gradient_leads_to_the_target(self, name: str) -> None:
+        student, target = drawn(6).requires_grad_(), drawn(7)
+        optimizer = torch.optim.Adam([student], lr=0.1)
+        for _ in range(300):
+            optimizer.zero_grad()
+            torch.autograd.backward(distillation_loss(student, *leading(target, 6), divergence_named(name)))
+            optimizer.step()
+
+        tokens, log_probabilities = leading(target, 6)
+        reached = student.log_softmax(-1).gather(1, tokens)
+        assert torch.allclose(reached.exp(), log_probabilities.exp(), atol=0.02)
+
+    def test_a_position_of_which_nothing_is_known_costs_nothing_and_teaches_nothing(self, name: str) -> None:
+        student = drawn(8).requires_grad_()
+        nothing = torch.full((POSITIONS, 3), -1), torch.full((POSITIONS, 3), -math.inf)
+
+        loss = distillation_loss(student, *nothing, divergence_named(name))
+        torch.autograd.backward(loss)
+
+        assert float(loss.detach()) == 0
+        assert student.grad is not None and float(student.grad.abs().max()) == 0
+
+
+def test_one_certain_token_makes_it_cross_entropy() -> None:
+    student, labels = drawn(9), torch.tensor([3, 1, 4, 1, 5])
+
+    loss = distillation_loss(student, labels[:, None], torch.zeros(POSITIONS, 1), forward_kl)
+
+    assert float(loss) == pytest.approx(float(functional.cross_entropy(student, labels)), abs=1e-4)
+
+
+def test_what_the_student_cannot_guess_is_left_out_of_the_target() -> None:
+    """Half of the target's mass is on such a token: the other half counts as all of it."""
+    student = drawn(10)
+    known = torch.tensor([[2, 7]]).expand(POSITIONS, 2)
+    with_unknown = torch.tensor([[-1, 2, 7]]).expand(POSITIONS, 3)
+    chances = torch.tensor([[0.5, 0.5]]).log().expand(POSITIONS, 2)
+    halved = torch.tensor([[0.5, 0.25, 0.25]]).log().expand(POSITIONS, 3)
+
+    whole = distillation_loss(student, known, chances, forward_kl)
+    part = distillation_loss(student, with_unknown, halved, forward_kl)
+
+    assert float(part) == pytest.approx(float(whole), abs=1e-4)
+
+
+def test_an_unknown_loss_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigurationError, match="'jensen' is unknown; it must be one of forward_kl, reverse_kl"):
+        divergence_named("jensen")

@@ -1,0 +1,155 @@
+"""Prompts out of files, and the order they are asked in."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.core.errors import ConfigurationError
+from workers.distill.prompts import Prompt, by_task, read_prompts, schedule
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def some(source: str, count: int) -> list[Prompt]:
+    return [Prompt(source, line, (f"{source} {line}",)) for line in range(1, count + 1)]
+
+
+FORMS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "Spec-Bench": ({"question_id": 1, "category": "qa", "turns": ["One?", "Two?"]}, ("One?", "Two?")),
+    "GSM8K": ({"question": "How many?", "answer": "#### 7"}, ("How many?",)),
+    "Self-Instruct": (
+        {"instruction": "Translate.", "instances": [{"input": "Haus", "output": "house"}]},
+        ("Translate.\n\nHaus",),
+    ),
+    "Self-Instruct without input": ({"instruction": "Sing.", "instances": [{"input": "", "output": "La"}]}, ("Sing.",)),
+    "chat": (
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]},
+        ("Hi",),
+    ),
+    "plain": ({"prompt": "Go on."}, ("Go on.",)),
+}
+
+
+class TestReading:
+    @pytest.mark.parametrize("form", FORMS)
+    def test_the_keys_of_a_line_tell_its_form(self, tmp_path: Path, form: str) -> None:
+        row, turns = FORMS[form]
+
+        (prompt,) = read_prompts(write(tmp_path / "some.jsonl", row))
+
+        assert prompt.turns == turns
+        assert (prompt.source, prompt.line) == ("some.jsonl", 1)
+
+    def test_one_file_may_mix_forms_and_hold_empty_lines(self, tmp_path: Path) -> None:
+        file = tmp_path / "mixed.jsonl"
+        file.write_text('{"prompt": "a"}\n\n{"question": "b"}\n', encoding="utf-8")
+
+        assert [(prompt.line, prompt.turns) for prompt in read_prompts(file)] == [(1, ("a",)), (3, ("b",))]
+
+    def test_every_instance_is_a_prompt_of_its_own_and_its_output_is_not_read(self, tmp_path: Path) -> None:
+        row = {"instruction": "Say.", "instances": [{"input": "a", "output": "x"}, {"input": "b", "output": "y"}]}
+
+        found = read_prompts(write(tmp_path / "p.jsonl", row))
+
+        assert [(prompt.part, prompt.turns) for prompt in found] == [(0, ("Say.\n\na",)), (1, ("Say.\n\nb",))]
+
+    def test_a_system_message_stays(self, tmp_path: Path) -> None:
+        row = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}
+
+        (prompt,) = read_prompts(write(tmp_path / "p.jsonl", row))
+
+        assert (prompt.system, prompt.turns) == ("Be brief.", ("Hi",))
+
+    @pytest.mark.parametrize(
+        ("line", "found"),
+        [
+            ("{", "needed JSON"),
+            ("[1]", "needed an object, found [1]"),
+            ('{"text": "a"}', "needed one of the keys turns, messages, instruction, question, prompt; found ['text']"),
+            ('{"turns": []}', "turns: needed at least one text, found []"),
+            ('{"question": 7}', "question: needed a text that is not empty, found 7"),
+            ('{"prompt": " "}', "prompt: needed a text that is not empty, found ' '"),
+            ('{"messages": "hi"}', "messages: needed a list of objects, found 'hi'"),
+            ('{"messages": [{"role": "assistant", "content": "a"}]}', "role user: needed at least one text, found []"),
+            ('{"instruction": "a", "instances": 3}', "instances: needed a list of objects, found 3"),
+        ],
+    )
+    def test_an_error_names_the_file_the_line_and_what_was_found(self, tmp_path: Path, line: str, found: str) -> None:
+        file = tmp_path / "broken.jsonl"
+        file.write_text(f'{{"prompt": "fine"}}\n{line}\n', encoding="utf-8")
+
+        with pytest.raises(ConfigurationError) as refused:
+            read_prompts(file)
+
+        assert f"{file}, line 2" in str(refused.value)
+        assert found in str(refused.value)
+
+    def test_a_file_that_is_not_there_or_is_empty_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "empty.jsonl").write_text("\n")
+
+        for name in ("absent.jsonl", "empty.jsonl"):
+            with pytest.raises(ConfigurationError, match=name):
+                read_prompts(tmp_path / name)
+
+
+class TestSchedule:
+    def test_a_short_file_is_asked_again_while_a_long_one_is_gone_through_once(self) -> None:
+        tasks = list(islice(schedule([some("long", 100), some("short", 10)], (0.0, 1.0), 0, 0), 100))
+
+        asked = Counter(task.prompt.source for task in tasks)
+        assert asked == {"long": 50, "short": 50}
+        assert {task.turn_pass for task in tasks if task.prompt.source == "long"} == {0}
+        assert Counter(task.turn_pass for task in tasks if task.prompt.source == "short") == dict.fromkeys(range(5), 10)
+
+    def test_the_first_pass_is_greedy_and_no_later_one_is(self) -> None:
+        tasks = list(islice(schedule([some("only", 2)], (0.0, 0.5, 1.0), 0, 9), 12))
+
+        assert [task.temperature for task in tasks[::2]] == [0.0, 0.5, 1.0, 1.0, 0.5, 1.0]
+        assert [task.seed for task in tasks[::2]] == [9, 10, 11, 12, 13, 14]
+
+    def test_greedy_alone_ends_after_one_pass(self) -> None:
+        tasks = list(schedule([some("a", 3), some("b", 5)], (0.0,), 0, 0))
+
+        assert len(tasks) == len({task.key for task in tasks}) == 8
+
+    def test_what_is_held_out_comes_first_and_is_never_asked_for_training(self) -> None:
+        tasks = list(schedule([some("a", 40), some("b", 100)], (0.0,), 6, 0))
+
+        held_out = [task.prompt for task in tasks if task.held_out]
+        assert Counter(prompt.source for prompt in held_out) == {"a": 4, "b": 6}  # a tenth of a file at most
+        assert all(task.held_out for task in tasks[:10])
+        assert not {task.prompt for task in tasks[10:]} & set(held_out)
+
+    def test_the_seed_decides_the_order(self) -> None:
+        def order(seed: int) -> list[str]:
+            return [task.key for task in schedule([some("a", 30)], (0.0,), 3, seed)]
+
+        assert order(1) == order(1)
+        assert order(1) != order(2)
+
+    @pytest.mark.parametrize("temperatures", [(), (-0.1,), (11.0,), (float("nan"),)])
+    def test_temperatures_out_of_bounds_are_refused(self, temperatures: tuple[float, ...]) -> None:
+        with pytest.raises(ConfigurationError, match="temperatures"):
+            next(schedule([some("a", 3)], temperatures, 0, 0))
+
+
+def test_a_task_of_many_categories_has_some_of_each() -> None:
+    prompts = [
+        Prompt("s", line, ("?",), category=category)
+        for line, category in enumerate(["writing", "writing", "math", "math", "qa"])
+    ]
+
+    tasks = by_task(prompts)
+
+    assert [prompt.line for prompt in tasks["mt_bench"]] == [0, 2, 1, 3]
+    assert [prompt.line for prompt in tasks["qa"]] == [4]
+    assert {prompt.category for prompt in tasks["mt_bench"]} == {"mt_bench"}

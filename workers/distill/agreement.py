@@ -1,0 +1,44 @@
+"""How often the student's first guess is what the target wrote: measured where both have read the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from workers.distill.answers import Answer
+from workers.distill.examples import make_batch
+from workers.distill.student import Student
+
+Counts = dict[str, tuple[int, int]]
+"""By category: positions where both agree, and all positions."""
+
+
+def agreement(
+    student: Student, answers: Sequence[Answer], batch_tokens: int, max_length: int, autocast: bool
+) -> Counts:
+    """Positions where they agree and all positions, by category; `""` holds those without one.
+
+    Greedy answers tell how the student guesses what a greedy target writes.
+    """
+    found: Counts = {}
+    device = student.head.device
+    for category in sorted({answer.category for answer in answers}):
+        rows = [answer for answer in answers if answer.category == category]
+        agreed = total = 0
+        size = max(1, batch_tokens // max_length)
+        for start in range(0, len(rows), size):
+            batch = make_batch(rows[start : start + size], max_length).to(device)
+            with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                hidden = student.hidden(batch.tokens).flatten(0, 1)[batch.selected]
+                guesses = student.tokens_of(student.logits(hidden).argmax(dim=-1))
+            agreed += int((guesses == batch.labels).sum())
+            total += len(batch.labels)
+        found[category] = (agreed, total)
+    return found
+
+
+def share(counts: Counts) -> float:
+    """Of all categories together, between 0 and 1; 0 where nothing was counted."""
+    agreed = sum(count for count, _ in counts.values())
+    return agreed / max(1, sum(total for _, total in counts.values()))

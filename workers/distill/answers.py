@@ -1,0 +1,148 @@
+"""The target's own answers, as token ids: one line of JSON each, appended as they come.
+
+With them goes, where it was asked for, what the target thought of each token: its most probable tokens and their
+log-probabilities, as base64 of little-endian int32 and float16.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.core.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leading:
+    """The target's most probable tokens at each token of an answer, before temperature."""
+
+    tokens: npt.NDArray[np.int32]
+    """[answer tokens, alternatives], most probable first."""
+    log_probabilities: npt.NDArray[np.float16]
+    """[answer tokens, alternatives], natural."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """One turn: what the target read, and what it wrote."""
+
+    key: str
+    """Names the task and the turn."""
+    category: str
+    temperature: float
+    held_out: bool
+    prompt: tuple[int, ...]
+    """Token ids of the whole conversation before the answer, as the chat template writes it."""
+    answer: tuple[int, ...]
+    """Token ids, the end of the turn included where the target ended it."""
+    leading: Leading | None = None
+    """`None` where only the tokens are known."""
+
+
+class AnswerFile:
+    """Appends answers to a file; `finished` are the tasks that need not be asked again. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        self.answer_tokens = 0
+        """Tokens of all answers to train on."""
+        self.finished: set[str] = set()
+        """Keys of the answers that are there."""
+
+    def __enter__(self) -> Self:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        whole = 0
+        if self._path.exists():
+            for answer, whole in _read(self._path):  # noqa: B007 - the last value counts
+                self._count(answer)
+            with self._path.open("r+b") as file:  # a line that an interruption cut off is asked for again
+                file.truncate(whole)
+        self._file = self._path.open("a", encoding="utf-8")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def append(self, answer: Answer) -> None:
+        """Write one answer through to the file."""
+        if self._file is None:
+            raise ConfigurationError(f"answers {self._path}: needed an open file")
+        self._file.write(json.dumps(_row(answer), separators=(",", ":")) + "\n")
+        self._file.flush()
+        self._count(answer)
+
+    def _count(self, answer: Answer) -> None:
+        self.finished.add(answer.key)
+        if not answer.held_out:
+            self.answer_tokens += len(answer.answer)
+
+
+def read_answers(path: Path) -> tuple[Answer, ...]:
+    """All whole lines of a file, in order. Raises `ConfigurationError` for one that is no answer."""
+    return tuple(answer for answer, _ in _read(path))
+
+
+def _read(path: Path) -> Iterator[tuple[Answer, int]]:
+    """Answers, each with the byte after its line. What follows the last line feed is left out."""
+    position = 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    return
+                position += len(line)
+                yield _parse(path, number, line), position
+    except OSError as error:
+        raise ConfigurationError(f"answers {path}: needed a readable file; {error}") from None
+
+
+def _row(answer: Answer) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "key": answer.key,
+        "category": answer.category,
+        "temperature": answer.temperature,
+        "held_out": answer.held_out,
+        "prompt": answer.prompt,
+        "answer": answer.answer,
+    }
+    if answer.leading is not None:
+        row["leading_tokens"] = base64.b64encode(answer.leading.tokens.astype("<i4").tobytes()).decode()
+        row["leading_log_probabilities"] = base64.b64encode(
+            answer.leading.log_probabilities.astype("<f2").tobytes()
+        ).decode()
+    return row
+
+
+def _parse(path: Path, number: int, line: bytes) -> Answer:
+    try:
+        row = json.loads(line)
+        answer = tuple(map(int, row["answer"]))
+        return Answer(
+            str(row["key"]),
+            str(row["category"]),
+            float(row["temperature"]),
+            bool(row["held_out"]),
+            tuple(map(int, row["prompt"])),
+            answer,
+            _leading(row, len(answer)) if "leading_tokens" in row else None,
+        )
+    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise ConfigurationError(f"answers {path}, line {number}: needed an answer; {error!r}") from None
+
+
+def _leading(row: Mapping[str, Any], count: int) -> Leading:
+    tokens = np.frombuffer(base64.b64decode(row["leading_tokens"], validate=True), "<i4").reshape(count, -1)
+    stored = base64.b64decode(row["leading_log_probabilities"], validate=True)
+    return Leading(tokens, np.frombuffer(stored, "<f2").reshape(tokens.shape))

@@ -1,0 +1,33 @@
+"""The training as a picture: loss and agreement over time."""
+
+from __future__ import annotations
+
+import io
+
+from workers.distill.checkpoints import Progress
+
+
+def loss_curve(progress: Progress) -> bytes | None:
+    """A PNG, or `None` where matplotlib is not installed: the training needs no picture."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss = figure.add_subplot()
+    loss.set_xlabel("minutes of training")
+    loss.set_ylabel("divergence (nats per token)", color="tab:blue")
+    loss.plot(
+        [seconds / 60 for _, seconds, _ in progress.losses], [value for _, _, value in progress.losses], "tab:blue"
+    )
+    if progress.agreements:
+        share = loss.twinx()
+        share.set_ylabel("agreement on held-out answers (%)", color="tab:red")
+        minutes = [seconds / 60 for _, seconds, _ in progress.agreements]
+        share.plot(minutes, [100 * value for _, _, value in progress.agreements], "o-", color="tab:red")
+        share.set_ylim(bottom=0)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=100, metadata={"Software": None})
+    return picture.getvalue()

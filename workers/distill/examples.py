@@ -1,0 +1,95 @@
+"""Answers as batches to train on: rows of similar length, padded on the right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.distill.answers import Answer
+
+_NEIGHBOURS = 64
+"""Rows are sorted by length within so many batches' worth of shuffled rows: little padding, and still at random."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows, and what the target wrote and thought at the positions that count."""
+
+    tokens: Tensor
+    """[rows, length], padded on the right with 0: under causal attention, padding changes nothing before it."""
+    selected: Tensor
+    """[positions] Flat indices into rows × length of the positions before each answer token."""
+    labels: Tensor
+    """[positions] The token the target wrote next."""
+    leading_tokens: Tensor
+    """[positions, alternatives] What the target held most probable; -1 where nothing is known."""
+    leading_log_probabilities: Tensor
+    """[positions, alternatives] Their log-probabilities, float32."""
+
+    def to(self, device: torch.device) -> Batch:
+        """On a device."""
+        parts = (self.tokens, self.selected, self.labels, self.leading_tokens, self.leading_log_probabilities)
+        return Batch(*(part.to(device) for part in parts))
+
+
+def make_batch(answers: Sequence[Answer], max_length: int) -> Batch:
+    """One batch of answers, each cut to `max_length` tokens from its beginning."""
+    rows = [(*answer.prompt, *answer.answer)[:max_length] for answer in answers]
+    length = max(len(row) for row in rows)
+    tokens = torch.zeros((len(rows), length), dtype=torch.long)
+    alternatives = max((a.leading.tokens.shape[1] for a in answers if a.leading is not None), default=1)
+    selected, labels, leading, thoughts = [], [], [], []
+    for number, (row, answer) in enumerate(zip(rows, answers, strict=True)):
+        tokens[number, : len(row)] = torch.tensor(row)
+        count = max(0, len(row) - len(answer.prompt))
+        first = number * length + len(answer.prompt) - 1
+        selected.append(torch.arange(first, first + count))
+        labels.append(torch.tensor(answer.answer[:count], dtype=torch.long))
+        ids = np.full((count, alternatives), -1, np.int64)
+        log_probabilities = np.full((count, alternatives), -np.inf, np.float32)
+        if answer.leading is None:  # all that is known is what it wrote
+            ids[:, 0], log_probabilities[:, 0] = answer.answer[:count], 0.0
+        else:
+            width = answer.leading.tokens.shape[1]
+            ids[:, :width] = answer.leading.tokens[:count]
+            log_probabilities[:, :width] = answer.leading.log_probabilities[:count]
+        leading.append(torch.from_numpy(ids))
+        thoughts.append(torch.from_numpy(log_probabilities))
+    return Batch(tokens, torch.cat(selected), torch.cat(labels), torch.cat(leading), torch.cat(thoughts))
+
+
+def batches_of_epoch(
+    answers: Sequence[Answer], epoch: int, seed: int, batch_tokens: int, max_length: int
+) -> list[tuple[int, ...]]:
+    """Which answers each batch of an epoch holds, by their index: the same for the same arguments.
+
+    A batch has at most `batch_tokens` tokens, padding included, but at least one row.
+    """
+    dice = random.Random(f"{seed}:{epoch}")  # noqa: S311 - an order, not a secret
+    lengths = [min(max_length, len(answer.prompt) + len(answer.answer)) for answer in answers]
+    order = list(range(len(answers)))
+    dice.shuffle(order)
+    mean = max(1, sum(lengths) // max(1, len(lengths)))
+    stretch = max(1, _NEIGHBOURS * batch_tokens // mean)
+    batches: list[tuple[int, ...]] = []
+    for start in range(0, len(order), stretch):
+        near = sorted(order[start : start + stretch], key=lengths.__getitem__)
+        batches.extend(_fill(near, lengths, batch_tokens))
+    dice.shuffle(batches)
+    return batches
+
+
+def _fill(order: Sequence[int], lengths: Sequence[int], batch_tokens: int) -> Iterator[tuple[int, ...]]:
+    rows: list[int] = []
+    for index in order:  # ascending lengths: the last row is the longest
+        if rows and (len(rows) + 1) * lengths[index] > batch_tokens:
+            yield tuple(rows)
+            rows = []
+        rows.append(index)
+    if rows:
+        yield tuple(rows)

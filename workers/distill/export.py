@@ -1,0 +1,67 @@
+"""The draft as it is shipped: its own weights alone, and which target's embedding and head belong around them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from cluster.core.errors import ConfigurationError
+from workers.distill.student import Student, config_values
+from workers.model.card import VOCABULARY, WEIGHTS, DraftCard, is_distilled
+
+
+def export(student: Student, directory: Path, target_name: str, card: str, pictures: dict[str, bytes]) -> None:
+    """Write the draft's directory anew: configuration, description, weights in bfloat16, model card, pictures.
+
+    Raises `ConfigurationError` where something other than a draft would be lost.
+    """
+    check_replaceable(directory)
+    tensors = {
+        name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in student.own_parameters().items()
+    }
+    if student.vocabulary is not None:
+        tensors[VOCABULARY] = student.vocabulary.to("cpu", torch.int32)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
+        config = json.dumps(config_values(student) | {"dtype": "bfloat16"}, indent=2)
+        (scratch / "config.json").write_text(config + "\n", encoding="utf-8")
+        description(student, target_name).write(scratch)
+        (scratch / "README.md").write_text(card, encoding="utf-8")
+        for name, picture in pictures.items():
+            (scratch / name).write_bytes(picture)
+        scratch.chmod(0o755)
+        for file in scratch.iterdir():
+            file.chmod(0o644)
+        if directory.exists():
+            shutil.rmtree(directory)
+        scratch.rename(directory)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def check_replaceable(directory: Path) -> None:
+    """Raise `ConfigurationError` unless there is nothing at `directory`, or only a draft."""
+    if directory.is_dir() and (is_distilled(directory) or not any(directory.iterdir())):
+        return
+    if directory.exists():
+        raise ConfigurationError(f"--out {directory}: needed an empty directory or an earlier draft to replace")
+
+
+def description(student: Student, target_name: str) -> DraftCard:
+    """What the draft says of itself."""
+    config = student.module.config
+    return DraftCard(
+        target=target_name,
+        target_vocabulary_size=int(config.vocab_size),
+        hidden_size=int(config.hidden_size),
+        layers=student.layers,
+        vocabulary_size=None if student.vocabulary is None else len(student.vocabulary),
+    )

@@ -1,0 +1,207 @@
+"""What to ask the target: prompts out of JSONL files, whose form is told by the keys of each line.
+
+Read are Spec-Bench (`turns`), GSM8K (`question`), Self-Instruct (`instruction` with `instances`), conversations
+(`messages`) and plain prompts (`prompt`). Of answers that a file holds nothing is read: the target writes its own.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from cluster.core.errors import ConfigurationError, shorten
+
+_MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+_TASKS = dict.fromkeys(_MT_BENCH, "mt_bench")
+"""Spec-Bench's categories that are one task together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One conversation to be held: what the user says, turn by turn."""
+
+    source: str
+    """The file's name, without its directory."""
+    line: int
+    """Where in the file it stands, from 1."""
+    turns: tuple[str, ...]
+    system: str | None = None
+    """A system message before the first turn."""
+    category: str = ""
+    """As Spec-Bench names its tasks."""
+    part: int = 0
+    """Which of several prompts that one line holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A prompt to be answered, and how."""
+
+    prompt: Prompt
+    turn_pass: int
+    """How often this prompt was asked before."""
+    temperature: float
+    seed: int
+    held_out: bool
+    """Kept from training: agreement is measured on it."""
+
+    @property
+    def key(self) -> str:
+        """Names the task among all tasks of the same files."""
+        return f"{self.prompt.source}:{self.prompt.line}:{self.prompt.part}:{self.turn_pass}"
+
+
+def read_prompts(path: Path) -> tuple[Prompt, ...]:
+    """All prompts of a file, in its order.
+
+    Raises `ConfigurationError`, which names the file, the line and what was found.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"prompts {path}: needed a readable JSONL file; {error}") from None
+    prompts = tuple(
+        prompt for number, line in enumerate(lines, 1) if line.strip() for prompt in _read_line(path, number, line)
+    )
+    if not prompts:
+        raise ConfigurationError(f"prompts {path}: needed at least one line, found none")
+    return prompts
+
+
+def by_task(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
+    """Prompts by task: the first of every category, then the second, so that a task of many has some of each."""
+    categories: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        categories.setdefault(prompt.category, []).append(prompt)
+    tasks: dict[str, list[list[Prompt]]] = {}
+    for category, members in categories.items():
+        tasks.setdefault(_TASKS.get(category, category), []).append(members)
+    return {
+        task: [replace(prompt, category=task) for row in zip_longest(*groups) for prompt in row if prompt is not None]
+        for task, groups in tasks.items()
+    }
+
+
+def schedule(
+    files: Sequence[Sequence[Prompt]], temperatures: Sequence[float], held_out: int, seed: int
+) -> Iterator[Task]:
+    """What to ask, in order: first what is held out, then the files in turn, prompt by prompt.
+
+    So a short file is asked again and again while a long one is gone through once. A file's first pass is at the first
+    temperature, its second at the second, and so on in a circle; a prompt is asked greedily (0) only once. Of each
+    file, `held_out` prompts or a tenth of them, whichever is less, are asked once, at the first temperature. Ends
+    when no temperature is above 0 and everything was asked.
+    """
+    if not temperatures or any(not 0 <= temperature <= 10 for temperature in temperatures):
+        raise ConfigurationError(
+            f"temperatures: {shorten(list(temperatures))} is refused; each must be within 0 and 10"
+        )
+    shuffled = [_shuffled(prompts, seed) for prompts in files]
+    kept = [min(held_out, len(prompts) // 10) for prompts in shuffled]
+    for count, prompts in zip(kept, shuffled, strict=True):
+        for prompt in prompts[:count]:
+            yield Task(prompt, 0, temperatures[0], seed, held_out=True)
+    passes = [_passes(prompts[count:], temperatures, seed) for count, prompts in zip(kept, shuffled, strict=True)]
+    while passes:
+        running = []
+        for tasks in passes:
+            task = next(tasks, None)
+            if task is not None:
+                yield task
+                running.append(tasks)
+        passes = running
+
+
+def _passes(prompts: Sequence[Prompt], temperatures: Sequence[float], seed: int) -> Iterator[Task]:
+    sampled = [temperature for temperature in temperatures if temperature > 0]
+    number = 0
+    while prompts and (number < len(temperatures) or sampled):
+        temperature = temperatures[number] if number < len(temperatures) else sampled[number % len(sampled)]
+        for prompt in prompts:
+            yield Task(prompt, number, temperature, seed + number, held_out=False)
+        number += 1
+
+
+def _shuffled(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
+    order = list(prompts)
+    random.Random(seed).shuffle(order)  # noqa: S311 - an order, not a secret
+    return order
+
+
+def _read_line(path: Path, number: int, line: str) -> list[Prompt]:
+    where = f"prompts {path}, line {number}"
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigurationError(f"{where}: needed JSON; {error}") from None
+    if not isinstance(row, dict):
+        raise ConfigurationError(f"{where}: needed an object, found {shorten(row)}")
+    for key, read in _FORMS.items():
+        if key in row:
+            category = row.get("category", "")
+            return [
+                Prompt(path.name, number, tuple(turns), system, category if isinstance(category, str) else "", part)
+                for part, (system, turns) in enumerate(read(row, where))
+            ]
+    raise ConfigurationError(f"{where}: needed one of the keys {', '.join(_FORMS)}; found {shorten(sorted(row))}")
+
+
+_Turns = tuple[str | None, list[str]]
+
+
+def _turns(row: Mapping[str, Any], where: str) -> list[_Turns]:
+    return [(None, _texts(row["turns"], f"{where}: turns"))]
+
+
+def _question(row: Mapping[str, Any], where: str) -> list[_Turns]:
+    return [(None, [_text(row["question"], f"{where}: question")])]
+
+
+def _plain(row: Mapping[str, Any], where: str) -> list[_Turns]:
+    return [(None, [_text(row["prompt"], f"{where}: prompt")])]
+
+
+def _instruction(row: Mapping[str, Any], where: str) -> list[_Turns]:
+    instruction = _text(row["instruction"], f"{where}: instruction")
+    instances = row.get("instances", [])
+    if not isinstance(instances, list) or not all(isinstance(instance, dict) for instance in instances):
+        raise ConfigurationError(f"{where}: instances: needed a list of objects, found {shorten(instances)}")
+    inputs = list(dict.fromkeys(str(instance.get("input", "")).strip() for instance in instances)) or [""]
+    return [(None, [f"{instruction}\n\n{given}" if given else instruction]) for given in inputs]
+
+
+def _messages(row: Mapping[str, Any], where: str) -> list[_Turns]:
+    messages = row["messages"]
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ConfigurationError(f"{where}: messages: needed a list of objects, found {shorten(messages)}")
+    said = [(message.get("role"), message.get("content")) for message in messages]
+    system = next((content for role, content in said if role == "system"), None)
+    turns = [content for role, content in said if role == "user"]
+    checked = _texts(turns, f"{where}: messages with the role user")
+    return [(None if system is None else _text(system, f"{where}: the system message"), checked)]
+
+
+def _texts(value: object, where: str) -> list[str]:
+    if not isinstance(value, list) or not value:
+        raise ConfigurationError(f"{where}: needed at least one text, found {shorten(value)}")
+    return [_text(text, where) for text in value]
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigurationError(f"{where}: needed a text that is not empty, found {shorten(value)}")
+    return value
+
+
+_FORMS: dict[str, Callable[[Mapping[str, Any], str], list[_Turns]]] = {
+    "turns": _turns,
+    "messages": _messages,
+    "instruction": _instruction,
+    "question": _question,
+    "prompt": _plain,
+}

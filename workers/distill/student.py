@@ -1,0 +1,231 @@
+"""The student: a small causal language model between the target's own embedding and the target's own head.
+
+Only what lies between them is trained and shipped. The head may be cut to the rows of the most frequent tokens: at the
+size of a draft, the head over a whole vocabulary costs as much as its layers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
+
+_LAYER = re.compile(r"^(?P<before>.*\b(?:layers|h)\.)(?P<number>\d+)(?P<after>\..*)$")
+_EACH_LAYER = ("layer_types",)
+"""Entries of a configuration that are lists with one item per layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class StudentPlan:
+    """What the student is made of."""
+
+    layers: tuple[int, ...] = ()
+    """The target's layers it begins as, in order; empty: random weights after `config`."""
+    config: Path | None = None
+    """A `transformers` configuration of the target's vocabulary and width; `None`: the target's, with fewer layers."""
+    vocabulary: tuple[int, ...] | None = None
+    """The tokens it can guess, ascending; `None`: all."""
+
+
+class Student(nn.Module):
+    """A trainable body under a frozen embedding and a frozen head."""
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        head: Tensor,
+        head_bias: Tensor | None,
+        vocabulary: Tensor | None,
+        layers: Sequence[int],
+    ) -> None:
+        super().__init__()
+        self.module = module
+        """The whole model of `transformers`; its embedding is the target's, its own head is not used."""
+        self.head: Tensor
+        self.head_bias: Tensor | None
+        self.vocabulary: Tensor | None
+        self.position_in_head: Tensor
+        self.register_buffer("head", head, persistent=False)  # [guessable tokens, hidden]
+        self.register_buffer("head_bias", head_bias, persistent=False)  # [guessable tokens]
+        self.register_buffer("vocabulary", vocabulary, persistent=False)
+        self.register_buffer("position_in_head", _positions(vocabulary, module.config), persistent=False)
+        self.layers = tuple(layers)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Tokens [rows, length], padded on the right. Returns the final hidden states [rows, length, hidden]."""
+        output = self.module.base_model(input_ids=tokens, use_cache=False)
+        states: Tensor = output.last_hidden_state
+        return states
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [positions, hidden] to logits [positions, guessable tokens]."""
+        return nn.functional.linear(hidden, self.head, self.head_bias)
+
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """What is trained and shipped, by the names that `transformers` gives it."""
+        return {name: value for name, value in self.module.named_parameters() if value.requires_grad}
+
+    def tokens_of(self, positions: Tensor) -> Tensor:
+        """Positions in the head to the target's token ids."""
+        return positions if self.vocabulary is None else self.vocabulary[positions]
+
+
+def load_target(directory: Path, device: torch.device) -> PreTrainedModel:
+    """The frozen target with the attention of PyTorch. Raises `ModelLoadError`."""
+    try:
+        target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            device_map={"": device},
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"model directory {str(directory)!r} cannot be loaded: {error}") from error
+    target.eval().requires_grad_(False)
+    return target
+
+
+def check_student(target_directory: Path, plan: StudentPlan, vocabulary_size: int | None) -> None:
+    """Whether such a student can be made, before anything long is begun. Raises `ConfigurationError`."""
+    target: PreTrainedConfig = AutoConfig.from_pretrained(target_directory, trust_remote_code=False)
+    _config(target, plan)
+    if vocabulary_size is not None:
+        _check_size(vocabulary_size, int(target.vocab_size))
+
+
+def make_student(target: Any, plan: StudentPlan, seed: int) -> Student:
+    """A student in float32 under the target's embedding and head, on its device. Raises `ConfigurationError`."""
+    config = _config(target.config, plan)
+    torch.manual_seed(seed)
+    module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    if plan.layers:
+        _copy_layers(target, module, plan.layers)
+    embedding = target.get_input_embeddings().weight.detach()
+    head = target.get_output_embeddings()
+    module.requires_grad_(True)
+    module.get_input_embeddings().weight = nn.Parameter(embedding.float(), requires_grad=False)
+    own_head = module.get_output_embeddings()
+    own_head.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+    if getattr(own_head, "bias", None) is not None:
+        own_head.bias = None
+    vocabulary = None if plan.vocabulary is None else torch.tensor(plan.vocabulary, dtype=torch.long)
+    bias = None if getattr(head, "bias", None) is None else _rows(head.bias, vocabulary)
+    return Student(module, _rows(head.weight, vocabulary), bias, vocabulary, plan.layers).to(embedding.device)
+
+
+def _rows(end: Tensor, vocabulary: Tensor | None) -> Tensor:
+    """A copy in float32 of what a head has for the tokens that can be guessed."""
+    values = end.detach().float()
+    return values.clone() if vocabulary is None else values[vocabulary.to(values.device)]
+
+
+def frequent_tokens(
+    answers: Iterable[Sequence[int]], size: int, always: Iterable[int], vocabulary_size: int
+) -> tuple[int, ...]:
+    """The `size` most frequent tokens of the answers, ascending, `always` among them.
+
+    Ties go to the lower token; where the answers have fewer, the lowest other tokens fill up. Raises
+    `ConfigurationError` for a size outside 1 and the vocabulary's.
+    """
+    _check_size(size, vocabulary_size)
+    counts: Counter[int] = Counter()
+    for answer in answers:
+        counts.update(answer)
+    first = dict.fromkeys(always)
+    order = [*first, *sorted(counts, key=lambda token: (-counts[token], token)), *range(vocabulary_size)]
+    return tuple(sorted(list(dict.fromkeys(order))[:size]))
+
+
+def _check_size(size: int, vocabulary_size: int) -> None:
+    if not 1 <= size <= vocabulary_size:
+        raise ConfigurationError(f"vocabulary_size: {size} is refused; it must be within 1 and {vocabulary_size}")
+
+
+def keep_vocabulary(path: Path, tokens: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+    """The tokens kept in the file, else those of `tokens()`, kept from now on: later answers do not change them."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(tokens()), encoding="utf-8")
+    return tuple(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _config(target: PreTrainedConfig, plan: StudentPlan) -> PreTrainedConfig:
+    """The student's. Raises `ConfigurationError` where it does not fit the target's."""
+    count = int(target.num_hidden_layers)
+    for layer in plan.layers:
+        if not 0 <= layer < count:
+            raise ConfigurationError(f"layers: {layer} is refused; it must be within 0 and {count - 1}")
+    if plan.config is not None:
+        return _read_config(plan.config, target, len(plan.layers))
+    if not plan.layers:
+        raise ConfigurationError("layers: needed at least one of the target's, or a config")
+    values: dict[str, Any] = target.to_dict()
+    values["num_hidden_layers"] = len(plan.layers)
+    for name in _EACH_LAYER:
+        if isinstance(values.get(name), list):
+            values[name] = [values[name][layer] for layer in plan.layers]
+    return type(target).from_dict(values)
+
+
+def _read_config(path: Path, target: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(f"config {path}: cannot be read: {error}") from None
+    if config.vocab_size != target.vocab_size:
+        raise ConfigurationError(
+            f"config {path}: vocab_size {config.vocab_size} is refused; it must be the target's, {target.vocab_size}"
+        )
+    if config.hidden_size != target.hidden_size:
+        raise ConfigurationError(
+            f"config {path}: hidden_size {config.hidden_size} is refused; it must be the target's, {target.hidden_size}"
+        )
+    if layers and config.num_hidden_layers != layers:
+        raise ConfigurationError(
+            f"layers: {layers} of them are refused; config {path} has {config.num_hidden_layers} hidden layers"
+        )
+    return config
+
+
+def _copy_layers(target: PreTrainedModel, module: PreTrainedModel, layers: Sequence[int]) -> None:
+    """Layer `i` becomes the target's `layers[i]`; what belongs to no layer is copied as it is."""
+    source = target.state_dict()
+    own: dict[str, Tensor] = {}
+    for name, value in module.state_dict().items():
+        found = _LAYER.match(name)
+        origin = name if found is None else f"{found['before']}{layers[int(found['number'])]}{found['after']}"
+        if origin not in source or source[origin].shape != value.shape:
+            raise ConfigurationError(
+                f"layers: {shorten(list(layers))} is refused; the target has no {origin} of this shape"
+            )
+        own[name] = source[origin].float()
+    module.load_state_dict(own)
+
+
+def _positions(vocabulary: Tensor | None, config: PreTrainedConfig) -> Tensor:
+    """Where each of the target's tokens stands in the head; -1 for those that cannot be guessed. [vocabulary]."""
+    size = int(config.vocab_size)
+    if vocabulary is None:
+        return torch.arange(size)
+    positions = torch.full((size,), -1, dtype=torch.long)
+    positions[vocabulary] = torch.arange(len(vocabulary))
+    return positions
+
+
+def config_values(student: Student) -> dict[str, Any]:
+    """The student's configuration as `config.json` holds it."""
+    values: dict[str, Any] = json.loads(student.module.config.to_json_string(use_diff=True))
+    for name in ("_name_or_path", "_model_name_or_path", "transformers_version"):
+        values.pop(name, None)
+    return values

@@ -1,0 +1,262 @@
+"""The growing tree of one sequence: what it may go on with, how likely that is, and which of it is stored.
+
+Its root is the last committed token. A node is *expanded* once its token has gone through the model: its keys and
+values are stored in a branch, and its children are guessed. A branch is a block table that begins with all that was
+stored of the parent's: the first child goes on in the parent's own table, its siblings in forks of it. A commit makes
+a node the root: what hangs below it stays as it is, the rest is freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from typing import Protocol
+
+from cluster.core.tree import ROOT, TokenTree
+from workers.draft.calibration import KINDS, Calibration, Kind
+from workers.model.tables import BlockTable
+
+Guess = tuple[int, float]
+"""A token, and how sure the model is of it."""
+
+
+class Memory(Protocol):
+    """Where branches are stored: `KvPool`, or the `BlockAllocator` alone."""
+
+    @property
+    def blocks_total(self) -> int:
+        """Blocks there are."""
+        ...
+
+    @property
+    def blocks_free(self) -> int:
+        """Blocks that no table holds."""
+        ...
+
+    def new_table(self) -> BlockTable:
+        """An empty one."""
+        ...
+
+    def fork(self, table: BlockTable, length: int) -> BlockTable:
+        """A table of its own that begins with the first `length` stored tokens; takes no block yet."""
+        ...
+
+    def reserve(self, table: BlockTable, length: int) -> object:
+        """Make room for `length` tokens. Raises `KvPoolExhausted`, having changed nothing."""
+        ...
+
+    def truncate(self, table: BlockTable, length: int) -> None:
+        """Free what lies beyond `length` tokens."""
+        ...
+
+    def release(self, table: BlockTable) -> None:
+        """Free everything the table holds."""
+        ...
+
+
+class Node:
+    """A guessed token in its place."""
+
+    __slots__ = (
+        "born",
+        "branch",
+        "chance",
+        "children",
+        "confidence",
+        "is_ahead",
+        "is_first",
+        "is_sent",
+        "length",
+        "parent",
+        "path",
+        "token",
+    )
+
+    def __init__(
+        self, token: int, parent: Node | None, length: int, confidence: float = 1.0, chance: float = 1.0, born: int = 0
+    ) -> None:
+        self.token = token
+        self.parent = parent
+        self.length = length
+        """Tokens up to this one, itself included."""
+        self.confidence = confidence
+        """The model's own."""
+        self.chance = chance
+        """That this token follows, where its parent's does."""
+        self.path: float = chance if parent is None else parent.path * chance
+        """The chance that the committed text passes through here."""
+        self.is_first = False
+        """Whether it was its parent's first guess."""
+        self.born = born
+        """The call during or after which it was grown."""
+        self.children: list[Node] = []
+        """Likeliest guess first."""
+        self.branch: BlockTable | None = None
+        """Set once expanded: a table that begins with the text up to here."""
+        self.is_sent = False
+        """Whether it was in the last proposal."""
+        self.is_ahead: bool = parent is not None and parent.is_ahead
+        """Whether it is a leaf of what was sent, or below one: where the text goes on if a whole path is accepted."""
+
+
+class GrowingTree:
+    """Nodes below the last committed token, and the tables that hold them."""
+
+    def __init__(self, memory: Memory, calibration: Calibration, is_greedy: bool) -> None:
+        self._memory = memory
+        self._calibration = calibration
+        self.is_greedy = is_greedy
+        """Whether the sequence's tokens are taken without noise: confidence means another thing then."""
+        self.trunk = memory.new_table()
+        """Begins with committed tokens: all of them once the root is expanded."""
+        self.root = Node(0, None, 0)
+        self.nodes: list[Node] = []
+        """All but the root, parents first."""
+        self.expanded_ahead = 0
+        """Nodes that were expanded since the last proposal was sent."""
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it holds any block."""
+        return any(table.held for table in self._tables())
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """These follow the last committed token: where they lead is the root now, and what does not hang there goes."""
+        node = self.root
+        for token in tokens:
+            child = next((child for child in node.children if child.token == token), None)
+            if node.children:
+                taken = None if child is None else node.children.index(child)
+                self._calibration.observe([each.confidence for each in node.children], taken, self._kind(node))
+            if child is None:
+                stem = self._stem(node)
+                self._memory.truncate(stem, min(stem.stored_len, node.length))
+                self._replace(Node(tokens[-1], None, self.root.length + len(tokens)), stem)
+                return
+            node = child
+        if node is not self.root:
+            self._replace(node, self._stem(node))
+
+    def restart(self, tokens: Sequence[int], is_greedy: bool) -> None:
+        """Begin anew with `tokens`, of which what the trunk holds is kept, but for the last."""
+        self.is_greedy = is_greedy
+        stored = self.trunk.tokens
+        limit = min(len(stored), len(tokens) - 1)
+        agreed = next((place for place in range(limit) if stored[place] != tokens[place]), limit)
+        self._memory.truncate(self.trunk, agreed)
+        self._replace(Node(tokens[-1], None, len(tokens)), self.trunk)
+
+    def forget(self) -> None:
+        """Free all that is stored; what was guessed goes with it."""
+        for table in self._tables():
+            self._memory.release(table)
+        self.trunk = self._memory.new_table()
+        self.root = Node(self.root.token, None, self.root.length)
+        self.nodes = []
+
+    def table_for(self, node: Node, taken: Container[BlockTable]) -> BlockTable:
+        """Where the node's token is to be stored: the table that ends with its parent, or a fork where it is `taken`.
+
+        Whoever asks either gives it to `grow` or drops it.
+        """
+        parent = node.parent
+        if parent is None:
+            return self.trunk
+        table = parent.branch
+        if table is None:
+            raise RuntimeError("a node is expanded before its parent")
+        if table.stored_len == parent.length and table not in taken:
+            return table
+        return self._memory.fork(table, parent.length)
+
+    def drop(self, node: Node, table: BlockTable) -> None:
+        """The node was not expanded after all: give back what its table has beyond what was stored."""
+        if node.parent is None:
+            # Guesses are made after the root's token alone: it is the one that must go through again.
+            self._memory.truncate(table, min(table.stored_len, node.length - 1))
+        elif table is node.parent.branch:
+            self._memory.truncate(table, table.stored_len)
+        else:
+            self._memory.release(table)
+
+    def grow(self, node: Node, table: BlockTable, guesses: Sequence[Guess], born: int) -> None:
+        """The node's token is stored in `table`, and these may follow it, likeliest first."""
+        node.branch = table
+        chances = self._calibration.chances([confidence for _, confidence in guesses], self._kind(node))
+        for (token, confidence), chance in zip(guesses, chances, strict=True):
+            node.children.append(Node(token, node, node.length + 1, confidence, chance, born))
+        if node.children:
+            node.children[0].is_first = True
+        self.nodes.extend(node.children)
+        self.expanded_ahead += 1
+
+    def within(self, max_depth: int) -> list[Node]:
+        """Nodes at most `max_depth` deep, likeliest first, parents before their children."""
+        deepest = self.root.length + max_depth
+        return sorted((node for node in self.nodes if node.length <= deepest), key=lambda node: -node.path)
+
+    def send(self, nodes: Sequence[Node]) -> tuple[TokenTree, tuple[float, ...]]:
+        """The tree of `nodes`, with the chance of each, and a note of what was sent.
+
+        Each node is followed by its likeliest child, so that what is most probably accepted lies together.
+        """
+        for node in self.nodes:
+            node.is_sent = False
+        for node in nodes:
+            node.is_sent = True
+        self.expanded_ahead = 0
+        self.root.is_ahead = not nodes
+        for node in self.nodes:
+            parent = node.parent
+            above = parent is not None and parent.is_ahead
+            node.is_ahead = above or (node.is_sent and not any(child.is_sent for child in node.children))
+        tokens: list[int] = []
+        parents: list[int] = []
+        probabilities: list[float] = []
+        waiting = [(self.root, ROOT)]
+        while waiting:
+            node, place = waiting.pop()
+            if node is not self.root:
+                tokens.append(node.token)
+                parents.append(place)
+                probabilities.append(node.path)
+                place = len(tokens) - 1
+            sent = sorted((child for child in node.children if child.is_sent), key=lambda child: child.path)
+            waiting.extend((child, place) for child in sent)
+        return TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities)
+
+    def _kind(self, node: Node) -> Kind:
+        """Of the guesses below `node`."""
+        return KINDS[self.is_greedy, node.is_first]
+
+    def _stem(self, node: Node) -> BlockTable:
+        """The table that goes on after `node`, or after as much before it as is stored."""
+        if node.branch is not None:
+            return node.branch
+        parent = node.parent
+        if parent is None or parent.branch is None:
+            return self.trunk
+        # Of an unexpanded node's siblings none will be asked for again: their parent's table may end before them.
+        self._memory.truncate(parent.branch, min(parent.branch.stored_len, parent.length))
+        return parent.branch
+
+    def _replace(self, root: Node, trunk: BlockTable) -> None:
+        """Keep `trunk` and what hangs below `root`."""
+        before = set(self._tables())
+        root.parent = None
+        root.chance = root.path = 1.0
+        self.root, self.trunk = root, trunk
+        self.nodes = list(self._below(root))
+        for table in before.difference(self._tables()):
+            self._memory.release(table)
+
+    def _below(self, root: Node) -> Iterator[Node]:
+        level = root.children
+        while level:
+            for node in level:
+                parent = node.parent
+                node.path = node.chance if parent is None else parent.path * node.chance
+                yield node
+            level = [child for node in level for child in node.children]
+
+    def _tables(self) -> set[BlockTable]:
+        return {self.trunk, *(node.branch for node in self.nodes if node.branch is not None)}

@@ -1,0 +1,88 @@
+"""One sequence of a drafter that grows trees: committed tokens, the tree below them, and what is to go through next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.core.types import SequenceStart
+from workers.draft.calibration import Calibration
+from workers.draft.expander import Place
+from workers.draft.growing import GrowingTree, Memory, Node
+from workers.draft.pace import Pace
+from workers.draft.sessions import Session
+from workers.model.tables import BlockTable
+from workers.sampling.context import GREEDY_BELOW
+
+
+class GrowingSession(Session):
+    """Committed tokens, and the tree that grows below them."""
+
+    __slots__ = ("_asked_at", "_asked_len", "_calibration", "_grown_for", "_memory", "is_asked", "tree", "version")
+
+    def __init__(self, start: SequenceStart, memory: Memory, calibration: Calibration) -> None:
+        super().__init__(start)
+        self._memory = memory
+        self._calibration = calibration
+        self._grown_for = start
+        self._asked_at = float("-inf")
+        self._asked_len = 0
+        self.tree = GrowingTree(memory, calibration, _is_greedy(start))
+        self.is_asked = False
+        """Whether the last call wanted guesses: else only committed tokens go through between calls."""
+        self.version = 0
+        """Grows with whatever makes plans of before void."""
+
+    def replace(self, known_len: int, new_tokens: Sequence[int]) -> None:
+        """See `Session`. What was told before changes nothing; what follows it re-roots the tree."""
+        self.version += 1
+        overlap = len(self.tokens) - known_len
+        told = overlap <= len(new_tokens) and self.tokens[known_len:] == list(new_tokens[:overlap])
+        if self.tokens and told and self._has_grown_for(self.start):
+            fresh = new_tokens[overlap:]
+            self.tokens.extend(fresh)
+            self.tree.commit(fresh)
+        else:
+            super().replace(known_len, new_tokens)
+            self._grown_for = self.start
+            self.tree.restart(self.tokens, _is_greedy(self.start))
+
+    def forget(self) -> None:
+        """Free all that is stored; the committed tokens stay."""
+        self.version += 1
+        self.tree.forget()
+
+    def note_asked(self, now: float, pace: Pace) -> None:
+        """A call names this sequence at `now`, in seconds."""
+        if len(self.tokens) > self._asked_len > 0:
+            pace.note_commit(len(self.tokens) - self._asked_len, now - self._asked_at)
+        self._asked_at, self._asked_len = now, len(self.tokens)
+
+    def pending(self) -> list[int]:
+        """Committed tokens that are to go through: until the root is expanded, its own is the last of them."""
+        tree = self.tree
+        return [] if tree.root.branch is not None else self.tokens[tree.trunk.stored_len :]
+
+    def _has_grown_for(self, start: SequenceStart) -> bool:
+        """Whether the guesses were made with these parameters."""
+        return self._grown_for is start or self._grown_for == start
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """A node that is to be expanded, with the tokens that go through for it."""
+
+    session: GrowingSession
+    node: Node
+    tokens: tuple[int, ...]
+    is_last: bool = True
+    """False while committed tokens are left that must go through first: there are no guesses yet."""
+
+    def place(self, table: BlockTable) -> Place:
+        """What goes through the model, where `table` has room for it."""
+        depth = self.node.length - self.session.tree.root.length + 1
+        return Place(table, self.tokens, self.session.start, self.is_last, depth)
+
+
+def _is_greedy(start: SequenceStart) -> bool:
+    return start.sampling.temperature < GREEDY_BELOW

@@ -1,0 +1,84 @@
+"""NOT LOSSLESS, for experiments: guesses without a model, at a given price, that the target takes at given rates.
+
+The target beside this drafter accepts by chance, not by right (`workers.sampling.accept`): so what a system would gain
+from drafts of some quality and speed is measured before there are such drafts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from cluster.core.config import DraftSection, TargetSection
+from cluster.core.errors import ConfigurationError
+from cluster.core.kv import KvLayout
+from workers.draft.calibration import Calibration
+from workers.draft.expander import Place
+from workers.draft.growing import Guess
+from workers.draft.growth import GrowingDrafter
+from workers.draft.method import register
+from workers.model.blocks import BlockAllocator
+from workers.sampling.accept import synthetic_token
+
+_LONGEST = 1 << 30
+
+
+class SyntheticExpander:
+    """One guess after each token, drawn from the sequence's seed and the position; a pass takes `seconds`."""
+
+    def __init__(
+        self,
+        rates: Sequence[float],
+        seconds: float,
+        vocabulary_size: int,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._rates = rates
+        self._seconds = seconds
+        self._vocabulary_size = vocabulary_size
+        self._sleep = sleep
+        # Without layers there is nothing to store in blocks: tables are lists of tokens.
+        self._memory = BlockAllocator(1, KvLayout(1, groups=()), prefix_cache=False)
+
+    @property
+    def memory(self) -> BlockAllocator:
+        """See `Expander`."""
+        return self._memory
+
+    @property
+    def max_context_len(self) -> int:
+        """See `Expander`."""
+        return _LONGEST
+
+    @property
+    def vocabulary_size(self) -> int:
+        """See `Expander`."""
+        return self._vocabulary_size
+
+    def expand(self, places: Sequence[Place]) -> list[tuple[Guess, ...]]:
+        """See `Expander`."""
+        self._sleep(self._seconds)
+        found: list[tuple[Guess, ...]] = []
+        for place in places:
+            self._memory.commit(place.table, place.tokens)
+            token = synthetic_token(place.start.sampling.seed, place.table.stored_len, self._vocabulary_size)
+            rate = self._rates[min(place.depth, len(self._rates)) - 1]
+            found.append(((token, rate),) if place.is_last else ())
+        return found
+
+
+@register("synthetic")
+def create_synthetic(section: DraftSection, target_section: TargetSection) -> GrowingDrafter:
+    """The method `synthetic`, with the section's `synthetic_*` settings.
+
+    Raises `ConfigurationError` when the target's configuration is not on this machine.
+    """
+    directory = Path(target_section.path)
+    if not (directory / "config.json").is_file():
+        raise ConfigurationError(f"target.path: {str(directory)!r} must hold the config.json of the target")
+    vocabulary_size = AutoConfig.from_pretrained(directory, trust_remote_code=False).get_text_config().vocab_size
+    expander = SyntheticExpander(section.synthetic_acceptance, section.synthetic_seconds, vocabulary_size)
+    return GrowingDrafter(expander, section, calibration=Calibration(trust=1.0))

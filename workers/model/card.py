@@ -1,0 +1,81 @@
+"""What a distilled draft says of itself, in a file beside its weights. Reads no weights and needs no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from cluster.core.errors import ModelLoadError, shorten
+
+CARD = "pilotfish_draft.json"
+"""The file's name; its presence tells a distilled draft."""
+FORMAT_VERSION = 1
+WEIGHTS = "model.safetensors"
+"""The draft's own weights; the embedding and the head are the target's."""
+VOCABULARY = "vocabulary"
+"""The tensor, int32 [vocabulary_size], that says which tokens a reduced head knows, in rising order."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCard:
+    """Which target the draft shares its embedding and its head with, and what it has of its own."""
+
+    target: str
+    """Name of the target."""
+    target_vocabulary_size: int
+    """Tokens of the target, and rows of its embedding."""
+    hidden_size: int
+    """Width of the embedding, the target's and the draft's."""
+    layers: tuple[int, ...]
+    """The target's layers that the draft began as; empty where it began as something else."""
+    vocabulary_size: int | None
+    """Tokens that the draft can guess; `None` where that is all of them."""
+
+    def write(self, directory: Path) -> None:
+        """Write the card into the draft's directory."""
+        text = json.dumps({"format_version": FORMAT_VERSION} | asdict(self), indent=2)
+        (directory / CARD).write_text(text + "\n", encoding="utf-8")
+
+
+def is_distilled(directory: Path) -> bool:
+    """Whether the directory holds a distilled draft, which cannot be loaded without its target."""
+    return (directory / CARD).is_file()
+
+
+def read_card(directory: Path) -> DraftCard:
+    """The card of a distilled draft. Raises `ModelLoadError`, which names the field."""
+    file = directory / CARD
+    try:
+        card = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"draft directory {str(directory)!r}: {CARD} cannot be read: {error}") from None
+    if not isinstance(card, dict):
+        raise _problem(file, "it", card, "an object")
+    if card.get("format_version") != FORMAT_VERSION:
+        raise _problem(file, "format_version", card.get("format_version"), str(FORMAT_VERSION))
+    layers = card.get("layers")
+    if not isinstance(layers, list) or not all(_is_count(layer, least=0) for layer in layers):
+        raise _problem(file, "layers", layers, "a list of layer numbers")
+    target = card.get("target")
+    if not isinstance(target, str):
+        raise _problem(file, "target", target, "a name")
+    whole, hidden = (_count(file, card, field) for field in ("target_vocabulary_size", "hidden_size"))
+    reduced = None if card.get("vocabulary_size") is None else _count(file, card, "vocabulary_size", most=whole)
+    return DraftCard(target, whole, hidden, tuple(layers), reduced)
+
+
+def _count(file: Path, card: dict[str, Any], field: str, most: int | None = None) -> int:
+    found = card.get(field)
+    if not _is_count(found) or (most is not None and found > most):
+        raise _problem(file, field, found, "at least 1" if most is None else f"null or between 1 and {most}")
+    return int(found)
+
+
+def _is_count(value: Any, least: int = 1) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _problem(file: Path, field: str, found: object, wanted: str) -> ModelLoadError:
+    return ModelLoadError(f"draft card {str(file)!r}: {field} must be {wanted}, not {shorten(found)}")

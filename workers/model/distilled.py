@@ -1,0 +1,181 @@
+"""A distilled draft into memory: its own layers between the target's embedding and the target's head.
+
+Both were frozen while it was distilled, so they are read from the target's directory, and a draft that is shipped
+holds no more than its layers. Where it knows a part of the vocabulary only, the head keeps the rows of that part.
+"""
+
+from __future__ import annotations
+
+import logging
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from cluster.core.errors import ConfigurationError, ModelLoadError
+from workers.model.attention import ATTENTION_NAME
+from workers.model.card import CARD, VOCABULARY, WEIGHTS, DraftCard, read_card
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled:
+    """A draft as `transformers` would have loaded it, were its weights all in one place."""
+
+    module: PreTrainedModel
+    vocabulary: torch.Tensor | None
+    """The tokens of the head's rows, int64, rising; `None` where they are all."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Skeleton:
+    """A model's class, its parameters without their values, and which of them are its ends."""
+
+    kind: type[PreTrainedModel]
+    shapes: dict[str, tuple[int, ...]]
+    embedding: str
+    head: str
+
+    def is_own(self, name: str) -> bool:
+        """Whether a parameter is neither the embedding's nor the head's."""
+        return not name.startswith((f"{self.embedding}.", f"{self.head}."))
+
+
+def read_distilled(
+    directory: Path, target: Path | None, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> Distilled:
+    """Put a draft of this configuration together from its own directory and its target's.
+
+    Raises `ConfigurationError` without a target, and `ModelLoadError`, which names the field or the tensor, where the
+    directories do not hold what the card says.
+    """
+    card = read_card(directory)
+    if target is None:
+        raise ConfigurationError(
+            f"draft.model.path: {directory.name!r} is a distilled draft, which is loaded together with its target only"
+        )
+    if card.target != target.name:
+        logger.warning("the draft %s was distilled from %s, the target is %s", directory.name, card.target, target.name)
+    _check_config(directory, "its config.json", config, card)
+    skeleton = _skeleton(config)
+    tensors = _read_tensors(directory / WEIGHTS)
+    vocabulary = _vocabulary(directory, tensors.pop(VOCABULARY, None), card)
+    _check_own(directory, tensors, skeleton)
+    ends = _shared_ends(target, card)
+    config = deepcopy(config)
+    config.tie_word_embeddings = not any(end == "head" for end, _ in ends)
+    for (end, rest), values in ends.items():
+        tensors[f"{skeleton.embedding if end == 'embedding' else skeleton.head}.{rest}"] = values
+    module: PreTrainedModel = skeleton.kind.from_pretrained(
+        None,
+        config=config,
+        state_dict=tensors,
+        dtype=dtype,
+        device_map={"": device},
+        attn_implementation=ATTENTION_NAME,
+    )
+    if vocabulary is not None:
+        _reduce_head(module, vocabulary)
+    return Distilled(module, vocabulary)
+
+
+def _skeleton(config: PreTrainedConfig) -> _Skeleton:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    names = {module: name for name, module in model.named_modules()}
+    shapes = {name: tuple(values.shape) for name, values in model.state_dict().items()}
+    return _Skeleton(type(model), shapes, names[model.get_input_embeddings()], names[model.get_output_embeddings()])
+
+
+def _check_config(directory: Path, what: str, config: PreTrainedConfig, card: DraftCard) -> None:
+    text = config.get_text_config()
+    for field, wanted, found in (
+        ("target_vocabulary_size", card.target_vocabulary_size, text.vocab_size),
+        ("hidden_size", card.hidden_size, text.hidden_size),
+    ):
+        if found != wanted:
+            raise ModelLoadError(
+                f"draft directory {str(directory)!r}: {field} is {wanted} in {CARD} and {found} in {what}"
+            )
+
+
+def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a file, mapped rather than read."""
+    try:
+        with safe_open(file, framework="pt") as stored:
+            return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - it is no mapping
+    except (OSError, SafetensorError) as error:
+        raise ModelLoadError(f"weights {str(file)!r} cannot be read: {error}") from error
+
+
+def _vocabulary(directory: Path, tokens: torch.Tensor | None, card: DraftCard) -> torch.Tensor | None:
+    if card.vocabulary_size is None and tokens is None:
+        return None
+    where = f"draft directory {str(directory)!r}: tensor {VOCABULARY!r}"
+    if card.vocabulary_size is None or tokens is None:
+        raise ModelLoadError(f"{where} must be there exactly if vocabulary_size is set in {CARD}")
+    if tokens.dtype is not torch.int32 or tokens.shape != (card.vocabulary_size,):
+        raise ModelLoadError(f"{where} must be int32 [{card.vocabulary_size}], not {tokens.dtype} {list(tokens.shape)}")
+    tokens = tokens.long()
+    if bool((tokens.diff() <= 0).any()) or int(tokens[0]) < 0 or int(tokens[-1]) >= card.target_vocabulary_size:
+        raise ModelLoadError(f"{where} must hold rising token ids from 0 to {card.target_vocabulary_size - 1}")
+    return tokens
+
+
+def _check_own(directory: Path, tensors: dict[str, torch.Tensor], skeleton: _Skeleton) -> None:
+    """The file must hold each of the draft's own parameters, and nothing else."""
+    wanted = {name: shape for name, shape in skeleton.shapes.items() if skeleton.is_own(name)}
+    where = f"draft directory {str(directory)!r}: {WEIGHTS}"
+    if tensors.keys() != wanted.keys():
+        missing, strange = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
+        raise ModelLoadError(f"{where} lacks {missing[:3] or 'nothing'} and has {strange[:3] or 'nothing'} too many")
+    for name, shape in wanted.items():
+        if tuple(tensors[name].shape) != shape:
+            raise ModelLoadError(f"{where}: {name} must be {list(shape)}, not {list(tensors[name].shape)}")
+
+
+def _shared_ends(target: Path, card: DraftCard) -> dict[tuple[str, str], torch.Tensor]:
+    """The target's embedding, and its head unless that is the embedding: by (end, parameter)."""
+    try:
+        config = AutoConfig.from_pretrained(target, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"target directory {str(target)!r}: its configuration cannot be read: {error}") from error
+    _check_config(target, f"the config.json of the target {target.name!r}", config, card)
+    skeleton = _skeleton(config)
+    found: dict[tuple[str, str], torch.Tensor] = {}
+    for file in sorted(target.glob("*.safetensors")):
+        for name, values in _read_tensors(file).items():
+            for end, prefix in (("embedding", skeleton.embedding), ("head", skeleton.head)):
+                if name.startswith(f"{prefix}.") and tuple(values.shape) == skeleton.shapes[name]:
+                    found[end, name.removeprefix(f"{prefix}.")] = values
+    if ("embedding", "weight") not in found:
+        raise ModelLoadError(f"target directory {str(target)!r}: its safetensors hold no {skeleton.embedding}.weight")
+    if not config.tie_word_embeddings and ("head", "weight") not in found:
+        raise ModelLoadError(f"target directory {str(target)!r}: its safetensors hold no {skeleton.head}.weight")
+    return found
+
+
+def _reduce_head(module: PreTrainedModel, vocabulary: torch.Tensor) -> None:
+    """Leave the head the rows of `vocabulary`. A head that was the embedding is one of its own then."""
+    head = module.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ModelLoadError(f"model type {module.config.model_type!r}: its head is no linear layer")
+    bias = head.bias
+    with torch.device("meta"):
+        reduced = nn.Linear(head.in_features, len(vocabulary), bias=bias is not None)
+    rows = vocabulary.to(head.weight.device)
+    reduced.weight = nn.Parameter(head.weight.detach()[rows], requires_grad=False)
+    if bias is not None:
+        reduced.bias = nn.Parameter(bias.detach()[rows], requires_grad=False)
+    module.set_output_embeddings(reduced)
+    module.config.tie_word_embeddings = False

@@ -1,0 +1,109 @@
+"""The tokens that can be drawn, where they are few: what `truncate` keeps, found without touching the others.
+
+Truncation leaves a few dozen tokens of tens of thousands. On a CPU it is sooner done on the leading ones alone, and
+so is what comes after it: the noise, and the choice. For top-p the mass of the whole vocabulary is estimated, within
+bounds that are known; only where these leave a doubt is it counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cluster.core.types import SamplingParameters
+from workers.sampling.send import places
+from workers.sampling.truncate import UNIT_BITS, counts_to_reach, relative_masses, total_masses
+
+_WIDTHS = (128, 1024, 8192)
+"""How many leading tokens are looked at: the next width serves those who keep more than the last one shows."""
+_LEAST_SHARE = 4
+"""Of a vocabulary less than so many times as wide the leading tokens are not worth looking for."""
+_SLACK = 2e-5
+"""Bound of the relative difference between e^gap and the mass that is counted for it; half of it would do."""
+_SLACK_UNITS = 2
+"""The same for masses near one unit, which are cut to whole ones."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shortlist:
+    """All that can be drawn in some rows."""
+
+    rows: list[int]
+    logits: Tensor
+    """float32 [rows, k], −inf for what cannot be drawn after all."""
+    columns: Tensor
+    """int64 [rows, k], rising: where in the row those logits stand."""
+
+
+def shortlists(
+    logits: Tensor, rows: Sequence[tuple[int, SamplingParameters]]
+) -> tuple[list[Shortlist], list[tuple[int, SamplingParameters]]]:
+    """What truncation keeps of those rows of float32 [n, size], and the rows that keep too much for a short list."""
+    found: list[Shortlist] = []
+    pending = list(rows)
+    for width in _WIDTHS:
+        if not pending or width * _LEAST_SHARE > logits.shape[1]:
+            break
+        indices = [row for row, _ in pending]
+        part = logits if indices == list(range(logits.shape[0])) else logits[places(indices, logits)]
+        kept, columns, fits = _shorten(part, [sampling for _, sampling in pending], width)
+        if all(fits):
+            return [*found, Shortlist(indices, kept, columns)], []
+        fitting = [place for place, fit in enumerate(fits) if fit]
+        if fitting:
+            chosen = places(fitting, logits)
+            found.append(Shortlist([indices[place] for place in fitting], kept[chosen], columns[chosen]))
+        pending = [entry for entry, fit in zip(pending, fits, strict=True) if not fit]
+    return found, pending
+
+
+def _shorten(logits: Tensor, samplings: Sequence[SamplingParameters], width: int) -> tuple[Tensor, Tensor, list[bool]]:
+    """Logits and columns [n, width] of the leading tokens, and whether they hold all that is kept."""
+    size = logits.shape[1]
+    limits = torch.tensor([min(sampling.top_k or size, size) for sampling in samplings]).unsqueeze(1)
+    least = torch.tensor([math.log(sampling.min_p) if sampling.min_p else -math.inf for sampling in samplings])
+    leaders, columns = logits.topk(width, dim=1)  # falling
+    threshold = leaders[:, :1] + least.unsqueeze(1)
+    last = leaders[:, -1:]
+    counts = _counts(logits, leaders, limits, [sampling.top_p for sampling in samplings])
+    seen = counts.clamp(max=width)
+    edge = leaders.gather(1, seen - 1)
+    # Equals of the last one may stand outside: if it is kept, and only then, that matters.
+    fits = ((counts < width) & (edge > last)) | (last < threshold)
+    fits &= (limits <= width) | (limits == size)
+    columns, order = columns.sort(dim=1)
+    logits = leaders.gather(1, order)
+    ties_kept = seen - (logits > edge).sum(dim=1, keepdim=True)
+    at_edge = logits == edge
+    kept = (logits > edge) | (at_edge & (at_edge.cumsum(dim=1) <= ties_kept))
+    kept &= logits >= threshold
+    return logits.masked_fill_(~kept, -math.inf), columns, fits.squeeze(1).tolist()
+
+
+def _counts(logits: Tensor, leaders: Tensor, limits: Tensor, top_p: Sequence[float]) -> Tensor:
+    """How many leading tokens top-k and top-p keep: int64 [n, 1]; more than there are leaders if they do not tell."""
+    if all(share >= 1.0 for share in top_p):
+        return limits
+    best = leaders[:, :1].clamp(min=torch.finfo(torch.float32).min)  # −inf less −inf would be NaN
+    masses = relative_masses(leaders - best).cumsum(dim=1)  # int64 [n, width]
+    within = masses.gather(1, limits.clamp(max=masses.shape[1]) - 1)
+    is_whole = limits > masses.shape[1]
+    if not bool(is_whole.any()):
+        return counts_to_reach(masses, within, top_p).minimum(limits)
+    about = (logits - best).exp_().sum(dim=1, keepdim=True, dtype=torch.float64) * 2.0**UNIT_BITS
+    slack = about * _SLACK + _SLACK_UNITS * logits.shape[1]
+    fewest, most = (
+        counts_to_reach(masses, torch.where(is_whole, bound.long(), within), top_p).minimum(limits)
+        for bound in ((about - slack).clamp(min=0), about + slack)
+    )
+    doubtful = (fewest != most).squeeze(1).nonzero().squeeze(1)
+    if len(doubtful):
+        total = total_masses(logits[doubtful] - best[doubtful])
+        total = torch.where(is_whole[doubtful], total, within[doubtful])
+        shares = [top_p[row] for row in doubtful.tolist()]
+        fewest[doubtful] = counts_to_reach(masses[doubtful], total, shares).minimum(limits[doubtful])
+    return fewest
