@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from cluster.core.config import Configuration, DraftSection
-from cluster.core.errors import InvalidRequest
+from cluster.core.errors import InvalidRequest, PilotfishError
 from cluster.ingress.chat_template import Message
 from cluster.ingress.tokenizer import Tokenizer
 from cluster.wire.clients import GenerationClient
@@ -75,6 +75,11 @@ async def answer_all(
             async with asyncio.TaskGroup() as group:
                 for _ in range(configuration.scheduler.max_sequences):
                     group.create_task(work())
+        except ExceptionGroup as failures:
+            first = failures.exceptions[0]
+            if isinstance(first, PilotfishError):  # the others failed for the same reason
+                raise first from failures
+            raise
         finally:
             await client.close()
 

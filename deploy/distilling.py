@@ -86,21 +86,23 @@ def run(settings: Settings, options: DistillOptions, command: str) -> None:
 def _answers(configuration: Configuration, options: DistillOptions, files: Sequence[Sequence[Prompt]]) -> _Data:
     """Ask what is not answered yet. Once training has begun, what there is stays as it is."""
     wanted: list[tuple[str, Iterable[Task], int]] = []
+    evaluation = [] if options.evaluate is None else _evaluation_tasks(options.evaluate, options)
     if not (options.work / checkpoints.TENSORS).exists():
         order = schedule(files, options.temperatures, options.held_out, options.seed)
         wanted.append((ANSWERS, order, options.answer_tokens))
-    if options.evaluate is not None:
-        wanted.append((EVALUATION, _evaluation_tasks(options.evaluate, options), 0))
+    if evaluation:
+        wanted.append((EVALUATION, evaluation, 0))
     for name, tasks, tokens in wanted:
         with AnswerFile(options.work / name) as file, Watched(notices, name) as watched:
             quota = Quota(tokens, options.answer_minutes * 60, options.max_tokens)
             hear = partial(_tell_tokens, watched, tokens)
             asyncio.run(answer_all(_for_many(configuration), tasks, file, quota, hear))
     answers = read_answers(options.work / ANSWERS)
+    keys = {f"{task.key}:0" for task in evaluation}
     return _Data(
         tuple(answer for answer in answers if not answer.held_out and answer.answer),
         tuple(answer for answer in answers if answer.held_out and answer.answer),
-        read_answers(options.work / EVALUATION) if options.evaluate is not None else (),
+        tuple(answer for answer in read_answers(options.work / EVALUATION) if answer.key in keys) if keys else (),
     )
 
 

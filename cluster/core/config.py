@@ -125,6 +125,8 @@ class DraftSection(Section):
     """Most nodes of one tree that a draft model's forward pass expands."""
     candidates: Annotated[int, Field(ge=1, le=16)] = 3
     """Guesses that a draft model makes below each expanded node."""
+    lookup: Annotated[Literal["off", "on"], BeforeValidator(_as_written)] = "on"
+    """Put into a draft model's trees also what followed the same words before, as method `ngram` looks it up."""
     controller: Annotated[Literal["off", "auto"], BeforeValidator(_as_written)] = "auto"
     """`auto` sizes each tree by what it is expected to gain, down to none; `off` always asks for the most."""
     alternate: Annotated[Literal["off", "on"], BeforeValidator(_as_written)] = "off"
@@ -137,10 +139,10 @@ class DraftSection(Section):
     """NOT LOSSLESS, for method `synthetic`: the chance that a guess counts as right, by depth; the last one repeats."""
     synthetic_seconds: Annotated[float, Field(ge=0, le=10)] = 0.001
     """How long a forward pass of the `synthetic` drafter takes."""
-    ngram_max: Annotated[int, Field(ge=1, le=16)] = 4
-    """Longest suffix that `ngram` looks up."""
+    ngram_max: Annotated[int, Field(ge=1, le=16)] = 8
+    """Longest suffix that is looked up."""
     ngram_min: Annotated[int, Field(ge=1, le=16)] = 2
-    """Shortest suffix that `ngram` looks up."""
+    """Shortest suffix that is looked up."""
     ngram_candidates: Annotated[int, Field(ge=1, le=16)] = 2
     """Most earlier occurrences that `ngram` merges into a tree."""
     threads: Annotated[int, Field(ge=0)] = 0

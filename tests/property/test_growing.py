@@ -21,6 +21,11 @@ SAMPLINGS = (SamplingParameters(temperature=0.0), SamplingParameters(seed=1))
 CONTEXT = 40
 
 
+def came_before(tokens: list[int]) -> list[int]:
+    """What followed the last two tokens elsewhere."""
+    return [tokens[end] for end in range(2, len(tokens)) if tokens[end - 2 : end] == tokens[-2:]]
+
+
 class Growing(RuleBasedStateMachine):
     """A coordinator with its own books, and a drafter whose memory is nearly always full."""
 
@@ -30,10 +35,12 @@ class Growing(RuleBasedStateMachine):
         width=st.integers(1, 4),
         guesses=st.integers(1, 3),
         chunk=st.integers(4, 64),
+        lookup=st.sampled_from(["off", "on"]),
     )
-    def begin(self, mode: Any, blocks: int, width: int, guesses: int, chunk: int) -> None:
+    def begin(self, mode: Any, blocks: int, width: int, guesses: int, chunk: int, lookup: Any) -> None:
+        self.looks_up = lookup == "on"
         self.expander = FakeExpander(blocks, CONTEXT, sure=(0.6, 0.2, 0.1)[:guesses])
-        section = DraftSection(method="none", mode=mode, width=width, max_nodes=8, max_depth=6)
+        section = DraftSection(method="none", mode=mode, width=width, max_nodes=8, max_depth=6, lookup=lookup)
         self.drafter = GrowingDrafter(self.expander, section, chunk, clock=lambda: 0.0)
         self.tokens: dict[str, list[int]] = {}
         self.told: dict[str, int] = {}
@@ -64,8 +71,8 @@ class Growing(RuleBasedStateMachine):
             above = 1.0 if parent == ROOT else proposal.probabilities[parent]
             assert 0.0 <= proposal.probabilities[node] <= above
             before = [*self.tokens[str(row.sequence_id)], *tree.path_tokens(parent)]
-            assert tree.tokens[node] in ranked(before)
-            assert len(before) <= CONTEXT
+            assert tree.tokens[node] in (came_before(before) if self.looks_up else []) + ranked(before)
+            assert len(before) <= CONTEXT or self.looks_up
 
     @rule(
         name=st.sampled_from(NAMES),
@@ -147,7 +154,8 @@ class Growing(RuleBasedStateMachine):
         paths = {id(tree.root): tokens}
         for node in tree.nodes:
             parent = node.parent
-            assert parent is not None and parent.branch is not None and node in parent.children
+            assert parent is not None and node in parent.children
+            assert parent.branch is not None or (node.match and node.branch is None)
             assert 0.0 <= node.path <= parent.path + 1e-9
             path = paths[id(node)] = [*paths[id(parent)], node.token]
             assert node.length == len(path)

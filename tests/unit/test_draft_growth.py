@@ -32,11 +32,12 @@ class Swimmer:
         blocks: int = 100,
         max_context_len: int = 1000,
         sure: Sequence[float] = SURE,
+        lookup: Literal["off", "on"] = "off",
         **changes: int,
     ) -> None:
         self.expander = FakeExpander(blocks, max_context_len, sure)
         self.now = 0.0
-        section = DraftSection(method="none", mode=mode, max_nodes=16, max_depth=8, **changes)
+        section = DraftSection(method="none", mode=mode, max_nodes=16, max_depth=8, lookup=lookup, **changes)
         self.drafter = GrowingDrafter(self.expander, section, clock=lambda: self.now)
         self.tokens: dict[str, list[int]] = {}
 

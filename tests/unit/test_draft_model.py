@@ -87,7 +87,9 @@ class Bench:
         mode: Mode = "serial",
     ) -> None:
         self.pool = KvPool(loaded, KvSection(block_size=BLOCK), blocks=blocks, rewinds=True)
-        section = DraftSection(method="none", max_nodes=16, max_depth=16, candidates=candidates, mode=mode)
+        section = DraftSection(
+            method="none", max_nodes=16, max_depth=16, candidates=candidates, mode=mode, lookup="off"
+        )
         self.expander = ModelExpander(loaded, self.pool, candidates)
         self.drafter = GrowingDrafter(self.expander, section, most_forward_tokens, clock=lambda: 0.0)
         self.widths: list[list[int]] = []

@@ -71,7 +71,8 @@ class TrainingPlan:
         Its end is free to move, and answers may have been added to those it began with.
         """
         values = asdict(self) | {"steps": None, "seconds": None, "checkpoint_seconds": None}
-        values |= {"layers": student.layers, "guessable": len(student.head)}
+        shapes = {name: tuple(value.shape) for name, value in student.own_parameters().items()}
+        values |= {"layers": student.layers, "guessable": len(student.head), "shapes": shapes}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

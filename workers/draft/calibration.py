@@ -11,6 +11,8 @@ from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from workers.draft.lookups import Lookups
+
 TRUST = 0.8
 """Before anything is known: a small model is right somewhat less often than it believes."""
 _EDGES = (0.03, 0.08, 0.18, 0.35, 0.55, 0.75, 0.92)
@@ -67,6 +69,8 @@ class Calibration:
     def __init__(self, trust: float = TRUST) -> None:
         self._ranks = {kind: [_Rank(trust) for _ in range(_RANKS)] for kind in KINDS.values()}
         self._hopes = dict.fromkeys(KINDS.values(), _HOPE)
+        self.lookups = Lookups()
+        """Of tokens that were looked up."""
 
     def chances(self, confidences: Sequence[float], kind: Kind) -> list[float]:
         """The chance of each sibling, likeliest guess first, to be what the target takes: 1 together at most."""

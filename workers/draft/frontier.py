@@ -89,10 +89,15 @@ class Frontier:
         if self._mode == "serial" or not session.is_asked:
             return
         for node in nodes:
-            is_allowed = self._mode == "enumerate" or node.is_ahead
+            is_allowed = (self._mode == "enumerate" or node.is_ahead) and _is_next(node)
             if is_allowed and node.branch is None and node.path >= FLOOR and node.length <= self._max_context_len:
                 self._push(session, node)
 
     def _push(self, session: GrowingSession, node: Node) -> None:
         self._count += 1
         heapq.heappush(self._entries, (-node.path, self._count, session.version, session, node))
+
+
+def _is_next(node: Node) -> bool:
+    """Whether its parent has been expanded: what was looked up hangs below nodes that have not."""
+    return node.parent is not None and node.parent.branch is not None

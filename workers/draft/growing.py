@@ -8,15 +8,20 @@ a node the root: what hangs below it stays as it is, the rest is freed.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Protocol
 
 from cluster.core.tree import ROOT, TokenTree
 from workers.draft.calibration import KINDS, Calibration, Kind
+from workers.draft.lookups import Agreement
 from workers.model.tables import BlockTable
 
 Guess = tuple[int, float]
 """A token, and how sure the model is of it."""
+LookUp = Callable[[Sequence[int]], tuple[int, int] | None]
+"""What followed the committed text and a path below it when they came before, and how many tokens match."""
+LEAST_PATH = 0.05
+"""A text less likely than this is not looked up."""
 
 
 class Memory(Protocol):
@@ -63,11 +68,12 @@ class Node:
         "children",
         "confidence",
         "is_ahead",
-        "is_first",
         "is_sent",
         "length",
+        "match",
         "parent",
         "path",
+        "rank",
         "token",
     )
 
@@ -84,12 +90,14 @@ class Node:
         """That this token follows, where its parent's does."""
         self.path: float = chance if parent is None else parent.path * chance
         """The chance that the committed text passes through here."""
-        self.is_first = False
-        """Whether it was its parent's first guess."""
+        self.rank: int | None = None
+        """Its place among the model's guesses after its parent; `None` if it is none of them."""
+        self.match = 0
+        """Tokens before it that had come before, where it was looked up what followed them."""
         self.born = born
         """The call during or after which it was grown."""
         self.children: list[Node] = []
-        """Likeliest guess first."""
+        """The model's guesses, likeliest first, and what was looked up."""
         self.branch: BlockTable | None = None
         """Set once expanded: a table that begins with the text up to here."""
         self.is_sent = False
@@ -97,13 +105,36 @@ class Node:
         self.is_ahead: bool = parent is not None and parent.is_ahead
         """Whether it is a leaf of what was sent, or below one: where the text goes on if a whole path is accepted."""
 
+    def unclaimed(self) -> float:
+        """The chance that the text passes through here and goes on with none of the children."""
+        return self.path * max(0.0, 1.0 - sum(child.chance for child in self.children))
+
+    def text(self) -> list[int]:
+        """The tokens below the root, down to this one."""
+        tokens: list[int] = []
+        node = self
+        while node.parent is not None:
+            tokens.append(node.token)
+            node = node.parent
+        return tokens[::-1]
+
 
 class GrowingTree:
     """Nodes below the last committed token, and the tables that hold them."""
 
-    def __init__(self, memory: Memory, calibration: Calibration, is_greedy: bool) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        calibration: Calibration,
+        is_greedy: bool,
+        look_up: LookUp | None = None,
+        max_depth: int = 0,
+    ) -> None:
         self._memory = memory
         self._calibration = calibration
+        self._look_up = look_up
+        self._max_depth = max_depth
+        """Of what is looked up ahead."""
         self.is_greedy = is_greedy
         """Whether the sequence's tokens are taken without noise: confidence means another thing then."""
         self.trunk = memory.new_table()
@@ -124,9 +155,7 @@ class GrowingTree:
         node = self.root
         for token in tokens:
             child = next((child for child in node.children if child.token == token), None)
-            if node.children:
-                taken = None if child is None else node.children.index(child)
-                self._calibration.observe([each.confidence for each in node.children], taken, self._kind(node))
+            self._observe(node, child)
             if child is None:
                 stem = self._stem(node)
                 self._memory.truncate(stem, min(stem.stored_len, node.length))
@@ -181,12 +210,20 @@ class GrowingTree:
     def grow(self, node: Node, table: BlockTable, guesses: Sequence[Guess], born: int) -> None:
         """The node's token is stored in `table`, and these may follow it, likeliest first."""
         node.branch = table
-        chances = self._calibration.chances([confidence for _, confidence in guesses], self._kind(node))
-        for (token, confidence), chance in zip(guesses, chances, strict=True):
-            node.children.append(Node(token, node, node.length + 1, confidence, chance, born))
-        if node.children:
-            node.children[0].is_first = True
-        self.nodes.extend(node.children)
+        there = {child.token: child for child in node.children}
+        for rank, (token, confidence) in enumerate(guesses):
+            child = there.get(token)
+            if child is None:
+                child = Node(token, node, node.length + 1, born=born)
+                node.children.append(child)
+                self.nodes.append(child)
+            child.rank, child.confidence = rank, confidence
+        node.children.sort(key=lambda child: len(guesses) if child.rank is None else child.rank)
+        self._weigh(node)
+        if there:
+            self._renew_paths(node)
+        for child in node.children:
+            self._look_ahead(child, born)
         self.expanded_ahead += 1
 
     def within(self, max_depth: int) -> list[Node]:
@@ -224,20 +261,81 @@ class GrowingTree:
             waiting.extend((child, place) for child in sent)
         return TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities)
 
+    def look_ahead(self, born: int) -> None:
+        """Go on with what followed before, from the root and from wherever the tree ends."""
+        if self._look_up is not None:
+            for node in [self.root, *self.nodes]:
+                if node is self.root or not node.children:
+                    self._look_ahead(node, born)
+
+    def _look_ahead(self, node: Node, born: int) -> None:
+        """Hang below `node` what followed its text before, and below that what followed it, and so on."""
+        if self._look_up is None:
+            return
+        path = node.text()
+        while node.length - self.root.length < self._max_depth and node.path >= LEAST_PATH:
+            found = self._look_up(path)
+            if found is None:
+                return
+            token, match = found
+            is_leaf = not node.children
+            child = next((child for child in node.children if child.token == token), None)
+            if child is None:
+                child = Node(token, node, node.length + 1, born=born)
+                node.children.append(child)
+                self.nodes.append(child)
+            child.match = match
+            self._weigh(node)
+            if not is_leaf:
+                self._renew_paths(node)
+            path.append(token)
+            node = child
+
+    def _weigh(self, node: Node) -> None:
+        """The chances of its children: what was looked up first, and what that leaves for the model's guesses."""
+        guessed = [child for child in node.children if child.rank is not None]
+        chances = self._calibration.chances([child.confidence for child in guessed], self._kind(node))
+        for child, chance in zip(guessed, chances, strict=True):
+            child.chance = chance
+        for child in node.children:
+            if child.match:
+                before = child.chance if child.rank is not None else 0.0
+                child.chance = self._calibration.lookups.chance(child.match, _agreement(node, child), self.is_greedy)
+                left = (1.0 - child.chance) / max(1.0 - before, 1e-6)
+                for other in node.children:
+                    if other is not child:
+                        other.chance *= min(1.0, left) if before < 1.0 else 0.0
+        for child in node.children:
+            child.path = node.path * child.chance
+
+    def _observe(self, node: Node, taken: Node | None) -> None:
+        """The target took this child of `node`, or none of them."""
+        guessed = [child for child in node.children if child.rank is not None]
+        if guessed:
+            place = guessed.index(taken) if taken in guessed else None
+            self._calibration.observe([child.confidence for child in guessed], place, self._kind(node))
+        for child in node.children:
+            if child.match:
+                self._calibration.lookups.observe(
+                    child.match, _agreement(node, child), self.is_greedy, hit=child is taken
+                )
+
     def _kind(self, node: Node) -> Kind:
         """Of the guesses below `node`."""
-        return KINDS[self.is_greedy, node.is_first]
+        return KINDS[self.is_greedy, node.rank == 0]
 
     def _stem(self, node: Node) -> BlockTable:
         """The table that goes on after `node`, or after as much before it as is stored."""
         if node.branch is not None:
             return node.branch
-        parent = node.parent
-        if parent is None or parent.branch is None:
+        above = node.parent
+        while above is not None and above.branch is None:
+            above = above.parent
+        if above is None or above.branch is None:
             return self.trunk
-        # Of an unexpanded node's siblings none will be asked for again: their parent's table may end before them.
-        self._memory.truncate(parent.branch, min(parent.branch.stored_len, parent.length))
-        return parent.branch
+        # Of an unexpanded node's siblings none will be asked for again: the table above may end before them.
+        self._memory.truncate(above.branch, min(above.branch.stored_len, above.length))
+        return above.branch
 
     def _replace(self, root: Node, trunk: BlockTable) -> None:
         """Keep `trunk` and what hangs below `root`."""
@@ -245,18 +343,33 @@ class GrowingTree:
         root.parent = None
         root.chance = root.path = 1.0
         self.root, self.trunk = root, trunk
-        self.nodes = list(self._below(root))
+        self.nodes = list(_below(root))
+        self._renew_paths(root)
         for table in before.difference(self._tables()):
             self._memory.release(table)
 
-    def _below(self, root: Node) -> Iterator[Node]:
-        level = root.children
-        while level:
-            for node in level:
-                parent = node.parent
-                node.path = node.chance if parent is None else parent.path * node.chance
-                yield node
-            level = [child for node in level for child in node.children]
+    def _renew_paths(self, node: Node) -> None:
+        """The chances of its children have changed."""
+        for below in _below(node):
+            if below.parent is not None:
+                below.path = below.parent.path * below.chance
 
     def _tables(self) -> set[BlockTable]:
         return {self.trunk, *(node.branch for node in self.nodes if node.branch is not None)}
+
+
+def _below(root: Node) -> Iterator[Node]:
+    """Parents before their children."""
+    level = root.children
+    while level:
+        yield from level
+        level = [child for node in level for child in node.children]
+
+
+def _agreement(node: Node, child: Node) -> Agreement:
+    """What the model makes of a child that was looked up."""
+    if node.branch is None:
+        return Agreement.UNASKED
+    if child.rank is None:
+        return Agreement.NONE
+    return Agreement.FIRST if child.rank == 0 else Agreement.LATER

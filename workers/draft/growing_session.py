@@ -11,6 +11,7 @@ from workers.draft.expander import Place
 from workers.draft.growing import GrowingTree, Memory, Node
 from workers.draft.pace import Pace
 from workers.draft.sessions import Session
+from workers.draft.suffixes import SuffixIndex
 from workers.model.tables import BlockTable
 from workers.sampling.context import GREEDY_BELOW
 
@@ -18,16 +19,30 @@ from workers.sampling.context import GREEDY_BELOW
 class GrowingSession(Session):
     """Committed tokens, and the tree that grows below them."""
 
-    __slots__ = ("_asked_at", "_asked_len", "_calibration", "_grown_for", "_memory", "is_asked", "tree", "version")
+    __slots__ = (
+        "_asked_at",
+        "_asked_len",
+        "_calibration",
+        "_grown_for",
+        "_index",
+        "_memory",
+        "is_asked",
+        "tree",
+        "version",
+    )
 
-    def __init__(self, start: SequenceStart, memory: Memory, calibration: Calibration) -> None:
+    def __init__(
+        self, start: SequenceStart, memory: Memory, calibration: Calibration, lookups: range | None, max_depth: int
+    ) -> None:
         super().__init__(start)
+        self._index = None if lookups is None else SuffixIndex(self.tokens, lookups[0], lookups[-1])
         self._memory = memory
         self._calibration = calibration
         self._grown_for = start
         self._asked_at = float("-inf")
         self._asked_len = 0
-        self.tree = GrowingTree(memory, calibration, _is_greedy(start))
+        look_up = None if self._index is None else self._index.next_after
+        self.tree = GrowingTree(memory, calibration, _is_greedy(start), look_up, max_depth)
         self.is_asked = False
         """Whether the last call wanted guesses: else only committed tokens go through between calls."""
         self.version = 0
@@ -41,11 +56,20 @@ class GrowingSession(Session):
         if self.tokens and told and self._has_grown_for(self.start):
             fresh = new_tokens[overlap:]
             self.tokens.extend(fresh)
+            self._learn(len(self.tokens) - len(fresh))
             self.tree.commit(fresh)
         else:
+            if self._index is not None:
+                self._index.cut(known_len)
             super().replace(known_len, new_tokens)
+            self._learn(known_len)
             self._grown_for = self.start
             self.tree.restart(self.tokens, _is_greedy(self.start))
+
+    def _learn(self, length: int) -> None:
+        """The committed tokens from `length` on are new."""
+        if self._index is not None:
+            self._index.extend(length)
 
     def forget(self) -> None:
         """Free all that is stored; the committed tokens stay."""

@@ -59,8 +59,9 @@ class GrowingDrafter:
         self._calibration = Calibration() if calibration is None else calibration
         self._pace = Pace()
         self._frontier = Frontier(section, expander.max_context_len)
+        lookups = range(section.ngram_min, section.ngram_max + 1) if section.lookup == "on" else None
         self._sessions = Sessions(
-            lambda start: GrowingSession(start, self._memory, self._calibration),
+            lambda start: GrowingSession(start, self._memory, self._calibration, lookups, section.max_depth),
             GrowingSession.forget,
             expander.vocabulary_size,
         )
@@ -78,6 +79,7 @@ class GrowingDrafter:
                 faults[row.sequence_id] = session
             else:
                 session.note_asked(now, self._pace)
+                session.tree.look_ahead(self._calls)
                 works[row.sequence_id] = Work(session, row, self._section, self._expander.max_context_len)
         self._serve(works)
         proposals = tuple(

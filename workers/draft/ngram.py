@@ -11,37 +11,26 @@ from cluster.core.tree import TokenTree
 from cluster.core.types import DraftBudget, DraftRow, Proposal, RowFault, SequenceStart
 from workers.draft.method import register
 from workers.draft.sessions import Session, Sessions
+from workers.draft.suffixes import SuffixIndex
 
 LOOKS_PER_CANDIDATE = 8
 """Earlier occurrences of one suffix that are looked at for each candidate wanted: most are alike."""
 
 
 class IndexedSession(Session):
-    """Committed tokens, and for every n-gram in them the positions after it, ascending.
+    """Committed tokens, and where every n-gram in them ended."""
 
-    Adding or taking away a token costs one step per n-gram length; looking up costs nothing that grows
-    with the context.
-    """
-
-    __slots__ = ("_ends", "_sizes")
+    __slots__ = ("_index",)
 
     def __init__(self, start: SequenceStart, shortest: int, longest: int) -> None:
         super().__init__(start)
-        self._sizes = range(shortest, longest + 1)
-        self._ends: dict[tuple[int, ...], list[int]] = {}
+        self._index = SuffixIndex(self.tokens, shortest, longest)
 
     def replace(self, known_len: int, new_tokens: Sequence[int]) -> None:
         """See `Session`."""
-        for end in range(len(self.tokens), known_len, -1):
-            for ngram in self._ngrams_ending_at(end):
-                ends = self._ends[ngram]
-                ends.pop()  # what was indexed last goes first, so this is `end`
-                if not ends:
-                    del self._ends[ngram]
+        self._index.cut(known_len)
         super().replace(known_len, new_tokens)
-        for end in range(known_len + 1, len(self.tokens) + 1):
-            for ngram in self._ngrams_ending_at(end):
-                self._ends.setdefault(ngram, []).append(end)
+        self._index.extend(known_len)
 
     def continuations(self, count: int, length: int) -> tuple[tuple[int, ...], ...]:
         """At most `count` distinct continuations of `length` tokens, likeliest first.
@@ -49,8 +38,8 @@ class IndexedSession(Session):
         Likelier is what followed a longer match, and among equal matches the later one.
         """
         found: dict[tuple[int, ...], None] = {}
-        for ngram in reversed(self._ngrams_ending_at(len(self.tokens))):
-            earlier = islice(reversed(self._ends[ngram]), 1, 1 + LOOKS_PER_CANDIDATE * count)
+        for ngram in reversed(self._index.ending_at(len(self.tokens))):
+            earlier = islice(reversed(self._index.ends(ngram)), 1, 1 + LOOKS_PER_CANDIDATE * count)
             for end in earlier:
                 found.setdefault(self._continued(end, length))
                 if len(found) == count:
@@ -61,10 +50,6 @@ class IndexedSession(Session):
         """The tokens from `position` on; at the end of the context the repetition goes on."""
         period = len(self.tokens) - position
         return tuple(self.tokens[position + step % period] for step in range(length))
-
-    def _ngrams_ending_at(self, end: int) -> list[tuple[int, ...]]:
-        """Shortest first."""
-        return [tuple(self.tokens[end - size : end]) for size in self._sizes if size <= end]
 
 
 class NgramDrafter:

@@ -81,4 +81,5 @@ def create_synthetic(section: DraftSection, target_section: TargetSection) -> Gr
         raise ConfigurationError(f"target.path: {str(directory)!r} must hold the config.json of the target")
     vocabulary_size = AutoConfig.from_pretrained(directory, trust_remote_code=False).get_text_config().vocab_size
     expander = SyntheticExpander(section.synthetic_acceptance, section.synthetic_seconds, vocabulary_size)
+    section = section.model_copy(update={"lookup": "off"})  # no text of its ever comes again
     return GrowingDrafter(expander, section, calibration=Calibration(trust=1.0))

@@ -32,24 +32,26 @@ class Work:
         if not self._max_nodes or not self._passes_left:
             return []
         session, tree = self.session, self.session.tree
-        if tree.root.branch is None:
-            if tree.root.length > self._max_context_len:
-                return []
-            self.is_short = True
-            return [Pick(session, tree.root, tuple(session.pending()))]
         nodes = tree.within(self._max_depth)
         self.is_short = len(nodes) < self._max_nodes
         least = 0.0 if self.is_short else nodes[self._max_nodes - 1].path
-        deepest = min(tree.root.length + self._max_depth - 1, self._max_context_len)
         # What is expanded is first guesses, almost always.
         hope = calibration.hope(KINDS[tree.is_greedy, True])
+        if tree.root.branch is None:
+            if tree.root.length > self._max_context_len:
+                return []
+            self.gain = max(0.0, tree.root.unclaimed() * hope - least)
+            return [Pick(session, tree.root, tuple(session.pending()))]
+        deepest = min(tree.root.length + self._max_depth - 1, self._max_context_len)
         found: list[Pick] = []
         for node in nodes:
             if len(found) == self._width or (node.path * hope <= least and not self.is_short):
                 break
-            if node.branch is None and node.length <= deepest:
-                self.gain += node.path * hope - least
-                found.append(Pick(session, node, (node.token,)))
+            if node.branch is None and node.length <= deepest and node.parent is not None and node.parent.branch:
+                gain = node.unclaimed() * hope - least
+                if gain > 0.0 or self.is_short:
+                    self.gain += gain
+                    found.append(Pick(session, node, (node.token,)))
         self.is_short = self.is_short and bool(found)
         return found
 
