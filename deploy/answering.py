@@ -76,9 +76,9 @@ async def answer_all(
                 for _ in range(configuration.scheduler.max_sequences):
                     group.create_task(work())
         except ExceptionGroup as failures:
-            first = failures.exceptions[0]
-            if isinstance(first, PilotfishError):  # the others failed for the same reason
-                raise first from failures
+            failure = failures.exceptions[0]
+            if isinstance(failure, PilotfishError):  # the others failed for the same reason
+                raise failure from failures
             raise
         finally:
             await client.close()

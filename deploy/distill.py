@@ -65,6 +65,8 @@ class DistillOptions:
             raise ConfigurationError("--minutes and --steps: needed one of them")
         if self.precision not in ("float32", "bfloat16"):
             raise ConfigurationError(f"--precision: {self.precision!r} is refused; it must be float32 or bfloat16")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ConfigurationError(f"--device: {self.device!r} is refused; it must be auto, cpu or cuda")
         for file in (*self.prompts, self.evaluate, self.student_config, self.notes):
             if file is not None and not file.exists():
                 raise ConfigurationError(f"{file}: no such file")

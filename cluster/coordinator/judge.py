@@ -19,6 +19,8 @@ from cluster.core.types import DraftBudget, Proposal, StepSample
 
 CHOICE_ROUNDS = 4
 """A choice holds for so many rounds while the same sequences decide; four times as many if it is to guess nothing."""
+NEWS_ROUNDS = 2
+"""After such an answer one chooses anew so soon: what the target decides on its guesses is known by then."""
 BEGIN_ADVANTAGE = 1.03
 """Guessing begins when it promises to be so many times faster than plain decoding."""
 LEAST_ADVANTAGE = 1.01
@@ -204,6 +206,7 @@ class Judge:
         """Proposals came that nobody waited for. Others may have been in their way: only a quick answer tells much."""
         if not self._waits.is_known or seconds < self._waits.seconds(rows, depth):
             self._waits = self._waits.learned(rows, depth, seconds)
+        self._holds = min(self._holds, NEWS_ROUNDS)
 
     def settle(self) -> None:
         """Learn from guesses on which the target has decided since."""

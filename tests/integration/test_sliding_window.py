@@ -85,7 +85,7 @@ async def test_the_text_is_the_same_past_the_window_and_what_fell_out_of_it_is_f
     configuration = load(
         {
             "target": {"path": str(gemma_directory), "device": "cpu", "kv": {"pool_bytes": 128 << 20}},
-            "draft": {"method": method, "max_nodes": 6, "max_depth": 6, "timeout_seconds": 60.0},
+            "draft": {"method": method, "max_nodes": 6, "max_depth": 6, "timeout_seconds": 60.0, "controller": "off"},
             "scheduler": {"max_sequences": 2, "max_step_tokens": STEP_TOKENS},
             "server": {"grpc_port": 0, "http_port": 0},
         }

@@ -140,6 +140,7 @@ def test_what_was_answered_and_trained_is_not_done_again(made: Shop, monkeypatch
         ((), "--minutes and --steps: needed one of them"),
         (("--steps", "1", "--minutes", "1"), "--minutes and --steps: needed one of them"),
         (("--steps", "1", "--precision", "float8"), "--precision: 'float8' is refused"),
+        (("--steps", "1", "--device", "tpu"), "--device: 'tpu' is refused; it must be auto, cpu or cuda"),
         (("--steps", "1", "--layers", "0;1"), "--layers: '0;1' is refused; it must be numbers with commas"),
         (("--steps", "1", "--held-out", "-1"), "--held-out: -1 is refused; it must be 0 or above"),
         (("--steps", "1", "--loss", "hinge"), "loss: 'hinge' is unknown"),
