@@ -117,9 +117,15 @@ def _actor_options(role: RolePlacement, worker_host: str | None) -> dict[str, An
     """The first bundle is the replica's own; the others are for its followers, or for others of its kind."""
     claims = role.bundles[0].claims()
     options: dict[str, Any] = {"num_cpus": claims["CPU"], "num_gpus": claims.get("GPU", 0)}
+    variables: dict[str, str] = {}
+    if role.device == "cpu":
+        # Target and drafter share cores: threads that spin for more work would take them from each other.
+        variables["OMP_WAIT_POLICY"] = "PASSIVE"
     if worker_host == "127.0.0.1" and len(role.bundles) > 1 and sys.platform == "linux":
         # The ranks' own traffic stays on loopback too.
-        options["runtime_env"] = {"env_vars": {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}}
+        variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    if variables:
+        options["runtime_env"] = {"env_vars": variables}
     return options
 
 

@@ -42,7 +42,9 @@ class Process:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.bench.role_process", self._role.to_json()],
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": str(self._role.threads), "TOKENIZERS_PARALLELISM": "false"},
+            env={"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+            | os.environ
+            | {"OMP_NUM_THREADS": str(self._role.threads)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
