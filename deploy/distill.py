@@ -178,4 +178,5 @@ def _option(name: str) -> str:
 def _written(value: object) -> str:
     if isinstance(value, Path):
         return value.name
-    return ",".join(f"{part:g}" for part in value) if isinstance(value, tuple) else str(value)
+    parts = value if isinstance(value, tuple) else (value,)
+    return ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in parts)

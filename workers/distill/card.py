@@ -47,8 +47,8 @@ def write(facts: Facts) -> str:
 # A draft for {facts.target}
 
 {facts.own_parameters:,} parameters of its own (bfloat16), between the embedding and the head of {facts.target}, which
-are read from the target's directory. It guesses among {facts.guessable:,} tokens. {beginning}. It is of use
-with this target alone, and only to guess: every token that a client reads is the target's own decision.
+are read from the target's directory. {beginning}. It guesses among {facts.guessable:,} tokens. It is of use with this
+target alone, and only to guess: every token that a client reads is the target's own decision.
 
 ## How it was made
 
