@@ -122,11 +122,14 @@ class Durations:
 
 
 def bucket_of(size: int) -> int:
-    """Each size up to 8 for itself, then four buckets to an octave."""
-    if size < 8:
+    """Each size up to 8 for itself, then four buckets to an octave.
+
+    A bucket ends with a multiple of its width: kernels work in tiles, and what overflows one is another matter.
+    """
+    if size <= 8:
         return size
-    octave = size.bit_length() - 1
-    return 8 + 4 * (octave - 3) + ((size >> (octave - 2)) & 3)
+    octave = (size - 1).bit_length() - 1
+    return 9 + 4 * (octave - 3) + (((size - 1) >> (octave - 2)) & 3)
 
 
 def _moved(known: Knot | None, bucket: int, size: int, seconds: float) -> Knot:

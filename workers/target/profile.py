@@ -13,7 +13,10 @@ from workers.model.pool import KvPool
 from workers.model.runner import ForwardRow
 from workers.sampling.context import DecisionContext, tree_contexts
 
-SIZES = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 32), (8, 8), (8, 32), (32, 32), (32, 64))
+SIZES = (
+    *((1, 1), (1, 2), (1, 4), (1, 8), (1, 10), (1, 16), (1, 32)),
+    *((8, 8), (8, 16), (8, 32), (32, 32), (32, 64)),
+)
 """(rows, tokens): the trees of one sequence, and several sequences with small trees or none."""
 REPETITIONS = 3
 _GREEDY = SamplingParameters(temperature=0.0)
