@@ -138,7 +138,9 @@ def run(settings: Settings, output: Console, notices: Console) -> None:
     """Start, ask, compare, stop. Raises `PilotfishError`."""
     # Nobody else comes to these doors, so any free ports will do.
     doors = settings.configuration.server.model_copy(update={"http_port": 0, "grpc_port": 0})
-    drafting = settings.configuration.model_copy(update={"server": doors})
+    # One short answer teaches the controller nothing, and guesses are what is to be seen.
+    draft = settings.configuration.draft.model_copy(update={"controller": "off"})
+    drafting = settings.configuration.model_copy(update={"server": doors, "draft": draft})
     settings = replace(settings, configuration=drafting)
     plain = drafting.model_copy(update={"draft": DraftSection(method="none")})
     with ExitStack() as stack:
