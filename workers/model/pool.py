@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
+from math import prod
 
 import psutil
 import torch
@@ -16,6 +17,7 @@ from cluster.core.kv import KvLayout
 from cluster.core.types import KvOccupancy
 from workers.model.arrangement import Arrangement, arrange
 from workers.model.blocks import BlockAllocator
+from workers.model.large_pages import large_pages
 from workers.model.layout import to_device
 from workers.model.loaded import LoadedModel
 from workers.model.tables import BlockTable, Prefix
@@ -72,10 +74,16 @@ def _stored(
     for (heads, dim), slots in alike.items():
         # Zeros, not garbage: a masked position is multiplied by zero, and zero times NaN is NaN.
         size = (2 * len(slots), blocks, arrangement.layout.block_size, heads, dim)
-        stacks.append(torch.zeros(size, dtype=model.dtype, device=model.device))
+        stacks.append(_zeros(size, model.dtype, model.device))
         for place, slot in enumerate(slots):
             keys[slot], values[slot] = stacks[-1][2 * place], stacks[-1][2 * place + 1]
     return keys, values, stacks
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu" or not prod(size):
+        return torch.zeros(size, dtype=dtype, device=device)
+    return large_pages(prod(size) * dtype.itemsize).view(dtype).view(size)
 
 
 class KvPool:

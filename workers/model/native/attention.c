@@ -2,12 +2,16 @@
 
    One call serves all rows of a step in one layer. It stores the fresh keys and values, then lets every query attend
    to the positions it sees: the committed ones up to itself (within its window, or among the sinks), and, for a node
-   of a tree, its ancestors. Keys are taken in tiles of sixteen positions, read straight from the pool's blocks; the
-   softmax is computed while reading (Milakov and Gimelshein 2018; Dao et al. 2022), in single precision.
+   of a tree, its ancestors. Keys are taken in tiles of 32 positions, read straight from the pool's blocks and
+   turned, so that a query's products with them grow in the lanes of two vectors; the softmax is computed while reading
+   (Milakov and Gimelshein 2018; Dao et al. 2022), in single precision.
 
-   Work is divided by row, KV head and tile of queries. A query's sums run over its own positions, in their order, in
+   Work is divided by row, tile of queries and, where there is little of it, KV head: heads lie side by side in the
+   pool, and whoever reads one of them is well advised to read them all. A query's sums run over its own positions, in their order, in
    tiles that begin at fixed positions: neither the batch, nor the number of threads, nor where in a tree a token
    stands changes a bit of the result. */
+
+#include <omp.h>
 
 #include "attention.h"
 
@@ -15,17 +19,33 @@
 #include <immintrin.h>
 #endif
 
-#define KEYS 16         /* positions per tile */
-#define LANES 16        /* floats that are summed side by side */
-#define QUERIES 24      /* query vectors per item of work, about */
-#define MOST_VECTORS 64 /* query vectors per item at most: heads that share a KV head */
+#define LANES 16        /* floats of a vector */
+#define HALVES 2        /* vectors of a tile */
+#define KEYS 32         /* positions per tile: that many lanes */
+#define LINE 64         /* bytes of a cache line */
+#define GROUP 4         /* query vectors that share a reading of keys and values */
+#define CHAINS 2        /* sums of one product that grow side by side */
+#define WIDTH 4         /* vectors of a value that are summed side by side */
+#define QUERIES 24      /* query vectors of one KV head per item of work, about */
+#define MOST_VECTORS 64 /* and at most: heads that share a KV head */
 #define MOST_DIM 256    /* largest head dimension */
+#define MOST_STATES 256 /* query vectors per item, of all its KV heads */
+#define ITEMS 4         /* items for each thread: they take unequal time */
+
+#define ALL UINT32_MAX  /* of a tile's positions, as bits */
 
 typedef float Vector __attribute__((vector_size(64), aligned(4)));
 
 typedef struct {
-    float query[MOST_VECTORS][MOST_DIM], sum[MOST_VECTORS][MOST_DIM], most[MOST_VECTORS], total[MOST_VECTORS];
-    float keys[KEYS][MOST_DIM], values[KEYS][MOST_DIM];
+    int64_t padded;                       /* dim, to full vectors */
+    float query[MOST_VECTORS * MOST_DIM]; /* [vectors, padded] */
+    float sum[MOST_VECTORS * MOST_DIM];   /* [vectors, padded] of the values, weighted so far */
+    float most[MOST_STATES];
+    Vector total[MOST_STATES];            /* of the weights, by lanes */
+    float weight[GROUP * KEYS];           /* of the tile */
+    float keys[MOST_DIM * KEYS];          /* [padded, KEYS] */
+    float values[KEYS * MOST_DIM];        /* [KEYS, padded], where they cannot be read as they are stored */
+    const float *value[KEYS];             /* [padded] each */
 } Work;
 
 /* What is no finite number is stored as one: a freed block may be read, masked, by the next sequence that gets it. */
@@ -57,48 +77,148 @@ static inline uint32_t visible(const Step *step, const Layer *layer, int64_t tok
     return seen;
 }
 
-/* Where the key that the token sees at a position is stored, counted from the row's beginning. */
-static inline int64_t place_of(const Step *step, int64_t row, int64_t token, int64_t at)
+/* Where the keys and values that the token sees in a tile are stored, in positions of the pool; -1 where it sees none. */
+static void locate(const Step *step, const Layer *layer, int64_t row, int64_t token, int64_t first, uint32_t seen, int64_t *slots)
 {
-    const int64_t base = step->base_len[row];
-    return at < base ? at : base + step->path[token * step->most_depth + at - base];
+    const int64_t size = step->block_size, base = step->base_len[row];
+    const int32_t *blocks = step->blocks + (layer->table * step->rows + row) * step->most_blocks;
+    int64_t number = first / size, offset = first % size; /* of the next committed position */
+    for (int k = 0; k < KEYS; k++) {
+        slots[k] = -1;
+        if ((seen >> k) & 1) {
+            int64_t block = number, within = offset;
+            if (first + k >= base) { /* a node of the tree: one of the token's own ancestors, or itself */
+                const int64_t place = base + step->path[token * step->most_depth + first + k - base];
+                block = place / size, within = place % size;
+            }
+            if (blocks[block] >= 0) slots[k] = blocks[block] * size + within;
+        }
+        if (++offset == size) offset = 0, number++;
+    }
 }
 
-/* In an order of its own, but always the same one. */
 static inline float sum_of_lanes(Vector part)
 {
+    float sum = 0.0f;
+    for (int l = 0; l < LANES; l++) sum += part[l];
+    return sum;
+}
+
+static inline float most_of_lanes(Vector first, Vector second)
+{
 #if defined(__AVX512F__)
-    return _mm512_reduce_add_ps((__m512)part);
+    return _mm512_reduce_max_ps(_mm512_max_ps((__m512)first, (__m512)second));
 #else
-    for (int half = LANES / 2; half; half /= 2)
-        for (int l = 0; l < half; l++) part[l] += part[l + half];
-    return part[0];
+    float most = first[0];
+    for (int l = 0; l < LANES; l++) most = first[l] > most ? first[l] : most;
+    for (int l = 0; l < LANES; l++) most = second[l] > most ? second[l] : most;
+    return most;
 #endif
 }
 
-/* One tile of keys and values for one query vector: the running softmax. */
-static inline void weigh(Work *work, int64_t v, uint32_t mask, int64_t padded)
+/* Sixteen vectors of sixteen, rows for columns, to their half of the tile. */
+static inline void turn(const Vector *rows, float *to)
 {
-    float weight[KEYS], largest = work->most[v];
-    for (int k = 0; k < KEYS; k++) {
-        Vector part = {0};
-        for (int64_t d = 0; d < padded; d += LANES)
-            part += *(const Vector *)(work->query[v] + d) * *(const Vector *)(work->keys[k] + d);
-        weight[k] = sum_of_lanes(part);
+#if defined(__AVX512F__)
+    __m512 a[LANES], b[LANES];
+    for (int i = 0; i < LANES; i += 2) {
+        a[i] = _mm512_unpacklo_ps((__m512)rows[i], (__m512)rows[i + 1]);
+        a[i + 1] = _mm512_unpackhi_ps((__m512)rows[i], (__m512)rows[i + 1]);
     }
-    for (int k = 0; k < KEYS; k++) weight[k] = (mask >> k) & 1 ? weight[k] : -INFINITY;
-    for (int k = 0; k < KEYS; k++) largest = weight[k] > largest ? weight[k] : largest;
-    for (int k = 0; k < KEYS; k++) weight[k] = exponential(weight[k] - largest);
-    float added = 0.0f;
-    for (int k = 0; k < KEYS; k++) added += weight[k];
-    const float kept = exponential(work->most[v] - largest);
-    work->total[v] = work->total[v] * kept + added;
-    work->most[v] = largest;
-    for (int64_t d = 0; d < padded; d += LANES) {
-        Vector part = *(const Vector *)(work->sum[v] + d) * kept;
-        for (int k = 0; k < KEYS; k++) part += *(const Vector *)(work->values[k] + d) * weight[k];
-        *(Vector *)(work->sum[v] + d) = part;
+    for (int i = 0; i < LANES; i += 4)
+        for (int j = 0; j < 2; j++) {
+            const __m512d low = _mm512_castps_pd(a[i + j]), high = _mm512_castps_pd(a[i + j + 2]);
+            b[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+            b[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+        }
+    for (int i = 0; i < 4; i++) { /* b[4 g + i]: columns i, 4 + i, 8 + i, 12 + i of rows 4 g … 4 g + 3 */
+        const __m512 p = _mm512_shuffle_f32x4(b[i], b[4 + i], 0x88), q = _mm512_shuffle_f32x4(b[i], b[4 + i], 0xdd);
+        const __m512 r = _mm512_shuffle_f32x4(b[8 + i], b[12 + i], 0x88), s = _mm512_shuffle_f32x4(b[8 + i], b[12 + i], 0xdd);
+        _mm512_storeu_ps(to + i * KEYS, _mm512_shuffle_f32x4(p, r, 0x88));
+        _mm512_storeu_ps(to + (4 + i) * KEYS, _mm512_shuffle_f32x4(q, s, 0x88));
+        _mm512_storeu_ps(to + (8 + i) * KEYS, _mm512_shuffle_f32x4(p, r, 0xdd));
+        _mm512_storeu_ps(to + (12 + i) * KEYS, _mm512_shuffle_f32x4(q, s, 0xdd));
     }
+#else
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < LANES; j++) to[j * KEYS + i] = rows[i][j];
+#endif
+}
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* One tile of keys and values for `count` query vectors, of the numbers in `which`: the running softmax. `seen`: the
+   positions that each sees, at least one. Every vector's sums have one order, whoever is in its group. */
+INLINE void weigh(Work *work, const int64_t *which, const uint32_t *seen, const int count)
+{
+    const int64_t padded = work->padded;
+    Vector part[GROUP][CHAINS][HALVES];
+#pragma GCC unroll 4
+    for (int g = 0; g < count; g++)
+#pragma GCC unroll 2
+        for (int c = 0; c < CHAINS; c++) part[g][c][0] = part[g][c][1] = (Vector){0};
+    for (int64_t d = 0; d < padded; d += CHAINS) {
+#pragma GCC unroll 2
+        for (int c = 0; c < CHAINS; c++) {
+            const float *key = work->keys + (d + c) * KEYS;
+            const Vector first = *(const Vector *)key, second = *(const Vector *)(key + LANES);
+#pragma GCC unroll 4
+            for (int g = 0; g < count; g++) {
+                const float query = work->query[which[g] * padded + d + c];
+                part[g][c][0] += first * query;
+                part[g][c][1] += second * query;
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < count; g++) {
+        const int64_t v = which[g];
+        float *weight = work->weight + g * KEYS;
+        *(Vector *)weight = part[g][0][0] + part[g][1][0];
+        *(Vector *)(weight + LANES) = part[g][0][1] + part[g][1][1];
+        if (seen[g] != ALL)
+            for (int k = 0; k < KEYS; k++) weight[k] = (seen[g] >> k) & 1 ? weight[k] : -INFINITY;
+        const float tile = most_of_lanes(*(const Vector *)weight, *(const Vector *)(weight + LANES));
+        const float most = work->most[v], largest = tile > most ? tile : most;
+        const float kept = tile > most ? exponential(most - largest) : 1.0f;
+        for (int k = 0; k < KEYS; k++) weight[k] = exponential(weight[k] - largest);
+        work->most[v] = largest;
+        work->total[v] = work->total[v] * kept + (*(const Vector *)weight + *(const Vector *)(weight + LANES));
+        if (kept != 1.0f)
+            for (int64_t d = 0; d < padded; d += LANES) *(Vector *)(work->sum + v * padded + d) *= kept;
+    }
+    for (int64_t d = 0; d < padded; d += WIDTH * LANES) {
+        const int64_t width = (padded - d) / LANES;
+#define ADD(WIDE)                                                                                                      \
+        {                                                                                                              \
+            Vector sum[GROUP][WIDE];                                                                                   \
+            _Pragma("GCC unroll 4") for (int g = 0; g < count; g++)                                                    \
+                _Pragma("GCC unroll 4") for (int w = 0; w < WIDE; w++)                                                 \
+                    sum[g][w] = *(const Vector *)(work->sum + which[g] * padded + d + w * LANES);                      \
+            _Pragma("GCC unroll 1") for (int k = 0; k < KEYS; k++) {                                                   \
+                Vector value[WIDE];                                                                                    \
+                _Pragma("GCC unroll 4") for (int w = 0; w < WIDE; w++)                                                 \
+                    value[w] = *(const Vector *)(work->value[k] + d + w * LANES);                                     \
+                _Pragma("GCC unroll 4") for (int g = 0; g < count; g++)                                                \
+                    _Pragma("GCC unroll 4") for (int w = 0; w < WIDE; w++)                                             \
+                        sum[g][w] += value[w] * work->weight[g * KEYS + k];                                            \
+            }                                                                                                          \
+            _Pragma("GCC unroll 4") for (int g = 0; g < count; g++)                                                    \
+                _Pragma("GCC unroll 4") for (int w = 0; w < WIDE; w++)                                                 \
+                    *(Vector *)(work->sum + which[g] * padded + d + w * LANES) = sum[g][w];                            \
+        }
+        if (width >= 4) ADD(4) else if (width == 3) ADD(3) else if (width == 2) ADD(2) else ADD(1)
+#undef ADD
+    }
+}
+
+/* The same for as many as there are. */
+static void weigh_all(Work *work, const int64_t *which, const uint32_t *seen, int64_t count)
+{
+    for (; count >= GROUP; count -= GROUP, which += GROUP, seen += GROUP) weigh(work, which, seen, GROUP);
+    if (count == 3) weigh(work, which, seen, 3);
+    else if (count == 2) weigh(work, which, seen, 2);
+    else if (count == 1) weigh(work, which, seen, 1);
 }
 
 static inline int64_t tokens_per_item(const Layer *layer)
@@ -107,16 +227,50 @@ static inline int64_t tokens_per_item(const Layer *layer)
     return shared >= QUERIES ? 1 : QUERIES / shared;
 }
 
-int64_t pilotfish_items(const Step *step, const Layer *layer, int64_t *item_of)
+static inline int64_t padded_dim(const Layer *layer)
+{
+    return (layer->dim + LANES - 1) / LANES * LANES;
+}
+
+/* KV heads that one item may hold the queries of. */
+static inline int64_t heads_that_fit(const Layer *layer)
+{
+    const int64_t vectors = tokens_per_item(layer) * (layer->heads / layer->kv_heads);
+    const int64_t floats = MOST_VECTORS * MOST_DIM / (vectors * padded_dim(layer)), states = MOST_STATES / vectors;
+    const int64_t heads = floats < states ? floats : states;
+    return heads < layer->kv_heads ? heads : layer->kv_heads;
+}
+
+Items pilotfish_items(const Step *step, const Layer *layer, int64_t team, int64_t *first)
 {
     const int64_t tile = tokens_per_item(layer);
-    int64_t items = 0;
+    Items items = {.first = first};
     for (int64_t row = 0; row < step->rows; row++) {
-        item_of[row] = items;
-        items += (step->first_token[row + 1] - step->first_token[row] + tile - 1) / tile * layer->kv_heads;
+        first[row] = items.tiles;
+        items.tiles += (step->first_token[row + 1] - step->first_token[row] + tile - 1) / tile;
     }
-    item_of[step->rows] = items;
+    first[step->rows] = items.tiles;
+    items.heads = team == 1 || items.tiles >= ITEMS * team ? heads_that_fit(layer) : 1;
+    items.count = items.tiles * ((layer->kv_heads + items.heads - 1) / items.heads);
     return items;
+}
+
+/* Sixteen stored numbers, in single precision. */
+static inline Vector full_float32(const float *from)
+{
+    return *(const Vector *)from;
+}
+
+static inline Vector full_bfloat16(const uint16_t *from)
+{
+#if defined(__AVX512F__)
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+    return (Vector)_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+#else
+    Vector wide;
+    for (int l = 0; l < LANES; l++) wide[l] = widen_bfloat16(from[l]);
+    return wide;
+#endif
 }
 
 #define DEFINE(NAME, TYPE, WIDEN, NARROW, FINITE)                                                                      \
@@ -135,85 +289,117 @@ void pilotfish_store_##NAME(const Step *step, const Layer *layer, int64_t token)
     }                                                                                                                  \
 }                                                                                                                      \
                                                                                                                        \
-/* The tile's keys and values as the token sees them; zeros where it sees none. */                                     \
-static void load_##NAME(Work *work, const Step *step, const Layer *layer, int64_t row, int64_t head, int64_t token,    \
-                        int64_t first, uint32_t seen, int64_t padded)                                                  \
+/* Sixteen numbers of a key or a value of which `count` are left; zeros beyond. */                                     \
+static inline Vector take_##NAME(const TYPE *from, int64_t count)                                                      \
 {                                                                                                                      \
-    const int64_t dim = layer->dim, size = step->block_size;                                                           \
-    const int32_t *blocks = step->blocks + (layer->table * step->rows + row) * step->most_blocks;                      \
-    for (int k = 0; k < KEYS; k++) {                                                                                   \
-        const int64_t place = (seen >> k) & 1 ? place_of(step, row, token, first + k) : 0;                             \
-        const int32_t block = (seen >> k) & 1 ? blocks[place / size] : -1;                                             \
-        if (block < 0) {                                                                                               \
-            for (int64_t d = 0; d < padded; d++) work->keys[k][d] = work->values[k][d] = 0.0f;                         \
-            continue;                                                                                                  \
-        }                                                                                                              \
-        const int64_t slot = (((int64_t)block * size + place % size) * layer->kv_heads + head) * dim;                  \
-        const TYPE *key = (const TYPE *)layer->keys + slot, *value = (const TYPE *)layer->values + slot;               \
-        for (int64_t d = 0; d < dim; d++) work->keys[k][d] = WIDEN(key[d]);                                            \
-        for (int64_t d = 0; d < dim; d++) work->values[k][d] = WIDEN(value[d]);                                        \
-        for (int64_t d = dim; d < padded; d++) work->keys[k][d] = work->values[k][d] = 0.0f;                           \
-    }                                                                                                                  \
+    if (count >= LANES) return full_##NAME(from);                                                                      \
+    TYPE some[LANES] = {0};                                                                                            \
+    for (int64_t l = 0; l < count; l++) some[l] = from[l];                                                             \
+    return full_##NAME(some);                                                                                          \
 }                                                                                                                      \
                                                                                                                        \
-/* The queries of tokens token … token + count - 1, of the heads that share one KV head. */                            \
-static void attend_##NAME(const Step *step, const Layer *layer, int64_t row, int64_t head, int64_t token, int64_t count) \
+static const TYPE nothing_##NAME[MOST_DIM];                                                                            \
+                                                                                                                       \
+/* One head's keys and values of a tile; zeros where there are none. */                                                \
+static inline void load_##NAME(Work *work, const Layer *layer, int64_t head, const int64_t *slots)                     \
+{                                                                                                                      \
+    const int64_t dim = layer->dim, padded = work->padded;                                                             \
+    const int is_direct = sizeof(TYPE) == sizeof(float) && dim == padded;                                              \
+    const TYPE *key[KEYS], *value[KEYS];                                                                               \
+    for (int k = 0; k < KEYS; k++) {                                                                                   \
+        const int64_t at = (slots[k] * layer->kv_heads + head) * dim;                                                  \
+        key[k] = slots[k] < 0 ? nothing_##NAME : (const TYPE *)layer->keys + at;                                       \
+        value[k] = slots[k] < 0 ? nothing_##NAME : (const TYPE *)layer->values + at;                                   \
+        work->value[k] = is_direct ? (const float *)value[k] : work->values + k * padded;                              \
+        for (int64_t d = 0; d < dim; d += LINE / (int64_t)sizeof(TYPE)) __builtin_prefetch(value[k] + d, 0, 3);        \
+    }                                                                                                                  \
+    for (int64_t d = 0; d < padded; d += LANES) {                                                                      \
+        for (int half = 0; half < KEYS; half += LANES) {                                                               \
+            Vector rows[LANES];                                                                                        \
+            _Pragma("GCC unroll 16") for (int k = 0; k < LANES; k++) rows[k] = take_##NAME(key[half + k] + d, dim - d); \
+            turn(rows, work->keys + d * KEYS + half);                                                                  \
+        }                                                                                                              \
+    }                                                                                                                  \
+    for (int64_t d = 0; d < padded && !is_direct; d += LANES)                                                          \
+        for (int k = 0; k < KEYS; k++)                                                                                 \
+            *(Vector *)(work->values + k * padded + d) = take_##NAME(value[k] + d, dim - d);                           \
+}                                                                                                                      \
+                                                                                                                       \
+/* The queries of tokens token … token + count - 1, of the heads that share the KV heads head … head + heads - 1. */   \
+static void attend_##NAME(const Step *step, const Layer *layer, int64_t row, int64_t head, int64_t heads, int64_t token, \
+                          int64_t count)                                                                               \
 {                                                                                                                      \
     const int64_t dim = layer->dim, shared = layer->heads / layer->kv_heads, vectors = count * shared;                 \
-    const int64_t padded = (dim + LANES - 1) / LANES * LANES;                                                          \
+    const int64_t padded = padded_dim(layer);                                                                          \
     Work work;                                                                                                         \
+    work.padded = padded;                                                                                              \
     int64_t nearest = INT64_MAX, last = 0; /* the first position that some window reaches, and the last of all */      \
-    for (int64_t v = 0; v < vectors; v++) {                                                                            \
-        const int64_t own = step->position[token + v / shared], reach = layer->window ? own - layer->window + 1 : 0;   \
+    for (int64_t v = 0; v < heads * vectors; v++) { /* head by head, token by token */                                 \
+        const int64_t of = (head + v / vectors) * shared + v % shared, at = token + v % vectors / shared;              \
+        const int64_t own = step->position[at], reach = layer->window ? own - layer->window + 1 : 0;                   \
         if (reach < nearest) nearest = reach;                                                                          \
         if (own > last) last = own;                                                                                    \
-        const TYPE *from = (const TYPE *)layer->query + (head * shared + v % shared) * layer->query_head               \
-            + (token + v / shared) * layer->query_token;                                                               \
-        for (int64_t d = 0; d < dim; d++) work.query[v][d] = WIDEN(from[d]) * layer->scale;                            \
-        for (int64_t d = dim; d < padded; d++) work.query[v][d] = 0.0f;                                                \
-        for (int64_t d = 0; d < padded; d++) work.sum[v][d] = 0.0f;                                                    \
+        const TYPE *from = (const TYPE *)layer->query + of * layer->query_head + at * layer->query_token;              \
+        for (int64_t d = 0; d < dim; d++) work.query[v * padded + d] = WIDEN(from[d]) * layer->scale;                  \
+        for (int64_t d = dim; d < padded; d++) work.query[v * padded + d] = 0.0f;                                      \
+        for (int64_t d = 0; d < padded; d++) work.sum[v * padded + d] = 0.0f;                                          \
         work.most[v] = -INFINITY;                                                                                      \
-        work.total[v] = 0.0f;                                                                                          \
+        work.total[v] = (Vector){0};                                                                                   \
     }                                                                                                                  \
     for (int64_t first = 0; first <= last; first += KEYS) {                                                            \
         if (first + KEYS <= nearest && first >= layer->sinks) { /* go on with the tile that the first window reaches */ \
             first = nearest / KEYS * KEYS - KEYS;                                                                      \
             continue;                                                                                                  \
         }                                                                                                              \
+        int64_t which[MOST_VECTORS], some = 0;                                                                         \
         uint32_t seen[MOST_VECTORS], any = 0;                                                                          \
-        for (int64_t i = 0; i < count; i++) any |= seen[i] = visible(step, layer, token + i, first);                   \
-        const int is_common = first + KEYS <= step->base_len[row]; /* all see the same keys, or none */                \
-        if (is_common && any) load_##NAME(&work, step, layer, row, head, token, first, any, padded);                   \
         for (int64_t i = 0; i < count; i++) {                                                                          \
-            if (!seen[i]) continue;                                                                                    \
-            if (!is_common) load_##NAME(&work, step, layer, row, head, token + i, first, seen[i], padded);             \
-            for (int64_t s = 0; s < shared; s++) weigh(&work, i * shared + s, seen[i], padded);                        \
+            const uint32_t own = visible(step, layer, token + i, first);                                               \
+            any |= own;                                                                                                \
+            for (int64_t s = 0; own && s < shared; s++, some++) which[some] = i * shared + s, seen[some] = own;        \
+        }                                                                                                              \
+        const int is_common = first + KEYS <= step->base_len[row]; /* all see the same keys, or none */                \
+        int64_t slots[KEYS];                                                                                           \
+        if (is_common) locate(step, layer, row, token, first, any, slots);                                             \
+        for (int64_t h = 0; h < heads && some; h++) {                                                                  \
+            if (is_common) {                                                                                           \
+                load_##NAME(&work, layer, head + h, slots);                                                            \
+                weigh_all(&work, which, seen, some);                                                                   \
+            } else                                                                                                     \
+                for (int64_t from = 0; from < some; from += shared) {                                                  \
+                    locate(step, layer, row, token + which[from] % vectors / shared, first, seen[from], slots);        \
+                    load_##NAME(&work, layer, head + h, slots);                                                        \
+                    weigh_all(&work, which + from, seen + from, shared);                                               \
+                }                                                                                                      \
+            for (int64_t i = 0; i < some; i++) which[i] += vectors;                                                    \
         }                                                                                                              \
     }                                                                                                                  \
-    for (int64_t v = 0; v < vectors; v++) {                                                                            \
-        TYPE *to = (TYPE *)layer->output + ((token + v / shared) * layer->heads + head * shared + v % shared) * dim;   \
-        const float share = 1.0f / work.total[v];                                                                      \
-        for (int64_t d = 0; d < dim; d++) to[d] = NARROW(work.sum[v][d] * share);                                      \
+    for (int64_t v = 0; v < heads * vectors; v++) {                                                                    \
+        const int64_t of = (head + v / vectors) * shared + v % shared, at = token + v % vectors / shared;              \
+        TYPE *to = (TYPE *)layer->output + (at * layer->heads + of) * dim;                                             \
+        const float share = 1.0f / sum_of_lanes(work.total[v]);                                                        \
+        for (int64_t d = 0; d < dim; d++) to[d] = NARROW(work.sum[v * padded + d] * share);                            \
     }                                                                                                                  \
 }                                                                                                                      \
                                                                                                                        \
-void pilotfish_item_##NAME(const Step *step, const Layer *layer, const int64_t *item_of, int64_t item)                 \
+void pilotfish_item_##NAME(const Step *step, const Layer *layer, const Items *items, int64_t item)                     \
 {                                                                                                                      \
+    const int64_t tile = item % items->tiles, head = item / items->tiles * items->heads;                               \
+    const int64_t heads = layer->kv_heads - head < items->heads ? layer->kv_heads - head : items->heads;               \
     int64_t row = 0;                                                                                                   \
-    while (item_of[row + 1] <= item) row++;                                                                            \
-    const int64_t part = (item - item_of[row]) / layer->kv_heads, head = (item - item_of[row]) % layer->kv_heads;      \
-    const int64_t tile = tokens_per_item(layer), token = step->first_token[row] + part * tile;                         \
+    while (items->first[row + 1] <= tile) row++;                                                                       \
+    const int64_t most = tokens_per_item(layer), token = step->first_token[row] + (tile - items->first[row]) * most;   \
     const int64_t left = step->first_token[row + 1] - token;                                                           \
-    attend_##NAME(step, layer, row, head, token, left < tile ? left : tile);                                           \
+    attend_##NAME(step, layer, row, head, heads, token, left < most ? left : most);                                    \
 }                                                                                                                      \
                                                                                                                        \
 void pilotfish_attend_##NAME(const Step *step, const Layer *layer)                                                     \
 {                                                                                                                      \
-    int64_t item_of[step->rows + 1];                                                                                   \
-    const int64_t items = pilotfish_items(step, layer, item_of);                                                       \
+    int64_t first[step->rows + 1];                                                                                     \
+    const Items items = pilotfish_items(step, layer, omp_get_max_threads(), first);                                    \
     for (int64_t token = 0; token < step->tokens; token++) pilotfish_store_##NAME(step, layer, token);                 \
-    _Pragma("omp parallel for schedule(dynamic, 1) if (items > 1)")                                                    \
-    for (int64_t item = 0; item < items; item++) pilotfish_item_##NAME(step, layer, item_of, item);                    \
+    _Pragma("omp parallel for schedule(dynamic, 1) if (items.count > 1)")                                              \
+    for (int64_t item = 0; item < items.count; item++) pilotfish_item_##NAME(step, layer, &items, item);               \
 }
 
 #define AS_IT_IS(value) (value)

@@ -69,11 +69,17 @@ static inline uint16_t narrow_bfloat16(float value)
 void pilotfish_store_bfloat16(const Step *step, const Layer *layer, int64_t token);
 void pilotfish_store_float32(const Step *step, const Layer *layer, int64_t token);
 
-/* Items of work of a step in one layer; item_of [rows + 1] tells where each row's begin. */
-int64_t pilotfish_items(const Step *step, const Layer *layer, int64_t *item_of);
+/* How a layer's work is divided: by tile of a row's queries, and by groups of `heads` KV heads. */
+typedef struct {
+    int64_t count, tiles, heads;
+    const int64_t *first; /* [rows + 1] each row's first tile */
+} Items;
+
+/* Items of a step in one layer, for a team of so many threads; `first` [rows + 1] is filled. */
+Items pilotfish_items(const Step *step, const Layer *layer, int64_t team, int64_t *first);
 
 /* Do one of them: all keys and values of the step must be stored. */
-void pilotfish_item_bfloat16(const Step *step, const Layer *layer, const int64_t *item_of, int64_t item);
-void pilotfish_item_float32(const Step *step, const Layer *layer, const int64_t *item_of, int64_t item);
+void pilotfish_item_bfloat16(const Step *step, const Layer *layer, const Items *items, int64_t item);
+void pilotfish_item_float32(const Step *step, const Layer *layer, const Items *items, int64_t item);
 
 #endif

@@ -24,7 +24,7 @@
 #define COLUMNS 32   /* outputs of a block: two vectors */
 #define ROWS 8       /* rows of activations that share a reading of the weights */
 #define PATIENCE 4000 /* turns that a thread waits for the others before it lets somebody else run */
-#define AHEAD 4096   /* bytes of weights to ask for in advance: with many rows the processor itself looks less far */
+#define AHEAD 8192   /* bytes of weights to ask for in advance: with many rows the processor itself looks less far */
 
 typedef float Vector __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
@@ -336,8 +336,8 @@ static void one_layer(const Decoder *decoder, const DecoderLayer *own, const Pas
     const Output to_qkv = {STORE, pass->qkv, NULL, own->qkv.outputs, kind};
     const Output to_residual = {ADD, pass->x, NULL, hidden, kind};
     const Output to_gated = {GATE, NULL, pass->gated, decoder->inner, kind};
-    int64_t item_of[step->rows + 1];
-    const int64_t items = pilotfish_items(step, &layer, item_of);
+    int64_t first_tile[step->rows + 1];
+    const Items items = pilotfish_items(step, &layer, meeting->team, first_tile);
 
 #pragma omp for schedule(static) nowait
     for (int64_t t = 0; t < tokens; t++)
@@ -348,9 +348,9 @@ static void one_layer(const Decoder *decoder, const DecoderLayer *own, const Pas
     for (int64_t t = 0; t < tokens; t++) prepare_attention(decoder, own, pass, step, &layer, t);
     meet(meeting);
 #pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t item = 0; item < items; item++) {
-        if (decoder->kv_kind == BFLOAT16) pilotfish_item_bfloat16(step, &layer, item_of, item);
-        else pilotfish_item_float32(step, &layer, item_of, item);
+    for (int64_t item = 0; item < items.count; item++) {
+        if (decoder->kv_kind == BFLOAT16) pilotfish_item_bfloat16(step, &layer, &items, item);
+        else pilotfish_item_float32(step, &layer, &items, item);
     }
     meet(meeting);
     const int is_widened = decoder->kv_kind == BFLOAT16 && kind != BFLOAT16;

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding, pad
 
+from workers.model.large_pages import LINE, Arena, give_memory_back
 from workers.model.linear import quantize
-from workers.model.native.arena import LINE, Arena, give_memory_back
 from workers.model.native.attention import MOST_DIM, MOST_VECTORS, NativeStep, StepHeader
 from workers.model.native.build import load_library
 from workers.model.pool import KvPool

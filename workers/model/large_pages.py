@@ -1,4 +1,4 @@
-"""Memory for weights: in large pages when they are packed, and given back as they were loaded."""
+"""Memory for weights, keys and values in large pages; and what was needed to load them is given back."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ LINE = 64
 """Bytes of a cache line."""
 
 
+def large_pages(size: int) -> torch.Tensor:
+    """`size` bytes of zeros: a step that reads all weights, or long contexts, must not wait for page tables."""
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
 class Arena:
-    """Memory in large pages: a step that reads all weights must not wait for thousands of page tables."""
+    """Memory in large pages, given out piece by piece."""
 
     def __init__(self, size: int) -> None:
-        self._memory = mmap.mmap(-1, size)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._bytes = large_pages(size)
         self._used = 0
 
     def keep(self, values: torch.Tensor) -> torch.Tensor:
