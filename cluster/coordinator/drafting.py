@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cluster.coordinator.drafter_link import Ask, Call, DrafterLink, Proposals
 from cluster.coordinator.metrics import Metrics
@@ -16,8 +16,6 @@ from cluster.core.sequence import Sequence as Answer
 
 LONG_TOKENS = 64
 """Who has more to tell a drafter than this tells it in the background: a prompt must not hold the others up."""
-
-
 TELLING_TOKENS = 512
 """So many are told in one call, so that a drafter can serve others in between."""
 
@@ -25,7 +23,7 @@ TELLING_TOKENS = 512
 class Calls:
     """What was asked of several drafters at once."""
 
-    def __init__(self, calls: dict[DrafterLink, Call], timeout: float, metrics: Metrics) -> None:
+    def __init__(self, calls: Mapping[DrafterLink, Call], timeout: float, metrics: Metrics) -> None:
         self._calls = calls
         self._timeout = timeout
         self._metrics = metrics
@@ -115,7 +113,12 @@ class Drafting:
         calls = {link: link.start(part, vocabulary_size) for link, part in parts.items()}
         return Calls(calls, self._timeout, self._metrics)
 
-    def tell(self, answers: Iterable[Answer], vocabulary_size: int) -> None:
+    def knows(self, answer: Answer) -> bool:
+        """Whether its drafter knows enough of a sequence to be asked for it."""
+        link = self._home(answer)
+        return link is not None and link.untold(answer) <= LONG_TOKENS
+
+    def tell(self, answers: Iterable[Answer], vocabulary_size: int) -> Calls:
         """Let drafters learn, in the background, sequences of which they know too little to be asked."""
         self._telling = {link: call for link, call in self._telling.items() if not call.done()}
         parts: dict[DrafterLink, list[Ask]] = {}
@@ -127,8 +130,9 @@ class Drafting:
             if link not in self._telling and tokens[link] < TELLING_TOKENS:
                 tokens[link] += link.untold(answer)
                 parts.setdefault(link, []).append(Ask(answer, NOTHING))
-        for link, part in parts.items():
-            self._telling[link] = link.start(part, vocabulary_size)
+        calls = {link: link.start(part, vocabulary_size) for link, part in parts.items()}
+        self._telling |= calls
+        return Calls(calls, self._timeout, self._metrics)
 
     def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
         """The sequences are over."""

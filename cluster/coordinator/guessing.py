@@ -25,8 +25,8 @@ from cluster.core.tree import TokenTree
 from cluster.core.types import DraftBudget, TargetInfo, VerifyRow
 
 SHADOW_SHARE = 0.01
-"""Most of the time that may go into asking those for whom guessing does not pay."""
-SHADOWED = 8
+"""Most of the time that may go into asking those for whom guessing does not pay; as much goes into telling them."""
+SHADOWED = 4
 """Sequences asked at a time in a step's shadow."""
 LONGEST_PAUSE = 8.0
 """While it goes on not to pay, they are asked so many times as seldom at last."""
@@ -47,6 +47,27 @@ class Guesses:
     """Seconds."""
     expected: Weighed | None = None
     """What the controller thinks will come of it, where there is one."""
+
+
+@dataclass(slots=True)
+class _Allowance:
+    """Time for what brings nothing now: after so many seconds of it there is none for many times as long."""
+
+    spent: Calls | None = None
+    """What is under way."""
+    due: float = float("-inf")
+
+    def is_left(self, now: float) -> bool:
+        """Whether more may be spent."""
+        return self.spent is None and now >= self.due
+
+    def settle(self, now: float, pause: float) -> float | None:
+        """The seconds that it took, if it is over since the last call."""
+        if self.spent is None or not self.spent.done:
+            return None
+        seconds, self.spent = self.spent.seconds, None
+        self.due = now + pause * seconds / SHADOW_SHARE
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +94,7 @@ class Guessing:
         self._vocabulary_size = 0
         self._ahead: _Asking | None = None
         self._shadow: _Asking | None = None
-        self._shadow_ended = 0.0
-        self._shadow_seconds = 0.0
+        self._asking, self._telling = _Allowance(), _Allowance()
         self._pause = FIRST_PAUSE
         self._turn = 0
         self._deciding: frozenset[SequenceId] = frozenset()
@@ -197,42 +217,45 @@ class Guessing:
 
     def _use_time(self, later: Plan, running: Mapping[SequenceId, Lane]) -> None:
         self._ahead = self._ask(later.rows, running)
-        lanes = tuple(running.values())
-        if self._judge is None:
-            if self.most.max_nodes:
-                self._drafting.tell((lane.sequence for lane in lanes), self._vocabulary_size)
-            return
-        self._judge.settle()
-        self._end_shadow()
-        if not self._judge.is_resting:
-            self._drafting.tell(
-                (lane.sequence for lane in lanes if lane.most(self.most).max_nodes), self._vocabulary_size
-            )
-        rest = self._pause * self._shadow_seconds / SHADOW_SHARE
-        if self._shadow is None and self._drafting.is_idle and self._clock() >= self._shadow_ended + rest:
-            self._begin_shadow([lane for lane in lanes if lane.sequence.missing == 1 and lane.draft == NOTHING])
+        able = [lane for lane in running.values() if lane.most(self.most).max_nodes]
+        if self._judge is None or not self._judge.is_resting:
+            self._drafting.tell((lane.sequence for lane in able), self._vocabulary_size)
+        if self._judge is not None:
+            self._judge.settle()
+            self._end_shadow()
+            self._begin_shadow([lane for lane in able if lane.sequence.missing == 1 and lane.draft == NOTHING])
 
     def _begin_shadow(self, lanes: Sequence[Lane]) -> None:
-        """Ask for some of those that go without, in turn."""
-        able = [lane for lane in lanes if lane.most(self.most).max_nodes]
-        if not able:
+        """Ask for some of those that go without, in turn, and let a drafter learn one more of them.
+
+        A long prompt costs a drafter many times what a guess does: those that it knows are asked again and again.
+        """
+        if not lanes or not self._drafting.is_idle:
             return
-        first = self._turn % len(able)
+        first = self._turn % len(lanes)
         self._turn += SHADOWED
-        some = (able[first:] + able[:first])[:SHADOWED]
-        self._drafting.tell((lane.sequence for lane in some), self._vocabulary_size)
-        asking = self._start({lane.id: (lane.sequence, lane.most(self.most)) for lane in some})
-        self._shadow = asking if asking.calls else None
+        lanes = [*lanes[first:], *lanes[:first]]
+        known = [lane for lane in lanes if self._drafting.knows(lane.sequence)]
+        if known and self._asking.is_left(self._clock()):
+            asking = self._start({lane.id: (lane.sequence, lane.most(self.most)) for lane in known[:SHADOWED]})
+            if asking.calls:
+                self._shadow, self._asking.spent = asking, asking.calls
+        elif len(known) < len(lanes) and self._telling.is_left(self._clock()):
+            new = next(lane for lane in lanes if lane not in known)
+            told = self._drafting.tell((new.sequence,), self._vocabulary_size)
+            if told:
+                self._telling.spent = told
 
     def _end_shadow(self) -> None:
         """Note what came, and rest the longer, the longer the answer took."""
-        if self._shadow is None or self._judge is None or not self._shadow.calls.done:
+        self._telling.settle(self._clock(), max(1.0, self._pause))  # the first of them tells most
+        seconds = self._asking.settle(self._clock(), self._pause)
+        if seconds is None or self._shadow is None or self._judge is None:
             return
         asking, self._shadow = self._shadow, None
         proposals = asking.calls.take()
         for name, proposal in proposals.items():
             self._judge.note(*asking.asked[name], proposal)
-        self._shadow_ended, self._shadow_seconds = self._clock(), asking.calls.seconds
         if proposals:
-            self._judge.answered(len(asking.asked), asking.depth, self._shadow_seconds)
+            self._judge.answered(len(asking.asked), asking.depth, seconds)
         self._pause = min(LONGEST_PAUSE, self._pause * 2) if self._judge.is_resting else 1.0

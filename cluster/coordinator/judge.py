@@ -31,6 +31,8 @@ FULL_ROUNDS = 48
 """And after so many one asks for the most: what larger trees would bring must be known."""
 SURE_ADVANTAGE = 1.5
 """Four times as many rounds go by without a control, if guessing is faster by this."""
+EAGER_ROWS = 4
+"""With so few sequences one asks for the most before anything is known: little is lost, and much is learned at once."""
 PATIENCE = 4.0
 """Proposals are waited for this many times as long as they are expected to take."""
 LEAST_PATIENCE_SECONDS = 0.01
@@ -102,8 +104,10 @@ class Judge:
         `halves`: only every other one of them goes in the same step.
         """
         self._most_sizes = {answer.id: most for answer, most in answers}
+        self._holds = CHOICE_ROUNDS
         self._sizes = self._choose(answers, rows, halves=halves) if answers else {}
-        self._holds = CHOICE_ROUNDS * (4 if self.is_resting else 1)
+        if self.is_resting:
+            self._holds *= 4
 
     def sizes(self) -> Mapping[SequenceId, DraftBudget]:
         """How much to ask for in this round; for the others, nothing."""
@@ -132,8 +136,10 @@ class Judge:
             half = choose(prospects[: len(prospects) // 2], self._steps, self._waits, rows // 2)
             choice = replace(choice, goodput=half.goodput)  # against all together and plain
         least = BEGIN_ADVANTAGE if self.is_resting else LEAST_ADVANTAGE
-        if not self._waits.is_known or not self._steps.knows(rows):
-            return {}  # what is to be compared was never seen
+        if not self._waits.is_known or not self._steps.knows(rows):  # what is to be compared was never seen
+            self.is_resting = rows > EAGER_ROWS
+            self._holds = 1
+            return {} if self.is_resting else dict(self._most_sizes)
         self._choice = choice
         self.is_resting = choice.advantage < least
         if self.is_resting:

@@ -77,6 +77,12 @@ def test_a_good_drafter_is_used_nearly_as_well_as_by_who_knows_the_best_length(
     assert simulate(measure(law, habit, batch, 120, before=200)) >= 0.87 * max(fixed)
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_very_first_answers_are_guessed_at(batch: int) -> None:
+    speed = simulate(measure(gpu_step, GOOD["is quick"], batch, 60))
+    assert speed >= 1.4 * plain(gpu_step, batch, 60)
+
+
 # --- one drafter, seen closely ------------------------------------------------------------------
 
 
@@ -179,6 +185,26 @@ def test_who_is_not_asked_is_looked_at_in_the_shadow_of_steps_within_a_share_of_
 
     seconds, drafting = simulate(work())
     assert 0 < drafting < 0.02 * seconds
+
+
+def test_of_those_that_go_without_a_drafter_learns_no_more_than_it_has_time_for() -> None:
+    class Reader(TimedDrafter):
+        """Takes long to learn a prompt."""
+
+        async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
+            """A millisecond for each new token."""
+            await asyncio.sleep(0.001 * sum(len(row.new_tokens) for row in rows))
+            return await super().propose(rows, timeout_seconds)
+
+    async def work() -> int:
+        target = TimedTarget(cpu_step)
+        drafter = Reader(target, Habit(0.0))
+        stage = Stage([drafter], target, draft__timeout_seconds=5.0)
+        async with stage.coordinator:
+            await stage.tokens([request(f"r{i}", prompt=[i + 1] * 200, max_tokens=200, seed=i) for i in range(12)])
+        return len({row.sequence_id for call in drafter.calls for row in call})
+
+    assert 1 <= simulate(work()) <= 5  # a fifth of a second each; the answers take four seconds
 
 
 # --- what takes long ----------------------------------------------------------------------------
