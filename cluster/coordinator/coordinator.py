@@ -64,7 +64,8 @@ class Coordinator:
         self._desk = Desk(limits, metrics, clock, self._rest.wake)
         self._roster = self._desk.roster
         self._link = TargetLink(target, configuration.target.step_timeout_seconds, self._rest.wake)
-        self._guessing = Guessing(Drafting(drafters, section, metrics, clock), section, metrics, clock)
+        drafting = Drafting(drafters, section, metrics, clock)
+        self._guessing = Guessing(drafting, section, limits.max_sequences, metrics, clock)
         self._suspects = Suspects(self._desk.fail)
         self._arranger = Arranger(self._roster, self._link, self._suspects, metrics, limits, self._guessing.most)
         self._is_alive = False

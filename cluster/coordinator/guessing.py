@@ -83,8 +83,16 @@ class _Asking:
 class Guessing:
     """Decides with its judge, asks through `drafting`."""
 
-    def __init__(self, drafting: Drafting, section: DraftSection, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        drafting: Drafting,
+        section: DraftSection,
+        most_rows: int,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
         self._drafting = drafting
+        self._most_rows = most_rows
         self._metrics = metrics
         self._clock = clock
         self.most = NOTHING if section.method == "none" else DraftBudget(section.max_nodes, section.max_depth)
@@ -129,7 +137,9 @@ class Guessing:
             self._pause = min(1.0, self._pause)  # of the new ones nothing is known yet
         if names != self._deciding or self._judge.is_due:
             able = [(lane.sequence, most) for lane in deciding if (most := lane.most(self.most)).max_nodes]
-            self._judge.choose(able, rows=len(deciding), halves=self._alternates)
+            # Who waits or fills will decide soon: what pays for a few until then is not worth beginning with.
+            rows = max(len(deciding), min(len(lanes), self._most_rows))
+            self._judge.choose(able, rows=rows, halves=self._alternates)
         self._deciding = names
         sizes = self._judge.sizes()
         for lane in lanes:
