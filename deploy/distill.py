@@ -67,6 +67,12 @@ class DistillOptions:
             raise ConfigurationError(f"--precision: {self.precision!r} is refused; it must be float32 or bfloat16")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ConfigurationError(f"--device: {self.device!r} is refused; it must be auto, cpu or cuda")
+        if self.work.resolve().is_relative_to(self.out.resolve()):
+            raise ConfigurationError(f"--work: {self.work} is refused; it must not be inside --out, {self.out}")
+        if len({file.name for file in self.prompts}) < len(self.prompts):
+            raise ConfigurationError(
+                "--prompts: files of the same name are refused; answers are kept under their names"
+            )
         for file in (*self.prompts, self.evaluate, self.student_config, self.notes):
             if file is not None and not file.exists():
                 raise ConfigurationError(f"{file}: no such file")

@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from cluster.core.config import Configuration
+from cluster.core.errors import ConfigurationError
 from deploy.answering import Quota, answer_all
 from deploy.distill import DistillOptions
 from deploy.models import resolve_models, served_name
@@ -77,8 +78,10 @@ def run(settings: Settings, options: DistillOptions, command: str) -> None:
             ("evaluation", data.evaluation, _LONGEST_EVALUATED),
         )
     }
-    facts = _facts(configuration, options, command, student, data, progress, counts)
     curve = loss_curve(progress)
+    facts = replace(
+        _facts(configuration, options, command, student, data, progress, counts), curve=CURVE if curve else ""
+    )
     export(student, options.out, facts.target, card.write(facts), {} if curve is None else {CURVE: curve})
     notices.print(f"{options.out}: agrees with {facts.target} in {share(counts['held out']):.1%} of held-out positions")
 
@@ -129,6 +132,11 @@ def _student(target: PreTrainedModel, options: DistillOptions, data: _Data, dire
         vocabulary = keep_vocabulary(
             options.work / VOCABULARY, lambda: frequent_tokens(answers, options.vocabulary_size or size, always, size)
         )
+        if len(vocabulary) != options.vocabulary_size:
+            raise ConfigurationError(
+                f"--vocabulary-size: {options.vocabulary_size} is refused; "
+                f"{options.work / VOCABULARY} was made with {len(vocabulary)}"
+            )
     return make_student(target, StudentPlan(options.layers, options.student_config, vocabulary), options.seed)
 
 

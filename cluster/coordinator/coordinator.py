@@ -199,7 +199,8 @@ class Coordinator:
         stepped = self._clock() - proposed
         await self._take(rows, result)
         total = self._clock() - begun
-        self._guessing.stepped(rows, guesses, total)
+        committed = sum(len(verdict.tokens) for verdict in result.verdicts)
+        self._guessing.stepped(rows, guesses, total, committed)
         self._metrics.round(
             tokens=sum(row.width for row in rows),
             total=total,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from cluster.coordinator.drafter_link import Ask, Call, DrafterLink, Proposals
 from cluster.coordinator.metrics import Metrics
@@ -18,6 +19,8 @@ LONG_TOKENS = 64
 """Who has more to tell a drafter than this tells it in the background: a prompt must not hold the others up."""
 TELLING_TOKENS = 512
 """So many are told in one call, so that a drafter can serve others in between."""
+_FADING = 0.9
+"""Of what telling took, with each call that follows."""
 
 
 class Calls:
@@ -87,6 +90,7 @@ class Drafting:
         self._homes: dict[SequenceId, DrafterLink] = {}
         self._loads = Counter[DrafterLink]()
         self._telling: dict[DrafterLink, Call] = {}
+        self._told_tokens = self._told_seconds = 0.0
 
     @property
     def is_idle(self) -> bool:
@@ -120,6 +124,8 @@ class Drafting:
 
     def tell(self, answers: Iterable[Answer], vocabulary_size: int) -> Calls:
         """Let drafters learn, in the background, sequences of which they know too little to be asked."""
+        answers = tuple(answers)
+        self._try_again([Ask(answer, NOTHING) for answer in answers], vocabulary_size)
         self._telling = {link: call for link, call in self._telling.items() if not call.done()}
         parts: dict[DrafterLink, list[Ask]] = {}
         tokens = Counter[DrafterLink]()
@@ -131,8 +137,23 @@ class Drafting:
                 tokens[link] += link.untold(answer)
                 parts.setdefault(link, []).append(Ask(answer, NOTHING))
         calls = {link: link.start(part, vocabulary_size) for link, part in parts.items()}
+        for link, call in calls.items():
+            call.add_done_callback(partial(self._note_told, tokens[link]))
         self._telling |= calls
         return Calls(calls, self._timeout, self._metrics)
+
+    def telling_seconds(self, answer: Answer) -> float:
+        """What it is likely to take until a drafter knows enough of the sequence; 0 where nobody knows."""
+        link = self._home(answer)
+        untold = 0 if link is None else link.untold(answer)
+        if untold <= LONG_TOKENS or not self._told_tokens:
+            return 0.0
+        return untold * self._told_seconds / self._told_tokens
+
+    def _note_told(self, tokens: int, call: Call) -> None:
+        if _has_ended(call) and call.result().proposals is not None:
+            self._told_tokens = self._told_tokens * _FADING + tokens
+            self._told_seconds = self._told_seconds * _FADING + call.result().seconds
 
     def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
         """The sequences are over."""

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.coordinator.drafter_link import Ask, Proposals
+from cluster.coordinator.drafter_link import Ask
 from cluster.coordinator.drafting import Calls, Drafting
 from cluster.coordinator.judge import Judge, Weighed
 from cluster.coordinator.lane import Lane
@@ -105,6 +105,7 @@ class Guessing:
         self._asking, self._telling = _Allowance(), _Allowance()
         self._pause = FIRST_PAUSE
         self._turn = 0
+        self._rows = 1
         self._deciding: frozenset[SequenceId] = frozenset()
 
     def begin(self, info: TargetInfo) -> None:
@@ -130,18 +131,22 @@ class Guessing:
         """Say how large a tree each lane should be granted; those that wait or still fill, none."""
         if self._judge is None:
             return
-        lanes = tuple(lanes)
+        lanes = tuple(lane for lane in lanes if lane.sequence.finish is None)  # parents of beams stay for their heirs
         deciding = [lane for lane in lanes if lane.sequence.missing == 1]
         names = frozenset([lane.sequence.id for lane in deciding])
         if not names <= self._deciding:
             self._pause = min(1.0, self._pause)  # of the new ones nothing is known yet
+        # Who waits or fills will decide soon: what pays for a few until then is not worth beginning with.
+        self._rows = max(1, len(deciding), min(len(lanes), self._most_rows))
         if names != self._deciding or self._judge.is_due:
-            able = [(lane.sequence, most) for lane in deciding if (most := lane.most(self.most)).max_nodes]
-            # Who waits or fills will decide soon: what pays for a few until then is not worth beginning with.
-            rows = max(len(deciding), min(len(lanes), self._most_rows))
-            self._judge.choose(able, rows=rows, halves=self._alternates)
+            able = [
+                (lane.sequence, most)
+                for lane in deciding
+                if (most := lane.most(self.most)).max_nodes and (self._judge.is_resting or self._is_worth_telling(lane))
+            ]
+            self._judge.choose(able, rows=self._rows, halves=self._alternates)
         self._deciding = names
-        sizes = self._judge.sizes()
+        sizes = self._judge.sizes(len(deciding))
         for lane in lanes:
             lane.draft = sizes.get(lane.sequence.id, NOTHING) if sizes else NOTHING
 
@@ -164,7 +169,8 @@ class Guessing:
         """Trees for the rows that decide and have room for one. Raises nothing."""
         begun = self._clock()
         asking, self._ahead = self._ahead, None
-        if asking is None or not any(row.sequence_id in asking.asked for row in plan.rows):
+        wanting = {row.sequence_id for row in plan.rows if row.decide and row.draft.max_nodes}
+        if asking is None or wanting.isdisjoint(asking.asked):
             asking = self._ask(plan.rows, running)
         if asking is None:
             return Guesses({})
@@ -181,12 +187,13 @@ class Guessing:
         if self._judge is None:
             trees = {name: proposal.tree for name, proposal in proposals.items()}
             return Guesses(trees, len(asking.asked), waited)
-        if asking.calls:
-            self._judge.waited(len(asking.asked), asking.depth, waited)
-        weighed = self._weigh(asking.asked, proposals, plan, waited)
+        if proposals or not asking.calls.done:  # who refuses at once tells nothing of how long proposals take
+            self._judge.waited(len(proposals) or len(asking.asked), asking.depth, waited)
+        deciding, tokens = sum(row.decide for row in plan.rows), sum(row.pending for row in plan.rows)
+        weighed = self._judge.weigh(asking.asked, proposals, rows=deciding, tokens=tokens, waited=waited)
         for name in proposals:
             self._metrics.chose(len(weighed.trees.get(name, ())))
-        return Guesses(weighed.trees, len(asking.asked), self._clock() - begun, weighed)
+        return Guesses(weighed.trees, len(asking.asked), waited, weighed)
 
     def meanwhile(self, later: Plan, running: Mapping[SequenceId, Lane]) -> None:
         """Use the time in which the target computes: ask for who goes next, learn, look what others would have got.
@@ -196,11 +203,12 @@ class Guessing:
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, self._use_time, later, running)
 
-    def stepped(self, rows: Sequence[VerifyRow], guesses: Guesses, seconds: float) -> None:
+    def stepped(self, rows: Sequence[VerifyRow], guesses: Guesses, seconds: float, committed: int) -> None:
         """A round took so long from plan to plan. Prompts teach nothing: they are not what is to be compared."""
         if self._judge is None or any(len(row.pending) > 1 for row in rows):
             return
-        self._judge.stepped(len(rows), sum(row.width for row in rows), max(0.0, seconds - guesses.waited))
+        width, rest = sum(row.width for row in rows), max(0.0, seconds - guesses.waited)
+        self._judge.stepped(len(rows), width, rest, waited=guesses.waited, committed=committed)
         if guesses.expected is not None:
             self._metrics.foreseen(guesses.expected.step_seconds + guesses.waited, seconds)
 
@@ -216,24 +224,25 @@ class Guessing:
         asks = [Ask(answer, budget) for answer, budget in asked.values()]
         return _Asking(self._drafting.start(asks, self._vocabulary_size), asked)
 
-    def _weigh(self, asked: Asked, proposals: Proposals, plan: Plan, waited: float) -> Weighed:
-        if self._judge is None:
-            return Weighed()
-        deciding = sum(row.decide for row in plan.rows)
-        tokens = sum(row.pending for row in plan.rows)
-        return self._judge.weigh(asked, proposals, rows=deciding, tokens=tokens, waited=waited)
-
     # --- while the target computes ---
 
     def _use_time(self, later: Plan, running: Mapping[SequenceId, Lane]) -> None:
         self._ahead = self._ask(later.rows, running)
         able = [lane for lane in running.values() if lane.most(self.most).max_nodes]
         if self._judge is None or not self._judge.is_resting:
-            self._drafting.tell((lane.sequence for lane in able), self._vocabulary_size)
+            worth = (lane.sequence for lane in able if self._is_worth_telling(lane))
+            self._drafting.tell(worth, self._vocabulary_size)
         if self._judge is not None:
             self._judge.settle()
             self._end_shadow()
             self._begin_shadow([lane for lane in able if lane.sequence.missing == 1 and lane.draft == NOTHING])
+
+    def _is_worth_telling(self, lane: Lane) -> bool:
+        """Whether a drafter that must learn a sequence first will save more time than that takes."""
+        if self._judge is None:
+            return True
+        seconds = self._drafting.telling_seconds(lane.sequence)
+        return seconds <= self._judge.gain_seconds(self._rows, lane.sequence.remaining)
 
     def _begin_shadow(self, lanes: Sequence[Lane]) -> None:
         """Ask for some of those that go without, in turn, and let a drafter learn one more of them.

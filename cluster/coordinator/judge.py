@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from cluster.coordinator.ledger import Ledger
 from cluster.core import acceptance
 from cluster.core.acceptance import Experience, Record
 from cluster.core.controller import Choice, Prospect, budget, choose, keep
@@ -79,8 +80,9 @@ class Judge:
         self._most_sizes: dict[SequenceId, DraftBudget] = {}
         self._holds = 0
         self._rounds = 0
-        self.is_resting = True
-        """Whether guessing does not pay now, or nothing is known of it yet."""
+        self._ledger = Ledger()
+        self._is_held_back = False
+        self._expects_nothing = True
 
     def begin(self, profile: Iterable[StepSample]) -> None:
         """A target was met that measured its own steps."""
@@ -92,6 +94,11 @@ class Judge:
             self._records.pop(sequence_id, None)
 
     # --- before ---
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether guessing does not pay now, or nothing is known of it yet."""
+        return self._expects_nothing or self._is_held_back
 
     @property
     def is_due(self) -> bool:
@@ -106,13 +113,14 @@ class Judge:
         self._most_sizes = {answer.id: most for answer, most in answers}
         self._holds = CHOICE_ROUNDS
         self._sizes = self._choose(answers, rows, halves=halves) if answers else {}
-        if self.is_resting:
+        if self._expects_nothing:
             self._holds *= 4
 
-    def sizes(self) -> Mapping[SequenceId, DraftBudget]:
-        """How much to ask for in this round; for the others, nothing."""
+    def sizes(self, rows: int) -> Mapping[SequenceId, DraftBudget]:
+        """How much to ask for in this round, in which `rows` decide; for the others, nothing."""
         self._holds -= 1
-        if not self._sizes:
+        self._is_held_back = bool(self._sizes) and self._ledger.holds_back(rows)
+        if not self._sizes or self._is_held_back:
             return {}
         self._rounds += 1
         if self._rounds % (CONTROL_ROUNDS * (4 if self._choice.advantage >= SURE_ADVANTAGE else 1)) == 0:
@@ -120,6 +128,12 @@ class Judge:
         if self._rounds % FULL_ROUNDS == 0:
             return {sequence_id: self._most_sizes[sequence_id] for sequence_id in self._sizes}
         return self._sizes
+
+    def gain_seconds(self, rows: int, tokens: int) -> float:
+        """What guesses are expected to save of the time that a sequence's next `tokens` take, its share of a step."""
+        if not self._waits.is_known or not self._steps.is_known:
+            return float("inf")
+        return tokens * self._steps.seconds(rows, rows) / rows * max(0.0, 1 - 1 / self._choice.advantage)
 
     def patience(self, rows: int, depth: int) -> float:
         """How long to wait for proposals, in seconds."""
@@ -130,19 +144,18 @@ class Judge:
     def _choose(
         self, answers: Sequence[tuple[Answer, DraftBudget]], rows: int, *, halves: bool
     ) -> dict[SequenceId, DraftBudget]:
+        if not self._waits.is_known or not self._steps.knows(rows):  # what is to be compared was never seen
+            self._expects_nothing = rows > EAGER_ROWS
+            self._holds = 1
+            return {} if self._expects_nothing else dict(self._most_sizes)
         prospects = [self._prospect(answer, most) for answer, most in answers]
         choice = choose(prospects, self._steps, self._waits, rows)
         if halves and len(prospects) > 1:
             half = choose(prospects[: len(prospects) // 2], self._steps, self._waits, rows // 2)
             choice = replace(choice, goodput=half.goodput)  # against all together and plain
-        least = BEGIN_ADVANTAGE if self.is_resting else LEAST_ADVANTAGE
-        if not self._waits.is_known or not self._steps.knows(rows):  # what is to be compared was never seen
-            self.is_resting = rows > EAGER_ROWS
-            self._holds = 1
-            return {} if self.is_resting else dict(self._most_sizes)
         self._choice = choice
-        self.is_resting = choice.advantage < least
-        if self.is_resting:
+        self._expects_nothing = choice.advantage < (BEGIN_ADVANTAGE if self._expects_nothing else LEAST_ADVANTAGE)
+        if self._expects_nothing:
             return {}
         return {
             answer.id: budget(nodes, prospect.reach[nodes - 1], most)
@@ -200,9 +213,13 @@ class Judge:
 
     # --- after ---
 
-    def stepped(self, rows: int, tokens: int, seconds: float) -> None:
-        """A round without prompts took so long, but for its wait for proposals."""
+    def stepped(self, rows: int, tokens: int, seconds: float, *, waited: float, committed: int) -> None:
+        """A round without prompts took so long beside its wait for proposals, and committed so many tokens."""
         self._steps = self._steps.learned(rows, tokens, seconds)
+        if waited > 0.0 or tokens > rows:
+            self._ledger.guessed(rows, seconds + waited, committed)
+        else:
+            self._ledger.plain(rows, seconds)
 
     def waited(self, rows: int, depth: int, seconds: float) -> None:
         """Proposals for so many sequences, so deep, were waited for."""

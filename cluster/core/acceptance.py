@@ -117,7 +117,7 @@ class Record:
 
 
 def _first_rates() -> tuple[Tally, ...]:
-    """Half of the first guesses right, a quarter of the rest: soon replaced."""
+    """Six of ten first guesses right, few of the rest: soon replaced."""
     likely = (0.6, 0.15, 0.08, 0.05)
     return tuple(Tally(2 * likely[rank], 2.0) for _ in range(_DEEPEST) for rank in range(_WIDEST))
 

@@ -90,12 +90,14 @@ class Kept:
 def keep(trees: Sequence[Sequence[float]], steps: Durations, rows: int, tokens: int, waited: float) -> Kept:
     """Keep the nodes that pay. `trees`: each node's chance, parents before children and never below them.
 
-    `rows` decide in a step that has `tokens` tokens without trees; `waited` seconds of the round are gone.
+    `rows` decide in a step that has `tokens` tokens without trees; `waited` seconds of the round are gone. What prompts
+    in the step take is not counted: they must go through anyway, and would make every guess beside them look cheap.
     """
     ranked = sorted(
         ((-chance, node, index) for index, chances in enumerate(trees) for node, chance in enumerate(chances))
     )
     seconds = steps.seconds_upto(rows, tokens, tokens + len(ranked))
+    waited -= seconds[0] - steps.seconds(rows, rows) if tokens > rows else 0.0
     expected = best_expected = float(rows)
     best_goodput, best_count = expected / (waited + seconds[0]), 0
     for count, (chance, _, _) in enumerate(ranked, start=1):

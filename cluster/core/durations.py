@@ -99,7 +99,8 @@ class Durations:
                 seconds = min(max(seconds, expected / _STRETCH), expected * _STRETCH)
             pace = (pace * (seconds / expected) ** max(_PACE, 1 / (1 + seen))) ** _FADING
             pace = min(max(pace, 1 / _MOST_PACE), _MOST_PACE)
-            row_seconds += _ROW_RATE * (seconds - expected) * rows / (rows * rows + MEMORY)
+            if rows > 1:  # of a row alone one cannot tell what is its own share
+                row_seconds += _ROW_RATE * (seconds - expected) * rows / (rows * rows + MEMORY)
             seen += 1
         value = max(_LEAST_SECONDS, seconds / pace - rows * max(0.0, row_seconds))
         others = (replace(knot, weight=max(_STALE, knot.weight * _AGING)) for knot in self.knots if knot is not known)

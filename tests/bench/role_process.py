@@ -83,13 +83,12 @@ class Counting:
     """A drafter whose proposals are counted on their way."""
 
     inner: GrpcDrafter
-    counts: dict[str, float] = field(default_factory=lambda: {"proposals": 0.0, "nodes": 0.0, "ready": 0.0})
+    counts: dict[str, float] = field(default_factory=lambda: {"nodes": 0.0, "ready": 0.0})
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
         """Nodes proposed, and those of them that had been grown before."""
         proposals = await self.inner.propose(rows, timeout_seconds)
         for proposal in proposals:
-            self.counts["proposals"] += 1
             self.counts["nodes"] += len(proposal.tree)
             self.counts["ready"] += proposal.ready
         return proposals

@@ -22,6 +22,8 @@ def agreement(
     Greedy answers tell how the student guesses what a greedy target writes.
     """
     found: Counts = {}
+    was_training = student.training
+    student.eval()
     device = student.head.device
     for category in sorted({answer.category for answer in answers}):
         rows = [answer for answer in answers if answer.category == category]
@@ -35,6 +37,7 @@ def agreement(
             agreed += int((guesses == batch.labels).sum())
             total += len(batch.labels)
         found[category] = (agreed, total)
+    student.train(was_training)
     return found
 
 

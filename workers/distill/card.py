@@ -67,7 +67,7 @@ what the target thought at every token that it wrote.
 | training | {progress.seconds / 60:.0f} minutes on {facts.device}: {progress.step:,} steps, \
 {progress.answer_tokens:,} positions, {progress.answer_tokens / max(1, answered):.1f} epochs |
 
-![Loss and agreement]({facts.curve})
+{f"![Loss and agreement]({facts.curve})" if facts.curve else "No curve was drawn."}
 
 ## How well it guesses
 

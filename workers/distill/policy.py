@@ -21,7 +21,10 @@ def on_policy(
     Each continuation has as many tokens as the answer had, drawn at temperature 1 from `seed`.
     """
     dice = torch.Generator(student.head.device).manual_seed(seed)
+    was_training = student.training
+    student.eval()
     written = [_continue(student, answer, max_length, dice) for answer in answers]
+    student.train(was_training)
     batch = make_batch(written, max_length).to(student.head.device)
     logits = target(input_ids=batch.tokens, use_cache=False).logits.flatten(0, 1)[batch.selected].float()
     everything = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)

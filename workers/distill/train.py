@@ -187,11 +187,9 @@ class Training:
         if not self._held_out or (progress.agreements and progress.agreements[-1][0] == progress.step):
             return
         plan = self._plan
-        self._student.eval()
         counts = agreement(
             self._student, self._held_out, plan.batch_tokens, plan.max_length, plan.precision == "bfloat16"
         )
-        self._student.train()
         progress.agreements.append((progress.step, progress.seconds, share(counts)))
 
     def _save(self, progress: Progress) -> None:

@@ -270,7 +270,7 @@ class GrowingTree:
 
     def _look_ahead(self, node: Node, born: int) -> None:
         """Hang below `node` what followed its text before, and below that what followed it, and so on."""
-        if self._look_up is None:
+        if self._look_up is None or node.path < LEAST_PATH or node.length - self.root.length >= self._max_depth:
             return
         path = node.text()
         while node.length - self.root.length < self._max_depth and node.path >= LEAST_PATH:

@@ -175,7 +175,7 @@ class GrowingDrafter:
         for (table, pick), guesses in zip(taken.items(), found, strict=True):
             if pick.is_last:
                 pick.session.tree.grow(pick.node, table, guesses, self._calls)
-        if all(len(place.tokens) <= 2 for place in places):
+        if places and all(len(place.tokens) <= 2 for place in places):
             self._pace.note_pass(self._clock() - begun)
         return list(taken.values())
 

@@ -14,7 +14,7 @@ LINE = 64
 
 def large_pages(size: int) -> torch.Tensor:
     """`size` bytes of zeros: a step that reads all weights, or long contexts, must not wait for page tables."""
-    memory = mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has a rule of its own
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -20,11 +20,6 @@ Row = TypeVar("Row")
 Answer = TypeVar("Answer")
 
 
-def nothing_to_do() -> bool:
-    """Work for an idle thread that has none."""
-    return False
-
-
 class ComputeThread:
     """Runs functions one after another. What has begun is finished, whoever still waits for it.
 
@@ -32,7 +27,7 @@ class ComputeThread:
     has run.
     """
 
-    def __init__(self, name: str, in_between: Callable[[], bool] = nothing_to_do) -> None:
+    def __init__(self, name: str, in_between: Callable[[], bool] | None = None) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._in_between = in_between
         self._lock = threading.Lock()
@@ -90,6 +85,8 @@ class ComputeThread:
 
     def _go_between(self) -> None:
         """Call `in_between` once everything before it has run, unless that is to happen already."""
+        if self._in_between is None:
+            return
         with self._lock:
             if self._closed or self._unfinished or self._is_between:
                 return
@@ -101,7 +98,7 @@ class ComputeThread:
 
     def _work_in_between(self) -> None:
         goes_on = False
-        if not (self._unfinished or self._closed):
+        if self._in_between is not None and not (self._unfinished or self._closed):
             try:
                 goes_on = self._in_between()
             except Exception:
