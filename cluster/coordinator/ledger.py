@@ -16,7 +16,7 @@ FIRST_PAUSE = 64
 """Rounds for which guessing is held back the first time."""
 LONGEST_PAUSE = 2048
 _KEEP = 1 - 1 / 32
-_SURELY, _SURE_ROUNDS = 0.97, 24
+_SURELY, _SURE_ROUNDS = 0.97, 16
 """Less than this many times as fast as plain decoding, over so many rounds, does not pay."""
 _CLEARLY, _CLEAR_ROUNDS = 0.85, 6
 
@@ -60,10 +60,11 @@ class Ledger:
         account = self._account(rows)
         if account.plain_rounds < LEAST_PLAIN:
             return True
-        if account.pause:
-            account.pause -= 1
-            return True
-        return False
+        # The more rows there are, the dearer is each guess: what does not pay for few does not pay for more.
+        paused = [other for bucket, other in self._accounts.items() if bucket <= bucket_of(rows) and other.pause]
+        for other in paused:
+            other.pause -= 1
+        return bool(paused)
 
     def plain(self, rows: int, seconds: float) -> None:
         """A round without guesses, nor prompts, took so long."""

@@ -45,12 +45,13 @@ def test_the_pause_doubles_while_it_goes_on_not_to_pay_and_is_short_again_once_i
     assert fail() == FIRST_PAUSE
 
 
-def test_what_pays_goes_on_and_one_number_of_rows_tells_nothing_of_another() -> None:
+def test_what_does_not_pay_for_few_does_not_for_more_while_fewer_go_on() -> None:
     ledger = Ledger()
-    for rows in (1, 8):
+    for rows in (1, 8, 16):
         ledger.plain(rows, 0.02)
-    for _ in range(100):
+    for _ in range(20):
         ledger.guessed(1, 0.025, 2)
         ledger.guessed(8, 0.05, 10)
     assert not ledger.holds_back(1)
     assert ledger.holds_back(8)
+    assert ledger.holds_back(16)
