@@ -22,9 +22,9 @@ CHOICE_ROUNDS = 4
 """A choice holds for so many rounds while the same sequences decide; four times as many if it is to guess nothing."""
 NEWS_ROUNDS = 2
 """After such an answer one chooses anew so soon: what the target decides on its guesses is known by then."""
-BEGIN_ADVANTAGE = 1.03
+BEGIN_ADVANTAGE = 1.15
 """Guessing begins when it promises to be so many times faster than plain decoding."""
-LEAST_ADVANTAGE = 1.01
+LEAST_ADVANTAGE = 1.05
 """And ends when it promises less than this."""
 CONTROL_ROUNDS = 64
 """After so many rounds with guesses one goes without: what plain decoding takes must be known to be beaten."""
