@@ -242,7 +242,7 @@ class Guessing:
         if self._judge is None:
             return True
         seconds = self._drafting.telling_seconds(lane.sequence)
-        return seconds <= self._judge.gain_seconds(self._rows, lane.sequence.remaining)
+        return self._judge.is_worth(seconds, self._rows, lane.sequence.remaining)
 
     def _begin_shadow(self, lanes: Sequence[Lane]) -> None:
         """Ask for some of those that go without, in turn, and let a drafter learn one more of them.

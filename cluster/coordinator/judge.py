@@ -22,10 +22,13 @@ CHOICE_ROUNDS = 4
 """A choice holds for so many rounds while the same sequences decide; four times as many if it is to guess nothing."""
 NEWS_ROUNDS = 2
 """After such an answer one chooses anew so soon: what the target decides on its guesses is known by then."""
-BEGIN_ADVANTAGE = 1.15
-"""Guessing begins when it promises to be so many times faster than plain decoding."""
-LEAST_ADVANTAGE = 1.05
+BEGIN_ADVANTAGE, ALONE_BEGIN_ADVANTAGE = 1.15, 1.03
+"""Guessing begins when it promises to be so many times faster than plain decoding; with one sequence at less, since a
+drafter then has one prompt to learn beside it."""
+LEAST_ADVANTAGE, ALONE_LEAST_ADVANTAGE = 1.05, 1.01
 """And ends when it promises less than this."""
+TELLING_PRICE = 2.0
+"""While a drafter learns a prompt the target is slower, too: guesses must save so many times what that takes."""
 CONTROL_ROUNDS = 64
 """After so many rounds with guesses one goes without: what plain decoding takes must be known to be beaten."""
 FULL_ROUNDS = 48
@@ -129,11 +132,13 @@ class Judge:
             return {sequence_id: self._most_sizes[sequence_id] for sequence_id in self._sizes}
         return self._sizes
 
-    def gain_seconds(self, rows: int, tokens: int) -> float:
-        """What guesses are expected to save of the time that a sequence's next `tokens` take, its share of a step."""
+    def is_worth(self, seconds: float, rows: int, tokens: int) -> bool:
+        """Whether guesses save more than telling takes, of a sequence's share of the steps of its next `tokens`."""
         if not self._waits.is_known or not self._steps.is_known:
-            return float("inf")
-        return tokens * self._steps.seconds(rows, rows) / rows * max(0.0, 1 - 1 / self._choice.advantage)
+            return True
+        return TELLING_PRICE * seconds <= tokens * self._steps.seconds(rows, rows) / rows * max(
+            0.0, 1 - 1 / self._choice.advantage
+        )
 
     def patience(self, rows: int, depth: int) -> float:
         """How long to wait for proposals, in seconds."""
@@ -154,7 +159,10 @@ class Judge:
             half = choose(prospects[: len(prospects) // 2], self._steps, self._waits, rows // 2)
             choice = replace(choice, goodput=half.goodput)  # against all together and plain
         self._choice = choice
-        self._expects_nothing = choice.advantage < (BEGIN_ADVANTAGE if self._expects_nothing else LEAST_ADVANTAGE)
+        begin, least = (
+            (BEGIN_ADVANTAGE, LEAST_ADVANTAGE) if rows > 1 else (ALONE_BEGIN_ADVANTAGE, ALONE_LEAST_ADVANTAGE)
+        )
+        self._expects_nothing = choice.advantage < (begin if self._expects_nothing else least)
         if self._expects_nothing:
             return {}
         return {

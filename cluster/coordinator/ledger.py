@@ -16,9 +16,9 @@ FIRST_PAUSE = 64
 """Rounds for which guessing is held back the first time."""
 LONGEST_PAUSE = 2048
 _KEEP = 1 - 1 / 32
-_SURELY, _SURE_ROUNDS = 1.05, 16
+_SURELY, _SURELY_ALONE, _SURE_ROUNDS = 1.05, 0.97, 16
 """Less than this many times as fast as plain decoding, over so many rounds, does not pay: what a drafter takes beside
-them, above all to learn prompts, is to be had of it, too."""
+them, above all to learn prompts, is to be had of it, too. With one sequence that is little."""
 _CLEARLY, _CLEAR_ROUNDS = 0.9, 6
 
 
@@ -83,7 +83,7 @@ class Ledger:
         if account.plain_rounds < LEAST_PLAIN:
             return
         advantage = account.advantage
-        if (account.rounds >= _SURE_ROUNDS and advantage < _SURELY) or (
+        if (account.rounds >= _SURE_ROUNDS and advantage < (_SURELY if rows > 1 else _SURELY_ALONE)) or (
             account.rounds >= _CLEAR_ROUNDS and advantage < _CLEARLY
         ):
             account.pause, account.next_pause = account.next_pause, min(2 * account.next_pause, LONGEST_PAUSE)
