@@ -255,6 +255,11 @@ Items pilotfish_items(const Step *step, const Layer *layer, int64_t team, int64_
     return items;
 }
 
+static inline float query_at(const Layer *layer, int64_t at)
+{
+    return layer->query_kind == BFLOAT16 ? widen_bfloat16(((const uint16_t *)layer->query)[at]) : ((const float *)layer->query)[at];
+}
+
 /* Sixteen stored numbers, in single precision. */
 static inline Vector full_float32(const float *from)
 {
@@ -273,7 +278,7 @@ static inline Vector full_bfloat16(const uint16_t *from)
 #endif
 }
 
-#define DEFINE(NAME, TYPE, WIDEN, NARROW, FINITE)                                                                      \
+#define DEFINE(NAME, TYPE, FINITE)                                                                                     \
                                                                                                                        \
 void pilotfish_store_##NAME(const Step *step, const Layer *layer, int64_t token)                                       \
 {                                                                                                                      \
@@ -339,8 +344,8 @@ static void attend_##NAME(const Step *step, const Layer *layer, int64_t row, int
         const int64_t own = step->position[at], reach = layer->window ? own - layer->window + 1 : 0;                   \
         if (reach < nearest) nearest = reach;                                                                          \
         if (own > last) last = own;                                                                                    \
-        const TYPE *from = (const TYPE *)layer->query + of * layer->query_head + at * layer->query_token;              \
-        for (int64_t d = 0; d < dim; d++) work.query[v * padded + d] = WIDEN(from[d]) * layer->scale;                  \
+        const int64_t from = of * layer->query_head + at * layer->query_token;                                         \
+        for (int64_t d = 0; d < dim; d++) work.query[v * padded + d] = query_at(layer, from + d) * layer->scale;       \
         for (int64_t d = dim; d < padded; d++) work.query[v * padded + d] = 0.0f;                                      \
         for (int64_t d = 0; d < padded; d++) work.sum[v * padded + d] = 0.0f;                                          \
         work.most[v] = -INFINITY;                                                                                      \
@@ -376,9 +381,9 @@ static void attend_##NAME(const Step *step, const Layer *layer, int64_t row, int
     }                                                                                                                  \
     for (int64_t v = 0; v < heads * vectors; v++) {                                                                    \
         const int64_t of = (head + v / vectors) * shared + v % shared, at = token + v % vectors / shared;              \
-        TYPE *to = (TYPE *)layer->output + (at * layer->heads + of) * dim;                                             \
         const float share = 1.0f / sum_of_lanes(work.total[v]);                                                        \
-        for (int64_t d = 0; d < dim; d++) to[d] = NARROW(work.sum[v * padded + d] * share);                            \
+        for (int64_t d = 0; d < dim; d++) work.sum[v * padded + d] *= share;                                           \
+        put(layer->output, layer->output_kind, (at * layer->heads + of) * dim, work.sum + v * padded, dim);            \
     }                                                                                                                  \
 }                                                                                                                      \
                                                                                                                        \
@@ -402,7 +407,5 @@ void pilotfish_attend_##NAME(const Step *step, const Layer *layer)              
     for (int64_t item = 0; item < items.count; item++) pilotfish_item_##NAME(step, layer, &items, item);               \
 }
 
-#define AS_IT_IS(value) (value)
-
-DEFINE(bfloat16, uint16_t, widen_bfloat16, narrow_bfloat16, finite_bfloat16)
-DEFINE(float32, float, AS_IT_IS, AS_IT_IS, finite_float32)
+DEFINE(bfloat16, uint16_t, finite_bfloat16)
+DEFINE(float32, float, finite_float32)

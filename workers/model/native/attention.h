@@ -7,6 +7,8 @@
 #include <stdint.h>
 #include <string.h>
 
+enum { FLOAT32, BFLOAT16, INT8 }; /* kinds of numbers */
+
 typedef struct {
     int64_t rows, tokens, block_size, most_blocks, most_depth;
     const int32_t *blocks;      /* [tables, rows, most_blocks], negative where nothing is kept */
@@ -23,6 +25,7 @@ typedef struct {
     void *output;                    /* [tokens, heads, dim] */
     void *keys, *values;             /* [blocks, block_size, kv_heads, dim] */
     int64_t query_head, query_token, key_head, key_token, value_head, value_token; /* strides, in elements */
+    int64_t query_kind, output_kind; /* stored keys and values are of one kind, queries and output each of their own */
     int64_t heads, kv_heads, dim, table;
     int64_t window, sinks; /* a window of 0 is none */
     float scale;
@@ -63,6 +66,15 @@ static inline uint16_t narrow_bfloat16(float value)
     memcpy(&bits, &value, sizeof bits);
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : rounded);
+}
+
+/* Floats as numbers of a kind that is not INT8, behind the first `at` of them. */
+static inline void put(void *to, int64_t kind, int64_t at, const float *from, int64_t count)
+{
+    if (kind == BFLOAT16)
+        for (int64_t i = 0; i < count; i++) ((uint16_t *)to)[at + i] = narrow_bfloat16(from[i]);
+    else
+        memcpy((float *)to + at, from, (size_t)count * sizeof *from);
 }
 
 /* Store one token's key and value. */

@@ -18,6 +18,7 @@ from workers.model.native.build import load_library
 _NAMES = {torch.bfloat16: "pilotfish_attend_bfloat16", torch.float32: "pilotfish_attend_float32"}
 MOST_VECTORS = 64
 MOST_DIM = 256
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 class StepHeader(ctypes.Structure):
@@ -34,7 +35,10 @@ class LayerHeader(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "output", "keys", "values")),
         *((f"{name}_{axis}", ctypes.c_int64) for name in ("query", "key", "value") for axis in ("head", "token")),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "table", "window", "sinks")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("query_kind", "output_kind", "heads", "kv_heads", "dim", "table", "window", "sinks")
+        ),
         ("scale", ctypes.c_float),
     ]
 
@@ -72,6 +76,8 @@ class Kernel:
         layer = LayerHeader(
             *(tensor.data_ptr() for tensor in (query, key, value, output, *pool)),
             *(stride for tensor in (query, key, value) for stride in tensor.stride()[1:3]),
+            KINDS[query.dtype],
+            KINDS[output.dtype],
             heads,
             key.shape[1],
             dim,

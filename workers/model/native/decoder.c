@@ -29,8 +29,6 @@
 typedef float Vector __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
 
-enum { FLOAT32, BFLOAT16, INT8 };
-
 /* A packed matrix: blocks of COLUMNS outputs, each [inputs, COLUMNS] (bfloat16: [inputs / 2, COLUMNS, 2]). */
 typedef struct {
     int64_t kind, inputs, outputs, blocks; /* what is beyond `outputs` is zeros */
@@ -48,7 +46,7 @@ typedef struct {
 
 typedef struct {
     int64_t layers, hidden, heads, kv_heads, dim, inner;
-    int64_t kv_kind; /* of stored keys and values, queries, and the attention's output */
+    int64_t kv_kind; /* of stored keys and values */
     float epsilon, scale;
     const DecoderLayer *layer;
     const float *final_norm;
@@ -70,7 +68,8 @@ typedef struct {
     void *input;           /* [tokens, widest] what the next product multiplies */
     void *gated;           /* [tokens, inner] the same, behind the gate */
     float *qkv;            /* [tokens, (heads + 2 kv_heads) * dim] */
-    void *query, *key, *value, *attended;
+    float *query;          /* [tokens, heads, dim] */
+    void *key, *value;     /* [tokens, kv_heads, dim] as they are stored */
 } Pass;
 
 static void meet(Meeting *meeting)
@@ -96,15 +95,6 @@ typedef struct {
     int64_t width;
     int64_t kind;   /* GATE: of the next product */
 } Output;
-
-/* Floats in the form that a product of this kind multiplies, or that the pool stores. */
-static inline void put(void *to, int64_t kind, int64_t at, const float *from, int64_t count)
-{
-    if (kind == BFLOAT16)
-        for (int64_t i = 0; i < count; i++) ((uint16_t *)to)[at + i] = narrow_bfloat16(from[i]);
-    else
-        memcpy((float *)to + at, from, (size_t)count * sizeof *from);
-}
 
 static inline float sigmoid_weighted(float x)
 {
@@ -283,18 +273,16 @@ static void normalise(const float *x, const float *weight, int64_t count, float 
     }
 }
 
-/* One head's query or key: normalised where the model does, rotated (Su et al. 2021), and in the pool's type. */
-static void rotate(const Decoder *decoder, float *head, const float *norm, const float *cos, const float *sin, void *to, int64_t at)
+/* One head's query or key: normalised where the model does, and rotated (Su et al. 2021). */
+static void rotate(const Decoder *decoder, float *head, const float *norm, const float *cos, const float *sin, float *turned)
 {
     const int64_t dim = decoder->dim, half = dim / 2;
-    float turned[dim];
     if (norm) {
         const float factor = inverse_rms(head, dim, decoder->epsilon);
         for (int64_t d = 0; d < dim; d++) head[d] *= factor * norm[d];
     }
     for (int64_t d = 0; d < half; d++) turned[d] = head[d] * cos[d] - head[d + half] * sin[d];
     for (int64_t d = 0; d < half; d++) turned[d + half] = head[d + half] * cos[d + half] + head[d] * sin[d + half];
-    put(to, decoder->kv_kind, at, turned, dim);
 }
 
 static void prepare_attention(const Decoder *decoder, const DecoderLayer *own, const Pass *pass, const Step *step,
@@ -304,9 +292,12 @@ static void prepare_attention(const Decoder *decoder, const DecoderLayer *own, c
     float *qkv = pass->qkv + token * (heads + 2 * kv_heads) * dim;
     const float *cos = pass->cos + token * dim, *sin = pass->sin + token * dim;
     for (int64_t h = 0; h < heads; h++)
-        rotate(decoder, qkv + h * dim, own->query_norm, cos, sin, pass->query, (token * heads + h) * dim);
-    for (int64_t h = 0; h < kv_heads; h++)
-        rotate(decoder, qkv + (heads + h) * dim, own->key_norm, cos, sin, pass->key, (token * kv_heads + h) * dim);
+        rotate(decoder, qkv + h * dim, own->query_norm, cos, sin, pass->query + (token * heads + h) * dim);
+    for (int64_t h = 0; h < kv_heads; h++) {
+        float key[dim];
+        rotate(decoder, qkv + (heads + h) * dim, own->key_norm, cos, sin, key);
+        put(pass->key, decoder->kv_kind, (token * kv_heads + h) * dim, key, dim);
+    }
     put(pass->value, decoder->kv_kind, token * kv_heads * dim, qkv + (heads + kv_heads) * dim, kv_heads * dim);
     if (decoder->kv_kind == BFLOAT16) pilotfish_store_bfloat16(step, layer, token);
     else pilotfish_store_float32(step, layer, token);
@@ -315,17 +306,9 @@ static void prepare_attention(const Decoder *decoder, const DecoderLayer *own, c
 static Layer attention_of(const Decoder *decoder, const DecoderLayer *own, const Pass *pass)
 {
     const int64_t dim = decoder->dim, wide = decoder->heads * dim, narrow = decoder->kv_heads * dim;
-    return (Layer){pass->query, pass->key, pass->value, pass->attended, own->keys, own->values,
-                   dim, wide, dim, narrow, dim, narrow,
+    return (Layer){pass->query, pass->key, pass->value, pass->input, own->keys, own->values,
+                   dim, wide, dim, narrow, dim, narrow, FLOAT32, own->out.kind == BFLOAT16 ? BFLOAT16 : FLOAT32,
                    decoder->heads, decoder->kv_heads, dim, own->table, own->window, own->sinks, decoder->scale};
-}
-
-/* What the next product multiplies: attention's output, widened where only the weights have eight bits. */
-static void widen_attended(const Decoder *decoder, const Pass *pass, int64_t token)
-{
-    const int64_t width = decoder->heads * decoder->dim;
-    for (int64_t i = token * width; i < (token + 1) * width; i++)
-        ((float *)pass->input)[i] = widen_bfloat16(((const uint16_t *)pass->attended)[i]);
 }
 
 static void one_layer(const Decoder *decoder, const DecoderLayer *own, const Pass *pass, const Step *step,
@@ -353,13 +336,7 @@ static void one_layer(const Decoder *decoder, const DecoderLayer *own, const Pas
         else pilotfish_item_float32(step, &layer, &items, item);
     }
     meet(meeting);
-    const int is_widened = decoder->kv_kind == BFLOAT16 && kind != BFLOAT16;
-    if (is_widened) {
-#pragma omp for schedule(static) nowait
-        for (int64_t t = 0; t < tokens; t++) widen_attended(decoder, pass, t);
-        meet(meeting);
-    }
-    multiply(&own->out, is_widened ? pass->input : pass->attended, &to_residual, tokens, meeting);
+    multiply(&own->out, pass->input, &to_residual, tokens, meeting);
 #pragma omp for schedule(static) nowait
     for (int64_t t = 0; t < tokens; t++)
         normalise(pass->x + t * hidden, own->post_norm, hidden, decoder->epsilon, pass->input, kind, t * hidden);

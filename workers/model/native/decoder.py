@@ -16,13 +16,12 @@ from torch.nn.functional import embedding, pad
 
 from workers.model.large_pages import LINE, Arena, give_memory_back
 from workers.model.linear import quantize
-from workers.model.native.attention import MOST_DIM, MOST_VECTORS, NativeStep, StepHeader
+from workers.model.native.attention import KINDS, MOST_DIM, MOST_VECTORS, NativeStep, StepHeader
 from workers.model.native.build import load_library
 from workers.model.pool import KvPool
 from workers.model.tailoring import decoder_layers
 
 _LANES, _COLUMNS = 16, 32
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
@@ -57,7 +56,7 @@ class _Pass(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "selected")),
         ("count", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("logits", "input", "gated", "qkv", "query", "key", "value", "attended")),
+        *((name, ctypes.c_void_p) for name in ("logits", "input", "gated", "qkv", "query", "key", "value")),
     ]
 
 
@@ -106,7 +105,7 @@ class NativeDecoder:
         model.model.layers = nn.ModuleList()
         model.lm_head = nn.Identity()
         self._decoder = _Decoder(
-            *(len(layers), shape.hidden, shape.heads, shape.kv_heads, shape.dim, shape.inner, _KINDS[dtype]),
+            *(len(layers), shape.hidden, shape.heads, shape.kv_heads, shape.dim, shape.inner, KINDS[dtype]),
             *(shape.epsilon, shape.scale, self._layers, final, head),
         )
 
@@ -130,7 +129,8 @@ class NativeDecoder:
             torch.empty(max(count, wanted) * widest),
             torch.empty(count * shape.inner),
             torch.empty(count * (heads + 2 * kv_heads) * dim),
-            *(torch.empty(count * width * dim, dtype=self._dtype) for width in (heads, kv_heads, kv_heads, heads)),
+            torch.empty(count * heads * dim),
+            *(torch.empty(count * kv_heads * dim, dtype=self._dtype) for _ in range(2)),
         ]
         work = _Pass(
             *(tensor.data_ptr() for tensor in (x, cos, sin, selected)),
@@ -165,7 +165,7 @@ class NativeDecoder:
             scale = self._vector(_padded(scales.float()))
         packed = self._arena.keep(_blocks(packed))
         return _Matrix(
-            *(_KINDS[packed.dtype], inputs, outputs, packed.shape[0], packed.data_ptr(), scale),
+            *(KINDS[packed.dtype], inputs, outputs, packed.shape[0], packed.data_ptr(), scale),
             None if bias is None else self._vector(_padded(bias)),
         )
 
