@@ -61,9 +61,10 @@ def from_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str] 
     )
 
 
-def disable_ray_reports() -> None:
-    """Ray reports its use to its makers unless this is set before it starts."""
+def prepare_ray() -> None:
+    """Before Ray starts: it reports nothing about its use to its makers, and a busy machine gets time to start it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
 
 
 def _settle(config: str | None, overrides: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:

@@ -10,10 +10,10 @@ from functools import partial
 from cluster.coordinator.drafter_link import Ask, Call, DrafterLink, Proposals
 from cluster.coordinator.metrics import Metrics
 from cluster.core.config import DraftSection
-from cluster.core.controller import NOTHING
 from cluster.core.ids import SequenceId
 from cluster.core.ports import Drafter
 from cluster.core.sequence import Sequence as Answer
+from cluster.core.types import NO_DRAFT
 
 LONG_TOKENS = 64
 """Who has more to tell a drafter than this tells it in the background: a prompt must not hold the others up."""
@@ -125,7 +125,7 @@ class Drafting:
     def tell(self, answers: Iterable[Answer], vocabulary_size: int) -> Calls:
         """Let drafters learn, in the background, sequences of which they know too little to be asked."""
         answers = tuple(answers)
-        self._try_again([Ask(answer, NOTHING) for answer in answers], vocabulary_size)
+        self._try_again([Ask(answer, NO_DRAFT) for answer in answers], vocabulary_size)
         self._telling = {link: call for link, call in self._telling.items() if not call.done()}
         parts: dict[DrafterLink, list[Ask]] = {}
         tokens = Counter[DrafterLink]()
@@ -135,7 +135,7 @@ class Drafting:
                 continue
             if link not in self._telling and tokens[link] < TELLING_TOKENS:
                 tokens[link] += link.untold(answer)
-                parts.setdefault(link, []).append(Ask(answer, NOTHING))
+                parts.setdefault(link, []).append(Ask(answer, NO_DRAFT))
         calls = {link: link.start(part, vocabulary_size) for link, part in parts.items()}
         for link, call in calls.items():
             call.add_done_callback(partial(self._note_told, tokens[link]))

@@ -17,12 +17,11 @@ from cluster.coordinator.judge import Judge, Weighed
 from cluster.coordinator.lane import Lane
 from cluster.coordinator.metrics import Metrics
 from cluster.core.config import DraftSection
-from cluster.core.controller import NOTHING
 from cluster.core.ids import SequenceId
 from cluster.core.scheduler import Plan, PlannedRow
 from cluster.core.sequence import Sequence as Answer
 from cluster.core.tree import TokenTree
-from cluster.core.types import DraftBudget, TargetInfo, VerifyRow
+from cluster.core.types import NO_DRAFT, DraftBudget, TargetInfo, VerifyRow
 
 SHADOW_SHARE = 0.01
 """Most of the time that may go into asking those for whom guessing does not pay; as much goes into telling them."""
@@ -95,7 +94,7 @@ class Guessing:
         self._most_rows = most_rows
         self._metrics = metrics
         self._clock = clock
-        self.most = NOTHING if section.method == "none" else DraftBudget(section.max_nodes, section.max_depth)
+        self.most = NO_DRAFT if section.method == "none" else DraftBudget(section.max_nodes, section.max_depth)
         """The largest tree."""
         self._judge = Judge(self.most) if section.controller == "auto" and self.most.max_nodes else None
         self._alternates = section.alternate == "on"
@@ -148,7 +147,7 @@ class Guessing:
         self._deciding = names
         sizes = self._judge.sizes(len(deciding))
         for lane in lanes:
-            lane.draft = sizes.get(lane.sequence.id, NOTHING) if sizes else NOTHING
+            lane.draft = sizes.get(lane.sequence.id, NO_DRAFT) if sizes else NO_DRAFT
 
     def turn(self, plan: Plan) -> tuple[Plan, Plan]:
         """Who goes now, and who goes next and is to be asked for meanwhile. Prompts go whenever they can."""
@@ -235,7 +234,7 @@ class Guessing:
         if self._judge is not None:
             self._judge.settle()
             self._end_shadow()
-            self._begin_shadow([lane for lane in able if lane.sequence.missing == 1 and lane.draft == NOTHING])
+            self._begin_shadow([lane for lane in able if lane.sequence.missing == 1 and lane.draft == NO_DRAFT])
 
     def _is_worth_telling(self, lane: Lane) -> bool:
         """Whether a drafter that must learn a sequence first will save more time than that takes."""

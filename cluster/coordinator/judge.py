@@ -63,7 +63,6 @@ class Weighed:
     """The trees to verify, and what is expected of the round."""
 
     trees: dict[SequenceId, TokenTree] = field(default_factory=dict)
-    tokens: float = 0.0
     step_seconds: float = 0.0
 
 
@@ -208,7 +207,7 @@ class Judge:
             for guess, nodes in zip(there, kept.nodes, strict=True)
             if nodes
         }
-        return Weighed(trees, kept.expected, kept.seconds)
+        return Weighed(trees, kept.seconds)
 
     def note(self, answer: Answer, asked: DraftBudget, proposal: Proposal) -> None:
         """A proposal came that will not be verified: what the target decides is held against it all the same."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.core.ids import SequenceId
-from cluster.core.scheduler import NO_DRAFT, SequenceView
+from cluster.core.scheduler import SequenceView
 from cluster.core.sequence import Sequence
-from cluster.core.types import DraftBudget
+from cluster.core.types import NO_DRAFT, DraftBudget
 
 if TYPE_CHECKING:
     from cluster.coordinator.stream import Stream

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.core.durations import Durations
-from cluster.core.types import DraftBudget
-
-NOTHING = DraftBudget(0, 0)
+from cluster.core.types import NO_DRAFT, DraftBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,5 +112,5 @@ def keep(trees: Sequence[Sequence[float]], steps: Durations, rows: int, tokens: 
 def budget(nodes: int, reach: int, most: DraftBudget) -> DraftBudget:
     """What to ask for where `nodes` are wanted: half as many more, so that there is a choice, and no deeper."""
     if not nodes:
-        return NOTHING
+        return NO_DRAFT
     return DraftBudget(min(most.max_nodes, nodes + max(1, nodes // 2)), min(most.max_depth, reach))

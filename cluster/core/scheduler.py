@@ -17,9 +17,7 @@ from cluster.core.config import SchedulerSection
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvLayout
-from cluster.core.types import DraftBudget, KvOccupancy
-
-NO_DRAFT = DraftBudget(0, 0)
+from cluster.core.types import NO_DRAFT, DraftBudget, KvOccupancy
 
 
 @dataclass(frozen=True, slots=True)

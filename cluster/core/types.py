@@ -261,6 +261,9 @@ class DraftBudget:
     max_depth: int
 
 
+NO_DRAFT = DraftBudget(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class DraftRow:
     """Ask for guesses after `base_len` committed tokens; what was committed since rides along.

@@ -156,7 +156,7 @@ def _shared_ends(target: Path, card: DraftCard) -> dict[tuple[str, str], torch.T
     for file in sorted(target.glob("*.safetensors")):
         for name, values in _read_tensors(file).items():
             for end, prefix in (("embedding", skeleton.embedding), ("head", skeleton.head)):
-                if name.startswith(f"{prefix}.") and tuple(values.shape) == skeleton.shapes[name]:
+                if name.startswith(f"{prefix}.") and tuple(values.shape) == skeleton.shapes.get(name):
                     found[end, name.removeprefix(f"{prefix}.")] = values
     if ("embedding", "weight") not in found:
         raise ModelLoadError(f"target directory {str(target)!r}: its safetensors hold no {skeleton.embedding}.weight")

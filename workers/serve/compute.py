@@ -36,8 +36,6 @@ class ComputeThread:
         self._closed = False
         self.failures = 0
         """Batches in a row that failed for no row's fault."""
-        self.failures_in_between = 0
-        """How often `in_between` raised."""
 
     async def run(
         self, function: Callable[Arguments, Result], *arguments: Arguments.args, **keywords: Arguments.kwargs
@@ -102,7 +100,6 @@ class ComputeThread:
             try:
                 goes_on = self._in_between()
             except Exception:
-                self.failures_in_between += 1
                 logger.exception("what was done ahead has failed: nothing more is, until the next call")
         with self._lock:
             self._is_between = False

@@ -28,7 +28,7 @@ class DraftServiceProposeRequest(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
     client: _builtins.str
-    """Who asks: sequence ids are its own. Bound: 64 bytes."""
+    """Who asks: sequence ids are its own. Bound: 64 bytes, none of them a slash."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftRow]:
         """Distinct sequences. Bound: 4096 rows."""
