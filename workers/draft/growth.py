@@ -129,7 +129,7 @@ class GrowingDrafter:
                 self._memory.truncate(session.tree.trunk, session.tree.trunk.stored_len)
 
     def _make_room(self, work: Work, others: Iterator[GrowingSession]) -> None:
-        """For the row's committed tokens and one path; a row that cannot have that frees its own for those beside it."""
+        """For a row's committed tokens and one path; one that cannot have that frees its own for those beside it."""
         end = work.path_end()
         if end and not self._reserve(work.session.tree.trunk, end, others):
             work.session.forget()

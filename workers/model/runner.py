@@ -78,7 +78,6 @@ class ModelRunner:
         device = self._model.device
         shapes = [RowShape(row.table.blocks, row.table.stored_len, len(row.tokens), row.tree) for row in rows]
         tokens = [token for row in rows for token in (*row.tokens, *row.tree.tokens)]
-        positions = [position for shape in shapes for position in shape.positions()]
         selected: list[int] = []
         first = 0
         for row, shape in zip(rows, shapes, strict=True):
@@ -87,6 +86,10 @@ class ModelRunner:
         if not selected:
             selected = [first - 1]  # a head over no token at all is no legal product everywhere
         wanted = sum(len(row.select) for row in rows)
+        if self._model.native is not None:
+            step = lay_out_natively(shapes, self._pool.arrangement)
+            return self._model.native.compute(tokens, selected, step)[:wanted]
+        positions = [position for shape in shapes for position in shape.positions()]
         if self._graphs is not None:
             replayed = self._graphs.run(shapes, tokens, positions, selected)
             if replayed is not None:
@@ -103,8 +106,6 @@ class ModelRunner:
         self, tokens: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor, layout: StepLayout | NativeStep
     ) -> torch.Tensor:
         """The model over tokens and positions `[1, tokens]`. Returns `[selected, vocabulary]`."""
-        if self._model.native is not None and isinstance(layout, NativeStep):
-            return self._model.native.compute(tokens, positions, selected, layout)
         self._paged.layout = layout
         try:
             output = self._model.module(

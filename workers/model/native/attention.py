@@ -49,6 +49,8 @@ class NativeStep:
 
     header: StepHeader
     arrays: tuple[npt.NDArray[np.generic], ...]
+    end: int
+    """Positions that its longest row has when it is through."""
 
 
 class Kernel:
@@ -126,7 +128,7 @@ def lay_out_natively(rows: Sequence[RowShape], arrangement: Arrangement) -> Nati
     base_len = np.array([row.base_len for row in rows], dtype=np.int32)
     arrays = (blocks, slots, first_token, stored_len, base_len, position, path)
     header = StepHeader(len(rows), tokens, size, most_blocks, depths, *(array.ctypes.data for array in arrays))
-    return NativeStep(header, arrays)
+    return NativeStep(header, arrays, max(row.end for row in rows))
 
 
 def _paths(row: RowShape) -> list[list[int]]:

@@ -51,6 +51,9 @@ typedef struct {
     const DecoderLayer *layer;
     const float *final_norm;
     Matrix head;
+    int64_t embedding_kind;
+    const void *embedding; /* [vocabulary, hidden] */
+    const float *cos, *sin; /* [positions, dim] */
 } Decoder;
 
 /* Where the threads of a pass meet. OpenMP's own barrier spins for milliseconds when a thread has lost its core. */
@@ -60,11 +63,11 @@ typedef struct {
 } Meeting;
 
 typedef struct {
-    float *x;              /* [tokens, hidden] the residual stream; in: embeddings */
-    const float *cos, *sin; /* [tokens, dim] */
-    const int64_t *selected; /* [count] tokens whose logits are wanted */
+    const int64_t *tokens;   /* [tokens] */
+    const int64_t *selected; /* [count] places of those whose logits are wanted */
     int64_t count;
     float *logits;         /* [count, vocabulary] */
+    float *x;              /* [tokens, hidden] the residual stream */
     void *input;           /* [tokens, widest] what the next product multiplies */
     void *gated;           /* [tokens, inner] the same, behind the gate */
     float *qkv;            /* [tokens, (heads + 2 kv_heads) * dim] */
@@ -290,7 +293,7 @@ static void prepare_attention(const Decoder *decoder, const DecoderLayer *own, c
 {
     const int64_t dim = decoder->dim, heads = decoder->heads, kv_heads = decoder->kv_heads;
     float *qkv = pass->qkv + token * (heads + 2 * kv_heads) * dim;
-    const float *cos = pass->cos + token * dim, *sin = pass->sin + token * dim;
+    const float *cos = decoder->cos + step->position[token] * dim, *sin = decoder->sin + step->position[token] * dim;
     for (int64_t h = 0; h < heads; h++)
         rotate(decoder, qkv + h * dim, own->query_norm, cos, sin, pass->query + (token * heads + h) * dim);
     for (int64_t h = 0; h < kv_heads; h++) {
@@ -345,6 +348,16 @@ static void one_layer(const Decoder *decoder, const DecoderLayer *own, const Pas
     multiply(&own->down, pass->gated, &to_residual, tokens, meeting);
 }
 
+static void embed(const Decoder *decoder, const Pass *pass, int64_t token)
+{
+    const int64_t hidden = decoder->hidden, from = pass->tokens[token] * hidden;
+    float *to = pass->x + token * hidden;
+    if (decoder->embedding_kind == BFLOAT16)
+        for (int64_t i = 0; i < hidden; i++) to[i] = widen_bfloat16(((const uint16_t *)decoder->embedding)[from + i]);
+    else
+        memcpy(to, (const float *)decoder->embedding + from, (size_t)hidden * sizeof *to);
+}
+
 void pilotfish_decode(const Decoder *decoder, const Step *step, const Pass *pass)
 {
     Meeting meeting = {0};
@@ -352,6 +365,8 @@ void pilotfish_decode(const Decoder *decoder, const Step *step, const Pass *pass
     {
 #pragma omp single
         meeting.team = omp_get_num_threads();
+#pragma omp for schedule(static) /* as the first layer takes them: nobody needs to wait */ nowait
+        for (int64_t t = 0; t < step->tokens; t++) embed(decoder, pass, t);
         for (int64_t l = 0; l < decoder->layers; l++) one_layer(decoder, decoder->layer + l, pass, step, &meeting);
         const int64_t hidden = decoder->hidden, kind = decoder->head.kind;
         const Output to_logits = {STORE, pass->logits, NULL, decoder->head.outputs, kind};

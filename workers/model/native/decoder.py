@@ -8,11 +8,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.nn.functional import embedding, pad
+from torch.nn.functional import pad
 
 from workers.model.large_pages import LINE, Arena, give_memory_back
 from workers.model.linear import quantize
@@ -22,6 +24,10 @@ from workers.model.pool import KvPool
 from workers.model.tailoring import decoder_layers
 
 _LANES, _COLUMNS = 16, 32
+_LINE_FLOATS = LINE // 4
+_LEAST_ANGLES = 1024
+_CHANGING_ROTATIONS = {"dynamic", "longrope"}
+"""Those whose angles depend on the longest text in a step."""
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
@@ -49,14 +55,16 @@ class _Decoder(ctypes.Structure):
         ("layer", ctypes.POINTER(_DecoderLayer)),
         ("final_norm", ctypes.c_void_p),
         ("head", _Matrix),
+        ("embedding_kind", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("embedding", "cos", "sin")),
     ]
 
 
 class _Pass(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "selected")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "selected")),
         ("count", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("logits", "input", "gated", "qkv", "query", "key", "value")),
+        *((name, ctypes.c_void_p) for name in ("logits", "x", "input", "gated", "qkv", "query", "key", "value")),
     ]
 
 
@@ -107,7 +115,10 @@ class NativeDecoder:
         self._decoder = _Decoder(
             *(len(layers), shape.hidden, shape.heads, shape.kv_heads, shape.dim, shape.inner, KINDS[dtype]),
             *(shape.epsilon, shape.scale, self._layers, final, head),
+            *(KINDS[self._embedding.dtype], self._embedding.data_ptr()),
         )
+        self._angles: tuple[torch.Tensor, ...] = ()
+        self._scratch = torch.empty(0)
 
     def bind(self, pool: KvPool) -> None:
         """Use this pool's blocks from now on."""
@@ -115,30 +126,43 @@ class NativeDecoder:
             layer.keys, layer.values = pool.keys[place.slot].data_ptr(), pool.values[place.slot].data_ptr()
             layer.table, layer.window, layer.sinks = place.table, place.sight.window or 0, place.sight.sinks
 
-    def compute(
-        self, tokens: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor, step: NativeStep
-    ) -> torch.Tensor:
-        """Tokens and positions `[1, tokens]`. Returns `[selected, vocabulary]` in float32."""
-        shape, count, wanted = self._shape, tokens.shape[1], len(selected)
-        x = embedding(tokens[0], self._embedding).float().contiguous()  # [tokens, hidden]
-        cos, sin = (part[0].contiguous() for part in self._rotary(x[None], positions))  # [tokens, dim]
-        logits = torch.empty((wanted, self._vocabulary))
-        heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.dim
-        widest = max(shape.hidden, heads * dim)
-        scratch = [
-            torch.empty(max(count, wanted) * widest),
-            torch.empty(count * shape.inner),
-            torch.empty(count * (heads + 2 * kv_heads) * dim),
-            torch.empty(count * heads * dim),
-            *(torch.empty(count * kv_heads * dim, dtype=self._dtype) for _ in range(2)),
-        ]
+    def compute(self, tokens: Sequence[int], selected: Sequence[int], step: NativeStep) -> torch.Tensor:
+        """Logits of the `selected` of a step's tokens, `[selected, vocabulary]` in float32.
+
+        Raises `IndexError` for a token that the model does not have.
+        """
+        ids, places = np.array(tokens, dtype=np.int64), np.array(selected, dtype=np.int64)
+        if not 0 <= ids.min() <= ids.max() < len(self._embedding):
+            raise IndexError(f"tokens {ids.min()} to {ids.max()}: the model has {len(self._embedding)}")
+        self._know_angles(step.end)
+        logits = torch.empty((len(places), self._vocabulary))
         work = _Pass(
-            *(tensor.data_ptr() for tensor in (x, cos, sin, selected)),
-            wanted,
-            *(tensor.data_ptr() for tensor in (logits, *scratch)),
+            *(array.ctypes.data for array in (ids, places)),
+            *(len(places), logits.data_ptr()),
+            *self._room(len(ids), len(places)),
         )
         self._decode(ctypes.byref(self._decoder), ctypes.byref(step.header), ctypes.byref(work))
         return logits
+
+    def _know_angles(self, length: int) -> None:
+        """Let the kernels know the rotation of so many positions: float32 `[positions, dim]`, cosines and sines."""
+        if not self._angles or length > len(self._angles[0]):
+            positions = torch.arange(max(_LEAST_ANGLES, 1 << (length - 1).bit_length()))[None]
+            self._angles = tuple(part[0].contiguous() for part in self._rotary(torch.empty(1), positions))
+            self._decoder.cos, self._decoder.sin = (part.data_ptr() for part in self._angles)
+
+    def _room(self, tokens: int, wanted: int) -> list[int]:
+        """Addresses of what a pass needs for itself, from `x` on. It is kept, and overwritten by the next."""
+        shape = self._shape
+        queries, stored = shape.heads * shape.dim, shape.kv_heads * shape.dim
+        widest = max(shape.hidden, queries)
+        sizes = [tokens * shape.hidden, max(tokens, wanted) * widest, tokens * shape.inner]
+        sizes += [tokens * (queries + 2 * stored), tokens * queries, tokens * stored, tokens * stored]
+        places = [0, *accumulate(-(-size // _LINE_FLOATS) * _LINE_FLOATS for size in sizes)]
+        if places[-1] > len(self._scratch):
+            self._scratch = torch.empty(places[-1])
+        base = self._scratch.data_ptr()
+        return [base + 4 * place for place in places[:-1]]
 
     def _take(self, layer: Any) -> _DecoderLayer:
         """Pack one layer."""
@@ -183,6 +207,8 @@ def recognise(model: Any, dtype: torch.dtype) -> DecoderShape | None:
     base, layers = getattr(model, "model", None), list(decoder_layers(model))
     wanted = ("embed_tokens", "rotary_emb", "norm", "layers")
     if dtype not in (torch.float32, torch.bfloat16) or not layers or any(not hasattr(base, name) for name in wanted):
+        return None
+    if getattr(getattr(base, "rotary_emb", None), "rope_type", "default") in _CHANGING_ROTATIONS:
         return None
     is_gated_by_silu = getattr(model.config, "hidden_act", None) in ("silu", "swish")
     if not is_gated_by_silu or type(getattr(model, "lm_head", None)) is not nn.Linear:
