@@ -281,6 +281,28 @@ def test_a_long_prompt_goes_through_between_calls_in_every_mode_once_it_was_comm
     assert swimmer.expander.passes[0] == [1]
 
 
+def test_what_was_told_is_learned_piece_by_piece_and_nothing_else() -> None:
+    swimmer = Swimmer("enumerate")
+    swimmer.ask("b")  # would grow on
+    prompt = tuple(position % 7 for position in range(150))
+    swimmer.ask("a", *prompt, budget=DraftBudget(0, 0))
+    names = [SequenceId("a"), SequenceId("unknown")]
+    assert [swimmer.drafter.learn(names) for _ in range(5)] == [True, True, True, False, False]
+    assert [sum(widths) for widths in swimmer.expander.passes] == [64, 64, 21]
+    swimmer.ask("a")
+    assert swimmer.expander.passes[0] == [1]
+
+
+def test_what_does_not_fit_is_not_learned() -> None:
+    swimmer = Swimmer("serial", blocks=4)
+    prompt = tuple(position % 7 for position in range(150))
+    swimmer.ask("a", *prompt, budget=DraftBudget(0, 0))
+    while swimmer.drafter.learn([SequenceId("a")]):
+        pass
+    assert swimmer.expander.memory.blocks_free
+    assert not swimmer.ask("a").tree
+
+
 def test_growth_after_a_release_or_a_commit_finds_nothing_stale() -> None:
     swimmer = Swimmer("enumerate")
     swimmer.ask_all("ab")

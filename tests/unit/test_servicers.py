@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.kv import KvLayout
 from cluster.core.tree import TokenTree
 from cluster.core.types import (
+    NO_DRAFT,
     DraftBudget,
     DraftRow,
     KvOccupancy,
@@ -56,6 +58,10 @@ def draft_row(name: str, *tokens: int) -> DraftRow:
     return DraftRow(SequenceId(name), len(tokens), tokens, DraftBudget(4, 4), START)
 
 
+def telling_row(name: str, *tokens: int) -> DraftRow:
+    return replace(draft_row(name, *tokens), budget=NO_DRAFT)
+
+
 def open_row(name: str, *tokens: int, parent: str | None = None) -> OpenRow:
     return OpenRow(SequenceId(name), tokens, START, None if parent is None else SequenceId(parent))
 
@@ -86,6 +92,8 @@ class EchoDrafter:
         self.before = before
         self.growing = growing
         """Passes that it still has to make between calls."""
+        self.untold = 0
+        """Pieces that it still has to learn."""
         self.calls: list[tuple[str, ...]] = []
         self.threads: set[int] = set()
 
@@ -95,6 +103,13 @@ class EchoDrafter:
         if any(POISON in row.new_tokens for row in rows):
             raise RuntimeError("choked")
         return tuple(Proposal(row.sequence_id, row.base_len, TokenTree.chain(row.new_tokens[-1:])) for row in rows)
+
+    def learn(self, sequence_ids: Sequence[SequenceId]) -> bool:
+        if self.untold < 1:
+            return False
+        self._note("learn", *sequence_ids)
+        self.untold -= 1
+        return True
 
     def grow(self) -> bool:
         if self.growing < 1:
@@ -344,6 +359,53 @@ async def test_between_calls_the_method_grows_until_there_is_nothing_left_to_gro
     await servicer.close()
     assert method.calls == [("propose", "a"), *[("grow",)] * 3, ("close",)]
     assert len(method.threads) == 1
+
+
+async def test_a_call_that_only_tells_is_answered_once_its_sequences_are_learned() -> None:
+    method = EchoDrafter()
+    method.untold = 3
+    servicer = DraftServicer(method)
+    await propose(servicer, draft_row("b", 1))  # wants guesses: these do not wait
+    assert method.untold == 3
+    await propose(servicer, telling_row("a", 1))
+    assert method.calls == [("propose", "b"), ("propose", "a"), *[("learn", "a")] * 3]
+    assert len(method.threads) == 1
+    await servicer.close()
+
+
+async def test_who_asks_goes_between_the_pieces_that_another_is_told(gate: Gate) -> None:
+    method = EchoDrafter()
+    method.untold = 3
+    learn = method.learn
+
+    def held_learn(sequence_ids: Sequence[SequenceId]) -> bool:
+        gate.pass_through()
+        return learn(sequence_ids)
+
+    method.learn = held_learn  # type: ignore[method-assign]
+    servicer = DraftServicer(method)
+    telling = asyncio.create_task(propose(servicer, telling_row("a", 1)))
+    await gate.reached()
+    asking = asyncio.create_task(propose(servicer, draft_row("b", 1)))
+    await asyncio.sleep(0)
+    gate.opened.set()
+    await asyncio.gather(telling, asking)
+    assert method.calls == [("propose", "a"), ("learn", "a"), ("propose", "b"), *[("learn", "a")] * 2]
+    await servicer.close()
+
+
+async def test_what_cannot_be_learned_is_told_to_who_asked_for_it() -> None:
+    method = EchoDrafter()
+
+    def failing(_: Sequence[SequenceId]) -> bool:
+        raise RuntimeError("choked")
+
+    method.learn = failing  # type: ignore[method-assign]
+    servicer = DraftServicer(method)
+    with pytest.raises(RuntimeError, match="choked"):
+        await propose(servicer, telling_row("a", 1))
+    assert servicer.failures == 1
+    await servicer.close()
 
 
 async def test_a_call_that_waits_goes_before_the_next_pass_between_calls(gate: Gate) -> None:

@@ -10,8 +10,6 @@ from cluster.core.config import DraftSection
 from workers.draft.growing import Node
 from workers.draft.growing_session import GrowingSession, Pick
 
-LEAST_CATCH_UP = 16
-"""Fewer committed tokens go through with the guesses that are asked for next."""
 BEYOND = 4
 """Nodes of a tree that may be expanded before the next call, in units of the largest tree."""
 FLOOR = 0.02
@@ -57,11 +55,11 @@ class Frontier:
             if version != session.version or node.branch is not None:
                 continue
             if node.parent is None:
-                pending = session.pending()[:-1]
-                if len(pending) >= LEAST_CATCH_UP and not picks:
-                    picks.append(Pick(session, node, tuple(pending[:most_tokens]), is_last=False))
+                told = session.behind(self._max_context_len)
+                if told and not picks:
+                    picks.append(Pick(session, node, told[:most_tokens], is_last=False))
                     break  # a chunk makes a pass long enough
-                if len(pending) >= LEAST_CATCH_UP:
+                if told:
                     put_off.append(entry)
             elif session.tree.expanded_ahead < self._most_ahead:
                 if width[id(session)] < self._width:

@@ -15,6 +15,9 @@ from workers.draft.suffixes import SuffixIndex
 from workers.model.tables import BlockTable
 from workers.sampling.context import GREEDY_BELOW
 
+LEAST_CATCH_UP = 16
+"""Fewer committed tokens go through with the guesses that are asked for next."""
+
 
 class GrowingSession(Session):
     """Committed tokens, and the tree that grows below them."""
@@ -86,6 +89,11 @@ class GrowingSession(Session):
         """Committed tokens that are to go through: until the root is expanded, its own is the last of them."""
         tree = self.tree
         return [] if tree.root.branch is not None else self.tokens[tree.trunk.stored_len :]
+
+    def behind(self, max_context_len: int) -> tuple[int, ...]:
+        """Committed tokens that should not be left to the next call, which also wants guesses."""
+        pending = self.pending()[:-1] if self.tree.root.length <= max_context_len else ()
+        return tuple(pending) if len(pending) >= LEAST_CATCH_UP else ()
 
     def _has_grown_for(self, start: SequenceStart) -> bool:
         """Whether the guesses were made with these parameters."""

@@ -91,6 +91,15 @@ class GrowingDrafter:
         self._frontier.renew([work.session for work in works.values()])
         return proposals
 
+    def learn(self, sequence_ids: Sequence[SequenceId]) -> bool:
+        """See `DraftMethod`."""
+        for session in self._sessions.known(sequence_ids):
+            told = session.behind(self._expander.max_context_len)
+            if told:
+                piece = Pick(session, session.tree.root, told[:_BACKGROUND_TOKENS], is_last=False)
+                return bool(self._expand([piece], self._reserve_spare))
+        return False
+
     def grow(self) -> bool:
         """See `DraftMethod`."""
         picks = self._frontier.take(_BACKGROUND_NODES, _BACKGROUND_TOKENS)

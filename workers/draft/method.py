@@ -30,6 +30,13 @@ class DraftMethod(Protocol):
         """
         ...
 
+    def learn(self, sequence_ids: Sequence[SequenceId]) -> bool:
+        """Let a piece of what these sequences were told go through, where `propose` has not done so.
+
+        False when nothing is left, or cannot be done now. Unknown ones are no error.
+        """
+        ...
+
     def grow(self) -> bool:
         """Do one short piece of work that nobody waits for, so that the next proposals are ready sooner.
 

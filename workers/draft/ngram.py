@@ -63,6 +63,10 @@ class NgramDrafter:
         """See `DraftMethod`."""
         return tuple(self._propose(row) for row in rows)
 
+    def learn(self, sequence_ids: Sequence[SequenceId]) -> bool:  # noqa: ARG002
+        """See `DraftMethod`."""
+        return False
+
     def grow(self) -> bool:
         """Nothing grows: guesses are made when asked for."""
         return False

@@ -17,6 +17,10 @@ class NoDrafter:
         """See `DraftMethod`."""
         return tuple(Proposal(row.sequence_id, row.base_len) for row in rows)
 
+    def learn(self, sequence_ids: Sequence[SequenceId]) -> bool:  # noqa: ARG002
+        """See `DraftMethod`."""
+        return False
+
     def grow(self) -> bool:
         """Nothing grows: guesses are made when asked for."""
         return False

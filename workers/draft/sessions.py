@@ -7,7 +7,7 @@ process, costs one `OUT_OF_SYNC` fault, after which the coordinator sends the se
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from cluster.core.ids import SequenceId
@@ -76,6 +76,10 @@ class Sessions(Generic[SessionType]):
     def least_recent(self, without: Collection[SequenceId] = ()) -> Iterator[SessionType]:
         """Sessions, the least recently used first, but for those of the given ids."""
         return (session for sequence_id, session in self._sessions.items() if sequence_id not in without)
+
+    def known(self, sequence_ids: Iterable[SequenceId]) -> Iterator[SessionType]:
+        """Those of the sequences that are remembered."""
+        return (self._sessions[sequence_id] for sequence_id in sequence_ids if sequence_id in self._sessions)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Forget the sequences; unknown ones are no error."""

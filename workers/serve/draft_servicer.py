@@ -25,7 +25,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     A proposal that nobody waits for any more is not begun; one that was begun is finished, so that
     asking again finds it nearly done. Calls that wait together are computed together, one of each client: nobody
-    waits longer because another asks more often. While no call waits, the method grows what may be asked for next.
+    waits longer because another asks more often. A call that asks for nothing is answered once its sequences have been
+    learned, so that its length tells what that costs. While no call waits, the method grows what may be asked for next.
     """
 
     def __init__(self, method: DraftMethod) -> None:
@@ -43,6 +44,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             self._waiting.append(call)
         try:
             proposals = await self._compute.run(self._answer, call)
+            while call.only_tells and await self._compute.run(self._learn, call):
+                pass  # piece by piece, so that others' proposals go in between
         finally:
             self._forget(call)
         return encode_proposals(proposals)
@@ -75,6 +78,10 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 each.take([next(proposals) for _ in each.rows])
         return call.proposals or ()
 
+    def _learn(self, call: _Call) -> bool:
+        """On the computing thread: whether anything was left to learn."""
+        return counted(self._compute, lambda: self._method.learn(call.ids))
+
     def _take(self, call: _Call) -> list[_Call]:
         """The call, and the first one that waits of each other client."""
         batch = [call]
@@ -101,12 +108,14 @@ class _Call:
     def __init__(self, client: str, rows: Sequence[DraftRow]) -> None:
         self.client = client
         self.rows = [replace(row, sequence_id=_own(client, row.sequence_id)) for row in rows]
-        self._ids = [row.sequence_id for row in rows]
+        self.ids = [row.sequence_id for row in self.rows]
+        self.only_tells = not any(row.budget.max_nodes for row in rows)
+        self._names = [row.sequence_id for row in rows]
         self.proposals: tuple[Proposal, ...] | None = None
 
     def take(self, proposals: Sequence[Proposal]) -> None:
         """The method's answers to `rows`."""
-        named = zip(proposals, self._ids, strict=True)
+        named = zip(proposals, self._names, strict=True)
         self.proposals = tuple(replace(proposal, sequence_id=sequence_id) for proposal, sequence_id in named)
 
 
