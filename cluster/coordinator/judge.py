@@ -27,8 +27,6 @@ BEGIN_ADVANTAGE, ALONE_BEGIN_ADVANTAGE = 1.15, 1.03
 drafter then has one prompt to learn beside it."""
 LEAST_ADVANTAGE, ALONE_LEAST_ADVANTAGE = 1.05, 1.01
 """And ends when it promises less than this."""
-TELLING_PRICE = 2.0
-"""While a drafter learns a prompt the target is slower, too: guesses must save so many times what that takes."""
 CONTROL_ROUNDS = 64
 """After so many rounds with guesses one goes without: what plain decoding takes must be known to be beaten."""
 FULL_ROUNDS = 48
@@ -135,9 +133,8 @@ class Judge:
         """Whether guesses save more than telling takes, of a sequence's share of the steps of its next `tokens`."""
         if not self._waits.is_known or not self._steps.is_known:
             return True
-        return TELLING_PRICE * seconds <= tokens * self._steps.seconds(rows, rows) / rows * max(
-            0.0, 1 - 1 / self._choice.advantage
-        )
+        share = self._steps.seconds(rows, rows) / rows
+        return seconds <= tokens * share * max(0.0, 1 - 1 / self._choice.advantage)
 
     def patience(self, rows: int, depth: int) -> float:
         """How long to wait for proposals, in seconds."""
