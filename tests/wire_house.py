@@ -77,6 +77,7 @@ class Target(target_pb2_grpc.TargetServiceServicer):
         self.info = INFO
         self.opens: list[tuple[OpenRow, ...]] = []
         self.steps: list[StepBatch] = []
+        self.streams = 0
         self.released: tuple[SequenceId, ...] = ()
         self.hold = asyncio.Event()
         self.hold.set()
@@ -87,12 +88,19 @@ class Target(target_pb2_grpc.TargetServiceServicer):
         self.opens.append(codec.decode_open_rows(request))
         return codec.encode_open_result(self.opened)
 
-    async def Step(self, request: target_pb2.TargetServiceStepRequest, context: object) -> Message:
-        await self.hold.wait()
-        if self.failure is not None:
-            raise self.failure
-        self.steps.append(codec.decode_step_batch(request))
-        return codec.encode_step_result(self.result)
+    async def Step(
+        self, request_iterator: AsyncIterator[target_pb2.TargetServiceStepRequest], context: object
+    ) -> AsyncIterator[Message]:
+        self.streams += 1
+        try:
+            async for request in request_iterator:
+                await self.hold.wait()
+                if self.failure is not None:
+                    raise self.failure
+                self.steps.append(codec.decode_step_batch(request))
+                yield codec.encode_step_result(self.result)
+        finally:
+            self.streams -= 1
 
     async def Release(self, request: target_pb2.TargetServiceReleaseRequest, context: object) -> Message:
         self.released = codec.decode_sequence_ids(request.sequence_ids)
@@ -109,13 +117,21 @@ class Drafter(draft_pb2_grpc.DraftServiceServicer):
         self.hold = asyncio.Event()
         self.hold.set()
         self.failure: Exception | None = None
+        self.streams = 0
 
-    async def Propose(self, request: draft_pb2.DraftServiceProposeRequest, context: object) -> Message:
-        await self.hold.wait()
-        if self.failure is not None:
-            raise self.failure
-        assert codec.decode_draft_rows(request) == ROWS
-        return codec.encode_proposals(PROPOSALS)
+    async def Propose(
+        self, request_iterator: AsyncIterator[draft_pb2.DraftServiceProposeRequest], context: object
+    ) -> AsyncIterator[Message]:
+        self.streams += 1
+        try:
+            async for request in request_iterator:
+                await self.hold.wait()
+                if self.failure is not None:
+                    raise self.failure
+                assert codec.decode_draft_rows(request) == ROWS
+                yield codec.encode_proposals(PROPOSALS)
+        finally:
+            self.streams -= 1
 
 
 class Generator(generation_pb2_grpc.GenerationServiceServicer, operations_pb2_grpc.OperationsServiceServicer):
@@ -229,9 +245,18 @@ async def words(
     return heard
 
 
-async def refusal(channel: grpc.aio.Channel, method: str, data: bytes, *, stream: bool = False) -> grpc.aio.AioRpcError:
+async def refusal(channel: grpc.aio.Channel, method: str, data: bytes) -> grpc.aio.AioRpcError:
     """The status that raw bytes are answered with."""
-    path = f"/{method}"
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (channel.unary_stream(path)(data).read() if stream else channel.unary_unary(path)(data))
+        await _answer(channel, f"/{method}", data)
     return caught.value
+
+
+async def _answer(channel: grpc.aio.Channel, path: str, data: bytes) -> object:
+    if path.endswith("/Generate"):
+        return await channel.unary_stream(path)(data).read()
+    if not path.endswith(("/Step", "/Propose")):
+        return await channel.unary_unary(path)(data)
+    conversation = channel.stream_stream(path)()
+    await conversation.write(data)
+    return await conversation.read()

@@ -96,17 +96,76 @@ class _Connection:
             await channel.close()
 
 
+class _Exchange:
+    """A method whose requests and answers take turns in a stream, called as if it were unary.
+
+    A stream is opened when all others are in use and kept for the next call: what opening costs is paid once. One
+    that fails, or is given up, is not used again.
+    """
+
+    def __init__(self, connection: _Connection, open_stream: Callable[[grpc.aio.Channel], Any]) -> None:
+        self._connection = connection
+        self._open = open_stream
+        self._idle: list[tuple[grpc.aio.Channel, Any]] = []
+
+    async def __call__(self, request: Any, timeout: float) -> Any:  # noqa: ASYNC109 - the signature is gRPC's
+        """The answer. Raises `AioRpcError`, as a unary method does."""
+        channel = await self._connection.channel()
+        stream = self._take(channel)
+        try:
+            async with asyncio.timeout(timeout):
+                await _write(stream, request)
+                answer = await stream.read()
+        except TimeoutError:
+            stream.cancel()
+            raise _failure(grpc.StatusCode.DEADLINE_EXCEEDED, f"no answer within {timeout} s") from None
+        except BaseException:
+            stream.cancel()
+            raise
+        if answer is grpc.aio.EOF:
+            raise _failure(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
+        self._idle.append((channel, stream))
+        return answer
+
+    def close(self) -> None:
+        """End the streams that are not in use."""
+        idle, self._idle = self._idle, []
+        for _, stream in idle:
+            stream.cancel()
+
+    def _take(self, channel: grpc.aio.Channel) -> Any:
+        while self._idle:
+            opened_on, stream = self._idle.pop()
+            if opened_on is channel and not stream.done():
+                return stream
+            stream.cancel()
+        return self._open(channel)
+
+
+async def _write(stream: Any, request: Any) -> None:
+    try:
+        await stream.write(request)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.INTERNAL:  # so gRPC says that the other side has ended it meanwhile
+            raise _failure(grpc.StatusCode.UNAVAILABLE, "the server has ended the stream") from error
+        raise
+
+
+def _failure(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+
+
 class GrpcDrafter:
     """`cluster.core.ports.Drafter` over gRPC. Others may use the drafter, too: each client's sequences are its own."""
 
     def __init__(self, resolve: Resolve, credentials: grpc.ChannelCredentials | None = None) -> None:
         self._client = uuid4().hex
         self._connection = _Connection(resolve, DrafterUnavailable, credentials=credentials)
+        self._propose = _Exchange(self._connection, lambda channel: draft_pb2_grpc.DraftServiceStub(channel).Propose())
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
         """See the port. Late is `DrafterUnavailable` too."""
-        stub = draft_pb2_grpc.DraftServiceStub(await self._connection.channel())
-        answer = await self._call(stub.Propose, codec.encode_draft_rows(rows, self._client), timeout_seconds)
+        answer = await self._call(self._propose, codec.encode_draft_rows(rows, self._client), timeout_seconds)
         try:
             return codec.decode_proposals(answer)
         except InvalidRequest as error:
@@ -120,6 +179,7 @@ class GrpcDrafter:
 
     async def close(self) -> None:
         """Close the connection."""
+        self._propose.close()
         await self._connection.close()
 
     async def _call(self, method: Any, request: Any, timeout_seconds: float) -> Any:
@@ -142,6 +202,7 @@ class GrpcTarget:
         step_timeout_seconds: float = _STEP_SECONDS,
     ) -> None:
         self._connection = _Connection(resolve, TargetUnavailable, credentials=credentials)
+        self._step = _Exchange(self._connection, lambda channel: target_pb2_grpc.TargetServiceStub(channel).Step())
         self._step_timeout_seconds = step_timeout_seconds
 
     async def open(self, rows: Sequence[OpenRow]) -> OpenResult:
@@ -155,8 +216,7 @@ class GrpcTarget:
 
     async def step(self, batch: StepBatch) -> StepResult:
         """See the port."""
-        stub = await self._stub()
-        answer = await self._call(stub.Step, codec.encode_step_batch(batch), self._step_timeout_seconds)
+        answer = await self._call(self._step, codec.encode_step_batch(batch), self._step_timeout_seconds)
         try:
             return codec.decode_step_result(answer)
         except InvalidRequest as error:
@@ -185,6 +245,7 @@ class GrpcTarget:
 
     async def close(self) -> None:
         """Close the connection."""
+        self._step.close()
         await self._connection.close()
 
     async def _stub(self) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -49,6 +51,7 @@ class WireServer:
         self._options = (*message_options(max_message_bytes), *_SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         self._services: list[tuple[str, Callable[[Any, Any], None], object]] = []
+        self._guard = _Guard()
         self._server: grpc.aio.Server | None = None
 
     async def __aenter__(self) -> Self:
@@ -65,7 +68,7 @@ class WireServer:
 
     async def start(self) -> int:
         """Listen; returns the port. Raises `ConfigurationError` when the address cannot be bound."""
-        server = grpc.aio.server(interceptors=(_Guard(),), options=self._options)
+        server = grpc.aio.server(interceptors=(self._guard,), options=self._options)
         for _, add_to_server, servicer in self._services:
             add_to_server(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -101,6 +104,7 @@ class WireServer:
         server, self._server = self._server, None
         if server is not None:
             await self._health.enter_graceful_shutdown()
+            self._guard.end_idle()
             await server.stop(grace_seconds)
 
 
@@ -113,6 +117,16 @@ class _Unreadable:
 
 class _Guard(grpc.aio.ServerInterceptor):
     """Around every call of our services: parse errors, unknown fields and exceptions become statuses."""
+
+    def __init__(self) -> None:
+        self._reading: set[asyncio.Task[Any]] = set()
+        self._ending = asyncio.Event()
+
+    def end_idle(self) -> None:
+        """End every stream whose client asks for nothing now, and the others when they have been answered."""
+        self._ending.set()
+        for reading in self._reading:
+            reading.cancel()
 
     async def intercept_service(
         self,
@@ -132,7 +146,42 @@ class _Guard(grpc.aio.ServerInterceptor):
             return grpc.unary_stream_rpc_method_handler(
                 _stream(handler.unary_stream), deserializer, handler.response_serializer
             )
+        if handler.stream_stream is not None:
+            return grpc.stream_stream_rpc_method_handler(
+                self._conversation(handler.stream_stream), deserializer, handler.response_serializer
+            )
         return handler
+
+    def _conversation(
+        self, behaviour: Callable[[Any, Any], AsyncGenerator[Any, None]]
+    ) -> Callable[[Any, Any], AsyncIterator[Any]]:
+        async def call(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            async with (
+                _told(context),
+                aclosing(self._requests(context)) as requests,
+                aclosing(behaviour(requests, context)) as answers,
+            ):
+                async for answer in answers:
+                    yield answer
+
+        return call
+
+    async def _requests(self, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Message, None]:
+        """One after another, until the client or the server ends. Raises `InvalidRequest`."""
+        while not self._ending.is_set():
+            reading: asyncio.Task[Any] = asyncio.ensure_future(context.read())
+            self._reading.add(reading)
+            try:
+                request = await reading
+            except asyncio.CancelledError:
+                if not self._ending.is_set():
+                    raise
+                request = grpc.aio.EOF
+            finally:
+                self._reading.discard(reading)
+            if request is grpc.aio.EOF:
+                return
+            yield readable(request)
 
 
 def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -147,17 +196,15 @@ def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 def _unary(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
+        async with _told(context):
             return await behaviour(readable(request), context)
-        except Exception as error:
-            await _abort(context, error)
 
     return call
 
 
 def _stream(behaviour: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        try:
+        async with _told(context):
             answers = behaviour(readable(request), context)
             try:
                 async for answer in answers:
@@ -167,10 +214,17 @@ def _stream(behaviour: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[An
                 close = getattr(answers, "aclose", None)
                 if close is not None:
                     await close()
-        except Exception as error:
-            await _abort(context, error)
 
     return call
+
+
+@asynccontextmanager
+async def _told(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """What is raised within is told to the client."""
+    try:
+        yield
+    except Exception as error:
+        await _abort(context, error)
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:

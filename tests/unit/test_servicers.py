@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -163,8 +164,17 @@ def entries(directory: Path) -> list[Path]:
     return list(directory.iterdir())
 
 
+async def answer_to(method: Callable[[Any, Any], AsyncIterator[Any]], request: Any) -> Any:
+    """One request of a stream, answered."""
+
+    async def requests() -> AsyncIterator[Any]:
+        yield request
+
+    return await anext(method(requests(), None))
+
+
 async def propose(servicer: DraftServicer, *rows: DraftRow, client: str = "") -> tuple[Proposal, ...]:
-    return decode_proposals(await servicer.Propose(encode_draft_rows(rows, client), None))  # type: ignore[arg-type]
+    return decode_proposals(await answer_to(servicer.Propose, encode_draft_rows(rows, client)))
 
 
 async def release(servicer: DraftServicer, *names: str, client: str = "") -> None:
@@ -173,7 +183,7 @@ async def release(servicer: DraftServicer, *names: str, client: str = "") -> Non
 
 
 async def step(servicer: TargetServicer, *rows: VerifyRow) -> StepResult:
-    return decode_step_result(await servicer.Step(encode_step_batch(StepBatch(rows)), None))  # type: ignore[arg-type]
+    return decode_step_result(await answer_to(servicer.Step, encode_step_batch(StepBatch(rows))))
 
 
 @pytest.fixture

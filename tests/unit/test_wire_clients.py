@@ -62,6 +62,58 @@ async def test_the_drafter_proposes(drafter: GrpcDrafter) -> None:
     assert await drafter.propose(ROWS, PATIENCE) == PROPOSALS
 
 
+async def test_step_after_step_goes_through_one_stream(house: House, target: GrpcTarget) -> None:
+    for _ in range(3):
+        assert await target.step(BATCH) == RESULT
+        assert house.target.streams == 1
+
+
+async def test_calls_at_one_time_have_a_stream_each_and_leave_them_to_others(
+    house: House, drafter: GrpcDrafter
+) -> None:
+    for _ in range(2):
+        house.drafter.hold.clear()
+        calls = [asyncio.create_task(drafter.propose(ROWS, PATIENCE)) for _ in range(3)]
+        while house.drafter.streams < 3:  # noqa: ASYNC110 - the servicer tells nobody
+            await asyncio.sleep(0.001)
+        house.drafter.hold.set()
+        assert await asyncio.gather(*calls) == [PROPOSALS] * 3
+        assert house.drafter.streams == 3
+
+
+async def test_a_stream_that_failed_or_was_given_up_is_not_used_again(house: House, target: GrpcTarget) -> None:
+    house.target.failure = InvalidRequest("rows", 1, "less")
+    with pytest.raises(InvalidRequest):
+        await target.step(BATCH)
+    house.target.failure = None
+    assert await target.step(BATCH) == RESULT
+    house.target.hold.clear()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await target.step(BATCH)
+    house.target.hold.set()
+    assert await target.step(BATCH) == RESULT
+    while house.target.streams > 1:  # noqa: ASYNC110 - the one that was given up ends on the other side, too
+        await asyncio.sleep(0.001)
+
+
+async def test_closing_ends_the_streams(house: House) -> None:
+    target = GrpcTarget(house.resolve)
+    await target.step(BATCH)
+    await target.close()
+    while house.target.streams:  # noqa: ASYNC110 - the servicer tells nobody
+        await asyncio.sleep(0.001)
+
+
+async def test_a_server_that_stops_does_not_wait_for_who_asks_nothing(house: House, target: GrpcTarget) -> None:
+    assert await target.step(BATCH) == RESULT
+    old = house.server
+    await house.open()
+    async with asyncio.timeout(PATIENCE):
+        await old.stop(3 * PATIENCE)
+    assert not house.target.streams
+
+
 async def test_a_target_that_refuses_a_batch_is_heard(house: House, target: GrpcTarget) -> None:
     house.target.failure = InvalidRequest("rows[0].pending", 5, "less")
     with pytest.raises(InvalidRequest, match=r"rows\[0\]\.pending"):
@@ -84,8 +136,14 @@ class Babbler(grpc.GenericRpcHandler):
         async def stream(request: bytes, context: object) -> AsyncIterator[bytes]:
             yield b"\xff\xff\xff"
 
+        async def conversation(requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
+            async for _ in requests:
+                yield b"\xff\xff\xff"
+
         if handler_call_details.method.endswith("/Generate"):
             return grpc.unary_stream_rpc_method_handler(stream)
+        if handler_call_details.method.endswith(("/Step", "/Propose")):
+            return grpc.stream_stream_rpc_method_handler(conversation)
         return grpc.unary_unary_rpc_method_handler(unary)
 
 
@@ -185,10 +243,11 @@ async def test_a_reader_that_stops_reading_and_leaves_frees_the_answer(house: Ho
     ("make", "ask", "unavailable"),
     [
         (GrpcTarget, lambda client: client.info(), TargetUnavailable),
+        (GrpcTarget, lambda client: client.step(BATCH), TargetUnavailable),
         (GrpcDrafter, lambda client: client.propose(ROWS, PATIENCE), DrafterUnavailable),
         (GenerationClient, lambda client: client.list_models(), PilotfishError),
     ],
-    ids=["target", "drafter", "generation"],
+    ids=["target", "steps", "drafter", "generation"],
 )
 async def test_a_server_that_moved_to_another_port_is_found_there(
     house: House, make: Callable[[Resolve], GrpcTarget], ask: Callable[[object], object], unavailable: type[Exception]

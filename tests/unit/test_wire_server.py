@@ -122,13 +122,15 @@ def nested(outer: bytes, inner: bytes) -> bytes:
         pytest.param(b"\x0b" * 200, id="groups without end"),
     ],
 )
+@pytest.mark.parametrize("method", ["Open", "Step"])
 async def test_bytes_that_are_no_message_are_refused_and_the_server_lives(
-    house: House, channel: grpc.aio.Channel, target: GrpcTarget, data: bytes
+    house: House, channel: grpc.aio.Channel, target: GrpcTarget, data: bytes, method: str
 ) -> None:
-    error = await refusal(channel, f"{TARGET}/Step", data)
+    error = await refusal(channel, f"{TARGET}/{method}", data)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert f"{len(data)} bytes" in (error.details() or "")
     assert not house.target.steps
+    assert not house.target.opens
     assert await target.step(BATCH) == RESULT
 
 
@@ -160,7 +162,7 @@ async def test_a_field_that_nobody_knows_is_refused_wherever_it_hides(
 async def test_a_stream_refuses_them_alike_before_its_servicer_is_asked(
     house: House, channel: grpc.aio.Channel, client: GenerationClient, data: bytes
 ) -> None:
-    error = await refusal(channel, f"{GENERATION}/Generate", data, stream=True)
+    error = await refusal(channel, f"{GENERATION}/Generate", data)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert house.generator.calls == 0
     assert await words(client) == ["a", "b"]
@@ -245,17 +247,14 @@ async def test_an_error_of_any_length_arrives_as_what_it_is(
         await words(client)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["unary", "stream"])
+@pytest.mark.parametrize("method", [f"{TARGET}/Open", f"{TARGET}/Step", f"{GENERATION}/Generate"])
 async def test_a_servicers_bug_is_logged_told_in_no_detail_and_survived(
-    house: House, channel: grpc.aio.Channel, target: GrpcTarget, caplog: pytest.LogCaptureFixture, stream: bool
+    house: House, channel: grpc.aio.Channel, target: GrpcTarget, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
     house.target.failure = house.generator.failure = ZeroDivisionError("secret")
+    house.generator.words = []
     with caplog.at_level(logging.ERROR):
-        if stream:
-            house.generator.words = []
-            error = await refusal(channel, f"{GENERATION}/Generate", b"", stream=True)
-        else:
-            error = await refusal(channel, f"{TARGET}/Step", b"")
+        error = await refusal(channel, method, b"")
     assert error.code() is grpc.StatusCode.INTERNAL
     assert "secret" not in (error.details() or "")
     assert any(record.exc_info and record.exc_info[0] is ZeroDivisionError for record in caplog.records)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,19 +36,13 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._waiting: list[_Call] = []
 
     async def Propose(
-        self, request: draft_pb2.DraftServiceProposeRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> draft_pb2.DraftServiceProposeResponse:
+        self,
+        request_iterator: AsyncIterator[draft_pb2.DraftServiceProposeRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[draft_pb2.DraftServiceProposeResponse]:
         """Commit and guess."""
-        call = _Call(decode_client(request), decode_draft_rows(request))
-        with self._lock:
-            self._waiting.append(call)
-        try:
-            proposals = await self._compute.run(self._answer, call)
-            while call.only_tells and await self._compute.run(self._learn, call):
-                pass  # piece by piece, so that others' proposals go in between
-        finally:
-            self._forget(call)
-        return encode_proposals(proposals)
+        async for request in request_iterator:
+            yield encode_proposals(await self._propose(_Call(decode_client(request), decode_draft_rows(request))))
 
     async def Release(
         self, request: draft_pb2.DraftServiceReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -67,6 +61,17 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def close(self) -> None:
         """Finish what is under way and close the method. Closing again does nothing."""
         await self._compute.close(self._method.close)
+
+    async def _propose(self, call: _Call) -> tuple[Proposal, ...]:
+        with self._lock:
+            self._waiting.append(call)
+        try:
+            proposals = await self._compute.run(self._answer, call)
+            while call.only_tells and await self._compute.run(self._learn, call):
+                pass  # piece by piece, so that others' proposals go in between
+        finally:
+            self._forget(call)
+        return proposals
 
     def _answer(self, call: _Call) -> tuple[Proposal, ...]:
         """On the computing thread: the call's proposals, computed with others that wait unless others have done it."""

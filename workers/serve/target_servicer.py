@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -74,11 +74,14 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._compute = ComputeThread("target")
 
     async def Step(
-        self, request: target_pb2.TargetServiceStepRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> target_pb2.TargetServiceStepResponse:
+        self,
+        request_iterator: AsyncIterator[target_pb2.TargetServiceStepRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[target_pb2.TargetServiceStepResponse]:
         """Verify."""
-        batch = decode_step_batch(request)
-        return encode_step_result(await self._compute.run(self._step, batch))
+        async for request in request_iterator:
+            batch = decode_step_batch(request)
+            yield encode_step_result(await self._compute.run(self._step, batch))
 
     async def Release(
         self, request: target_pb2.TargetServiceReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -35,7 +35,7 @@ class DraftServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Propose = channel.unary_unary(
+        self.Propose = channel.stream_stream(
                 '/pilotfish.v1.DraftService/Propose',
                 request_serializer=pilotfish_dot_v1_dot_draft__pb2.DraftServiceProposeRequest.SerializeToString,
                 response_deserializer=pilotfish_dot_v1_dot_draft__pb2.DraftServiceProposeResponse.FromString,
@@ -51,8 +51,9 @@ class DraftServiceServicer:
     """Internal: coordinator to draft worker.
     """
 
-    def Propose(self, request, context):
-        """Commit what the target decided, and ask for guesses. Idempotent by (sequence_id, base_len).
+    def Propose(self, request_iterator, context):
+        """Commit what the target decided, and ask for guesses. Idempotent by (sequence_id, base_len). One request is answered
+        before the next is read; an error ends the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -68,7 +69,7 @@ class DraftServiceServicer:
 
 def add_DraftServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Propose': grpc.unary_unary_rpc_method_handler(
+            'Propose': grpc.stream_stream_rpc_method_handler(
                     servicer.Propose,
                     request_deserializer=pilotfish_dot_v1_dot_draft__pb2.DraftServiceProposeRequest.FromString,
                     response_serializer=pilotfish_dot_v1_dot_draft__pb2.DraftServiceProposeResponse.SerializeToString,
@@ -91,7 +92,7 @@ class DraftService:
     """
 
     @staticmethod
-    def Propose(request,
+    def Propose(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -101,8 +102,8 @@ class DraftService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/pilotfish.v1.DraftService/Propose',
             pilotfish_dot_v1_dot_draft__pb2.DraftServiceProposeRequest.SerializeToString,

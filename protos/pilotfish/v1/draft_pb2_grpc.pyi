@@ -33,8 +33,10 @@ class DraftServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DraftServiceAsyncStub: ...
-    Propose: _grpc.UnaryUnaryMultiCallable[_draft_pb2.DraftServiceProposeRequest, _draft_pb2.DraftServiceProposeResponse]
-    """Commit what the target decided, and ask for guesses. Idempotent by (sequence_id, base_len)."""
+    Propose: _grpc.StreamStreamMultiCallable[_draft_pb2.DraftServiceProposeRequest, _draft_pb2.DraftServiceProposeResponse]
+    """Commit what the target decided, and ask for guesses. Idempotent by (sequence_id, base_len). One request is answered
+    before the next is read; an error ends the stream.
+    """
     Release: _grpc.UnaryUnaryMultiCallable[_draft_pb2.DraftServiceReleaseRequest, _draft_pb2.DraftServiceReleaseResponse]
     """Forget sequences. Unknown ones are no error."""
 
@@ -43,8 +45,10 @@ class DraftServiceAsyncStub(DraftServiceStub):
     """Internal: coordinator to draft worker."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Propose: _aio.UnaryUnaryMultiCallable[_draft_pb2.DraftServiceProposeRequest, _draft_pb2.DraftServiceProposeResponse]  # type: ignore[assignment]
-    """Commit what the target decided, and ask for guesses. Idempotent by (sequence_id, base_len)."""
+    Propose: _aio.StreamStreamMultiCallable[_draft_pb2.DraftServiceProposeRequest, _draft_pb2.DraftServiceProposeResponse]  # type: ignore[assignment]
+    """Commit what the target decided, and ask for guesses. Idempotent by (sequence_id, base_len). One request is answered
+    before the next is read; an error ends the stream.
+    """
     Release: _aio.UnaryUnaryMultiCallable[_draft_pb2.DraftServiceReleaseRequest, _draft_pb2.DraftServiceReleaseResponse]  # type: ignore[assignment]
     """Forget sequences. Unknown ones are no error."""
 
@@ -54,10 +58,12 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Propose(
         self,
-        request: _draft_pb2.DraftServiceProposeRequest,
+        request_iterator: _MaybeAsyncIterator[_draft_pb2.DraftServiceProposeRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_draft_pb2.DraftServiceProposeResponse, _abc.Awaitable[_draft_pb2.DraftServiceProposeResponse]]:
-        """Commit what the target decided, and ask for guesses. Idempotent by (sequence_id, base_len)."""
+    ) -> _typing.Union[_abc.Iterator[_draft_pb2.DraftServiceProposeResponse], _abc.AsyncIterator[_draft_pb2.DraftServiceProposeResponse]]:
+        """Commit what the target decided, and ask for guesses. Idempotent by (sequence_id, base_len). One request is answered
+        before the next is read; an error ends the stream.
+        """
 
     @_abc_1.abstractmethod
     def Release(

@@ -37,8 +37,10 @@ class TargetServiceStub:
     """Create sequences with whatever of their keys and values is stored already: in a parent's blocks (shared
     copy-on-write), in the prefix cache, or moved out. Repeating it does no harm.
     """
-    Step: _grpc.UnaryUnaryMultiCallable[_target_pb2.TargetServiceStepRequest, _target_pb2.TargetServiceStepResponse]
-    """Compute the rows in one forward pass. Repeating (sequence_id, base_len) repeats the verdict."""
+    Step: _grpc.StreamStreamMultiCallable[_target_pb2.TargetServiceStepRequest, _target_pb2.TargetServiceStepResponse]
+    """Compute the rows in one forward pass. Repeating (sequence_id, base_len) repeats the verdict. One request is answered
+    before the next is read; an error ends the stream. Step after step in one stream saves what a call takes to open.
+    """
     Release: _grpc.UnaryUnaryMultiCallable[_target_pb2.TargetServiceReleaseRequest, _target_pb2.TargetServiceReleaseResponse]
     """Free sequences' blocks. Unknown ones are no error."""
     GetInfo: _grpc.UnaryUnaryMultiCallable[_target_pb2.TargetServiceGetInfoRequest, _target_pb2.TargetServiceGetInfoResponse]
@@ -53,8 +55,10 @@ class TargetServiceAsyncStub(TargetServiceStub):
     """Create sequences with whatever of their keys and values is stored already: in a parent's blocks (shared
     copy-on-write), in the prefix cache, or moved out. Repeating it does no harm.
     """
-    Step: _aio.UnaryUnaryMultiCallable[_target_pb2.TargetServiceStepRequest, _target_pb2.TargetServiceStepResponse]  # type: ignore[assignment]
-    """Compute the rows in one forward pass. Repeating (sequence_id, base_len) repeats the verdict."""
+    Step: _aio.StreamStreamMultiCallable[_target_pb2.TargetServiceStepRequest, _target_pb2.TargetServiceStepResponse]  # type: ignore[assignment]
+    """Compute the rows in one forward pass. Repeating (sequence_id, base_len) repeats the verdict. One request is answered
+    before the next is read; an error ends the stream. Step after step in one stream saves what a call takes to open.
+    """
     Release: _aio.UnaryUnaryMultiCallable[_target_pb2.TargetServiceReleaseRequest, _target_pb2.TargetServiceReleaseResponse]  # type: ignore[assignment]
     """Free sequences' blocks. Unknown ones are no error."""
     GetInfo: _aio.UnaryUnaryMultiCallable[_target_pb2.TargetServiceGetInfoRequest, _target_pb2.TargetServiceGetInfoResponse]  # type: ignore[assignment]
@@ -76,10 +80,12 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Step(
         self,
-        request: _target_pb2.TargetServiceStepRequest,
+        request_iterator: _MaybeAsyncIterator[_target_pb2.TargetServiceStepRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_target_pb2.TargetServiceStepResponse, _abc.Awaitable[_target_pb2.TargetServiceStepResponse]]:
-        """Compute the rows in one forward pass. Repeating (sequence_id, base_len) repeats the verdict."""
+    ) -> _typing.Union[_abc.Iterator[_target_pb2.TargetServiceStepResponse], _abc.AsyncIterator[_target_pb2.TargetServiceStepResponse]]:
+        """Compute the rows in one forward pass. Repeating (sequence_id, base_len) repeats the verdict. One request is answered
+        before the next is read; an error ends the stream. Step after step in one stream saves what a call takes to open.
+        """
 
     @_abc_1.abstractmethod
     def Release(
