@@ -161,6 +161,9 @@ class Judge:
         self._expects_nothing = choice.advantage < (begin if self._expects_nothing else least)
         if self._expects_nothing:
             return {}
+        if rows == 1 and self._ledger.pays(rows):
+            # What one more pass is worth the drafter sees in the tree itself; here it is a mean of many.
+            return dict(self._most_sizes)
         return {
             answer.id: budget(nodes, prospect.reach[nodes - 1], most)
             for nodes, prospect, (answer, most) in zip(choice.nodes, prospects, answers, strict=True)

@@ -67,6 +67,12 @@ class Ledger:
             other.pause -= 1
         return bool(paused)
 
+    def pays(self, rows: int) -> bool:
+        """Whether rounds with guesses were faster than those without, of late."""
+        account = self._account(rows)
+        is_known = account.plain_rounds >= LEAST_PLAIN and account.rounds >= _CLEAR_ROUNDS
+        return is_known and account.advantage > 1.0
+
     def plain(self, rows: int, seconds: float) -> None:
         """A round without guesses, nor prompts, took so long."""
         account = self._account(rows)

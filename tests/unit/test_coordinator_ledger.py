@@ -45,6 +45,23 @@ def test_the_pause_doubles_while_it_goes_on_not_to_pay_and_is_short_again_once_i
     assert fail() == FIRST_PAUSE
 
 
+def test_guessing_pays_once_several_rounds_were_faster_than_plain_ones() -> None:
+    ledger = Ledger()
+    for _ in range(10):
+        ledger.guessed(1, 0.02, 2)
+    assert not ledger.pays(1)  # there is nothing to compare with
+    ledger.plain(1, 0.02)
+    assert ledger.pays(1)
+    assert not ledger.pays(8)
+    for _ in range(5):
+        ledger.guessed(8, 0.02, 16)
+    ledger.plain(8, 0.02)
+    assert not ledger.pays(8)  # five rounds tell too little
+    for _ in range(60):
+        ledger.guessed(1, 0.03, 1)
+    assert not ledger.pays(1)
+
+
 def test_what_does_not_pay_for_few_does_not_for_more_while_fewer_go_on() -> None:
     ledger = Ledger()
     for rows in (1, 8, 16):
