@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 PATIENCE = 20
 """A call that is late for its round goes on in the background for this many times the round's timeout: the drafter
 may be catching up with a long prompt, and what it learns is not lost."""
+PATIENCE_TOKENS = 512
+"""With more new tokens than these, in proportion longer."""
 
 Proposals = dict[SequenceId, Proposal]
 
@@ -60,6 +62,8 @@ class DrafterLink:
         self._refused: set[SequenceId] = set()
         self._leaving: set[SequenceId] = set()
         self._calls: dict[Call, frozenset[SequenceId]] = {}
+        self._tells: set[Call] = set()
+        """Those of the calls that ask for nothing."""
 
     @property
     def is_calling(self) -> bool:
@@ -83,6 +87,8 @@ class DrafterLink:
         rows = tuple(self._row(ask) for ask in asks)
         call = asyncio.create_task(self._run(rows, vocabulary_size), name="propose")
         self._calls[call] = frozenset(row.sequence_id for row in rows)
+        if not _asks(rows):
+            self._tells.add(call)
         call.add_done_callback(self._ended)
         return call
 
@@ -97,6 +103,9 @@ class DrafterLink:
             self._refused.discard(sequence_id)
             if self._told.pop(sequence_id, None) is not None:
                 self._leaving.add(sequence_id)
+        for call in self._tells:
+            if self._calls[call] <= self._leaving:
+                call.cancel()  # there is nobody left to learn for
         self._flush()
 
     async def close(self, timeout_seconds: float) -> None:
@@ -119,7 +128,8 @@ class DrafterLink:
         begun = self._clock()
         proposals: Proposals | None = None
         try:
-            answer = await self._drafter.propose(rows, self._timeout * PATIENCE)
+            patience = PATIENCE * max(1.0, sum(len(row.new_tokens) for row in rows) / PATIENCE_TOKENS)
+            answer = await self._drafter.propose(rows, self._timeout * patience)
             proposals = self._take(rows, answer, vocabulary_size)
         except WorkerUnavailable as error:
             log.log(logging.WARNING if self.breaker.closed else logging.DEBUG, "no drafts for now: %s", error)
@@ -128,7 +138,7 @@ class DrafterLink:
             log.exception("the drafter failed: going on without it")
             self.breaker.failed()
         seconds = self._clock() - begun
-        if proposals is not None and seconds <= self._timeout:
+        if proposals is not None and (seconds <= self._timeout or not _asks(rows)):  # to learn may take its time
             self.breaker.succeeded()
         self._metrics.drafter_worked(seconds)
         return Reply(proposals, seconds)
@@ -162,6 +172,7 @@ class DrafterLink:
 
     def _ended(self, call: Call) -> None:
         self._calls.pop(call, None)
+        self._tells.discard(call)
         self._flush()
 
     def _flush(self) -> None:
@@ -171,3 +182,8 @@ class DrafterLink:
         if free:
             self._releases.add(free)
             self._leaving.difference_update(free)
+
+
+def _asks(rows: Iterable[DraftRow]) -> bool:
+    """Whether guesses are wanted for any of them."""
+    return any(row.budget.max_nodes for row in rows)

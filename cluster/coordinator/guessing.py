@@ -237,11 +237,8 @@ class Guessing:
             self._begin_shadow([lane for lane in able if lane.sequence.missing == 1 and lane.draft == NO_DRAFT])
 
     def _is_worth_telling(self, lane: Lane) -> bool:
-        """Whether a drafter that must learn a sequence first will save more time than that takes.
-
-        Of one alone it may: what it takes is a small part of its own answer's time, and else nothing would be learned.
-        """
-        if self._judge is None or self._rows == 1:
+        """Whether a drafter that must learn a sequence first will save more time than that takes."""
+        if self._judge is None:
             return True
         seconds = self._drafting.telling_seconds(lane.sequence)
         return self._judge.is_worth(seconds, self._rows, lane.sequence.remaining)

@@ -130,11 +130,16 @@ class Judge:
         return self._sizes
 
     def is_worth(self, seconds: float, rows: int, tokens: int) -> bool:
-        """Whether guesses save more than telling takes, of a sequence's share of the steps of its next `tokens`."""
+        """Whether guesses save more than telling takes, of a sequence's share of the steps of its next tokens.
+
+        There are `tokens` of them at most, and half of those are counted on. Of one alone all of its time is taken to
+        be saved: nothing would ever be learned, where nothing is told.
+        """
         if not self._waits.is_known or not self._steps.is_known:
             return True
         share = self._steps.seconds(rows, rows) / rows
-        return seconds <= tokens * share * max(0.0, 1 - 1 / self._choice.advantage)
+        saved = 1.0 if rows == 1 else max(0.0, 1 - 1 / self._choice.advantage)
+        return seconds <= tokens / 2 * share * saved
 
     def patience(self, rows: int, depth: int) -> float:
         """How long to wait for proposals, in seconds."""

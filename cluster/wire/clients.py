@@ -134,12 +134,11 @@ class _Exchange:
             stream.cancel()
 
     def _take(self, channel: grpc.aio.Channel) -> Any:
-        while self._idle:
-            opened_on, stream = self._idle.pop()
-            if opened_on is channel and not stream.done():
-                return stream
-            stream.cancel()
-        return self._open(channel)
+        for opened_on, stream in self._idle:
+            if opened_on is not channel:  # the server was lost since
+                stream.cancel()
+        self._idle = [(opened_on, stream) for opened_on, stream in self._idle if not stream.done()]
+        return self._idle.pop()[1] if self._idle else self._open(channel)
 
 
 async def _write(stream: Any, request: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core.ids import SequenceId
-from cluster.core.types import DraftRow, GenerationRequest, Proposal
+from cluster.core.types import DraftBudget, DraftRow, GenerationRequest, Proposal
 from tests.fakes import AlwaysAgree, Failing, FakeDrafter, FakeTarget, OutOfSync, RandomGuesses
 from tests.serving import (
     all_tokens,
@@ -252,6 +252,64 @@ def test_a_long_prompt_is_told_while_the_target_computes_it_and_holds_nobody_up(
 
     simulate(work("auto"))
     simulate(work("off"))
+
+
+class Reader(TimedDrafter):
+    """Takes a millisecond to learn a token."""
+
+    given_up = 0
+
+    async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
+        """Learn, then guess."""
+        try:
+            await asyncio.sleep(0.001 * sum(len(row.new_tokens) for row in rows))
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
+        return await super().propose(rows, timeout_seconds)
+
+
+def test_a_prompt_alone_is_told_if_its_answer_takes_twice_as_long_as_learning_it() -> None:
+    async def work() -> None:
+        target = TimedTarget(cpu_step)
+        drafter = Reader(target, GOOD["is quick"])
+        stage = Stage([drafter], target, draft__timeout_seconds=5.0)
+        async with stage.coordinator:
+            await stage.tokens([request("first", prompt=[1] * 100, max_tokens=200)])
+            await stage.tokens([request("short", prompt=[2] * 400, max_tokens=16)])
+            await stage.tokens([request("long", prompt=[3] * 400, max_tokens=300)])
+        told = [row.new_tokens[0] for call in drafter.calls for row in call if len(row.new_tokens) > 64]
+        assert told == [1, 3]  # the first one shows how long learning takes
+
+    simulate(work())
+
+
+def test_who_leaves_is_not_learned_any_further() -> None:
+    async def work() -> None:
+        target = TimedTarget(cpu_step)
+        drafter = Reader(target, GOOD["is quick"])
+        stage = Stage([drafter], target, draft__timeout_seconds=5.0)
+        async with stage.coordinator:
+            await first_commit_then_leave(stage.coordinator, request("r", prompt=[1] * 2000, max_tokens=1000))
+            left = now()
+            await until(lambda: drafter.given_up == 1)
+            assert now() - left < 0.05  # learning takes two seconds
+            await stage.tokens([request("next", max_tokens=20)])  # it is as well as before
+
+    simulate(work())
+
+
+def test_alone_with_a_drafter_that_pays_one_asks_for_the_largest_trees() -> None:
+    async def work() -> list[DraftBudget]:
+        target = TimedTarget(cpu_step)
+        drafter = TimedDrafter(target, GOOD["takes its time"])
+        stage = Stage([drafter], target)
+        async with stage.coordinator:
+            await stage.tokens(many(1, 400))
+        return [row.budget for call in drafter.calls for row in call if row.budget.max_nodes]
+
+    asked = simulate(work())
+    assert set(asked[40:80]) == {max(asked, key=lambda budget: budget.max_nodes)}
 
 
 def test_a_proposal_that_is_much_later_than_usual_is_not_waited_for() -> None:

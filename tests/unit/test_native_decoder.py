@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedConfig
 
 from cluster.core.config import KvSection, ModelSection
 from cluster.core.tree import EMPTY_TREE, TokenTree
@@ -16,7 +16,7 @@ from tests import tiny
 from workers.model import takeover
 from workers.model.loaded import LoadedModel
 from workers.model.loading import load_model
-from workers.model.native import NativeDecoder
+from workers.model.native import NativeDecoder, recognise
 from workers.model.pool import KvPool
 from workers.model.runner import ForwardRow, ModelRunner
 
@@ -172,6 +172,35 @@ def test_forks_go_on_as_if_each_were_alone(native: str, load: Load) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_other_families_are_left_to_torch(family: str, load: Load) -> None:
     assert load(family).native is None
+
+
+DYNAMIC = tiny.llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+PER_LAYER = Gemma3TextConfig(
+    vocab_size=96, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=3, head_dim=8
+)
+
+
+@pytest.mark.parametrize("config", [DYNAMIC, PER_LAYER], ids=["hangs on the text", "one for each kind of layer"])
+def test_rotations_that_are_not_the_positions_own_are_left_to_torch(config: PreTrainedConfig) -> None:
+    assert recognise(AutoModelForCausalLM.from_config(config), torch.float32) is None
+
+
+def test_positions_beyond_those_known_so_far_are_rotated_as_they_should(load: Load, tmp_path: Path) -> None:
+    text = TEXT * 30  # 1,200 tokens
+    bench = Bench(load("llama"))
+    before = bench.logits(bench.row(TEXT, 4))[0]
+    (found,) = bench.logits(bench.row(text, 200))
+    reference = AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path, tiny.llama()), dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([text])).logits[0, -200:]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert torch.equal(bench.logits(bench.row(TEXT, 4))[0], before)
+
+
+def test_a_token_that_the_model_does_not_have_is_refused(load: Load) -> None:
+    bench = Bench(load("llama"))
+    with pytest.raises(IndexError, match="96"):
+        bench.row((3, tiny.VOCABULARY, 4), 1)
 
 
 def test_it_can_be_turned_off(load: Load) -> None:

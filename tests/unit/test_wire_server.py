@@ -25,6 +25,8 @@ from cluster.core.errors import (
     UnknownModel,
     UnsupportedParameter,
 )
+from cluster.core.ids import SequenceId
+from cluster.core.types import StepBatch, VerifyRow
 from cluster.wire.clients import GenerationClient, GrpcTarget
 from cluster.wire.server import WireServer
 from cluster.wire.status import to_status
@@ -184,6 +186,13 @@ async def test_a_message_over_the_bound_is_refused_by_size_and_the_next_one_work
         await anext(client.generate(Request(text="x" * MOST_BYTES), PATIENCE))
     assert house.generator.calls == 0
     assert await words(client) == ["a", "b"]
+
+
+async def test_so_is_a_step_over_the_bound(house: House, target: GrpcTarget) -> None:
+    long = VerifyRow(SequenceId("s"), MOST_BYTES, (1,) * MOST_BYTES)
+    with pytest.raises(TooLarge, match=str(MOST_BYTES)):
+        await target.step(StepBatch((long,)))
+    assert await target.step(BATCH) == RESULT
 
 
 async def test_a_method_that_is_not_served_is_unimplemented(channel: grpc.aio.Channel) -> None:

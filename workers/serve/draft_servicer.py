@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from cluster.core.errors import PilotfishError
 from cluster.core.ids import SequenceId
 from cluster.core.types import DraftRow, Proposal, RowFault
 from cluster.wire.bounds import MAX_ROWS
@@ -18,6 +20,8 @@ from cluster.wire.codec import decode_client, decode_draft_rows, decode_sequence
 from pilotfish.v1 import draft_pb2, draft_pb2_grpc
 from workers.draft.method import DraftMethod
 from workers.serve.compute import ComputeThread, compute_rows, counted
+
+logger = logging.getLogger(__name__)
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
@@ -67,11 +71,21 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             self._waiting.append(call)
         try:
             proposals = await self._compute.run(self._answer, call)
-            while call.only_tells and await self._compute.run(self._learn, call):
-                pass  # piece by piece, so that others' proposals go in between
         finally:
             self._forget(call)
+        if call.only_tells:
+            await self._learn(call.ids)
         return proposals
+
+    async def _learn(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """Piece by piece, so that others' proposals go in between."""
+        try:
+            while await self._compute.run(self._method.learn, sequence_ids):
+                pass
+        except PilotfishError:
+            raise
+        except Exception:  # computed with the guesses that are asked for next, the culprit will be found alone
+            logger.exception("learning has failed: what is left goes through with the next proposal")
 
     def _answer(self, call: _Call) -> tuple[Proposal, ...]:
         """On the computing thread: the call's proposals, computed with others that wait unless others have done it."""
@@ -82,10 +96,6 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             for each in batch:
                 each.take([next(proposals) for _ in each.rows])
         return call.proposals or ()
-
-    def _learn(self, call: _Call) -> bool:
-        """On the computing thread: whether anything was left to learn."""
-        return counted(self._compute, lambda: self._method.learn(call.ids))
 
     def _take(self, call: _Call) -> list[_Call]:
         """The call, and the first one that waits of each other client."""

@@ -208,7 +208,8 @@ def recognise(model: Any, dtype: torch.dtype) -> DecoderShape | None:
     wanted = ("embed_tokens", "rotary_emb", "norm", "layers")
     if dtype not in (torch.float32, torch.bfloat16) or not layers or any(not hasattr(base, name) for name in wanted):
         return None
-    if getattr(getattr(base, "rotary_emb", None), "rope_type", "default") in _CHANGING_ROTATIONS:
+    rotation = getattr(getattr(base, "rotary_emb", None), "rope_type", "default")
+    if not isinstance(rotation, str) or rotation in _CHANGING_ROTATIONS:  # some have one for each kind of layer
         return None
     is_gated_by_silu = getattr(model.config, "hidden_act", None) in ("silu", "swish")
     if not is_gated_by_silu or type(getattr(model, "lm_head", None)) is not nn.Linear:
