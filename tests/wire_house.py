@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 import pytest
@@ -67,20 +68,39 @@ PROPOSALS = (Proposal(SequenceId("s"), 1, TokenTree.chain([2, 3])),)
 Request = generation_pb2.GenerateRequest
 
 
-class Target(target_pb2_grpc.TargetServiceServicer):
-    """Answers, or raises what it is told to."""
+class Conversation:
+    """Takes turns with a client: answers once it may, or raises what it is told to."""
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.streams = 0
+        """That are open now."""
+
+    async def converse(self, requests: AsyncIterator[Any], reply: Callable[[Any], Message]) -> AsyncIterator[Message]:
+        self.streams += 1
+        try:
+            async for request in requests:
+                await self.hold.wait()
+                if self.failure is not None:
+                    raise self.failure
+                yield reply(request)
+        finally:
+            self.streams -= 1
+
+
+class Target(Conversation, target_pb2_grpc.TargetServiceServicer):
+    """Answers, or raises what it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.opened = OPENED
         self.result = RESULT
         self.info = INFO
         self.opens: list[tuple[OpenRow, ...]] = []
         self.steps: list[StepBatch] = []
-        self.streams = 0
         self.released: tuple[SequenceId, ...] = ()
-        self.hold = asyncio.Event()
-        self.hold.set()
 
     async def Open(self, request: target_pb2.TargetServiceOpenRequest, context: object) -> Message:
         if self.failure is not None:
@@ -88,19 +108,14 @@ class Target(target_pb2_grpc.TargetServiceServicer):
         self.opens.append(codec.decode_open_rows(request))
         return codec.encode_open_result(self.opened)
 
-    async def Step(
+    def Step(
         self, request_iterator: AsyncIterator[target_pb2.TargetServiceStepRequest], context: object
     ) -> AsyncIterator[Message]:
-        self.streams += 1
-        try:
-            async for request in request_iterator:
-                await self.hold.wait()
-                if self.failure is not None:
-                    raise self.failure
-                self.steps.append(codec.decode_step_batch(request))
-                yield codec.encode_step_result(self.result)
-        finally:
-            self.streams -= 1
+        return self.converse(request_iterator, self._verify)
+
+    def _verify(self, request: target_pb2.TargetServiceStepRequest) -> Message:
+        self.steps.append(codec.decode_step_batch(request))
+        return codec.encode_step_result(self.result)
 
     async def Release(self, request: target_pb2.TargetServiceReleaseRequest, context: object) -> Message:
         self.released = codec.decode_sequence_ids(request.sequence_ids)
@@ -110,28 +125,17 @@ class Target(target_pb2_grpc.TargetServiceServicer):
         return codec.encode_target_info(self.info)
 
 
-class Drafter(draft_pb2_grpc.DraftServiceServicer):
+class Drafter(Conversation, draft_pb2_grpc.DraftServiceServicer):
     """Answers with the same proposals, or never."""
 
-    def __init__(self) -> None:
-        self.hold = asyncio.Event()
-        self.hold.set()
-        self.failure: Exception | None = None
-        self.streams = 0
-
-    async def Propose(
+    def Propose(
         self, request_iterator: AsyncIterator[draft_pb2.DraftServiceProposeRequest], context: object
     ) -> AsyncIterator[Message]:
-        self.streams += 1
-        try:
-            async for request in request_iterator:
-                await self.hold.wait()
-                if self.failure is not None:
-                    raise self.failure
-                assert codec.decode_draft_rows(request) == ROWS
-                yield codec.encode_proposals(PROPOSALS)
-        finally:
-            self.streams -= 1
+        return self.converse(request_iterator, self._guess)
+
+    def _guess(self, request: draft_pb2.DraftServiceProposeRequest) -> Message:
+        assert codec.decode_draft_rows(request) == ROWS
+        return codec.encode_proposals(PROPOSALS)
 
 
 class Generator(generation_pb2_grpc.GenerationServiceServicer, operations_pb2_grpc.OperationsServiceServicer):

@@ -68,7 +68,7 @@ class WireServer:
 
     async def start(self) -> int:
         """Listen; returns the port. Raises `ConfigurationError` when the address cannot be bound."""
-        self._guard = _Guard()
+        self._guard = _Guard()  # one that was stopped may be started again
         server = grpc.aio.server(interceptors=(self._guard,), options=self._options)
         for _, add_to_server, servicer in self._services:
             add_to_server(servicer, server)
