@@ -2,7 +2,7 @@
 
    One call serves all rows of a step in one layer. It stores the fresh keys and values, then lets every query attend
    to the positions it sees: the committed ones up to itself (within its window, or among the sinks), and, for a node
-   of a tree, its ancestors. Keys are taken in tiles of 32 positions, read straight from the pool's blocks and
+   of a tree, its ancestors. Keys are taken in tiles of two vectors' lanes of positions, read straight from the pool's blocks and
    turned, so that a query's products with them grow in the lanes of two vectors; the softmax is computed while reading
    (Milakov and Gimelshein 2018; Dao et al. 2022), in single precision.
 
@@ -15,15 +15,14 @@
 
 #include "attention.h"
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
-#define LANES 16        /* floats of a vector */
 #define HALVES 2        /* vectors of a tile */
-#define KEYS 32         /* positions per tile: that many lanes */
+#define KEYS (HALVES * LANES) /* positions per tile: that many lanes */
 #define LINE 64         /* bytes of a cache line */
-#define GROUP 4         /* query vectors that share a reading of keys and values */
+#define GROUP (REGISTERS / 8) /* query vectors that share a reading of keys and values */
 #define CHAINS 2        /* sums of one product that grow side by side */
 #define WIDTH 4         /* vectors of a value that are summed side by side */
 #define QUERIES 24      /* query vectors of one KV head per item of work, about */
@@ -32,9 +31,7 @@
 #define MOST_STATES 256 /* query vectors per item, of all its KV heads */
 #define ITEMS 4         /* items for each thread: they take unequal time */
 
-#define ALL UINT32_MAX  /* of a tile's positions, as bits */
-
-typedef float Vector __attribute__((vector_size(64), aligned(4)));
+#define ALL (UINT32_MAX >> (32 - KEYS)) /* of a tile's positions, as bits */
 
 typedef struct {
     int64_t padded;                       /* dim, to full vectors */
@@ -116,7 +113,7 @@ static inline float most_of_lanes(Vector first, Vector second)
 #endif
 }
 
-/* Sixteen vectors of sixteen, rows for columns, to their half of the tile. */
+/* A square of LANES vectors, rows for columns, to their half of the tile. */
 static inline void turn(const Vector *rows, float *to)
 {
 #if defined(__AVX512F__)
@@ -138,6 +135,21 @@ static inline void turn(const Vector *rows, float *to)
         _mm512_storeu_ps(to + (4 + i) * KEYS, _mm512_shuffle_f32x4(q, s, 0x88));
         _mm512_storeu_ps(to + (8 + i) * KEYS, _mm512_shuffle_f32x4(p, r, 0xdd));
         _mm512_storeu_ps(to + (12 + i) * KEYS, _mm512_shuffle_f32x4(q, s, 0xdd));
+    }
+#elif defined(__AVX2__)
+    __m256 a[LANES], b[LANES];
+    for (int i = 0; i < LANES; i += 2) {
+        a[i] = _mm256_unpacklo_ps((__m256)rows[i], (__m256)rows[i + 1]);
+        a[i + 1] = _mm256_unpackhi_ps((__m256)rows[i], (__m256)rows[i + 1]);
+    }
+    for (int i = 0; i < LANES; i += 4)
+        for (int j = 0; j < 2; j++) { /* b[i + 2 j], b[i + 2 j + 1]: columns 2 j, 2 j + 1 and, in the upper half, + 4 */
+            b[i + 2 * j] = _mm256_shuffle_ps(a[i + j], a[i + j + 2], 0x44);
+            b[i + 2 * j + 1] = _mm256_shuffle_ps(a[i + j], a[i + j + 2], 0xee);
+        }
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_ps(to + i * KEYS, _mm256_permute2f128_ps(b[i], b[4 + i], 0x20));
+        _mm256_storeu_ps(to + (4 + i) * KEYS, _mm256_permute2f128_ps(b[i], b[4 + i], 0x31));
     }
 #else
     for (int i = 0; i < LANES; i++)
@@ -216,8 +228,8 @@ INLINE void weigh(Work *work, const int64_t *which, const uint32_t *seen, const 
 static void weigh_all(Work *work, const int64_t *which, const uint32_t *seen, int64_t count)
 {
     for (; count >= GROUP; count -= GROUP, which += GROUP, seen += GROUP) weigh(work, which, seen, GROUP);
-    if (count == 3) weigh(work, which, seen, 3);
-    else if (count == 2) weigh(work, which, seen, 2);
+    if (GROUP > 3 && count == 3) weigh(work, which, seen, 3);
+    else if (GROUP > 2 && count == 2) weigh(work, which, seen, 2);
     else if (count == 1) weigh(work, which, seen, 1);
 }
 
@@ -260,7 +272,7 @@ static inline float query_at(const Layer *layer, int64_t at)
     return layer->query_kind == BFLOAT16 ? widen_bfloat16(((const uint16_t *)layer->query)[at]) : ((const float *)layer->query)[at];
 }
 
-/* Sixteen stored numbers, in single precision. */
+/* A vector of stored numbers, in single precision. */
 static inline Vector full_float32(const float *from)
 {
     return *(const Vector *)from;
@@ -271,6 +283,9 @@ static inline Vector full_bfloat16(const uint16_t *from)
 #if defined(__AVX512F__)
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
     return (Vector)_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+#elif defined(__AVX2__)
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+    return (Vector)_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 #else
     Vector wide;
     for (int l = 0; l < LANES; l++) wide[l] = widen_bfloat16(from[l]);
@@ -294,7 +309,7 @@ void pilotfish_store_##NAME(const Step *step, const Layer *layer, int64_t token)
     }                                                                                                                  \
 }                                                                                                                      \
                                                                                                                        \
-/* Sixteen numbers of a key or a value of which `count` are left; zeros beyond. */                                     \
+/* A vector of a key or a value of which `count` numbers are left; zeros beyond. */                                    \
 static inline Vector take_##NAME(const TYPE *from, int64_t count)                                                      \
 {                                                                                                                      \
     if (count >= LANES) return full_##NAME(from);                                                                      \

@@ -7,7 +7,7 @@
    Every output is summed over the inputs in one fixed order, whatever the number of rows and threads: a token's logits
    do not depend on what else is in the step, in any precision, to the last bit.
 
-   Activations are kept in single precision; they are rounded to bfloat16 where a bfloat16 model multiplies them. */
+   Activations are kept in single precision; they are rounded to bfloat16 where the processor multiplies bfloat16. */
 
 #include <omp.h>
 #include <sched.h>
@@ -16,18 +16,27 @@
 
 #include "attention.h"
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
-#define LANES 16     /* floats of a vector */
-#define COLUMNS 32   /* outputs of a block: two vectors */
-#define ROWS 8       /* rows of activations that share a reading of the weights */
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#define HAS_BFLOAT16_PRODUCTS 1
+#else
+#define HAS_BFLOAT16_PRODUCTS 0
+#endif
+
+#define COLUMNS (2 * LANES) /* outputs of a block: two vectors */
+#if REGISTERS == 32
+#define ROWS 8 /* rows of activations that share a reading of the weights */
+#else
+#define ROWS 6
+#endif
 #define PATIENCE 4000 /* turns that a thread waits for the others before it lets somebody else run */
+#define LINE 64      /* bytes of a cache line */
 #define AHEAD 8192   /* bytes of weights to ask for in advance: with many rows the processor itself looks less far */
 
-typedef float Vector __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4)));
 
 /* A packed matrix: blocks of COLUMNS outputs, each [inputs, COLUMNS] (bfloat16: [inputs / 2, COLUMNS, 2]). */
 typedef struct {
@@ -38,7 +47,7 @@ typedef struct {
 } Matrix;
 
 typedef struct {
-    Matrix qkv, out, gate_up, down; /* gate_up: in each block sixteen gates and the ups that belong to them */
+    Matrix qkv, out, gate_up, down; /* gate_up: in each block LANES gates and the ups that belong to them */
     const float *input_norm, *post_norm, *query_norm, *key_norm; /* the latter two per head, or none */
     void *keys, *values;
     int64_t table, window, sinks;
@@ -105,7 +114,13 @@ static inline float sigmoid_weighted(float x)
     return x * (x < 0 ? small : 1.0f) / (1.0f + small);
 }
 
-/* What follows a product, for one row of two blocks. */
+/* What a matrix multiplies. */
+static inline int64_t factor_kind(const Matrix *matrix)
+{
+    return matrix->kind == BFLOAT16 && HAS_BFLOAT16_PRODUCTS ? BFLOAT16 : FLOAT32;
+}
+
+/* What follows a product, for one row of a block. */
 static inline void finish(const Matrix *matrix, const Output *output, int64_t block, int64_t row, Vector first, Vector second)
 {
     const int64_t at = block * COLUMNS;
@@ -137,19 +152,38 @@ static inline void finish(const Matrix *matrix, const Output *output, int64_t bl
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Ask for weights that will be wanted soon. */
-INLINE void foresee(const void *weights)
+/* Which outputs, of which rows; and which reading of these weights it is, of how many. */
+typedef struct {
+    int64_t block, row, reading, readings;
+} Tile;
+
+/* Weights that will be wanted soon. Where rows of activations take several readings of a block, each of them asks for
+   its share of the next block, so that memory is read all the time and not in the first reading alone. */
+typedef struct {
+    const char *at;
+    int64_t pace; /* bytes for each pair of vectors */
+} Foresight;
+
+INLINE Foresight foresight(const void *weights, int64_t bytes, int64_t pace, int64_t reading, int64_t readings)
 {
-    __builtin_prefetch((const char *)weights + AHEAD, 0, 3);
+    if (readings == 1) return (Foresight){(const char *)weights + AHEAD, pace};
+    return (Foresight){(const char *)weights + bytes + reading * bytes / readings, pace / readings};
 }
 
-INLINE void rows_float32(const Matrix *matrix, const float *x, int64_t block, int rows, Vector sum[][2])
+INLINE void foresee(Foresight *next)
 {
-    const int64_t inputs = matrix->inputs;
-    const float *weights = (const float *)matrix->weights + block * inputs * COLUMNS;
+    __builtin_prefetch(next->at, 0, 3);
+    if (COLUMNS * sizeof(float) > LINE) __builtin_prefetch(next->at + LINE, 0, 3);
+    next->at += next->pace;
+}
+
+INLINE void rows_float32(const Matrix *matrix, const float *x, const Tile *tile, int rows, Vector sum[][2])
+{
+    const int64_t inputs = matrix->inputs, bytes = COLUMNS * (int64_t)sizeof(float);
+    const float *weights = (const float *)matrix->weights + tile->block * inputs * COLUMNS;
+    Foresight next = foresight(weights, inputs * bytes, bytes, tile->reading, tile->readings);
     for (int64_t k = 0; k < inputs; k++, weights += COLUMNS) {
-        foresee(weights);
-        foresee(weights + LANES);
+        foresee(&next);
         const Vector first = *(const Vector *)weights, second = *(const Vector *)(weights + LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
@@ -163,6 +197,8 @@ INLINE Vector widen_bytes(const int8_t *from)
 {
 #if defined(__AVX512F__)
     return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#elif defined(__AVX2__)
+    return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
 #else
     Vector wide;
     for (int l = 0; l < LANES; l++) wide[l] = (float)from[l];
@@ -170,12 +206,13 @@ INLINE Vector widen_bytes(const int8_t *from)
 #endif
 }
 
-INLINE void rows_int8(const Matrix *matrix, const float *x, int64_t block, int rows, Vector sum[][2])
+INLINE void rows_int8(const Matrix *matrix, const float *x, const Tile *tile, int rows, Vector sum[][2])
 {
     const int64_t inputs = matrix->inputs;
-    const int8_t *weights = (const int8_t *)matrix->weights + block * inputs * COLUMNS;
+    const int8_t *weights = (const int8_t *)matrix->weights + tile->block * inputs * COLUMNS;
+    Foresight next = foresight(weights, inputs * COLUMNS, COLUMNS, tile->reading, tile->readings);
     for (int64_t k = 0; k < inputs; k++, weights += COLUMNS) {
-        foresee(weights);
+        foresee(&next);
         const Vector first = widen_bytes(weights), second = widen_bytes(weights + LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
@@ -185,26 +222,20 @@ INLINE void rows_int8(const Matrix *matrix, const float *x, int64_t block, int r
     }
 }
 
+#if HAS_BFLOAT16_PRODUCTS
 INLINE Vector two_products(Vector sum, Words weights, uint32_t pair)
 {
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
     return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)pair));
-#else
-    const Words low = weights << 16, high = weights & 0xffff0000u;
-    Vector first, second;
-    memcpy(&first, &low, sizeof first);
-    memcpy(&second, &high, sizeof second);
-    return sum + first * widen_bfloat16((uint16_t)pair) + second * widen_bfloat16((uint16_t)(pair >> 16));
-#endif
 }
 
-INLINE void rows_bfloat16(const Matrix *matrix, const uint32_t *x, int64_t block, int rows, Vector sum[][2])
+INLINE void rows_bfloat16(const Matrix *matrix, const void *input, const Tile *tile, int rows, Vector sum[][2])
 {
-    const int64_t pairs = matrix->inputs / 2;
-    const uint32_t *weights = (const uint32_t *)matrix->weights + block * pairs * COLUMNS;
+    const int64_t pairs = matrix->inputs / 2, bytes = COLUMNS * (int64_t)sizeof(uint32_t);
+    const uint32_t *weights = (const uint32_t *)matrix->weights + tile->block * pairs * COLUMNS;
+    const uint32_t *x = (const uint32_t *)input + tile->row * pairs;
+    Foresight next = foresight(weights, pairs * bytes, bytes, tile->reading, tile->readings);
     for (int64_t k = 0; k < pairs; k++, weights += COLUMNS) {
-        foresee(weights);
-        foresee(weights + LANES);
+        foresee(&next);
         const Words first = *(const Words *)weights, second = *(const Words *)(weights + LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
@@ -213,35 +244,62 @@ INLINE void rows_bfloat16(const Matrix *matrix, const uint32_t *x, int64_t block
         }
     }
 }
+#else
+INLINE void rows_bfloat16(const Matrix *matrix, const void *input, const Tile *tile, int rows, Vector sum[][2])
+{
+    const int64_t inputs = matrix->inputs, bytes = COLUMNS * (int64_t)sizeof(uint32_t);
+    const uint32_t *weights = (const uint32_t *)matrix->weights + tile->block * inputs / 2 * COLUMNS;
+    const float *x = (const float *)input + tile->row * inputs;
+    Foresight next = foresight(weights, inputs / 2 * bytes, bytes, tile->reading, tile->readings);
+    for (int64_t k = 0; k < inputs; k += 2, weights += COLUMNS) {
+        foresee(&next);
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++) { /* of a pair of inputs, the even one is in the lower half of the words */
+            const Words first = *(const Words *)weights, second = *(const Words *)(weights + LANES);
+            const Vector one = (Vector)(odd ? first & 0xffff0000u : first << 16);
+            const Vector other = (Vector)(odd ? second & 0xffff0000u : second << 16);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                sum[r][0] += one * x[r * inputs + k + odd];
+                sum[r][1] += other * x[r * inputs + k + odd];
+            }
+        }
+    }
+}
+#endif
 
-INLINE void some_rows(const Matrix *matrix, const void *input, const Output *output, int64_t block, int64_t row, int rows)
+INLINE void some_rows(const Matrix *matrix, const void *input, const Output *output, const Tile *tile, int rows)
 {
     Vector sum[ROWS][2];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (Vector){0};
     const int64_t inputs = matrix->inputs;
-    if (matrix->kind == BFLOAT16) rows_bfloat16(matrix, (const uint32_t *)input + row * inputs / 2, block, rows, sum);
-    else if (matrix->kind == INT8) rows_int8(matrix, (const float *)input + row * inputs, block, rows, sum);
-    else rows_float32(matrix, (const float *)input + row * inputs, block, rows, sum);
+    if (matrix->kind == BFLOAT16) rows_bfloat16(matrix, input, tile, rows, sum);
+    else if (matrix->kind == INT8) rows_int8(matrix, (const float *)input + tile->row * inputs, tile, rows, sum);
+    else rows_float32(matrix, (const float *)input + tile->row * inputs, tile, rows, sum);
 #pragma GCC unroll 8
-    for (int r = 0; r < rows; r++) finish(matrix, output, block, row + r, sum[r][0], sum[r][1]);
+    for (int r = 0; r < rows; r++) finish(matrix, output, tile->block, tile->row + r, sum[r][0], sum[r][1]);
 }
 
 /* This thread's share of a product of `rows` rows; then the threads meet. */
 static void multiply(const Matrix *matrix, const void *input, const Output *output, int64_t rows, Meeting *meeting)
 {
+    const int64_t readings = (rows + ROWS - 1) / ROWS, each = (rows + readings - 1) / readings; /* few sums at a time wait for each other */
 #pragma omp for schedule(static) nowait
     for (int64_t block = 0; block < matrix->blocks; block++) {
-        for (int64_t row = 0; row < rows; row += ROWS) {
-            switch (rows - row) {
-            case 1: some_rows(matrix, input, output, block, row, 1); break;
-            case 2: some_rows(matrix, input, output, block, row, 2); break;
-            case 3: some_rows(matrix, input, output, block, row, 3); break;
-            case 4: some_rows(matrix, input, output, block, row, 4); break;
-            case 5: some_rows(matrix, input, output, block, row, 5); break;
-            case 6: some_rows(matrix, input, output, block, row, 6); break;
-            case 7: some_rows(matrix, input, output, block, row, 7); break;
-            default: some_rows(matrix, input, output, block, row, ROWS);
+        for (int64_t row = 0; row < rows; row += each) {
+            const Tile tile = {block, row, row / each, readings};
+            switch (rows - row < each ? rows - row : each) {
+            case 1: some_rows(matrix, input, output, &tile, 1); break;
+            case 2: some_rows(matrix, input, output, &tile, 2); break;
+            case 3: some_rows(matrix, input, output, &tile, 3); break;
+            case 4: some_rows(matrix, input, output, &tile, 4); break;
+            case 5: some_rows(matrix, input, output, &tile, 5); break;
+#if ROWS > 6
+            case 6: some_rows(matrix, input, output, &tile, 6); break;
+            case 7: some_rows(matrix, input, output, &tile, 7); break;
+#endif
+            default: some_rows(matrix, input, output, &tile, ROWS);
             }
         }
     }
@@ -310,14 +368,14 @@ static Layer attention_of(const Decoder *decoder, const DecoderLayer *own, const
 {
     const int64_t dim = decoder->dim, wide = decoder->heads * dim, narrow = decoder->kv_heads * dim;
     return (Layer){pass->query, pass->key, pass->value, pass->input, own->keys, own->values,
-                   dim, wide, dim, narrow, dim, narrow, FLOAT32, own->out.kind == BFLOAT16 ? BFLOAT16 : FLOAT32,
+                   dim, wide, dim, narrow, dim, narrow, FLOAT32, factor_kind(&own->out),
                    decoder->heads, decoder->kv_heads, dim, own->table, own->window, own->sinks, decoder->scale};
 }
 
 static void one_layer(const Decoder *decoder, const DecoderLayer *own, const Pass *pass, const Step *step,
                       Meeting *meeting)
 {
-    const int64_t tokens = step->tokens, hidden = decoder->hidden, kind = own->qkv.kind;
+    const int64_t tokens = step->tokens, hidden = decoder->hidden, kind = factor_kind(&own->qkv);
     const Layer layer = attention_of(decoder, own, pass);
     const Output to_qkv = {STORE, pass->qkv, NULL, own->qkv.outputs, kind};
     const Output to_residual = {ADD, pass->x, NULL, hidden, kind};
@@ -358,6 +416,12 @@ static void embed(const Decoder *decoder, const Pass *pass, int64_t token)
         memcpy(to, (const float *)decoder->embedding + from, (size_t)hidden * sizeof *to);
 }
 
+/* How many outputs lie side by side in a packed matrix. */
+int64_t pilotfish_columns(void)
+{
+    return COLUMNS;
+}
+
 void pilotfish_decode(const Decoder *decoder, const Step *step, const Pass *pass)
 {
     Meeting meeting = {0};
@@ -368,7 +432,7 @@ void pilotfish_decode(const Decoder *decoder, const Step *step, const Pass *pass
 #pragma omp for schedule(static) /* as the first layer takes them: nobody needs to wait */ nowait
         for (int64_t t = 0; t < step->tokens; t++) embed(decoder, pass, t);
         for (int64_t l = 0; l < decoder->layers; l++) one_layer(decoder, decoder->layer + l, pass, step, &meeting);
-        const int64_t hidden = decoder->hidden, kind = decoder->head.kind;
+        const int64_t hidden = decoder->hidden, kind = factor_kind(&decoder->head);
         const Output to_logits = {STORE, pass->logits, NULL, decoder->head.outputs, kind};
 #pragma omp for schedule(static) nowait
         for (int64_t s = 0; s < pass->count; s++)

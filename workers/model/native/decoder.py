@@ -23,7 +23,6 @@ from workers.model.native.build import load_library
 from workers.model.pool import KvPool
 from workers.model.tailoring import decoder_layers
 
-_LANES, _COLUMNS = 16, 32
 _LINE_FLOATS = LINE // 4
 _LEAST_ANGLES = 1024
 _CHANGING_ROTATIONS = {"dynamic", "longrope"}
@@ -90,12 +89,16 @@ class NativeDecoder:
         self._decode = library.pilotfish_decode
         self._decode.argtypes = [ctypes.POINTER(_Decoder), ctypes.POINTER(StepHeader), ctypes.POINTER(_Pass)]
         self._decode.restype = None
+        library.pilotfish_columns.restype = ctypes.c_int64
+        self._columns = int(library.pilotfish_columns())
+        """Outputs that lie side by side in a packed matrix, as wide as this processor's registers."""
         self._shape = shape
         self._dtype = dtype
         self._quantization = quantization
         self._kept: list[torch.Tensor] = []
         """The small things that the structures point to."""
-        self._arena = Arena(_packed_bytes(model, shape, torch.int8 if quantization == "int8" else dtype))
+        stored = torch.int8 if quantization == "int8" else dtype
+        self._arena = Arena(_packed_bytes(model, shape, stored, self._columns))
         self._rotary = model.model.rotary_emb
         # A copy: as it was loaded, it keeps the whole file of weights mapped.
         self._embedding = model.model.embed_tokens.weight.detach().clone()
@@ -174,7 +177,7 @@ class NativeDecoder:
         return _DecoderLayer(
             self._matrix(qkv, bias),
             self._matrix(attention.o_proj.weight, attention.o_proj.bias),
-            self._matrix(_interleave(mlp.gate_proj.weight, mlp.up_proj.weight), _biases(mlp)),
+            self._matrix(self._interleave(mlp.gate_proj.weight, mlp.up_proj.weight), self._biases(mlp)),
             self._matrix(mlp.down_proj.weight, mlp.down_proj.bias),
             *(None if norm is None else self._vector(norm.weight) for norm in norms),
         )
@@ -186,12 +189,21 @@ class NativeDecoder:
         packed = weight.detach()
         if self._quantization == "int8":
             packed, scales = quantize(packed)
-            scale = self._vector(_padded(scales.float()))
-        packed = self._arena.keep(_blocks(packed))
+            scale = self._vector(_padded(scales.float(), self._columns))
+        packed = self._arena.keep(_blocks(packed, self._columns))
         return _Matrix(
             *(KINDS[packed.dtype], inputs, outputs, packed.shape[0], packed.data_ptr(), scale),
-            None if bias is None else self._vector(_padded(bias)),
+            None if bias is None else self._vector(_padded(bias, self._columns)),
         )
+
+    def _interleave(self, gates: torch.Tensor, ups: torch.Tensor) -> torch.Tensor:
+        """In each block one vector of gates, then the ups that belong to them: `[2 * padded, …]`."""
+        lanes = self._columns // 2
+        pairs = [_padded(part, lanes).view(-1, lanes, *part.shape[1:]) for part in (gates.detach(), ups.detach())]
+        return torch.stack(pairs, dim=1).flatten(0, 2)
+
+    def _biases(self, mlp: Any) -> torch.Tensor | None:
+        return None if mlp.gate_proj.bias is None else self._interleave(mlp.gate_proj.bias, mlp.up_proj.bias)
 
     def _vector(self, values: torch.Tensor) -> int:
         kept = values.detach().float().contiguous().clone()
@@ -261,14 +273,14 @@ def _shape_of(layer: Any) -> DecoderShape | None:
     )
 
 
-def _packed_bytes(model: Any, shape: DecoderShape, dtype: torch.dtype) -> int:
+def _packed_bytes(model: Any, shape: DecoderShape, dtype: torch.dtype, columns: int) -> int:
     """What all matrices take, each padded to whole blocks and whole lines."""
     heads = (shape.heads + 2 * shape.kv_heads) * shape.dim
-    gates = 2 * (shape.inner + -shape.inner % _LANES)
+    gates = 2 * (shape.inner + -shape.inner % (columns // 2))
     layer = ((heads, shape.hidden), (shape.hidden, shape.heads * shape.dim), (gates, shape.hidden))
     matrices = [*layer, (shape.hidden, shape.inner)] * len(list(decoder_layers(model)))
     matrices.append((model.lm_head.out_features, shape.hidden))
-    sizes = [(outputs + -outputs % _COLUMNS) * inputs * dtype.itemsize for outputs, inputs in matrices]
+    sizes = [(outputs + -outputs % columns) * inputs * dtype.itemsize for outputs, inputs in matrices]
     return sum(-(-size // LINE) * LINE for size in sizes)
 
 
@@ -286,27 +298,17 @@ def _forget_weights(layer: nn.Module) -> None:
         module._parameters.clear()
 
 
-def _interleave(gates: torch.Tensor, ups: torch.Tensor) -> torch.Tensor:
-    """Sixteen gates, the ups that belong to them, and so on: `[2 * padded, …]`."""
-    pairs = [_padded(part, _LANES).view(-1, _LANES, *part.shape[1:]) for part in (gates.detach(), ups.detach())]
-    return torch.stack(pairs, dim=1).flatten(0, 2)
-
-
-def _biases(mlp: Any) -> torch.Tensor | None:
-    return None if mlp.gate_proj.bias is None else _interleave(mlp.gate_proj.bias, mlp.up_proj.bias)
-
-
-def _padded(values: torch.Tensor, grain: int = _COLUMNS) -> torch.Tensor:
+def _padded(values: torch.Tensor, grain: int) -> torch.Tensor:
     """Zeros behind `[out, …]`, up to a multiple of `grain`."""
     missing = -len(values) % grain
     widths: Sequence[int] = (*(0, 0) * (values.dim() - 1), 0, missing)
     return pad(values, widths) if missing else values
 
 
-def _blocks(weight: torch.Tensor) -> torch.Tensor:
-    """`[out, in]` → `[blocks, in, 32]`, for bfloat16 `[blocks, in / 2, 32, 2]`: the order in which it is read."""
-    padded = _padded(weight)
-    blocks = padded.reshape(-1, _COLUMNS, padded.shape[1])  # [blocks, 32, in]
+def _blocks(weight: torch.Tensor, columns: int) -> torch.Tensor:
+    """`[out, in]` → `[blocks, in, columns]`, for bfloat16 `[blocks, in / 2, columns, 2]`: the order of reading."""
+    padded = _padded(weight, columns)
+    blocks = padded.reshape(-1, columns, padded.shape[1])  # [blocks, columns, in]
     if weight.dtype is torch.bfloat16:
         return blocks.view(*blocks.shape[:2], -1, 2).permute(0, 2, 1, 3).contiguous()
     return blocks.permute(0, 2, 1).contiguous()
