@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,11 @@ from deploy.local import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
 from workers.distill.answers import Answer, AnswerFile, Leading
 from workers.distill.prompts import Task
+
+_USER = "(what the user says)"
+"""Stands for a user's words, to find where the chat template puts them."""
+_INVENTING_TOP_P = 0.95
+"""A question's words are drawn from this share of the target's probability: the rest is noise."""
 
 Report = Callable[[int], None]
 """Hears how many tokens of answers there are."""
@@ -89,7 +95,7 @@ def _wanted(tasks: Iterable[Task], file: AnswerFile, quota: Quota, ends: float) 
     for task in tasks:
         if not task.held_out and (file.answer_tokens >= quota.answer_tokens or time.monotonic() >= ends):
             return
-        if f"{task.key}:{len(task.prompt.turns) - 1}" not in file.finished:
+        if f"{task.key}:{max(1, len(task.prompt.turns)) - 1}" not in file.finished:
             yield task
 
 
@@ -106,7 +112,7 @@ class _Asker:
         """The answers to a task's turns; ends early where the conversation has outgrown the context."""
         prompt = task.prompt
         messages = [Message("system", prompt.system)] if prompt.system is not None else []
-        for turn, text in enumerate(prompt.turns):
+        for turn, text in enumerate(prompt.turns or await self._invent(messages, task)):
             messages.append(Message("user", text))
             tokens = self.tokenizer.encode_chat(messages)
             try:
@@ -117,6 +123,21 @@ class _Asker:
             written, leading = answer
             yield Answer(key, prompt.category, task.temperature, task.held_out, tokens, written, leading)
             messages.append(Message("assistant", self.tokenizer.decode(written)))
+
+    async def _invent(self, before: Sequence[Message], task: Task) -> tuple[str, ...]:
+        """What the target writes in the user's place: one turn, or none where it wrote nothing."""
+        opened, _, _ = self.tokenizer.render_chat([*before, Message("user", _USER)]).partition(_USER)
+        request = generation_pb2.GenerateRequest(
+            token_ids=common_pb2.TokenIds(ids=self.tokenizer.encode(opened, add_special_tokens=False)),
+            sampling=common_pb2.SamplingParameters(temperature=1.0, top_p=_INVENTING_TOP_P, seed=_seed_of(task)),
+            stopping=generation_pb2.StoppingCriteria(max_tokens=self.quota.max_tokens),
+        )
+        written: list[int] = []
+        async for response in self.client.generate(request, self.timeout_seconds):
+            if response.WhichOneof("event") == "delta":
+                written.extend(response.delta.token_ids)
+        text = self.tokenizer.decode(written).strip()
+        return (text,) if text else ()
 
     async def _answer(self, prompt: Sequence[int], task: Task) -> tuple[tuple[int, ...], Leading | None]:
         alternatives = None if task.held_out or not self.quota.alternatives else self.quota.alternatives
@@ -140,3 +161,8 @@ class _Asker:
         return tuple(answer), Leading(
             np.array(tokens, np.int32).reshape(shape), np.array(log_probabilities, np.float16).reshape(shape)
         )
+
+
+def _seed_of(task: Task) -> int:
+    """A seed of the task's own: lines with the same system message are different questions."""
+    return int.from_bytes(hashlib.blake2b(f"{task.seed}:{task.key}".encode(), digest_size=7).digest())

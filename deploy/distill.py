@@ -38,6 +38,7 @@ class DistillOptions:
     max_tokens: int = 384
     layers: tuple[int, ...] = ()
     student_config: Path | None = None
+    start: Path | None = None
     vocabulary_size: int | None = None
     loss: str = "forward_kl"
     on_policy: float = 0.0
@@ -73,7 +74,12 @@ class DistillOptions:
             raise ConfigurationError(
                 "--prompts: files of the same name are refused; answers are kept under their names"
             )
-        for file in (*self.prompts, self.evaluate, self.student_config, self.notes):
+        if self.start is not None and (self.layers or self.student_config is not None):
+            raise ConfigurationError("--start: a draft has its layers; needed without --layers and --student-config")
+        self._check_files()
+
+    def _check_files(self) -> None:
+        for file in (*self.prompts, self.evaluate, self.student_config, self.start, self.notes):
             if file is not None and not file.exists():
                 raise ConfigurationError(f"{file}: no such file")
 
@@ -116,6 +122,9 @@ def distill(
     student_config: Annotated[
         Path | None, typer.Option(help="A transformers configuration with the target's vocabulary and width.")
     ] = None,
+    start: Annotated[
+        Path | None, typer.Option(help="The directory of a draft to train further, instead of layers.")
+    ] = None,
     vocabulary_size: Annotated[
         int | None, typer.Option(help="Guess only so many tokens, the answers' most frequent; unset: all.")
     ] = None,
@@ -145,6 +154,7 @@ def distill(
         max_tokens=max_tokens,
         layers=_numbers("layers", layers, int),
         student_config=student_config,
+        start=start,
         vocabulary_size=vocabulary_size,
         loss=loss,
         on_policy=on_policy,

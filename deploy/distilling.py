@@ -66,7 +66,7 @@ def run(settings: Settings, options: DistillOptions, command: str) -> None:
     with notices.status("looking") as status:
         models = resolve_models(settings.configuration, settings.cache_directory, status.update)
     configuration = models.configuration
-    check_student(models.target, StudentPlan(options.layers, options.student_config), options.vocabulary_size)
+    check_student(models.target, _student_plan(options), options.vocabulary_size)
     data = _answers(configuration, options, files)
     target = load_target(models.target, choose_device(options.device, 0))
     student = _student(target, options, data, models.target)
@@ -137,7 +137,13 @@ def _student(target: PreTrainedModel, options: DistillOptions, data: _Data, dire
                 f"--vocabulary-size: {options.vocabulary_size} is refused; "
                 f"{options.work / VOCABULARY} was made with {len(vocabulary)}"
             )
-    return make_student(target, StudentPlan(options.layers, options.student_config, vocabulary), options.seed)
+    return make_student(target, replace(_student_plan(options), vocabulary=vocabulary), options.seed)
+
+
+def _student_plan(options: DistillOptions) -> StudentPlan:
+    if options.start is not None:
+        return StudentPlan.of_draft(options.start)
+    return StudentPlan(options.layers, options.student_config)
 
 
 def _plan(options: DistillOptions) -> TrainingPlan:
@@ -184,6 +190,7 @@ def _facts(
         sources=tuple(path.name for path in options.prompts),
         answers=data.train,
         layers=student.layers,
+        start="" if options.start is None else options.start.name,
         own_parameters=sum(value.numel() for value in student.own_parameters().values()),
         guessable=len(student.head),
         progress=progress,

@@ -117,6 +117,20 @@ async def test_a_later_turn_follows_the_targets_own_answer(
     assert second.prompt == tokenizer.encode_chat(said)
 
 
+async def test_without_a_question_the_target_writes_in_the_users_place_first(
+    cluster: FakeCluster, configuration: Configuration, directory: Path, tmp_path: Path
+) -> None:
+    first, second = await ask(configuration, [task(system="Sums."), task(system="Sums.", line=2)], tmp_path / "a.jsonl")
+
+    tokenizer = Tokenizer.load(directory)
+    written = tokenizer.decode(ANSWER)
+    assert first.prompt == second.prompt
+    assert first.prompt == tokenizer.encode_chat([Message("system", "Sums."), Message("user", written)])
+    inventing = [request for request in cluster.requests if request.sampling.temperature == 1]
+    assert [tuple(request.token_ids.ids) for request in inventing] == [tokenizer.encode("system: Sums.\nuser: ")] * 2
+    assert len({request.sampling.seed for request in inventing}) == 2  # the same words before, another question
+
+
 async def test_what_the_target_thought_is_kept_of_answers_to_train_on(
     cluster: FakeCluster, configuration: Configuration, tmp_path: Path
 ) -> None:

@@ -6,10 +6,12 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from cluster.core.errors import ConfigurationError
@@ -133,6 +135,20 @@ def test_what_was_answered_and_trained_is_not_done_again(made: Shop, monkeypatch
     assert all(value.equal(again[name]) for name, value in weights.items())
 
 
+def test_a_draft_can_be_trained_further(made: Shop) -> None:
+    before = load_file(made.draft / "model.safetensors")
+    further = copy(made)
+    further.draft, further.work = made.directory / "further", made.directory / "further.work"
+
+    assert further.run("--steps", "1", "--layers", "", "--start", str(made.draft), "--learning-rate", "1e-9") == 0
+
+    after = load_file(further.draft / "model.safetensors")
+    torch.testing.assert_close({name: after[name] for name in before}, before, rtol=0, atol=1e-2)
+    card = (further.draft / "README.md").read_text()
+    assert "It began as layers 0, 2 of the target, and was draft before." in card
+    assert "--start draft" in card
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -146,6 +162,7 @@ def test_what_was_answered_and_trained_is_not_done_again(made: Shop, monkeypatch
         (("--steps", "1", "--loss", "hinge"), "loss: 'hinge' is unknown"),
         (("--steps", "1", "--layers", "0,3"), "layers: 3 is refused; it must be within 0 and 2"),
         (("--steps", "1", "--vocabulary-size", "321"), "vocabulary_size: 321 is refused; it must be within 1 and 320"),
+        (("--steps", "1", "--start", "absent"), "--start: a draft has its layers; needed without --layers"),
         (("--steps", "1", "--prompts", "absent.jsonl"), "absent.jsonl: no such file"),
     ],
 )

@@ -36,6 +36,8 @@ FORMS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("Hi",),
     ),
     "plain": ({"prompt": "Go on."}, ("Go on.",)),
+    "a system message alone": ({"system": "Be brief."}, ()),
+    "nothing at all": ({"system": None}, ()),
 }
 
 
@@ -74,7 +76,10 @@ class TestReading:
         [
             ("{", "needed JSON"),
             ("[1]", "needed an object, found [1]"),
-            ('{"text": "a"}', "needed one of the keys turns, messages, instruction, question, prompt; found ['text']"),
+            (
+                '{"text": "a"}',
+                "one of the keys turns, messages, instruction, question, prompt, system; found ['text']",
+            ),
             ('{"turns": []}', "turns: needed at least one text, found []"),
             ('{"question": 7}', "question: needed a text that is not empty, found 7"),
             ('{"prompt": " "}', "prompt: needed a text that is not empty, found ' '"),
@@ -115,6 +120,14 @@ class TestSchedule:
 
         assert [task.temperature for task in tasks[::2]] == [0.0, 0.5, 1.0, 1.0, 0.5, 1.0]
         assert [task.seed for task in tasks[::2]] == [9, 10, 11, 12, 13, 14]
+
+    def test_what_the_target_writes_itself_is_new_in_each_pass_and_greedy_again(self) -> None:
+        lines = [Prompt("own", line, ()) for line in (1, 2)]
+
+        tasks = list(islice(schedule([lines], (0.0, 0.7), 0, 9), 8))
+
+        assert [task.temperature for task in tasks[::2]] == [0.0, 0.7, 0.0, 0.7]
+        assert len({task.key for task in tasks}) == 8
 
     def test_greedy_alone_ends_after_one_pass(self) -> None:
         tasks = list(schedule([some("a", 3), some("b", 5)], (0.0,), 0, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedModel
 
 from cluster.core.errors import ConfigurationError, ModelLoadError
-from tests import tiny
+from tests import distilled, tiny
 from workers.distill.export import export
 from workers.distill.student import (
     Student,
@@ -114,6 +115,26 @@ class TestMaking:
         self, target: PreTrainedModel, plan: StudentPlan, message: str
     ) -> None:
         with pytest.raises(ConfigurationError, match=message):
+            make_student(target, plan, 0)
+
+    def test_a_draft_is_gone_on_with_as_it_was(self, target: PreTrainedModel, directory: Path, tmp_path: Path) -> None:
+        draft = distilled.save(directory, tmp_path / "draft", layers=(1, 3), vocabulary=(2, 5, 40))
+
+        found = make_student(target, replace(StudentPlan.of_draft(draft), vocabulary=(5, 40, 41)), 0)
+
+        assert found.layers == (1, 3)
+        assert len(found.head) == 3  # the head is the target's: another vocabulary is no other draft
+        same = student_of(target, 1, 3).own_parameters()
+        assert all(torch.equal(value, same[name]) for name, value in found.own_parameters().items())
+
+    def test_a_draft_of_another_shape_is_refused(
+        self, target: PreTrainedModel, directory: Path, tmp_path: Path
+    ) -> None:
+        draft = distilled.save(directory, tmp_path / "draft", layers=(1, 3))
+        tiny.llama(num_hidden_layers=2, intermediate_size=32).save_pretrained(tmp_path / "other")
+        plan = replace(StudentPlan.of_draft(draft), config=tmp_path / "other")
+
+        with pytest.raises(ConfigurationError, match="the target has no"):
             make_student(target, plan, 0)
 
     @pytest.mark.parametrize(

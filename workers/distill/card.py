@@ -24,6 +24,8 @@ class Facts:
     answers: Sequence[Answer]
     """What was trained on."""
     layers: Sequence[int]
+    start: str
+    """Name of the draft that was trained further; empty where there was none."""
     own_parameters: int
     guessable: int
     """Tokens that the head has rows for."""
@@ -43,6 +45,8 @@ def write(facts: Facts) -> str:
     progress = facts.progress
     layers = ", ".join(map(str, facts.layers))
     beginning = f"It began as layers {layers} of the target" if facts.layers else "It began at random"
+    if facts.start:
+        beginning += f", and was {facts.start} before"
     return f"""\
 # A draft for {facts.target}
 

@@ -2,6 +2,8 @@
 
 Read are Spec-Bench (`turns`), GSM8K (`question`), Self-Instruct (`instruction` with `instances`), conversations
 (`messages`) and plain prompts (`prompt`). Of answers that a file holds nothing is read: the target writes its own.
+A line with a system message alone (`system`, null for none) leaves the question to the target as well: what a model
+that was tuned on conversations writes in the user's place is like what it was tuned on (Magpie, Xu et al. 2024).
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import count, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ class Prompt:
     line: int
     """Where in the file it stands, from 1."""
     turns: tuple[str, ...]
+    """Empty where the target itself is to write what the user says."""
     system: str | None = None
     """A system message before the first turn."""
     category: str = ""
@@ -93,9 +96,9 @@ def schedule(
     """What to ask, in order: first what is held out, then the files in turn, prompt by prompt.
 
     So a short file is asked again and again while a long one is gone through once. A file's first pass is at the first
-    temperature, its second at the second, and so on in a circle; a prompt is asked greedily (0) only once. Of each
-    file, `held_out` prompts or a tenth of them, whichever is less, are asked once, at the first temperature. Ends
-    when no temperature is above 0 and everything was asked.
+    temperature, its second at the second, and so on in a circle; a prompt is asked greedily (0) only once, unless the
+    target writes it, anew each time. Of each file, `held_out` prompts or a tenth of them, whichever is less, are asked
+    once, at the first temperature. Ends when no temperature is above 0 and everything was asked.
     """
     if not temperatures or any(not 0 <= temperature <= 10 for temperature in temperatures):
         raise ConfigurationError(
@@ -103,10 +106,10 @@ def schedule(
         )
     shuffled = [_shuffled(prompts, seed) for prompts in files]
     kept = [min(held_out, len(prompts) // 10) for prompts in shuffled]
-    for count, prompts in zip(kept, shuffled, strict=True):
-        for prompt in prompts[:count]:
+    for least, prompts in zip(kept, shuffled, strict=True):
+        for prompt in prompts[:least]:
             yield Task(prompt, 0, temperatures[0], seed, held_out=True)
-    passes = [_passes(prompts[count:], temperatures, seed) for count, prompts in zip(kept, shuffled, strict=True)]
+    passes = [_passes(prompts[least:], temperatures, seed) for least, prompts in zip(kept, shuffled, strict=True)]
     while passes:
         running = []
         for tasks in passes:
@@ -119,12 +122,13 @@ def schedule(
 
 def _passes(prompts: Sequence[Prompt], temperatures: Sequence[float], seed: int) -> Iterator[Task]:
     sampled = [temperature for temperature in temperatures if temperature > 0]
-    number = 0
-    while prompts and (number < len(temperatures) or sampled):
-        temperature = temperatures[number] if number < len(temperatures) else sampled[number % len(sampled)]
-        for prompt in prompts:
-            yield Task(prompt, number, temperature, seed + number, held_out=False)
-        number += 1
+    for number in count():
+        again = [prompt for prompt in prompts if number < len(temperatures) or sampled or not prompt.turns]
+        if not again:
+            return
+        for prompt in again:
+            circle = temperatures if number < len(temperatures) or not prompt.turns else sampled
+            yield Task(prompt, number, circle[number % len(circle)], seed + number, held_out=False)
 
 
 def _shuffled(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
@@ -186,6 +190,11 @@ def _messages(row: Mapping[str, Any], where: str) -> list[_Turns]:
     return [(None if system is None else _text(system, f"{where}: the system message"), checked)]
 
 
+def _system_alone(row: Mapping[str, Any], where: str) -> list[_Turns]:
+    system = row["system"]
+    return [(None if system is None else _text(system, f"{where}: system"), [])]
+
+
 def _texts(value: object, where: str) -> list[str]:
     if not isinstance(value, list) or not value:
         raise ConfigurationError(f"{where}: needed at least one text, found {shorten(value)}")
@@ -204,4 +213,5 @@ _FORMS: dict[str, Callable[[Mapping[str, Any], str], list[_Turns]]] = {
     "instruction": _instruction,
     "question": _question,
     "prompt": _plain,
+    "system": _system_alone,
 }

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
+from workers.model.card import VOCABULARY, WEIGHTS, read_card
 
 _LAYER = re.compile(r"^(?P<before>.*\b(?:layers|h)\.)(?P<number>\d+)(?P<after>\..*)$")
 _EACH_LAYER = ("layer_types",)
@@ -35,6 +37,13 @@ class StudentPlan:
     """A `transformers` configuration of the target's vocabulary and width; `None`: the target's, with fewer layers."""
     vocabulary: tuple[int, ...] | None = None
     """The tokens it can guess, ascending; `None`: all."""
+    start: Path | None = None
+    """A draft's directory, whose weights it begins with; its layers and its configuration are this plan's."""
+
+    @classmethod
+    def of_draft(cls, directory: Path) -> StudentPlan:
+        """A student like the draft, with its weights. Raises `ModelLoadError` where there is no draft."""
+        return cls(read_card(directory).layers, directory / "config.json", start=directory)
 
 
 class Student(nn.Module):
@@ -113,6 +122,8 @@ def make_student(target: Any, plan: StudentPlan, seed: int) -> Student:
         _copy_layers(target, module, plan.layers)
     embedding = target.get_input_embeddings().weight.detach()
     head = target.get_output_embeddings()
+    if plan.start is not None:
+        _copy_draft(plan.start, module)
     module.requires_grad_(True)
     module.get_input_embeddings().weight = nn.Parameter(embedding.float(), requires_grad=False)
     own_head = module.get_output_embeddings()
@@ -210,6 +221,20 @@ def _copy_layers(target: PreTrainedModel, module: PreTrainedModel, layers: Seque
                 f"layers: {shorten(list(layers))} is refused; the target has no {origin} of this shape"
             )
         own[name] = source[origin].float()
+    module.load_state_dict(own)
+
+
+def _copy_draft(directory: Path, module: PreTrainedModel) -> None:
+    """The draft's own weights, all of them. Raises `ConfigurationError` where they do not fit."""
+    stored = load_file(directory / WEIGHTS)
+    stored.pop(VOCABULARY, None)
+    own = module.state_dict()
+    for name, value in stored.items():
+        if name not in own or own[name].shape != value.shape:
+            raise ConfigurationError(
+                f"start {directory}: {name} of shape {tuple(value.shape)} does not fit the student"
+            )
+        own[name] = value.float()
     module.load_state_dict(own)
 
 
