@@ -2,7 +2,8 @@
 
     python -m tests.bench [SECTION …] [--repeats 3] [--tokens 48] [--set key=value …]
 
-`speculation` and `overlap` ask Spec-Bench's prompts: [--prompts FILE.jsonl] [--per-task 8] [--draft DIRECTORY].
+`speculation` and `overlap` ask Spec-Bench's prompts: [--prompts FILE.jsonl] [--per-task 8] [--draft DIRECTORY];
+`speculation` so many at once: [--batches 1,4,8].
 
 Every ratio is of two things measured in turn in the same run; its spread is over the repetitions.
 """

@@ -33,6 +33,8 @@ class Options:
     """Most tokens of an answer to one of Spec-Bench's prompts."""
     per_task: int
     """Prompts of each of Spec-Bench's tasks."""
+    batches: tuple[int, ...]
+    """Sequences at once that `speculation` measures; none: its own choice."""
     draft: str | None
     """A draft model's directory or packaged name; `None` takes the one that is shipped, where there is one."""
     plot: Path | None
@@ -92,6 +94,13 @@ def _cycled(texts: Sequence[str], most: int) -> list[tuple[int, str]]:
     return [(index, texts[index % len(texts)]) for index in range(most)]
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    counts = tuple(int(part) for part in text.split(","))
+    if min(counts) < 1:
+        raise ValueError(text)
+    return counts
+
+
 def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -> tuple[list[str], Options]:
     """The sections asked for (all, when none is named) and the options."""
     listed = "\n".join(f"  {name:<11}{text}" for name, text in sections.items())
@@ -107,6 +116,9 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
     parser.add_argument("--repeats", "--pairs", type=int, default=3, help="how often each thing is measured, in turn")
     parser.add_argument("--tokens", type=int, help="tokens per answer (default: 48, for Spec-Bench's prompts 64)")
     parser.add_argument("--per-task", type=int, default=8, help="prompts of each of Spec-Bench's tasks")
+    parser.add_argument(
+        "--batches", type=_counts, default=(), help="sequences at once that `speculation` measures: 1,4,8"
+    )
     parser.add_argument("--draft", help="a draft model: directory or packaged name (default: the shipped one)")
     parser.add_argument("--plot", type=Path, help="where `prefix` draws its curve (PNG; needs matplotlib)")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="types that `throughput` and `memory` hold")
@@ -124,6 +136,7 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
         tokens=min(asked.tokens or QUICK_TOKENS, QUICK_TOKENS) if asked.quick else asked.tokens or TOKENS,
         answer_tokens=min(asked.tokens or QUICK_TOKENS, QUICK_TOKENS) if asked.quick else asked.tokens or ANSWER_TOKENS,
         per_task=1 if asked.quick else max(1, asked.per_task),
+        batches=asked.batches,
         draft=asked.draft,
         plot=asked.plot,
         dtypes=tuple(name for name in asked.dtypes.split(",") if name),

@@ -227,7 +227,14 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_speculation_shows_every_table(spec_bench_options: Options, capsys: pytest.CaptureFixture[str]) -> None:
     speculation.run(spec_bench_options)
     shown = capsys.readouterr().out
-    for words in ("| question answering |", "| overall |", "sampled |", "| ngram | 4 |", "| draft model | 4 |"):
+    for words in (
+        "| question answering |",
+        "| overall |",
+        "sampled |",
+        "| ngram | 4 |",
+        "| draft model | 4 |",
+        "once more | 4 |",
+    ):
         assert words in shown
     assert "8 of 8" in shown
     assert not [line for line in shown.splitlines() if "0 of" in line]

@@ -284,12 +284,12 @@ INLINE void some_rows(const Matrix *matrix, const void *input, const Output *out
 /* This thread's share of a product of `rows` rows; then the threads meet. */
 static void multiply(const Matrix *matrix, const void *input, const Output *output, int64_t rows, Meeting *meeting)
 {
-    const int64_t readings = (rows + ROWS - 1) / ROWS, each = (rows + readings - 1) / readings; /* few sums at a time wait for each other */
+    const int64_t readings = (rows + ROWS - 1) / ROWS;
 #pragma omp for schedule(static) nowait
     for (int64_t block = 0; block < matrix->blocks; block++) {
-        for (int64_t row = 0; row < rows; row += each) {
-            const Tile tile = {block, row, row / each, readings};
-            switch (rows - row < each ? rows - row : each) {
+        for (int64_t row = 0; row < rows; row += ROWS) {
+            const Tile tile = {block, row, row / ROWS, readings};
+            switch (rows - row) {
             case 1: some_rows(matrix, input, output, &tile, 1); break;
             case 2: some_rows(matrix, input, output, &tile, 2); break;
             case 3: some_rows(matrix, input, output, &tile, 3); break;
