@@ -126,7 +126,8 @@ def distill(
         Path | None, typer.Option(help="The directory of a draft to train further, instead of layers.")
     ] = None,
     vocabulary_size: Annotated[
-        int | None, typer.Option(help="Guess only so many tokens, the answers' most frequent; unset: all.")
+        int | None,
+        typer.Option(help="Guess only so many tokens, the answers' most frequent; unset: all, or as --start does."),
     ] = None,
     loss: Annotated[str, typer.Option(help="forward_kl or reverse_kl.")] = "forward_kl",
     on_policy: Annotated[float, typer.Option(help="Share of batches that the student writes itself.")] = 0.0,

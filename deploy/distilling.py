@@ -125,7 +125,7 @@ def _for_many(configuration: Configuration) -> Configuration:
 
 
 def _student(target: PreTrainedModel, options: DistillOptions, data: _Data, directory: Path) -> Student:
-    vocabulary = None
+    plan = _student_plan(options)
     if options.vocabulary_size is not None:
         answers = (answer.answer for answer in data.train)
         always, size = end_of_sequence_ids(directory), int(target.config.vocab_size)
@@ -137,7 +137,8 @@ def _student(target: PreTrainedModel, options: DistillOptions, data: _Data, dire
                 f"--vocabulary-size: {options.vocabulary_size} is refused; "
                 f"{options.work / VOCABULARY} was made with {len(vocabulary)}"
             )
-    return make_student(target, replace(_student_plan(options), vocabulary=vocabulary), options.seed)
+        plan = replace(plan, vocabulary=vocabulary)
+    return make_student(target, plan, options.seed)
 
 
 def _student_plan(options: DistillOptions) -> StudentPlan:

@@ -42,8 +42,10 @@ class StudentPlan:
 
     @classmethod
     def of_draft(cls, directory: Path) -> StudentPlan:
-        """A student like the draft, with its weights. Raises `ModelLoadError` where there is no draft."""
-        return cls(read_card(directory).layers, directory / "config.json", start=directory)
+        """A student like the draft, with its weights and vocabulary. Raises `ModelLoadError` where there is none."""
+        layers, vocabulary = read_card(directory).layers, load_file(directory / WEIGHTS).get(VOCABULARY)
+        tokens = None if vocabulary is None else tuple(vocabulary.tolist())
+        return cls(layers, directory / "config.json", tokens, directory)
 
 
 class Student(nn.Module):
