@@ -111,11 +111,11 @@ def test_the_first_of_every_category_comes_before_the_second(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "No such file"),
-        ("", "at least one prompt"),
+        (None, "needed a readable JSONL file; .*No such file"),
+        ("", "at least one line"),
         ('{"turns": ["a"]}\n{', "line 2: needed JSON"),
-        ('{"turns": []}', "line 1: needed an object with `turns`"),
-        ("[1]", "line 1: needed an object with `turns`"),
+        ('{"turns": []}', "line 1: turns: needed at least one text"),
+        ("[1]", "line 1: needed an object"),
     ],
 )
 def test_prompts_that_cannot_be_read_are_told_by_file_and_line(tmp_path: Path, text: str | None, words: str) -> None:
