@@ -50,7 +50,8 @@ class TestPacked:
     def test_it_multiplies_as_plain_weights_do_at_every_width(self, dtype: torch.dtype, biased: bool) -> None:
         weight, bias = numbers(OUT, IN, dtype=dtype), numbers(OUT, dtype=dtype, seed=1) if biased else None
         product = make_product(weight, bias)
-        assert isinstance(product, Packed)
+        can_pack = dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        assert isinstance(product, Packed if can_pack else Plain)  # oneDNN packs what the processor multiplies
         for width in WIDTHS:
             x = numbers(width, IN, dtype=dtype, seed=width)
             check(product.multiply(x), x, weight, bias, roundings=2)
