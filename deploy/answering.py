@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from cluster.core.config import Configuration, DraftSection
-from cluster.core.errors import InvalidRequest, PilotfishError
+from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishError
 from cluster.ingress.chat_template import Message
 from cluster.ingress.tokenizer import Tokenizer
 from cluster.wire.clients import GenerationClient
@@ -112,7 +112,11 @@ class _Asker:
         """The answers to a task's turns; ends early where the conversation has outgrown the context."""
         prompt = task.prompt
         messages = [Message("system", prompt.system)] if prompt.system is not None else []
-        for turn, text in enumerate(prompt.turns or await self._invent(messages, task)):
+        try:
+            turns = prompt.turns or await self._invent(messages, task)
+        except InvalidRequest:
+            return
+        for turn, text in enumerate(turns):
             messages.append(Message("user", text))
             tokens = self.tokenizer.encode_chat(messages)
             try:
@@ -126,7 +130,11 @@ class _Asker:
 
     async def _invent(self, before: Sequence[Message], task: Task) -> tuple[str, ...]:
         """What the target writes in the user's place: one turn, or none where it wrote nothing."""
-        opened, _, _ = self.tokenizer.render_chat([*before, Message("user", _USER)]).partition(_USER)
+        opened, found, _ = self.tokenizer.render_chat([*before, Message("user", _USER)]).partition(_USER)
+        if not found:
+            raise ConfigurationError(
+                "prompts: the chat template changes what the user says; needed questions of your own"
+            )
         request = generation_pb2.GenerateRequest(
             token_ids=common_pb2.TokenIds(ids=self.tokenizer.encode(opened, add_special_tokens=False)),
             sampling=common_pb2.SamplingParameters(temperature=1.0, top_p=_INVENTING_TOP_P, seed=_seed_of(task)),

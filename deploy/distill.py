@@ -79,9 +79,11 @@ class DistillOptions:
         self._check_files()
 
     def _check_files(self) -> None:
-        for file in (*self.prompts, self.evaluate, self.student_config, self.start, self.notes):
+        single = ("evaluate", "student_config", "start", "notes")
+        given = [("prompts", file) for file in self.prompts] + [(name, getattr(self, name)) for name in single]
+        for name, file in given:
             if file is not None and not file.exists():
-                raise ConfigurationError(f"{file}: no such file")
+                raise ConfigurationError(f"{_option(name)} {file}: no such file")
 
     def command(self, config: str | None, assignments: tuple[str, ...]) -> str:
         """The command line that asks for this, every path without its directories."""
@@ -101,7 +103,9 @@ class DistillOptions:
 def distill(
     prompts: Annotated[
         list[Path],
-        typer.Option(help="JSONL with prompts: Spec-Bench, GSM8K, Self-Instruct, chat or plain; may be repeated."),
+        typer.Option(
+            help="JSONL: Spec-Bench, GSM8K, Self-Instruct, chat, plain, or system messages alone; may be repeated."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="The directory that the draft is written to.")],
     config: ConfigOption = None,

@@ -189,6 +189,7 @@ def _facts(
         target_dtype=configuration.target.dtype,
         command=command,
         sources=tuple(path.name for path in options.prompts),
+        asks_itself=any(not prompt.turns for path in options.prompts for prompt in read_prompts(path)),
         answers=data.train,
         layers=student.layers,
         start="" if options.start is None else options.start.name,

@@ -28,7 +28,8 @@ def describe() -> str:
             name = line.partition(":")[2].strip()
             break
     memory = psutil.virtual_memory().total / 2**30
-    return f"{name}, {os.cpu_count()} cores, {memory:.0f} GiB; torch {torch.__version__}"
+    vectors = torch.backends.cpu.get_cpu_capability()
+    return f"{name}, {os.cpu_count()} cores, {vectors}, {memory:.0f} GiB; torch {torch.__version__}"
 
 
 def last_level_cache_bytes() -> int:

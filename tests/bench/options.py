@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from cluster.ingress.tokenizer import Tokenizer
 from deploy.models import Models, resolve_models
 from deploy.settings import Settings, read
 from tests.prompts import CHAT, PLAIN
+from workers.distill.prompts import read_prompts
 
 TOKENS, ANSWER_TOKENS, QUICK_TOKENS = 48, 64, 8
 FREE_PORTS = ("server.http_port=0", "server.grpc_port=0")
@@ -85,8 +85,8 @@ def own_prompts(most: int) -> list[str]:
 
 
 def file_prompts(file: Path, most: int) -> list[str]:
-    """First turns of a JSONL file in Spec-Bench's form."""
-    lines = [json.loads(line)["turns"][0] for line in file.read_text(encoding="utf-8").splitlines() if line]
+    """First turns of a file of prompts, evenly spread over it."""
+    lines = [prompt.turns[0] for prompt in read_prompts(file) if prompt.turns]
     return lines[:: max(1, len(lines) // most)][:most]
 
 
@@ -95,10 +95,10 @@ def _cycled(texts: Sequence[str], most: int) -> list[tuple[int, str]]:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    counts = tuple(int(part) for part in text.split(","))
-    if min(counts) < 1:
-        raise ValueError(text)
-    return counts
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is refused; needed whole numbers of at least 1, with commas")
+    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -> tuple[list[str], Options]:
@@ -112,7 +112,7 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
     parser.add_argument("sections", nargs="*", metavar="SECTION", help="what to measure")
     parser.add_argument("--config", help="preset or file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, for all sections")
-    parser.add_argument("--prompts", type=Path, help="JSONL with `turns`, such as Spec-Bench's")
+    parser.add_argument("--prompts", type=Path, help="JSONL with prompts, such as Spec-Bench's")
     parser.add_argument("--repeats", "--pairs", type=int, default=3, help="how often each thing is measured, in turn")
     parser.add_argument("--tokens", type=int, help="tokens per answer (default: 48, for Spec-Bench's prompts 64)")
     parser.add_argument("--per-task", type=int, default=8, help="prompts of each of Spec-Bench's tasks")

@@ -68,8 +68,10 @@ def run(options: Options) -> None:
     write(f"{plain.target.served_name}, {plain.target.dtype}; {questions.describe(options.answer_tokens)}")
     write(drafting.describe(model or drafting.ngram(options)))
     with ExitStack() as stack:
-        _open(stack, bench, options, plain, model)
+        _open(stack, bench, options, plain, model, apart=1 in batches)
         for name, house in bench.houses.items():
+            if name == AGAIN:
+                continue  # it is the same house
             some = [batch for batch in batches if batch == 1 or name in IN_BATCHES]
             drafting.warm(house, questions.prompts, options.answer_tokens, some)
         for repeat in range(options.repeats):
@@ -87,20 +89,29 @@ def run(options: Options) -> None:
     _report_batches(bench, batches)
 
 
-def _open(stack: ExitStack, bench: Bench, options: Options, plain: Configuration, model: Configuration | None) -> None:
-    """Two targets: one with all cores, one with the first; the drafter's own core is the last."""
+def _open(
+    stack: ExitStack,
+    bench: Bench,
+    options: Options,
+    plain: Configuration,
+    model: Configuration | None,
+    *,
+    apart: bool,
+) -> None:
+    """One target has all cores; `apart`, another has the first, and a drafter the last."""
     cores = houses.all_cores()
     wide = stack.enter_context(houses.target(plain, cores))
-    narrow = stack.enter_context(houses.target(plain, cores[:1]))
     ngram = drafting.ngram(options)
     opened = bench.houses
     opened[WIDE] = houses.open_house(stack, plain, wide)
-    opened[NARROW] = houses.open_house(stack, plain, narrow, opened[WIDE].draft)
     opened[LOOKUP] = houses.open_house(stack, ngram, wide)
-    drafted = model or ngram
-    own = stack.enter_context(houses.draft(drafted, cores[-1:]))
-    opened[APART] = houses.open_house(stack, drafted, narrow, own)
-    opened[LARGEST] = houses.open_house(stack, drafting.changed(drafted, controller="off"), narrow, own)
+    if apart:
+        drafted = model or ngram
+        narrow = stack.enter_context(houses.target(plain, cores[:1]))
+        own = stack.enter_context(houses.draft(drafted, cores[-1:]))
+        opened[NARROW] = houses.open_house(stack, plain, narrow, opened[WIDE].draft)
+        opened[APART] = houses.open_house(stack, drafted, narrow, own)
+        opened[LARGEST] = houses.open_house(stack, drafting.changed(drafted, controller="off"), narrow, own)
     if model is not None:
         opened[SHARED] = houses.open_house(stack, model, wide)
     opened[AGAIN] = opened[WIDE]
@@ -150,12 +161,11 @@ def _report_alone(bench: Bench) -> None:
         if batch != 1:
             continue
         plain = bench.passes[WIDE, 1, manner]
-        below = bench.plain_rates(1) if manner == GREEDY else plain.rates
         rows.append(
             [
                 f"{name}, {'greedy' if manner == GREEDY else 'sampled'}",
                 spread(passes.rates, 1),
-                spread(ratios(passes.rates, below)),
+                spread(ratios(passes.rates, plain.rates)),
                 spread(passes.committed),
                 spread([work.target_idle * 100 for work in passes.work], 0) + " %",
                 spread([work.draft_idle * 100 for work in passes.work], 0) + " %",
@@ -166,6 +176,7 @@ def _report_alone(bench: Bench) -> None:
         ("batch 1", "tokens/s", "÷ plain, all cores", "τ", "target idle", "drafter idle", "equal to plain's"),
         rows,
     )
+    write("÷ plain: the first pass of it in the same repetition")
     write(f"sampled: temperature {SAMPLED.temperature}, top-p {SAMPLED.top_p}, a seed for each prompt")
 
 
@@ -190,4 +201,5 @@ def _report_batches(bench: Bench, batches: tuple[int, ...]) -> None:
                     ]
                 )
     table(("drafts", "batch", "plain, tokens/s", "tokens/s", "÷ plain", "τ", "equal to plain's"), rows)
-    write("all have all cores; plain: the mean of a pass before and one after, each repetition the other way round")
+    write("all have all cores; plain: the mean of a pass before and one after, each repetition the other way round;")
+    write("plain, once more: one of the two ÷ the other")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cluster.core.errors import ConfigurationError
 from workers.distill.prompts import by_task, read_prompts
 
 SPEC_BENCH = Path(__file__).resolve().parents[3] / "shared" / "data" / "spec_bench.jsonl"
@@ -13,6 +14,7 @@ NAMES = {
     "qa": "question answering",
     "math_reasoning": "mathematical reasoning",
     "rag": "retrieval-augmented generation",
+    "": "prompts",
 }
 """As tables have them, where they are called otherwise."""
 
@@ -22,5 +24,9 @@ def read_tasks(file: Path | None, most: int) -> dict[str, list[str]]:
 
     Raises `ConfigurationError`, which names the file, the line and what was found there.
     """
-    tasks = by_task([prompt for prompt in read_prompts(file or SPEC_BENCH) if prompt.turns])
-    return {NAMES.get(task, task): [prompt.turns[0] for prompt in some[:most]] for task, some in tasks.items()}
+    prompts = [prompt for prompt in read_prompts(file or SPEC_BENCH) if prompt.turns]
+    if not prompts:
+        raise ConfigurationError(f"--prompts {file}: needed at least one question, found system messages alone")
+    return {
+        NAMES.get(task, task): [prompt.turns[0] for prompt in some[:most]] for task, some in by_task(prompts).items()
+    }

@@ -116,6 +116,7 @@ def test_the_first_of_every_category_comes_before_the_second(tmp_path: Path) -> 
         ('{"turns": ["a"]}\n{', "line 2: needed JSON"),
         ('{"turns": []}', "line 1: turns: needed at least one text"),
         ("[1]", "line 1: needed an object"),
+        ('{"system": "a"}', "at least one question, found system messages alone"),
     ],
 )
 def test_prompts_that_cannot_be_read_are_told_by_file_and_line(tmp_path: Path, text: str | None, words: str) -> None:
@@ -241,6 +242,16 @@ def test_speculation_shows_every_table(spec_bench_options: Options, capsys: pyte
 
 
 @pytest.mark.usefixtures("threads")
+def test_speculation_in_batches_alone_opens_no_house_for_one(
+    spec_bench_options: Options, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speculation.run(replace(spec_bench_options, batches=(4,)))
+    shown = capsys.readouterr().out
+    assert "| draft model | 4 |" in shown
+    assert "batch 1" not in shown
+
+
+@pytest.mark.usefixtures("threads")
 def test_overlap_shows_every_table_and_what_is_not_lossless(
     spec_bench_options: Options, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,8 +266,10 @@ def test_sections_are_chosen_by_name() -> None:
     assert options.parse(SECTIONS, [])[0] == list(SECTIONS)
     names, asked = options.parse(SECTIONS, ["step", "--quick", "--set", "draft.method=none"])
     assert (names, asked.repeats, asked.assignments) == (["step"], 1, ("draft.method=none",))
-    with pytest.raises(SystemExit):
-        options.parse(SECTIONS, ["sleep"])
+    assert options.parse(SECTIONS, ["speculation", "--batches", "4,8,4"])[1].batches == (4, 8)
+    for wrong in (["sleep"], ["--batches", "0"], ["--batches", "4;8"]):
+        with pytest.raises(SystemExit):
+            options.parse(SECTIONS, wrong)
 
 
 def test_a_stepped_engine_says_what_the_model_says(directory: Path) -> None:

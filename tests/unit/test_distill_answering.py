@@ -168,7 +168,7 @@ async def test_a_conversation_that_outgrows_the_context_is_left_out(
 ) -> None:
     cluster.error = InvalidRequest("prompt", 9000, "at most 8192 tokens")
 
-    assert await ask(configuration, [task("a")], tmp_path / "a.jsonl") == ()
+    assert await ask(configuration, [task("a"), task(system="Sums.", line=2)], tmp_path / "a.jsonl") == ()
 
 
 async def test_a_cluster_that_fails_ends_it_with_its_own_error(

@@ -163,7 +163,8 @@ def test_a_draft_can_be_trained_further(made: Shop) -> None:
         (("--steps", "1", "--layers", "0,3"), "layers: 3 is refused; it must be within 0 and 2"),
         (("--steps", "1", "--vocabulary-size", "321"), "vocabulary_size: 321 is refused; it must be within 1 and 320"),
         (("--steps", "1", "--start", "absent"), "--start: a draft has its layers; needed without --layers"),
-        (("--steps", "1", "--prompts", "absent.jsonl"), "absent.jsonl: no such file"),
+        (("--steps", "1", "--layers", "", "--start", "absent"), "--start absent: no such file"),
+        (("--steps", "1", "--prompts", "absent.jsonl"), "--prompts absent.jsonl: no such file"),
     ],
 )
 def test_options_that_cannot_be_followed_are_refused_at_once(

@@ -71,6 +71,11 @@ class TestReading:
 
         assert (prompt.system, prompt.turns) == ("Be brief.", ("Hi",))
 
+    def test_a_system_message_may_stand_beside_a_question(self, tmp_path: Path) -> None:
+        (prompt,) = read_prompts(write(tmp_path / "p.jsonl", {"system": "Be brief.", "question": "Why?"}))
+
+        assert (prompt.system, prompt.turns) == ("Be brief.", ("Why?",))
+
     @pytest.mark.parametrize(
         ("line", "found"),
         [
@@ -80,6 +85,8 @@ class TestReading:
                 '{"text": "a"}',
                 "one of the keys turns, messages, instruction, question, prompt, system; found ['text']",
             ),
+            ('{"system": 7}', "system: needed a text that is not empty, found 7"),
+            ('{"system": "a", "conversations": []}', "nothing beside a system message alone, found ['conversations']"),
             ('{"turns": []}', "turns: needed at least one text, found []"),
             ('{"question": 7}', "question: needed a text that is not empty, found 7"),
             ('{"prompt": " "}', "prompt: needed a text that is not empty, found ' '"),

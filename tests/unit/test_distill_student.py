@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,15 +126,15 @@ class TestMaking:
         same = student_of(target, 1, 3).own_parameters()
         assert all(torch.equal(value, same[name]) for name, value in found.own_parameters().items())
 
-    def test_a_draft_of_another_shape_is_refused(
-        self, target: PreTrainedModel, directory: Path, tmp_path: Path
-    ) -> None:
+    def test_a_draft_that_is_not_whole_is_refused(self, directory: Path, tmp_path: Path) -> None:
         draft = distilled.save(directory, tmp_path / "draft", layers=(1, 3))
-        tiny.llama(num_hidden_layers=2, intermediate_size=32).save_pretrained(tmp_path / "other")
-        plan = replace(StudentPlan.of_draft(draft), config=tmp_path / "other")
+        tiny.llama(num_hidden_layers=3, tie_word_embeddings=True).save_pretrained(draft)
 
-        with pytest.raises(ConfigurationError, match="the target has no"):
-            make_student(target, plan, 0)
+        with pytest.raises(ModelLoadError, match=r"model.safetensors lacks \['model.layers.2"):
+            StudentPlan.of_draft(draft)
+        (draft / "model.safetensors").unlink()
+        with pytest.raises(ModelLoadError, match="cannot be read"):
+            StudentPlan.of_draft(draft)
 
     @pytest.mark.parametrize(
         ("changes", "message"),

@@ -105,7 +105,7 @@ def rows(draw: st.DrawFn) -> Row:
 def cases(draw: st.DrawFn) -> Case:
     """Layers of one shape; some may have a window, and memory may give one to the others."""
     kv_heads, shared = draw(st.sampled_from([(1, 1), (3, 1), (2, 3), (1, 8), (1, 32), (2, 4)]))
-    dim = draw(st.sampled_from([8, 16, 48, 64, 80, 128]))
+    dim = draw(st.sampled_from([8, 12, 16, 20, 48, 64, 80, 128]))
     windows = draw(st.lists(st.sampled_from([None, None, 2, 7, 16, 33, 100]), min_size=1, max_size=3))
     section = KvSection(
         block_size=draw(st.sampled_from([1, 3, 4, 16, 32])),

@@ -16,7 +16,7 @@ from tests import tiny
 from workers.model import takeover
 from workers.model.loaded import LoadedModel
 from workers.model.loading import load_model
-from workers.model.native import NativeDecoder, recognise
+from workers.model.native import NativeDecoder, build, recognise
 from workers.model.pool import KvPool
 from workers.model.runner import ForwardRow, ModelRunner
 
@@ -92,6 +92,30 @@ def test_it_computes_what_transformers_computes(family: str, load: Load, tmp_pat
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("width", [(), ("-DLANES=8", "-DREGISTERS=16"), ("-DLANES=16", "-DREGISTERS=32")], ids=str)
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+def test_every_width_computes_the_same(
+    width: tuple[str, ...], dtype: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In portable C where it is not this processor's; with outputs that fill no block of any width."""
+    if width:
+        monkeypatch.setattr(build, "_FLAGS", ["-O2", "-fPIC", "-fopenmp", *width])
+    directory = tiny.save(tmp_path / "model", tiny.llama(vocab_size=99, intermediate_size=84, head_dim=10))
+    values = {"path": str(directory), "device": "cpu", "compile": "off", "compile_directory": str(tmp_path / "code")}
+    model = load_model(ModelSection.model_validate(values | {"dtype": dtype, "quantization": quantization}))
+    assert isinstance(model.native, NativeDecoder)  # a trial has held it against the modules
+    bench = Bench(model)
+
+    (alone,) = bench.logits(bench.row(TEXT, 1, BRANCHING))
+    *_, last = bench.logits(*(bench.row(TEXT[:2], 1) for _ in range(5)), bench.row(TEXT, 1, BRANCHING))
+
+    assert torch.equal(last, alone)
+    if dtype == "float32":
+        reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        with torch.inference_mode():
+            torch.testing.assert_close(alone[0], reference(torch.tensor([TEXT])).logits[0, -1], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", KNOWN)
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
 def test_no_bit_depends_on_what_else_is_in_the_step(
@@ -106,6 +130,10 @@ def test_no_bit_depends_on_what_else_is_in_the_step(
         assert torch.equal(first, alone)
         assert torch.equal(last, alone)
         bench = Bench(load(family, dtype, quantization)) if bench.pool.blocks_free < 100 else bench
+    for others in range(1, 16):  # whatever is left over when rows go through the kernels several at a time
+        bench = Bench(load(family, dtype, quantization)) if bench.pool.blocks_free < 100 else bench
+        *_, last = bench.logits(*(bench.row(TEXT[:2], 1) for _ in range(others)), bench.row(TEXT, 1))
+        assert torch.equal(last, alone)
     torch.set_num_threads(1)
     (single,) = bench.logits(bench.row(TEXT, 1))
     assert torch.equal(single, alone)

@@ -21,6 +21,8 @@ class Facts:
     command: str
     sources: Sequence[str]
     """Names of the prompt files."""
+    asks_itself: bool
+    """Whether the target wrote some of the questions."""
     answers: Sequence[Answer]
     """What was trained on."""
     layers: Sequence[int]
@@ -61,7 +63,7 @@ target alone, and only to guess: every token that a client reads is the target's
 ```
 
 Seq-KD (Kim & Rush 2016): the target itself ({facts.target_dtype}) answered the prompts, and the student learned
-what the target thought at every token that it wrote.
+what the target thought at every token that it wrote.{_who_asked(facts)}
 
 | | |
 |---|---|
@@ -86,6 +88,10 @@ The share of positions in the target's own greedy answers where the draft's firs
 def _sources(facts: Facts) -> str:
     counts = Counter(answer.key.split(":", 1)[0] for answer in facts.answers)
     return ", ".join(f"{name} ({counts[name]:,} answers)" for name in facts.sources)
+
+
+def _who_asked(facts: Facts) -> str:
+    return " Where only a system message was given, it had written the question as well." if facts.asks_itself else ""
 
 
 def _temperatures(answers: Sequence[Answer]) -> str:

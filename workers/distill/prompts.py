@@ -98,18 +98,19 @@ def schedule(
     So a short file is asked again and again while a long one is gone through once. A file's first pass is at the first
     temperature, its second at the second, and so on in a circle; a prompt is asked greedily (0) only once, unless the
     target writes it, anew each time. Of each file, `held_out` prompts or a tenth of them, whichever is less, are asked
-    once, at the first temperature. Ends when no temperature is above 0 and everything was asked.
+    once, at the first temperature. Ends when no temperature is above 0 and everything was asked; what the target
+    writes has no end.
     """
     if not temperatures or any(not 0 <= temperature <= 10 for temperature in temperatures):
         raise ConfigurationError(
             f"temperatures: {shorten(list(temperatures))} is refused; each must be within 0 and 10"
         )
     shuffled = [_shuffled(prompts, seed) for prompts in files]
-    kept = [min(held_out, len(prompts) // 10) for prompts in shuffled]
-    for least, prompts in zip(kept, shuffled, strict=True):
-        for prompt in prompts[:least]:
+    aside = [min(held_out, len(prompts) // 10) for prompts in shuffled]
+    for some, prompts in zip(aside, shuffled, strict=True):
+        for prompt in prompts[:some]:
             yield Task(prompt, 0, temperatures[0], seed, held_out=True)
-    passes = [_passes(prompts[least:], temperatures, seed) for least, prompts in zip(kept, shuffled, strict=True)]
+    passes = [_passes(prompts[some:], temperatures, seed) for some, prompts in zip(aside, shuffled, strict=True)]
     while passes:
         running = []
         for tasks in passes:
@@ -148,8 +149,16 @@ def _read_line(path: Path, number: int, line: str) -> list[Prompt]:
     for key, read in _FORMS.items():
         if key in row:
             category = row.get("category", "")
+            given = _system(row, where)
             return [
-                Prompt(path.name, number, tuple(turns), system, category if isinstance(category, str) else "", part)
+                Prompt(
+                    path.name,
+                    number,
+                    tuple(turns),
+                    given if system is None else system,
+                    category if isinstance(category, str) else "",
+                    part,
+                )
                 for part, (system, turns) in enumerate(read(row, where))
             ]
     raise ConfigurationError(f"{where}: needed one of the keys {', '.join(_FORMS)}; found {shorten(sorted(row))}")
@@ -191,8 +200,17 @@ def _messages(row: Mapping[str, Any], where: str) -> list[_Turns]:
 
 
 def _system_alone(row: Mapping[str, Any], where: str) -> list[_Turns]:
-    system = row["system"]
-    return [(None if system is None else _text(system, f"{where}: system"), [])]
+    others = row.keys() - _BESIDE_SYSTEM
+    if others:
+        raise ConfigurationError(
+            f"{where}: needed nothing beside a system message alone, found {shorten(sorted(others))}"
+        )
+    return [(None, [])]
+
+
+def _system(row: Mapping[str, Any], where: str) -> str | None:
+    system = row.get("system")
+    return None if system is None else _text(system, f"{where}: system")
 
 
 def _texts(value: object, where: str) -> list[str]:
@@ -206,6 +224,9 @@ def _text(value: object, where: str) -> str:
         raise ConfigurationError(f"{where}: needed a text that is not empty, found {shorten(value)}")
     return value
 
+
+_BESIDE_SYSTEM = {"system", "category", "question_id", "id"}
+"""What may stand in a line whose question the target writes: a conversation under another name is not to be lost."""
 
 _FORMS: dict[str, Callable[[Mapping[str, Any], str], list[_Turns]]] = {
     "turns": _turns,

@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
-from workers.model.card import VOCABULARY, WEIGHTS, read_card
+from workers.model.distilled import read_own
 
 _LAYER = re.compile(r"^(?P<before>.*\b(?:layers|h)\.)(?P<number>\d+)(?P<after>\..*)$")
 _EACH_LAYER = ("layer_types",)
@@ -37,15 +36,19 @@ class StudentPlan:
     """A `transformers` configuration of the target's vocabulary and width; `None`: the target's, with fewer layers."""
     vocabulary: tuple[int, ...] | None = None
     """The tokens it can guess, ascending; `None`: all."""
-    start: Path | None = None
-    """A draft's directory, whose weights it begins with; its layers and its configuration are this plan's."""
+    weights: Mapping[str, Tensor] | None = field(default=None, compare=False, repr=False)
+    """What it begins with, by the names of its own parameters, instead of the target's layers."""
 
     @classmethod
     def of_draft(cls, directory: Path) -> StudentPlan:
-        """A student like the draft, with its weights and vocabulary. Raises `ModelLoadError` where there is none."""
-        layers, vocabulary = read_card(directory).layers, load_file(directory / WEIGHTS).get(VOCABULARY)
+        """A student like the draft, with its weights and vocabulary. Raises `ModelLoadError` where it is not whole."""
+        try:
+            config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelLoadError(f"draft directory {str(directory)!r}: no configuration: {error}") from error
+        card, weights, vocabulary = read_own(directory, config)
         tokens = None if vocabulary is None else tuple(vocabulary.tolist())
-        return cls(layers, directory / "config.json", tokens, directory)
+        return cls(card.layers, directory / "config.json", tokens, weights)
 
 
 class Student(nn.Module):
@@ -120,12 +123,12 @@ def make_student(target: Any, plan: StudentPlan, seed: int) -> Student:
     config = _config(target.config, plan)
     torch.manual_seed(seed)
     module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    if plan.layers:
+    if plan.weights is not None:
+        module.load_state_dict(module.state_dict() | {name: value.float() for name, value in plan.weights.items()})
+    elif plan.layers:
         _copy_layers(target, module, plan.layers)
     embedding = target.get_input_embeddings().weight.detach()
     head = target.get_output_embeddings()
-    if plan.start is not None:
-        _copy_draft(plan.start, module)
     module.requires_grad_(True)
     module.get_input_embeddings().weight = nn.Parameter(embedding.float(), requires_grad=False)
     own_head = module.get_output_embeddings()
@@ -223,20 +226,6 @@ def _copy_layers(target: PreTrainedModel, module: PreTrainedModel, layers: Seque
                 f"layers: {shorten(list(layers))} is refused; the target has no {origin} of this shape"
             )
         own[name] = source[origin].float()
-    module.load_state_dict(own)
-
-
-def _copy_draft(directory: Path, module: PreTrainedModel) -> None:
-    """The draft's own weights, all of them. Raises `ConfigurationError` where they do not fit."""
-    stored = load_file(directory / WEIGHTS)
-    stored.pop(VOCABULARY, None)
-    own = module.state_dict()
-    for name, value in stored.items():
-        if name not in own or own[name].shape != value.shape:
-            raise ConfigurationError(
-                f"start {directory}: {name} of shape {tuple(value.shape)} does not fit the student"
-            )
-        own[name] = value.float()
     module.load_state_dict(own)
 
 

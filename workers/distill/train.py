@@ -66,14 +66,17 @@ class TrainingPlan:
             raise ConfigurationError(f"on_policy: {self.on_policy} is refused; it must be within 0 and 1")
 
     def fingerprint(self, student: Student) -> str:
-        """The same for a training that may go on from this one's checkpoint.
+        """The same for a training that may go on from this one's checkpoint: of the student before its first step.
 
         Its end is free to move, and answers may have been added to those it began with.
         """
         values = asdict(self) | {"steps": None, "seconds": None, "checkpoint_seconds": None}
-        shapes = {name: tuple(value.shape) for name, value in student.own_parameters().items()}
-        values |= {"layers": student.layers, "guessable": len(student.head), "shapes": shapes}
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+        found = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
+        for name, value in student.own_parameters().items():  # as it begins: from layers, at random, or from a draft
+            found.update(f"{name} {tuple(value.shape)}".encode())
+            found.update(value.detach().cpu().numpy().tobytes())
+        found.update(student.position_in_head.cpu().numpy().tobytes())
+        return found.hexdigest()[:16]
 
 
 class Training:

@@ -59,18 +59,14 @@ def read_distilled(
     Raises `ConfigurationError` without a target, and `ModelLoadError`, which names the field or the tensor, where the
     directories do not hold what the card says.
     """
-    card = read_card(directory)
     if target is None:
         raise ConfigurationError(
             f"draft.model.path: {directory.name!r} is a distilled draft, which is loaded together with its target only"
         )
+    card, tensors, vocabulary = read_own(directory, config)
     if card.target != target.name:
         logger.warning("the draft %s was distilled from %s, the target is %s", directory.name, card.target, target.name)
-    _check_config(directory, "its config.json", config, card)
     skeleton = _skeleton(config)
-    tensors = _read_tensors(directory / WEIGHTS)
-    vocabulary = _vocabulary(directory, tensors.pop(VOCABULARY, None), card)
-    _check_own(directory, tensors, skeleton)
     ends = _shared_ends(target, card)
     config = deepcopy(config)
     config.tie_word_embeddings = not any(end == "head" for end, _ in ends)
@@ -87,6 +83,21 @@ def read_distilled(
     if vocabulary is not None:
         _reduce_head(module, vocabulary)
     return Distilled(module, vocabulary)
+
+
+def read_own(
+    directory: Path, config: PreTrainedConfig
+) -> tuple[DraftCard, dict[str, torch.Tensor], torch.Tensor | None]:
+    """What a draft of this configuration has of its own: its card, its parameters, its vocabulary (see `Distilled`).
+
+    Raises `ModelLoadError`, which names the field or the tensor, where its directory does not hold what the card says.
+    """
+    card = read_card(directory)
+    _check_config(directory, "its config.json", config, card)
+    tensors = _read_tensors(directory / WEIGHTS)
+    vocabulary = _vocabulary(directory, tensors.pop(VOCABULARY, None), card)
+    _check_own(directory, tensors, _skeleton(config))
+    return card, tensors, vocabulary
 
 
 def _skeleton(config: PreTrainedConfig) -> _Skeleton:

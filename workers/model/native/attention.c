@@ -2,9 +2,9 @@
 
    One call serves all rows of a step in one layer. It stores the fresh keys and values, then lets every query attend
    to the positions it sees: the committed ones up to itself (within its window, or among the sinks), and, for a node
-   of a tree, its ancestors. Keys are taken in tiles of two vectors' lanes of positions, read straight from the pool's blocks and
-   turned, so that a query's products with them grow in the lanes of two vectors; the softmax is computed while reading
-   (Milakov and Gimelshein 2018; Dao et al. 2022), in single precision.
+   of a tree, its ancestors. Keys are taken in tiles of as many positions as two vectors have lanes, read straight from
+   the pool's blocks and turned, so that a query's products with them grow in those lanes; the softmax is computed while
+   reading (Milakov and Gimelshein 2018; Dao et al. 2022), in single precision.
 
    Work is divided by row, tile of queries and, where there is little of it, KV head: heads lie side by side in the
    pool, and whoever reads one of them is well advised to read them all. A query's sums run over its own positions, in their order, in
@@ -15,13 +15,12 @@
 
 #include "attention.h"
 
-#if defined(__AVX2__)
+#if defined(IS_AVX512) || defined(IS_AVX2)
 #include <immintrin.h>
 #endif
 
 #define HALVES 2        /* vectors of a tile */
 #define KEYS (HALVES * LANES) /* positions per tile: that many lanes */
-#define LINE 64         /* bytes of a cache line */
 #define GROUP (REGISTERS / 8) /* query vectors that share a reading of keys and values */
 #define CHAINS 2        /* sums of one product that grow side by side */
 #define WIDTH 4         /* vectors of a value that are summed side by side */
@@ -103,7 +102,7 @@ static inline float sum_of_lanes(Vector part)
 
 static inline float most_of_lanes(Vector first, Vector second)
 {
-#if defined(__AVX512F__)
+#if defined(IS_AVX512)
     return _mm512_reduce_max_ps(_mm512_max_ps((__m512)first, (__m512)second));
 #else
     float most = first[0];
@@ -116,7 +115,7 @@ static inline float most_of_lanes(Vector first, Vector second)
 /* A square of LANES vectors, rows for columns, to their half of the tile. */
 static inline void turn(const Vector *rows, float *to)
 {
-#if defined(__AVX512F__)
+#if defined(IS_AVX512)
     __m512 a[LANES], b[LANES];
     for (int i = 0; i < LANES; i += 2) {
         a[i] = _mm512_unpacklo_ps((__m512)rows[i], (__m512)rows[i + 1]);
@@ -136,7 +135,7 @@ static inline void turn(const Vector *rows, float *to)
         _mm512_storeu_ps(to + (8 + i) * KEYS, _mm512_shuffle_f32x4(p, r, 0xdd));
         _mm512_storeu_ps(to + (12 + i) * KEYS, _mm512_shuffle_f32x4(q, s, 0xdd));
     }
-#elif defined(__AVX2__)
+#elif defined(IS_AVX2)
     __m256 a[LANES], b[LANES];
     for (int i = 0; i < LANES; i += 2) {
         a[i] = _mm256_unpacklo_ps((__m256)rows[i], (__m256)rows[i + 1]);
@@ -280,10 +279,10 @@ static inline Vector full_float32(const float *from)
 
 static inline Vector full_bfloat16(const uint16_t *from)
 {
-#if defined(__AVX512F__)
+#if defined(IS_AVX512)
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
     return (Vector)_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-#elif defined(__AVX2__)
+#elif defined(IS_AVX2)
     const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
     return (Vector)_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 #else

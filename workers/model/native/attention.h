@@ -8,14 +8,22 @@
 #include <string.h>
 
 /* Vectors are as wide as the processor's registers, and sums as many as it has registers for: what does not fit is
-   written to memory and read again at every product, which is slower by an order of magnitude. */
-#if defined(__AVX512F__)
+   written to memory and read again at every product, which is slower by an order of magnitude. Other widths than the
+   processor's own are right as well, and slow. */
+#if !defined(LANES) && defined(__AVX512F__)
 #define LANES 16    /* floats of a vector */
 #define REGISTERS 32
-#else
+#elif !defined(LANES)
 #define LANES 8
 #define REGISTERS 16
 #endif
+
+#if defined(__AVX512F__) && LANES == 16
+#define IS_AVX512 1
+#elif defined(__AVX2__) && LANES == 8
+#define IS_AVX2 1
+#endif
+#define LINE 64     /* bytes of a cache line */
 
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4)));
 

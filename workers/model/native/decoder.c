@@ -16,11 +16,11 @@
 
 #include "attention.h"
 
-#if defined(__AVX2__)
+#if defined(IS_AVX512) || defined(IS_AVX2)
 #include <immintrin.h>
 #endif
 
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#if defined(IS_AVX512) && defined(__AVX512BF16__)
 #define HAS_BFLOAT16_PRODUCTS 1
 #else
 #define HAS_BFLOAT16_PRODUCTS 0
@@ -33,8 +33,7 @@
 #define ROWS 6
 #endif
 #define PATIENCE 4000 /* turns that a thread waits for the others before it lets somebody else run */
-#define LINE 64      /* bytes of a cache line */
-#define AHEAD 8192   /* bytes of weights to ask for in advance: with many rows the processor itself looks less far */
+#define AHEAD 8192   /* bytes of weights to ask for in advance: the more rows, the less far the processor itself looks */
 
 typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4)));
 
@@ -167,13 +166,13 @@ typedef struct {
 INLINE Foresight foresight(const void *weights, int64_t bytes, int64_t pace, int64_t reading, int64_t readings)
 {
     if (readings == 1) return (Foresight){(const char *)weights + AHEAD, pace};
-    return (Foresight){(const char *)weights + bytes + reading * bytes / readings, pace / readings};
+    return (Foresight){(const char *)weights + bytes + reading * bytes / readings, (pace + readings - 1) / readings};
 }
 
 INLINE void foresee(Foresight *next)
 {
     __builtin_prefetch(next->at, 0, 3);
-    if (COLUMNS * sizeof(float) > LINE) __builtin_prefetch(next->at + LINE, 0, 3);
+    if (next->pace > LINE) __builtin_prefetch(next->at + LINE, 0, 3);
     next->at += next->pace;
 }
 
@@ -195,9 +194,9 @@ INLINE void rows_float32(const Matrix *matrix, const float *x, const Tile *tile,
 
 INLINE Vector widen_bytes(const int8_t *from)
 {
-#if defined(__AVX512F__)
+#if defined(IS_AVX512)
     return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
-#elif defined(__AVX2__)
+#elif defined(IS_AVX2)
     return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
 #else
     Vector wide;
