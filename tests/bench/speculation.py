@@ -197,9 +197,10 @@ def _report_batches(bench: Bench, batches: tuple[int, ...]) -> None:
                         spread(passes.rates, 1),
                         spread(ratios(passes.rates, below)),
                         spread(passes.committed),
+                        spread([work.draft_idle * 100 for work in passes.work], 0) + " %",
                         passes.equal(plain),
                     ]
                 )
-    table(("drafts", "batch", "plain, tokens/s", "tokens/s", "÷ plain", "τ", "equal to plain's"), rows)
+    table(("drafts", "batch", "plain, tokens/s", "tokens/s", "÷ plain", "τ", "drafter idle", "equal to plain's"), rows)
     write("all have all cores; plain: the mean of a pass before and one after, each repetition the other way round;")
     write("plain, once more: one of the two ÷ the other")
