@@ -56,6 +56,8 @@ class _Data:
     train: tuple[Answer, ...]
     held_out: tuple[Answer, ...]
     evaluation: tuple[Answer, ...]
+    asks_itself: bool
+    """Whether the target wrote some of the questions to train on."""
 
 
 def run(settings: Settings, options: DistillOptions, command: str) -> None:
@@ -66,10 +68,11 @@ def run(settings: Settings, options: DistillOptions, command: str) -> None:
     with notices.status("looking") as status:
         models = resolve_models(settings.configuration, settings.cache_directory, status.update)
     configuration = models.configuration
-    check_student(models.target, _student_plan(options), options.vocabulary_size)
+    student_plan = _student_plan(options)
+    check_student(models.target, student_plan, options.vocabulary_size)
     data = _answers(configuration, options, files)
     target = load_target(models.target, choose_device(options.device, 0))
-    student = _student(target, options, data, models.target)
+    student = _student(target, student_plan, options, data, models.target)
     progress = _train(student, data, plan, options, target if plan.on_policy else None)
     counts = {
         name: agreement(student, answers, options.batch_tokens, length, options.precision == "bfloat16")
@@ -106,6 +109,7 @@ def _answers(configuration: Configuration, options: DistillOptions, files: Seque
         tuple(answer for answer in answers if not answer.held_out and answer.answer),
         tuple(answer for answer in answers if answer.held_out and answer.answer),
         tuple(answer for answer in read_answers(options.work / EVALUATION) if answer.key in keys) if keys else (),
+        any(not prompt.turns for prompts in files for prompt in prompts),
     )
 
 
@@ -124,8 +128,9 @@ def _for_many(configuration: Configuration) -> Configuration:
     return configuration.model_copy(update={"scheduler": scheduler.model_copy(update={"max_sequences": many})})
 
 
-def _student(target: PreTrainedModel, options: DistillOptions, data: _Data, directory: Path) -> Student:
-    plan = _student_plan(options)
+def _student(
+    target: PreTrainedModel, plan: StudentPlan, options: DistillOptions, data: _Data, directory: Path
+) -> Student:
     if options.vocabulary_size is not None:
         answers = (answer.answer for answer in data.train)
         always, size = end_of_sequence_ids(directory), int(target.config.vocab_size)
@@ -189,7 +194,7 @@ def _facts(
         target_dtype=configuration.target.dtype,
         command=command,
         sources=tuple(path.name for path in options.prompts),
-        asks_itself=any(not prompt.turns for path in options.prompts for prompt in read_prompts(path)),
+        asks_itself=data.asks_itself,
         answers=data.train,
         layers=student.layers,
         start="" if options.start is None else options.start.name,

@@ -13,8 +13,8 @@ from cluster.ingress.chat_template import Message
 from cluster.ingress.tokenizer import Tokenizer
 from deploy.models import Models, resolve_models
 from deploy.settings import Settings, read
+from tests.bench.tasks import read_questions
 from tests.prompts import CHAT, PLAIN
-from workers.distill.prompts import read_prompts
 
 TOKENS, ANSWER_TOKENS, QUICK_TOKENS = 48, 64, 8
 FREE_PORTS = ("server.http_port=0", "server.grpc_port=0")
@@ -85,8 +85,8 @@ def own_prompts(most: int) -> list[str]:
 
 
 def file_prompts(file: Path, most: int) -> list[str]:
-    """First turns of a file of prompts, evenly spread over it."""
-    lines = [prompt.turns[0] for prompt in read_prompts(file) if prompt.turns]
+    """First turns of a file of prompts, evenly spread over it. Raises `ConfigurationError`, which names the file."""
+    lines = [prompt.turns[0] for prompt in read_questions(file)]
     return lines[:: max(1, len(lines) // most)][:most]
 
 

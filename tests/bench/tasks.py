@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cluster.core.errors import ConfigurationError
-from workers.distill.prompts import by_task, read_prompts
+from workers.distill.prompts import Prompt, by_task, read_prompts
 
 SPEC_BENCH = Path(__file__).resolve().parents[3] / "shared" / "data" / "spec_bench.jsonl"
 CONVERSATION = "multi-turn conversation"
@@ -24,9 +24,13 @@ def read_tasks(file: Path | None, most: int) -> dict[str, list[str]]:
 
     Raises `ConfigurationError`, which names the file, the line and what was found there.
     """
-    prompts = [prompt for prompt in read_prompts(file or SPEC_BENCH) if prompt.turns]
+    tasks = by_task(read_questions(file or SPEC_BENCH))
+    return {NAMES.get(task, task): [prompt.turns[0] for prompt in some[:most]] for task, some in tasks.items()}
+
+
+def read_questions(file: Path) -> list[Prompt]:
+    """The prompts of a file that say what is asked. Raises `ConfigurationError` where there are none."""
+    prompts = [prompt for prompt in read_prompts(file) if prompt.turns]
     if not prompts:
         raise ConfigurationError(f"--prompts {file}: needed at least one question, found system messages alone")
-    return {
-        NAMES.get(task, task): [prompt.turns[0] for prompt in some[:most]] for task, some in by_task(prompts).items()
-    }
+    return prompts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Self
@@ -9,7 +10,7 @@ from typing import Self
 import pytest
 
 from cluster.core.config import Configuration, load
-from cluster.core.errors import InvalidRequest, NotReady, PilotfishError
+from cluster.core.errors import ConfigurationError, InvalidRequest, NotReady, PilotfishError
 from cluster.ingress.chat_template import Message
 from cluster.ingress.tokenizer import Tokenizer
 from deploy import answering
@@ -129,6 +130,16 @@ async def test_without_a_question_the_target_writes_in_the_users_place_first(
     inventing = [request for request in cluster.requests if request.sampling.temperature == 1]
     assert [tuple(request.token_ids.ids) for request in inventing] == [tokenizer.encode("system: Sums.\nuser: ")] * 2
     assert len({request.sampling.seed for request in inventing}) == 2  # the same words before, another question
+
+
+async def test_a_template_that_changes_what_users_say_cannot_be_written_into(
+    cluster: FakeCluster, configuration: Configuration, directory: Path, tmp_path: Path
+) -> None:
+    loud = shutil.copytree(directory, tmp_path / "loud")
+    (loud / "chat_template.jinja").write_text(TEMPLATE.replace("message['content']", "message['content'] | upper"))
+
+    with pytest.raises(ConfigurationError, match="the chat template changes what the user says"):
+        await ask(load({}, {"target.path": str(loud)}), [task()], tmp_path / "a.jsonl")
 
 
 async def test_what_the_target_thought_is_kept_of_answers_to_train_on(

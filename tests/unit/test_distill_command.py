@@ -11,7 +11,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from cluster.core.errors import ConfigurationError
@@ -143,7 +142,8 @@ def test_a_draft_can_be_trained_further(made: Shop) -> None:
     assert further.run("--steps", "1", "--layers", "", "--start", str(made.draft), "--learning-rate", "1e-9") == 0
 
     after = load_file(further.draft / "model.safetensors")
-    torch.testing.assert_close({name: after[name] for name in before}, before, rtol=0, atol=1e-2)
+    assert after.keys() == before.keys()
+    assert all(value.equal(after[name]) for name, value in before.items())  # so small a step is below bfloat16
     card = (further.draft / "README.md").read_text()
     assert "It began as layers 0, 2 of the target, and was draft before." in card
     assert "--start draft" in card

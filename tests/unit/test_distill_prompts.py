@@ -86,6 +86,10 @@ class TestReading:
                 "one of the keys turns, messages, instruction, question, prompt, system; found ['text']",
             ),
             ('{"system": 7}', "system: needed a text that is not empty, found 7"),
+            (
+                '{"system": "a", "messages": [{"role": "system", "content": "b"}, {"role": "user", "content": "c"}]}',
+                "needed one system message, found two",
+            ),
             ('{"system": "a", "conversations": []}', "nothing beside a system message alone, found ['conversations']"),
             ('{"turns": []}', "turns: needed at least one text, found []"),
             ('{"question": 7}', "question: needed a text that is not empty, found 7"),

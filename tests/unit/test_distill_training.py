@@ -153,6 +153,17 @@ class TestTraining:
         with pytest.raises(ConfigurationError, match=r"checkpoint .*other settings"):
             train(target, answers, tmp_path, plan(steps=2, learning_rate=1e-4))
 
+    @pytest.mark.parametrize("layers", [(0, 1), (0, 2)])
+    def test_a_checkpoint_of_another_beginning_is_refused(
+        self, target: PreTrainedModel, answers: tuple[Answer, ...], tmp_path: Path, layers: tuple[int, ...]
+    ) -> None:
+        """Other layers of the same shapes, or as many other tokens."""
+        train(target, answers, tmp_path, plan(steps=2), student_of(target, (2, 3, 4)))
+        other = make_student(target, StudentPlan(layers, vocabulary=(2, 3, 5) if layers == (0, 2) else (2, 3, 4)), 0)
+
+        with pytest.raises(ConfigurationError, match=r"checkpoint .*other settings"):
+            train(target, answers, tmp_path, plan(steps=2), other)
+
     def test_only_the_students_own_weights_change(
         self, target: PreTrainedModel, answers: tuple[Answer, ...], tmp_path: Path
     ) -> None:

@@ -149,7 +149,9 @@ def _read_line(path: Path, number: int, line: str) -> list[Prompt]:
     for key, read in _FORMS.items():
         if key in row:
             category = row.get("category", "")
-            given = _system(row, where)
+            given, parts = _system(row, where), read(row, where)
+            if given is not None and any(system is not None for system, _ in parts):
+                raise ConfigurationError(f"{where}: needed one system message, found two")
             return [
                 Prompt(
                     path.name,
@@ -159,7 +161,7 @@ def _read_line(path: Path, number: int, line: str) -> list[Prompt]:
                     category if isinstance(category, str) else "",
                     part,
                 )
-                for part, (system, turns) in enumerate(read(row, where))
+                for part, (system, turns) in enumerate(parts)
             ]
     raise ConfigurationError(f"{where}: needed one of the keys {', '.join(_FORMS)}; found {shorten(sorted(row))}")
 
