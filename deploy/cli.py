@@ -20,8 +20,8 @@ from rich.table import Table
 
 from cluster.core.config import Configuration
 from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishError
-from deploy.acceptance import NOT_LOSSLESS, is_lossless
-from deploy.distill import distill
+from deploy.commands.distill import distill
+from deploy.lossless import NOT_LOSSLESS, is_lossless
 from deploy.placement import Placement, Resources
 from deploy.settings import read
 
@@ -109,7 +109,7 @@ def serve(config: ConfigOption = None, assignments: SetOption = None) -> None:
     """Start the cluster and keep it up until SIGTERM or Ctrl-C, then drain and stop everything."""
     settings = read(config, assignments or ())
     raise_on_signals()
-    from deploy.running import ServeCluster
+    from deploy.ray.serve_cluster import ServeCluster
 
     with notices.status("starting") as status:
         cluster = ServeCluster(settings, status.update)
@@ -147,10 +147,10 @@ def generate(
     if server is not None and in_process:
         raise ConfigurationError("--server and --in-process: needed one of them, found both")
     settings = read(config, assignments or ())
-    from deploy import asking
+    from deploy.commands import generate
 
-    request = asking.Question(prompt, raw, max_tokens, temperature, seed)
-    asyncio.run(asking.ask(settings, request, server, in_process, _write, _notice))
+    request = generate.Question(prompt, raw, max_tokens, temperature, seed)
+    asyncio.run(generate.ask(settings, request, server, in_process, _write, _notice))
 
 
 @cli.command()
@@ -158,7 +158,7 @@ def demo(config: ConfigOption = None, assignments: SetOption = None) -> None:
     """Stream one answer through the whole cluster, marked by who wrote what, then compare with plain decoding."""
     settings = read(config, assignments or ())
     raise_on_signals()
-    from deploy.demo import run
+    from deploy.commands.demo import run
 
     run(settings, output, notices)
 

@@ -48,7 +48,7 @@ def _resolve(section: ModelSection, cache_directory: Path, report: Report) -> Pa
         return _shipped(section.path)
     report(f"finding {section.path} (fetched or converted the first time)")
     # Imported here: torch and transformers take seconds, and most commands end before they need them.
-    from workers.model.weights import resolve_model_directory
+    from workers.model.model_files import resolve_model_directory
 
     return resolve_model_directory(section.path, cache_directory, section.revision)
 

@@ -13,7 +13,7 @@ from typing import Any
 from cluster.core.config import Configuration, DraftSection, PoolSection, ServerSection
 from cluster.core.errors import ConfigurationError, shorten
 from deploy.placement import Placement, Resources, RolePlacement
-from workers.model.card import is_distilled, read_card
+from workers.model.draft_card import is_distilled, read_card
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -50,7 +50,7 @@ def machine_problems(configuration: Configuration, placement: Placement, resourc
 
 def method_problems(draft: DraftSection) -> Iterator[Problem]:
     """A drafting method that nobody registered."""
-    from workers.draft.method import names  # imports every method, and torch with them
+    from workers.draft.registry import names
 
     if draft.method not in names():
         nearest = difflib.get_close_matches(draft.method, names(), n=1, cutoff=0.0)[0]

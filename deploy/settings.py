@@ -48,7 +48,7 @@ def read(
 
 
 def from_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Settings:
-    """Settings from the arguments of `serve run deploy.app:build_app config=cpu target.dtype=bfloat16`.
+    """Settings from the arguments of `serve run deploy.ray.application:build_app config=cpu target.dtype=bfloat16`.
 
     `config` names a preset or a file; every other key is a setting, dotted or nested; strings are read
     as YAML. Raises `ConfigurationError`.

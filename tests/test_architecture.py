@@ -19,7 +19,7 @@ FAULTS = {
         "import cluster.coordinator",
         "Workers know the core",
     ),
-    "a sibling imports its sibling": ("workers/sampling/fault.py", "import workers.model", "The rooms, high to low"),
+    "a sibling imports its sibling": ("workers/sampling/fault.py", "import workers.kv", "The rooms, high to low"),
     "the control plane imports torch": (
         "cluster/ingress/fault.py",
         "import torch",
@@ -31,7 +31,7 @@ FAULTS = {
         "The control plane computes nothing",
     ),
     "the data plane imports deploy": ("workers/serve/fault.py", "import deploy", "The rooms, high to low"),
-    "the target imports Ray": ("workers/target/fault.py", "import ray", "Ray places; it never carries a token"),
+    "the target imports Ray": ("workers/verify/fault.py", "import ray", "Ray places; it never carries a token"),
     "the core reads the clock": ("cluster/core/fault.py", "import time", "The core is pure"),
     "the loop speaks protobuf": ("cluster/coordinator/fault.py", "import pilotfish.v1", "Protobuf stays in the wire"),
 }

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from cluster.core.errors import InvalidRequest
-from cluster.core.types import BeamParameters, EarlyStopping, FinishReason
+from cluster.core.request import BeamParameters, EarlyStopping, FinishReason
 
 Candidate = tuple[int, float]
 """A token and its natural log-probability after the beam's tokens."""

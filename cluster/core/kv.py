@@ -91,3 +91,12 @@ class KvLayout:
             middle = (low + high) // 2
             low, high = (middle, high) if self.peak(middle, step_tokens) <= blocks_total else (low, middle)
         return low
+
+
+@dataclass(frozen=True, slots=True)
+class KvOccupancy:
+    """The target's paged pool, in blocks."""
+
+    blocks_total: int
+    blocks_free: int
+    """Blocks that no sequence holds; what the prefix cache keeps in them gives way."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
-from cluster.core.types import DraftRow, OpenResult, OpenRow, Proposal, StepBatch, StepResult, TargetInfo
+from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
 
 
 class Drafter(Protocol):

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.core.config import SchedulerSection
+from cluster.core.drafting import NO_DRAFT, DraftBudget
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
-from cluster.core.kv import KvLayout
-from cluster.core.types import NO_DRAFT, DraftBudget, KvOccupancy
+from cluster.core.kv import KvLayout, KvOccupancy
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
-from cluster.core.types import (
-    Commit,
-    FinishReason,
-    GenerationRequest,
-    RowFaultCode,
-    SequenceStart,
-    Usage,
-    Verdict,
-)
+from cluster.core.request import Commit, FinishReason, GenerationRequest, SequenceStart, Usage
+from cluster.core.verification import RowFaultCode, Verdict
 
 
 class Sequence:

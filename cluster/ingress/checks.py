@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from cluster.core.errors import InvalidRequest
-from cluster.core.types import TargetInfo
+from cluster.core.verification import TargetInfo
 
 
 def integer(field: str, value: int, low: int, high: int) -> int:

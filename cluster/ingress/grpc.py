@@ -10,9 +10,9 @@ from typing import Any, Protocol, TypeAlias
 
 import grpc
 
-from cluster.core.types import FinishReason, TokenLogprobs, Usage
-from cluster.ingress.answer import Delta, Event, Finished, Started
-from cluster.ingress.generation import Generation, ServedModel
+from cluster.core.request import FinishReason, TokenLogprobs, Usage
+from cluster.ingress.service import Generation, ServedModel
+from cluster.ingress.text.output import Delta, Event, Finished, Started
 from pilotfish.v1 import common_pb2, generation_pb2, generation_pb2_grpc, operations_pb2, operations_pb2_grpc
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

@@ -20,8 +20,9 @@ from cluster.core.errors import PilotfishError, WorkerUnavailable
 from cluster.ingress.asgi import EventStream, NamedRequests, read_body, timeout_of, while_connected
 from cluster.ingress.client import Client
 from cluster.ingress.merge import merge
-from cluster.ingress.openai import ChatRequest, CompletionRequest, Parameters, parse
-from cluster.ingress.openai_answers import (
+from cluster.ingress.openai.errors import Failure, failure
+from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters, parse
+from cluster.ingress.openai.responses import (
     ChatShape,
     Choice,
     CompletionShape,
@@ -36,8 +37,7 @@ from cluster.ingress.openai_answers import (
     usage,
     whole_choice,
 )
-from cluster.ingress.openai_errors import Failure, failure
-from cluster.ingress.translate import chat_request, completion_requests, seed_of
+from cluster.ingress.openai.translate import chat_request, completion_requests, seed_of
 from pilotfish.v1 import generation_pb2
 
 logger = logging.getLogger(__name__)

@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from cluster.core.bounds import MAX_TREE_NODES
 from cluster.core.config import LimitsSection
 from cluster.core.errors import InvalidRequest, UnknownModel
 from cluster.core.ids import RequestId
-from cluster.core.types import GenerationRequest, SamplingParameters, StoppingCriteria, TargetInfo
-from cluster.ingress.chat_template import Message
+from cluster.core.request import GenerationRequest, SamplingParameters, StoppingCriteria
+from cluster.core.verification import TargetInfo
+from cluster.ingress.answer_count import Plurality, plurality
 from cluster.ingress.checks import bad_token, integer, number, text, tokens
-from cluster.ingress.plurality import Plurality, plurality
-from cluster.wire.bounds import MAX_TREE_NODES
+from cluster.ingress.text.chat_template import Message
 from pilotfish.v1 import common_pb2, generation_pb2
 
 MAX_TOP_K = 2**20

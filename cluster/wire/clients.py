@@ -10,6 +10,8 @@ from uuid import uuid4
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.core.bounds import MAX_MESSAGE_BYTES
+from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.errors import (
     DeadlineExceeded,
     DrafterUnavailable,
@@ -19,10 +21,16 @@ from cluster.core.errors import (
     TargetUnavailable,
 )
 from cluster.core.ids import SequenceId
-from cluster.core.types import DraftRow, OpenResult, OpenRow, Proposal, StepBatch, StepResult, TargetInfo
-from cluster.wire import codec
-from cluster.wire.bounds import MAX_MESSAGE_BYTES
-from cluster.wire.channel import open_channel
+from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
+from cluster.wire.codec_draft import decode_proposals, encode_draft_rows
+from cluster.wire.codec_target import (
+    decode_open_result,
+    decode_step_result,
+    decode_target_info,
+    encode_open_rows,
+    encode_step_batch,
+)
+from cluster.wire.connection import open_channel
 from cluster.wire.status import from_rpc_error
 from pilotfish.v1 import (
     draft_pb2,
@@ -164,9 +172,9 @@ class GrpcDrafter:
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
         """See the port. Late is `DrafterUnavailable` too."""
-        answer = await self._call(self._propose, codec.encode_draft_rows(rows, self._client), timeout_seconds)
+        answer = await self._call(self._propose, encode_draft_rows(rows, self._client), timeout_seconds)
         try:
-            return codec.decode_proposals(answer)
+            return decode_proposals(answer)
         except InvalidRequest as error:
             raise DrafterUnavailable(f"the drafter's answer is refused: {error}") from error
 
@@ -207,17 +215,17 @@ class GrpcTarget:
     async def open(self, rows: Sequence[OpenRow]) -> OpenResult:
         """See the port."""
         stub = await self._stub()
-        answer = await self._call(stub.Open, codec.encode_open_rows(rows), self._step_timeout_seconds)
+        answer = await self._call(stub.Open, encode_open_rows(rows), self._step_timeout_seconds)
         try:
-            return codec.decode_open_result(answer)
+            return decode_open_result(answer)
         except InvalidRequest as error:
             raise TargetUnavailable(f"the target's answer is refused: {error}") from error
 
     async def step(self, batch: StepBatch) -> StepResult:
         """See the port."""
-        answer = await self._call(self._step, codec.encode_step_batch(batch), self._step_timeout_seconds)
+        answer = await self._call(self._step, encode_step_batch(batch), self._step_timeout_seconds)
         try:
-            return codec.decode_step_result(answer)
+            return decode_step_result(answer)
         except InvalidRequest as error:
             raise TargetUnavailable(f"the target's answer is refused: {error}") from error
 
@@ -238,7 +246,7 @@ class GrpcTarget:
         stub = await self._stub()
         answer = await self._call(stub.GetInfo, target_pb2.TargetServiceGetInfoRequest(), _QUICK_SECONDS)
         try:
-            return codec.decode_target_info(answer)
+            return decode_target_info(answer)
         except InvalidRequest as error:
             raise TargetUnavailable(f"the target's answer is refused: {error}") from error
 

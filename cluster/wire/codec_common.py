@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cluster.core import bounds
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
+from cluster.core.request import SamplingParameters, SequenceStart, TokenLogprobs
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from cluster.core.types import (
-    RowFault,
-    RowFaultCode,
-    SamplingParameters,
-    SequenceStart,
-    TokenLogprobs,
-)
-from cluster.wire import bounds
+from cluster.core.verification import RowFault, RowFaultCode
 from pilotfish.v1 import common_pb2 as pb
 
 _FAULTS = {

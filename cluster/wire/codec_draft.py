@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cluster.core import bounds
+from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
 from cluster.core.tree import ROOT, TokenTree
-from cluster.core.types import DraftBudget, DraftRow, Proposal
-from cluster.wire import bounds
 from cluster.wire.codec_common import (
     decode_fault,
     decode_start,

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
 
+from cluster.core import bounds
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
-from cluster.core.kv import KvGroup, KvLayout
-from cluster.core.types import (
-    KvOccupancy,
+from cluster.core.kv import KvGroup, KvLayout, KvOccupancy
+from cluster.core.verification import (
     OpenResult,
     OpenRow,
     StepBatch,
@@ -20,7 +20,6 @@ from cluster.core.types import (
     Verdict,
     VerifyRow,
 )
-from cluster.wire import bounds
 from cluster.wire.codec_common import (
     decode_fault,
     decode_logprobs,

@@ -16,9 +16,9 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from cluster.core.bounds import MAX_MESSAGE_BYTES
 from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishError
-from cluster.wire.bounds import MAX_MESSAGE_BYTES
-from cluster.wire.channel import message_options
+from cluster.wire.connection import message_options
 from cluster.wire.status import to_status
 
 logger = logging.getLogger(__name__)

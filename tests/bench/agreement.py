@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cluster.core.drafting import DraftBudget, DraftRow
 from cluster.core.ids import SequenceId
-from cluster.core.types import DraftBudget, DraftRow, SamplingParameters, SequenceStart
+from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.wire.clients import GrpcDrafter
-from deploy.frontend import fixed
+from deploy.coordinator_server import fixed
 
 ONE = DraftBudget(max_nodes=1, max_depth=1)
 PATIENCE_SECONDS = 60.0

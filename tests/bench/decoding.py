@@ -9,11 +9,12 @@ from contextlib import contextmanager
 
 from cluster.core.config import TargetSection
 from cluster.core.ids import SequenceId
+from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from cluster.core.types import SamplingParameters, SequenceStart, StepBatch, Verdict, VerifyRow
+from cluster.core.verification import StepBatch, Verdict, VerifyRow
 from tests.bench.report import Stopwatch
-from workers.target.engine import TargetEngine
-from workers.target.ranks import build_engine
+from workers.verify.engine import TargetEngine
+from workers.verify.ranks import build_engine
 
 GREEDY = SamplingParameters(temperature=0.0)
 

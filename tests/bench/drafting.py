@@ -9,9 +9,9 @@ from pathlib import Path
 
 from cluster.core.config import Configuration
 from cluster.core.errors import ModelLoadError
-from cluster.ingress.chat_template import Message
-from tests.bench.asking import Answers, Manner, ask_all
-from tests.bench.houses import House, Work
+from cluster.ingress.text.chat_template import Message
+from tests.bench.client import Answers, Manner, ask_all
+from tests.bench.clusters import House, Work
 from tests.bench.options import Options
 from tests.bench.report import write
 from tests.bench.tasks import read_tasks

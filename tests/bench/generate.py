@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.bench.asking import Answer, Answers
+from tests.bench.client import Answer, Answers
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PAD = 0

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from cluster.wire.clients import GenerationClient
-from deploy.local import LocalCluster
-from tests.bench.asking import Answer, ask, connected
+from deploy.local.local_cluster import LocalCluster
+from tests.bench.client import Answer, ask, connected
 from tests.bench.options import Options
 from tests.bench.report import heading, percentile, ratios, spread, table, write
 

@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 
 from cluster.core.config import Configuration
-from cluster.ingress.chat_template import Message
-from cluster.ingress.tokenizer import Tokenizer
+from cluster.ingress.text.chat_template import Message
+from cluster.ingress.text.tokenizer import Tokenizer
 from deploy.models import Models, resolve_models
 from deploy.settings import Settings, read
 from tests.bench.tasks import read_questions
-from tests.prompts import CHAT, PLAIN
+from tests.support.prompts import CHAT, PLAIN
 
 TOKENS, ANSWER_TOKENS, QUICK_TOKENS = 48, 64, 8
 FREE_PORTS = ("server.http_port=0", "server.grpc_port=0")

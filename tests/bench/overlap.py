@@ -10,11 +10,11 @@ import statistics
 from contextlib import ExitStack
 
 from cluster.core.config import Configuration
-from deploy.acceptance import NOT_LOSSLESS
-from tests.bench import drafting, houses, theory
-from tests.bench.asking import Manner
+from deploy.lossless import NOT_LOSSLESS
+from tests.bench import clusters, drafting, theory
+from tests.bench.client import Manner
+from tests.bench.clusters import House
 from tests.bench.drafting import Passes, Questions
-from tests.bench.houses import House
 from tests.bench.options import Options
 from tests.bench.report import heading, ratios, spread, table, write
 
@@ -66,15 +66,15 @@ def _with_model(options: Options, questions: Questions) -> None:
 
 def _open(stack: ExitStack, base: Configuration) -> dict[str, House]:
     """One target on the first core; a drafter for each mode on the last."""
-    cores = houses.all_cores()
-    target = stack.enter_context(houses.target(base, cores[:1]))
-    opened = {"plain": houses.open_house(stack, drafting.changed(base, method="none", model=None), target)}
+    cores = clusters.all_cores()
+    target = stack.enter_context(clusters.target(base, cores[:1]))
+    opened = {"plain": clusters.open_house(stack, drafting.changed(base, method="none", model=None), target)}
     for mode in MODES:
         configuration = drafting.changed(base, mode=mode)
-        drafter = stack.enter_context(houses.draft(configuration, cores[-1:]))
-        opened[mode] = houses.open_house(stack, configuration, target, drafter)
+        drafter = stack.enter_context(clusters.draft(configuration, cores[-1:]))
+        opened[mode] = clusters.open_house(stack, configuration, target, drafter)
     halves = drafting.changed(base, mode=MODES[-1], alternate="on")
-    opened[ALTERNATE] = houses.open_house(stack, halves, target, opened[MODES[-1]].draft)
+    opened[ALTERNATE] = clusters.open_house(stack, halves, target, opened[MODES[-1]].draft)
     return opened
 
 
@@ -146,8 +146,8 @@ class _Experiment:
         """One for each cost."""
         costless = self._configuration("serial", 0.0)
         with ExitStack() as stack:
-            target = stack.enter_context(houses.target(costless, houses.all_cores()))
-            free = houses.open_house(stack, costless, target)
+            target = stack.enter_context(clusters.target(costless, clusters.all_cores()))
+            free = clusters.open_house(stack, costless, target)
             plain, undelayed = Passes(), Passes()
             drafting.warm(free, self._prompts, self._options.answer_tokens, (1,))
             for _ in range(self._options.repeats):
@@ -158,11 +158,11 @@ class _Experiment:
             costs = QUICK_COSTS if self._options.quick else COSTS
             return [self._row(target, free, cost, step, overhead) for cost in costs]
 
-    def _row(self, target: houses.Process, free: House, cost: float, step: float, overhead: float) -> list[str]:
+    def _row(self, target: clusters.Process, free: House, cost: float, step: float, overhead: float) -> list[str]:
         """Plain, serial and run-ahead in turn."""
         plain, serial, ahead = Passes(), Passes(), Passes()
         with ExitStack() as stack:
-            opened = [houses.open_house(stack, self._configuration(mode, cost * step), target) for mode in MODES[:2]]
+            opened = [clusters.open_house(stack, self._configuration(mode, cost * step), target) for mode in MODES[:2]]
             for house in opened:
                 drafting.warm(house, self._prompts, self._options.answer_tokens, (1,))
             for _ in range(self._options.repeats):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from deploy.local import LocalCluster
-from tests.bench.asking import ask, connected
+from deploy.local.local_cluster import LocalCluster
+from tests.bench.client import ask, connected
 from tests.bench.decoding import Decoding, decoding
 from tests.bench.options import Options
 from tests.bench.report import heading, ratios, spread, table, write

@@ -66,7 +66,7 @@ def _live(
 
     from tests.bench.decoding import Decoding
     from workers.model import loading
-    from workers.target import ranks
+    from workers.verify import ranks
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
     ranks.join(section, rank, "127.0.0.1", port)

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from cluster.core.config import Configuration
+from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
-from cluster.core.types import DraftRow, Proposal
 from cluster.wire.clients import GrpcDrafter, GrpcTarget
-from deploy.frontend import Frontend, fixed
+from deploy.coordinator_server import Frontend, fixed
 
 LOOPBACK = "127.0.0.1"
 Tell = Callable[[], dict[str, float]]
@@ -124,8 +124,8 @@ async def live(role: Role) -> None:
 
 
 async def _start_target(role: Role, configuration: Configuration, stack: AsyncExitStack) -> tuple[str, Tell]:
-    from workers.serve.hosting import host_target  # torch, which the front never needs
-    from workers.target.ranks import build_engine
+    from workers.serve.worker_server import host_target
+    from workers.verify.ranks import build_engine
 
     _set_threads(role.threads)
     engine = Timed(await asyncio.to_thread(build_engine, configuration.target), ("step",))
@@ -134,8 +134,8 @@ async def _start_target(role: Role, configuration: Configuration, stack: AsyncEx
 
 
 async def _start_draft(role: Role, configuration: Configuration, stack: AsyncExitStack) -> tuple[str, Tell]:
-    from workers.draft.method import create
-    from workers.serve.hosting import host_draft
+    from workers.draft.registry import create
+    from workers.serve.worker_server import host_draft
 
     draft = configuration.draft
     if draft.model is not None:  # who only looks up needs no torch

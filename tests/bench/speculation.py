@@ -12,11 +12,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from cluster.core.config import Configuration
-from tests.bench import drafting, houses
+from tests.bench import clusters, drafting
 from tests.bench.agreement import Agreement, agreement
-from tests.bench.asking import Answers, Manner
+from tests.bench.client import Answers, Manner
+from tests.bench.clusters import House
 from tests.bench.drafting import GREEDY, SAMPLED, Passes, Questions
-from tests.bench.houses import House
 from tests.bench.options import Options
 from tests.bench.report import heading, ratios, spread, table, write
 
@@ -99,21 +99,21 @@ def _open(
     apart: bool,
 ) -> None:
     """One target has all cores; `apart`, another has the first, and a drafter the last."""
-    cores = houses.all_cores()
-    wide = stack.enter_context(houses.target(plain, cores))
+    cores = clusters.all_cores()
+    wide = stack.enter_context(clusters.target(plain, cores))
     ngram = drafting.ngram(options)
     opened = bench.houses
-    opened[WIDE] = houses.open_house(stack, plain, wide)
-    opened[LOOKUP] = houses.open_house(stack, ngram, wide)
+    opened[WIDE] = clusters.open_house(stack, plain, wide)
+    opened[LOOKUP] = clusters.open_house(stack, ngram, wide)
     if apart:
         drafted = model or ngram
-        narrow = stack.enter_context(houses.target(plain, cores[:1]))
-        own = stack.enter_context(houses.draft(drafted, cores[-1:]))
-        opened[NARROW] = houses.open_house(stack, plain, narrow, opened[WIDE].draft)
-        opened[APART] = houses.open_house(stack, drafted, narrow, own)
-        opened[LARGEST] = houses.open_house(stack, drafting.changed(drafted, controller="off"), narrow, own)
+        narrow = stack.enter_context(clusters.target(plain, cores[:1]))
+        own = stack.enter_context(clusters.draft(drafted, cores[-1:]))
+        opened[NARROW] = clusters.open_house(stack, plain, narrow, opened[WIDE].draft)
+        opened[APART] = clusters.open_house(stack, drafted, narrow, own)
+        opened[LARGEST] = clusters.open_house(stack, drafting.changed(drafted, controller="off"), narrow, own)
     if model is not None:
-        opened[SHARED] = houses.open_house(stack, model, wide)
+        opened[SHARED] = clusters.open_house(stack, model, wide)
     opened[AGAIN] = opened[WIDE]
 
 

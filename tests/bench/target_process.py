@@ -19,12 +19,12 @@ import torch
 
 from cluster.core.config import Configuration
 from cluster.wire.clients import GrpcTarget
-from deploy.frontend import fixed
-from deploy.local import LOOPBACK
+from deploy.coordinator_server import fixed
+from deploy.local.local_cluster import LOOPBACK
 from tests.bench.decoding import Decoding
 from tests.bench.machine import peak_resident_bytes, resident_bytes
-from workers.serve.hosting import host_target
-from workers.target.ranks import build_engine
+from workers.serve.worker_server import host_target
+from workers.verify.ranks import build_engine
 
 WIDTHS = 128
 """How many widths of a step are tried."""

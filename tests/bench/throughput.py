@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from deploy.running import ServeCluster
+from deploy.ray.serve_cluster import ServeCluster
 from deploy.settings import Settings
-from tests.bench.asking import Answers, ask_all
+from tests.bench.client import Answers, ask_all
 from tests.bench.generate import Generate
 from tests.bench.options import Options
 from tests.bench.report import heading, ratios, spread, table, write

@@ -12,10 +12,10 @@ import httpx
 import psutil
 import pytest
 
-from deploy.running import ServeCluster, with_ports
+from deploy.ray.serve_cluster import ServeCluster, with_ports
 from deploy.settings import Settings
-from tests.integration.serving import Ask, Reference, Server, ask_grpc, ask_http
 from tests.integration.test_equality import configure
+from tests.support.live_cluster import Ask, Reference, Server, ask_grpc, ask_http
 
 pytestmark = [pytest.mark.weights, pytest.mark.ray]
 

@@ -9,10 +9,10 @@ import torch
 
 from cluster.core.errors import ModelLoadError
 from deploy.settings import read
-from tests import tiny
-from tests.integration.serving import Ask, Reference
-from tests.prompts import CHAT, PLAIN
-from workers.model.weights import resolve_model_directory
+from tests.support import tiny
+from tests.support.live_cluster import Ask, Reference
+from tests.support.prompts import CHAT, PLAIN
+from workers.model.model_files import resolve_model_directory
 
 GREEDY_TOKENS = 24
 SAMPLED_TOKENS = 16

@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM
 
 from cluster.core.config import Configuration, load
 from cluster.wire.clients import GenerationClient
-from deploy.local import LocalCluster
+from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
-from tests import tiny, tiny_tokenizer
-from tests.integration.serving import Ask, Server, ask_grpc
+from tests.support import tiny, tiny_tokenizer
+from tests.support.live_cluster import Ask, Server, ask_grpc
 
 TOO_LONG_SECONDS = 120.0
 """No test takes this long; it only turns a hang into a failure."""

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from cluster.core.config import Configuration, load
-from deploy.local import LocalCluster
-from tests.integration.serving import Ask, Server, ask_all
+from deploy.local.local_cluster import LocalCluster
+from tests.support.live_cluster import Ask, Server, ask_all
 
 pytestmark = pytest.mark.weights
 

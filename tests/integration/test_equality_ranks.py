@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.running import ServeCluster, with_ports
+from deploy.ray.serve_cluster import ServeCluster, with_ports
 from deploy.settings import Settings
-from tests.integration.serving import Ask, Server
 from tests.integration.test_equality import METHODS, check, configure, shortened
+from tests.support.live_cluster import Ask, Server
 
 pytestmark = [pytest.mark.weights, pytest.mark.ray]
 

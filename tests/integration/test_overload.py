@@ -13,13 +13,13 @@ import pytest
 
 from cluster.core.config import MIB, Configuration, load
 from cluster.wire.clients import GenerationClient
-from deploy.frontend import fixed
-from deploy.local import LocalCluster
+from deploy.coordinator_server import fixed
+from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
-from tests import tiny, tiny_tokenizer
 from tests.soak.watch import read_counts
-from workers.model.pool import KvPool
-from workers.target import ranks
+from tests.support import tiny, tiny_tokenizer
+from workers.kv.pool import KvPool
+from workers.verify import ranks
 
 SHAPE = {"vocab_size": 320, "num_key_value_heads": 6, "head_dim": 16, "num_hidden_layers": 4}
 TOKEN_BYTES = 4 * 2 * 6 * 16 * 4

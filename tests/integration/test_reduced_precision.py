@@ -20,12 +20,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from cluster.core.config import Configuration, load
-from deploy.local import LocalCluster
+from deploy.local.local_cluster import LocalCluster
 from deploy.models import COMPILED
 from deploy.settings import read
-from tests.integration.serving import Answer, Ask, Reference, Server, answer_grpc
-from workers.model.linear import quantize
-from workers.model.native.build import load_library
+from tests.support.live_cluster import Answer, Ask, Reference, Server, answer_grpc
+from workers.forward.linear import quantize
+from workers.forward.native.build import load_library
 
 pytestmark = pytest.mark.weights
 

@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM
 
 from cluster.core.config import Configuration, load
 from cluster.core.errors import ConfigurationError, WorkerUnavailable
-from deploy.local import LocalCluster
-from deploy.running import ServeCluster
+from deploy.local.local_cluster import LocalCluster
+from deploy.ray.serve_cluster import ServeCluster
 from deploy.settings import Settings
-from tests import tiny, tiny_tokenizer
-from tests.integration.serving import Ask, Server, ask_grpc
+from tests.support import tiny, tiny_tokenizer
+from tests.support.live_cluster import Ask, Server, ask_grpc
 
 pytestmark = pytest.mark.ray
 

@@ -13,13 +13,13 @@ import torch
 from cluster.core.config import load
 from cluster.core.errors import ModelLoadError
 from cluster.core.kv import KvGroup, KvLayout
-from cluster.core.types import StepBatch, StepResult
-from deploy import local
+from cluster.core.verification import StepBatch, StepResult
+from deploy.local.local_cluster import local_cluster
 from deploy.settings import read
-from tests.integration.serving import Ask, Reference, Server, ask_grpc
-from workers.model.weights import resolve_model_directory
-from workers.target.engine import TargetEngine
-from workers.target.ranks import build_engine
+from tests.support.live_cluster import Ask, Reference, Server, ask_grpc
+from workers.model.model_files import resolve_model_directory
+from workers.verify.engine import TargetEngine
+from workers.verify.ranks import build_engine
 
 pytestmark = pytest.mark.weights
 
@@ -74,7 +74,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
         monkeypatch.setattr(engine, "step", engines[-1].step)
         return engine
 
-    monkeypatch.setattr(local, "build_engine", build)
+    monkeypatch.setattr(local_cluster, "build_engine", build)
     return engines
 
 
@@ -90,7 +90,7 @@ async def test_the_text_is_the_same_past_the_window_and_what_fell_out_of_it_is_f
             "server": {"grpc_port": 0, "http_port": 0},
         }
     )
-    async with local.LocalCluster(configuration) as cluster:
+    async with local_cluster.LocalCluster(configuration) as cluster:
         for asked, answer in expected.items():
             assert await ask_grpc(Server(cluster.grpc_address, ""), asked) == answer
     (engine,) = watched

@@ -20,18 +20,18 @@ from transformers import AutoModelForCausalLM
 
 from cluster.core.config import Configuration, load
 from cluster.core.errors import DrafterUnavailable
-from cluster.core.types import SamplingParameters
+from cluster.core.request import SamplingParameters
 from cluster.wire.clients import GenerationClient, GrpcDrafter, GrpcTarget
-from deploy.acceptance import NOT_LOSSLESS, with_acceptance
-from deploy.asking import Question, ask
-from deploy.frontend import Frontend, fixed
+from deploy.commands.generate import Question, ask
+from deploy.coordinator_server import Frontend, fixed
+from deploy.lossless import NOT_LOSSLESS, with_acceptance
 from deploy.settings import read
 from pilotfish.v1 import common_pb2, generation_pb2
-from tests import tiny, tiny_tokenizer
-from tests.alone import write_alone
-from workers.draft.method import create
-from workers.serve.hosting import WorkerHost, host_draft, host_target
-from workers.target.ranks import build_engine
+from tests.support import tiny, tiny_tokenizer
+from tests.support.plain_generation import write_alone
+from workers.draft.registry import create
+from workers.serve.worker_server import WorkerHost, host_draft, host_target
+from workers.verify.ranks import build_engine
 
 LOOPBACK = "127.0.0.1"
 VOCABULARY = 320

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cluster.core import beam
 from cluster.core.beam import BeamState, Candidate
-from cluster.core.types import BeamParameters, EarlyStopping, FinishReason
+from cluster.core.request import BeamParameters, EarlyStopping, FinishReason
 
 VOCABULARY = 6
 

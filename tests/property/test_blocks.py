@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvGroup, KvLayout
-from workers.model.blocks import BlockAllocator
-from workers.model.tables import GONE, BlockTable
+from workers.kv.allocator import BlockAllocator
+from workers.kv.block_table import GONE, BlockTable
 
 SIZE = 4
 LAYOUTS = [

@@ -10,29 +10,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
-from cluster.core.kv import KvGroup, KvLayout
+from cluster.core.kv import KvGroup, KvLayout, KvOccupancy
+from cluster.core.request import SamplingParameters, SequenceStart, TokenLogprobs
 from cluster.core.tree import TokenTree
-from cluster.core.types import (
-    DraftBudget,
-    DraftRow,
-    KvOccupancy,
+from cluster.core.verification import (
     OpenResult,
     OpenRow,
-    Proposal,
     RowFault,
     RowFaultCode,
-    SamplingParameters,
-    SequenceStart,
     StepBatch,
     StepResult,
     TargetInfo,
-    TokenLogprobs,
     Verdict,
     VerifyRow,
 )
-from cluster.wire import codec
+from cluster.wire.codec_common import decode_sequence_ids
+from cluster.wire.codec_draft import decode_draft_rows, decode_proposals, encode_draft_rows, encode_proposals
+from cluster.wire.codec_target import (
+    decode_open_result,
+    decode_open_rows,
+    decode_step_batch,
+    decode_step_result,
+    decode_target_info,
+    encode_open_result,
+    encode_step_result,
+    encode_target_info,
+    open_rows_from_bytes,
+    open_rows_to_bytes,
+    step_batch_from_bytes,
+    step_batch_to_bytes,
+)
 from pilotfish.v1 import common_pb2, draft_pb2, target_pb2
 
 tokens = st.integers(0, 2**31 - 1)
@@ -159,51 +169,51 @@ quick = settings(max_examples=80, deadline=None)
 @quick
 @given(distinct(verify_rows()).map(StepBatch))
 def test_a_step_travels_unchanged(batch: StepBatch) -> None:
-    assert codec.step_batch_from_bytes(codec.step_batch_to_bytes(batch)) == batch
+    assert step_batch_from_bytes(step_batch_to_bytes(batch)) == batch
 
 
 @quick
 @given(results)
 def test_verdicts_travel_unchanged(result: StepResult) -> None:
-    message = codec.encode_step_result(result).SerializeToString()
-    assert codec.decode_step_result(target_pb2.TargetServiceStepResponse.FromString(message)) == result
+    message = encode_step_result(result).SerializeToString()
+    assert decode_step_result(target_pb2.TargetServiceStepResponse.FromString(message)) == result
 
 
 @quick
 @given(distinct(draft_rows()))
 def test_draft_rows_travel_unchanged(rows: tuple[DraftRow, ...]) -> None:
-    message = codec.encode_draft_rows(rows).SerializeToString()
-    assert codec.decode_draft_rows(draft_pb2.DraftServiceProposeRequest.FromString(message)) == rows
+    message = encode_draft_rows(rows).SerializeToString()
+    assert decode_draft_rows(draft_pb2.DraftServiceProposeRequest.FromString(message)) == rows
 
 
 @quick
 @given(distinct(proposals))
 def test_proposals_travel_unchanged(rows: tuple[Proposal, ...]) -> None:
-    message = codec.encode_proposals(rows).SerializeToString()
-    assert codec.decode_proposals(draft_pb2.DraftServiceProposeResponse.FromString(message)) == rows
+    message = encode_proposals(rows).SerializeToString()
+    assert decode_proposals(draft_pb2.DraftServiceProposeResponse.FromString(message)) == rows
 
 
 @quick
 @given(infos)
 def test_a_targets_description_travels_unchanged(info: TargetInfo) -> None:
-    message = codec.encode_target_info(info).SerializeToString()
-    assert codec.decode_target_info(target_pb2.TargetServiceGetInfoResponse.FromString(message)) == info
+    message = encode_target_info(info).SerializeToString()
+    assert decode_target_info(target_pb2.TargetServiceGetInfoResponse.FromString(message)) == info
 
 
 @quick
 @given(distinct(open_rows))
 def test_sequences_to_open_travel_unchanged(rows: tuple[OpenRow, ...]) -> None:
-    assert codec.open_rows_from_bytes(codec.open_rows_to_bytes(rows)) == rows
+    assert open_rows_from_bytes(open_rows_to_bytes(rows)) == rows
 
 
 @quick
 @given(openings)
 def test_what_was_found_travels_unchanged(result: OpenResult) -> None:
-    message = codec.encode_open_result(result).SerializeToString()
-    assert codec.decode_open_result(target_pb2.TargetServiceOpenResponse.FromString(message)) == result
+    message = encode_open_result(result).SerializeToString()
+    assert decode_open_result(target_pb2.TargetServiceOpenResponse.FromString(message)) == result
 
 
-@pytest.mark.parametrize("read", [codec.step_batch_from_bytes, codec.open_rows_from_bytes])
+@pytest.mark.parametrize("read", [step_batch_from_bytes, open_rows_from_bytes])
 @quick
 @given(data=st.binary(max_size=200))
 def test_garbage_is_refused_or_read_but_never_anything_else(read: Callable[[bytes], object], data: bytes) -> None:
@@ -265,13 +275,13 @@ def opening(**changes: Any) -> target_pb2.TargetServiceOpenRequest:
 LONG = "x" * 129
 BIG = 2**31
 DECODERS: dict[type, Callable[[Any], object]] = {
-    target_pb2.TargetServiceOpenRequest: codec.decode_open_rows,
-    target_pb2.TargetServiceOpenResponse: codec.decode_open_result,
-    target_pb2.TargetServiceStepRequest: codec.decode_step_batch,
-    target_pb2.TargetServiceStepResponse: codec.decode_step_result,
-    target_pb2.TargetServiceGetInfoResponse: codec.decode_target_info,
-    draft_pb2.DraftServiceProposeRequest: codec.decode_draft_rows,
-    draft_pb2.DraftServiceProposeResponse: codec.decode_proposals,
+    target_pb2.TargetServiceOpenRequest: decode_open_rows,
+    target_pb2.TargetServiceOpenResponse: decode_open_result,
+    target_pb2.TargetServiceStepRequest: decode_step_batch,
+    target_pb2.TargetServiceStepResponse: decode_step_result,
+    target_pb2.TargetServiceGetInfoResponse: decode_target_info,
+    draft_pb2.DraftServiceProposeRequest: decode_draft_rows,
+    draft_pb2.DraftServiceProposeResponse: decode_proposals,
 }
 REFUSED = [
     (step(sequence_id=""), "rows[0].sequence_id", "between 1 and 128 bytes"),
@@ -394,8 +404,8 @@ def test_the_same_messages_without_the_fault_are_taken(message: Any) -> None:
 
 
 def test_sequence_ids_are_bounded_in_number_and_length() -> None:
-    assert codec.decode_sequence_ids(["a", "b"]) == ("a", "b")
+    assert decode_sequence_ids(["a", "b"]) == ("a", "b")
     with pytest.raises(InvalidRequest, match=r"sequence_ids\[1\]"):
-        codec.decode_sequence_ids(["a", ""])
+        decode_sequence_ids(["a", ""])
     with pytest.raises(InvalidRequest, match="between 0 and 4096 entries"):
-        codec.decode_sequence_ids(["a"] * 4097)
+        decode_sequence_ids(["a"] * 4097)

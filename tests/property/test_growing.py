@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cluster.core.config import DraftSection
+from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.ids import SequenceId
+from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import ROOT
-from cluster.core.types import DraftBudget, DraftRow, Proposal, RowFaultCode, SamplingParameters, SequenceStart
-from tests.growing_fakes import BLOCK, FakeExpander, ranked
-from workers.draft.growing import GrowingTree
-from workers.draft.growth import GrowingDrafter
+from cluster.core.verification import RowFaultCode
+from tests.support.fake_expander import BLOCK, FakeExpander, ranked
+from workers.draft.expansion.draft_tree import GrowingTree
+from workers.draft.expansion.drafter import GrowingDrafter
 
 NAMES = "abc"
 SAMPLINGS = (SamplingParameters(temperature=0.0), SamplingParameters(seed=1))

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.core.config import SchedulerSection
+from cluster.core.drafting import DraftBudget
 from cluster.core.ids import SequenceId
-from cluster.core.kv import KvGroup, KvLayout
+from cluster.core.kv import KvGroup, KvLayout, KvOccupancy
 from cluster.core.scheduler import Plan, SequenceView, State, plan
-from cluster.core.types import DraftBudget, KvOccupancy
 
 CONTEXT = 96
 

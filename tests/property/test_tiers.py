@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cluster.core.config import KvSection
-from workers.model.tiers import Tiers
+from workers.kv.tiers import Tiers
 
 BLOCK_BYTES = 512
 FILE_BYTES = BLOCK_BYTES + 200

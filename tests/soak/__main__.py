@@ -19,18 +19,18 @@ import torch
 from transformers import AutoConfig
 
 from cluster.core.config import MIB, Configuration, load
-from cluster.ingress.tokenizer import Tokenizer
+from cluster.ingress.text.tokenizer import Tokenizer
 from cluster.wire.clients import GenerationClient
-from deploy.frontend import fixed
-from deploy.local import LocalCluster
+from deploy.coordinator_server import fixed
+from deploy.local.local_cluster import LocalCluster
 from deploy.settings import parse_assignments, read
-from tests import tiny, tiny_tokenizer
-from tests.prompts import PLAIN
 from tests.soak.asks import KINDS, MOST_TOKENS, Catalogue
 from tests.soak.reference import Reference
 from tests.soak.traffic import Findings, Traffic
 from tests.soak.watch import Resident, read_counts
-from workers.model.weights import resolve_model_directory
+from tests.support import tiny, tiny_tokenizer
+from tests.support.prompts import PLAIN
+from workers.model.model_files import resolve_model_directory
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 """Of the tiny model; `mistral` has a sliding window."""

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from cluster.core.types import SamplingParameters
+from cluster.core.request import SamplingParameters
 from pilotfish.v1 import common_pb2, generation_pb2
 
 KINDS = {"short": 4, "long": 3, "sharing": 5, "several": 2, "beams": 2}

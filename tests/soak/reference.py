@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.alone import write_alone
 from tests.soak.asks import Ask
+from tests.support.plain_generation import write_alone
 from workers.sampling.context import DecisionContext
 from workers.sampling.decide import decide
 

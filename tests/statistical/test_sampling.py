@@ -18,9 +18,9 @@ import pytest
 import torch
 from scipy import stats
 
+from cluster.core.request import SamplingParameters
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from cluster.core.types import SamplingParameters
-from tests.sampling_reference import probabilities
+from tests.support.sampling_reference import probabilities
 from workers.sampling.accept import Accepted, walk
 from workers.sampling.context import Branch, DecisionContext, tree_contexts
 from workers.sampling.decide import decide

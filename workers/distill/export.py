@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from cluster.core.errors import ConfigurationError
 from workers.distill.student import Student, config_values
-from workers.model.card import VOCABULARY, WEIGHTS, DraftCard, is_distilled
+from workers.model.draft_card import VOCABULARY, WEIGHTS, DraftCard, is_distilled
 
 
 def export(student: Student, directory: Path, target_name: str, card: str, pictures: dict[str, bytes]) -> None:

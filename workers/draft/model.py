@@ -14,14 +14,14 @@ from transformers import AutoConfig
 
 from cluster.core.config import DraftSection, TargetSection
 from cluster.core.errors import ConfigurationError
-from workers.draft.expander import Place
-from workers.draft.growing import Guess
-from workers.draft.growth import GrowingDrafter
-from workers.draft.method import register
-from workers.model.loaded import LoadedModel
+from workers.draft.expansion.draft_tree import Guess
+from workers.draft.expansion.drafter import GrowingDrafter
+from workers.draft.expansion.expander import Place
+from workers.draft.registry import register
+from workers.forward.loaded_model import LoadedModel
+from workers.forward.runner import ForwardRow, ModelRunner
+from workers.kv.pool import KvPool
 from workers.model.loading import load_model
-from workers.model.pool import KvPool
-from workers.model.runner import ForwardRow, ModelRunner
 from workers.sampling.candidates import candidates
 from workers.sampling.context import DecisionContext
 

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from itertools import islice
 
 from cluster.core.config import DraftSection, TargetSection
+from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.ids import SequenceId
+from cluster.core.request import SequenceStart
 from cluster.core.tree import TokenTree
-from cluster.core.types import DraftBudget, DraftRow, Proposal, RowFault, SequenceStart
-from workers.draft.method import register
+from cluster.core.verification import RowFault
+from workers.draft.registry import register
 from workers.draft.sessions import Session, Sessions
-from workers.draft.suffixes import SuffixIndex
+from workers.draft.suffix_index import SuffixIndex
 
 LOOKS_PER_CANDIDATE = 8
 """Earlier occurrences of one suffix that are looked at for each candidate wanted: most are alike."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.core.config import DraftSection, TargetSection
+from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
-from cluster.core.types import DraftRow, Proposal
-from workers.draft.method import register
+from workers.draft.registry import register
 
 
 class NoDrafter:

@@ -10,8 +10,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
+from cluster.core.drafting import DraftRow
 from cluster.core.ids import SequenceId
-from cluster.core.types import DraftRow, RowFault, RowFaultCode, SequenceStart
+from cluster.core.request import SequenceStart
+from cluster.core.verification import RowFault, RowFaultCode
 
 MOST_SESSIONS = 4096
 """As many as one batch may have rows, so that no row of a batch pushes out another one of it."""

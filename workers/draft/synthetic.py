@@ -15,12 +15,12 @@ from transformers import AutoConfig
 from cluster.core.config import DraftSection, TargetSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.kv import KvLayout
-from workers.draft.calibration import Calibration
-from workers.draft.expander import Place
-from workers.draft.growing import Guess
-from workers.draft.growth import GrowingDrafter
-from workers.draft.method import register
-from workers.model.blocks import BlockAllocator
+from workers.draft.expansion.calibration import Calibration
+from workers.draft.expansion.draft_tree import Guess
+from workers.draft.expansion.drafter import GrowingDrafter
+from workers.draft.expansion.expander import Place
+from workers.draft.registry import register
+from workers.kv.allocator import BlockAllocator
 from workers.sampling.accept import synthetic_token
 
 _LONGEST = 1 << 30

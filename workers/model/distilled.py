@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from cluster.core.errors import ConfigurationError, ModelLoadError
-from workers.model.attention import ATTENTION_NAME
-from workers.model.card import CARD, VOCABULARY, WEIGHTS, DraftCard, read_card
+from workers.forward.attention import ATTENTION_NAME
+from workers.model.draft_card import CARD, VOCABULARY, WEIGHTS, DraftCard, read_card
 
 logger = logging.getLogger(__name__)
 

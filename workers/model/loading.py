@@ -20,14 +20,14 @@ from transformers.distributed.utils import TransformersDeviceMesh
 
 from cluster.core.config import ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
-from workers.model.attention import ATTENTION_NAME, Probed, bind, register
-from workers.model.card import is_distilled
-from workers.model.compiling import WIDTHS, compile_layers, is_wanted, leave_uncompiled
+from workers.forward.attention import ATTENTION_NAME, Probed, bind, register
+from workers.forward.compilation import WIDTHS, compile_layers, is_wanted, leave_uncompiled
+from workers.forward.loaded_model import LayerShape, LoadedModel
+from workers.forward.replace_linear import tailor
 from workers.model.distilled import read_distilled
-from workers.model.loaded import LayerShape, LoadedModel
-from workers.model.tailoring import tailor
-from workers.model.takeover import Broken, hand_over
-from workers.model.weights import end_of_sequence_ids
+from workers.model.draft_card import is_distilled
+from workers.model.kernel_handover import Broken, hand_over
+from workers.model.model_files import end_of_sequence_ids
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import overload
 
+from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
-from cluster.core.types import SamplingParameters
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this take the most probable token: logits divided by less leave float32's range."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cluster.core.types import SamplingParameters
+from cluster.core.request import SamplingParameters
 from workers.sampling.context import GREEDY_BELOW, DecisionContext
 from workers.sampling.noise import gumbel, gumbel_of
 from workers.sampling.send import places

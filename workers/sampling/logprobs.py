@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cluster.core.types import TokenLogprobs
+from cluster.core.request import TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
 """Reported for an impossible token, since JSON has no −inf (OpenAI's API does the same)."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cluster.core.types import SamplingParameters
+from cluster.core.request import SamplingParameters
 from workers.sampling.send import places
 from workers.sampling.truncate import UNIT_BITS, counts_to_reach, relative_masses, total_masses
 

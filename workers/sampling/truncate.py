@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from cluster.core.types import SamplingParameters
+from cluster.core.request import SamplingParameters
 from workers.sampling.send import places, send
 
 _CANDIDATES = 1024

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from cluster.core.types import SamplingParameters
+from cluster.core.request import SamplingParameters
 from workers.sampling.context import DecisionContext
 from workers.sampling.send import send
 from workers.sampling.truncate import truncate

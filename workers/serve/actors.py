@@ -20,12 +20,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.core.config import DraftSection, TargetSection
 from cluster.core.errors import TargetUnavailable
-from workers.draft.method import DraftMethod, create
-from workers.serve.hosting import WorkerHost, host_draft, host_target, set_log_level
+from workers.draft.registry import DraftMethod, create
 from workers.serve.target_servicer import StepEngine
+from workers.serve.worker_server import WorkerHost, host_draft, host_target, set_log_level
 
 if TYPE_CHECKING:
-    from workers.target.ranks import RankZero
+    from workers.verify.ranks import RankZero
 
 
 _FOLLOWERS_SECONDS = 5.0
@@ -37,7 +37,7 @@ class Follower:
 
     def run(self, section: Mapping[str, Any], threads: int, rank: int, address: str, port: int) -> None:
         """Join, load this rank's part, obey rank 0 until it says stop. Raises whatever ends the group."""
-        from workers.target import ranks
+        from workers.verify import ranks
 
         target = TargetSection.model_validate(section)
         set_threads(threads)
@@ -101,7 +101,7 @@ class TargetReplica:
         return host
 
     def _load(self, rendezvous: int) -> StepEngine:
-        from workers.target import ranks
+        from workers.verify import ranks
 
         set_threads(self._threads)
         if self._section.tensor_parallel == 1:

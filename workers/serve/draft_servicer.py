@@ -12,14 +12,16 @@ from typing import Any
 
 import grpc
 
+from cluster.core.bounds import MAX_ROWS
+from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.errors import PilotfishError
 from cluster.core.ids import SequenceId
-from cluster.core.types import DraftRow, Proposal, RowFault
-from cluster.wire.bounds import MAX_ROWS
-from cluster.wire.codec import decode_client, decode_draft_rows, decode_sequence_ids, encode_proposals
+from cluster.core.verification import RowFault
+from cluster.wire.codec_common import decode_sequence_ids
+from cluster.wire.codec_draft import decode_client, decode_draft_rows, encode_proposals
 from pilotfish.v1 import draft_pb2, draft_pb2_grpc
-from workers.draft.method import DraftMethod
-from workers.serve.compute import ComputeThread, compute_rows, counted
+from workers.draft.registry import DraftMethod
+from workers.serve.compute_thread import ComputeThread, compute_rows, counted
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import grpc
 
 from cluster.core.ids import SequenceId
-from cluster.core.types import (
-    KvOccupancy,
+from cluster.core.kv import KvOccupancy
+from cluster.core.verification import (
     OpenResult,
     OpenRow,
     RowFault,
@@ -21,9 +21,9 @@ from cluster.core.types import (
     Verdict,
     VerifyRow,
 )
-from cluster.wire.codec import (
+from cluster.wire.codec_common import decode_sequence_ids
+from cluster.wire.codec_target import (
     decode_open_rows,
-    decode_sequence_ids,
     decode_step_batch,
     encode_occupancy,
     encode_open_result,
@@ -31,7 +31,7 @@ from cluster.wire.codec import (
     encode_target_info,
 )
 from pilotfish.v1 import target_pb2, target_pb2_grpc
-from workers.serve.compute import ComputeThread, compute_rows, counted
+from workers.serve.compute_thread import ComputeThread, compute_rows, counted
 
 
 class StepEngine(Protocol):

@@ -1,0 +1,181 @@
+"""Text to tokens and back, from a model directory, without the model."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from cluster.core.errors import ConfigurationError, InvalidRequest
+from cluster.ingress.text.chat_template import ChatTemplate, Message
+from cluster.ingress.text.token_bytes import PieceToBytes, reader
+
+_SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A vocabulary, its chat template and its end-of-sequence tokens. Safe to share among threads."""
+
+    def __init__(
+        self,
+        vocabulary: tokenizers.Tokenizer,
+        piece_to_bytes: PieceToBytes,
+        *,
+        strips_first_space: bool = False,
+        template: ChatTemplate | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._piece_to_bytes = piece_to_bytes
+        self._strips_first_space = strips_first_space
+        self._template = template
+        self._special_ids = frozenset(
+            token for token, added in vocabulary.get_added_tokens_decoder().items() if added.special
+        )
+        self.eos_token_ids = eos_token_ids
+        self.longest_token_chars = max((len(piece) for piece in vocabulary.get_vocab()), default=1)
+        """No token stands for more characters than this, so a text's length bounds its tokens from below."""
+
+    @classmethod
+    def load(cls, directory: Path) -> Tokenizer:
+        """Read `tokenizer.json` and, where present, its companions from a model directory.
+
+        Raises `ConfigurationError` when the file is missing, unreadable or of an unknown kind.
+        """
+        path = directory / "tokenizer.json"
+        try:
+            source = path.read_text(encoding="utf-8")
+            vocabulary = tokenizers.Tokenizer.from_str(source)
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigurationError(f"{path}: needed a tokenizer.json, found: {error}") from None
+        vocabulary.no_truncation()
+        vocabulary.no_padding()
+        piece_to_bytes, strips_first_space = reader(json.loads(source).get("decoder"))
+        settings = _read_json(directory / "tokenizer_config.json")
+        special_tokens = _special_tokens(settings)
+        template = _template_source(directory, settings)
+        return cls(
+            vocabulary,
+            piece_to_bytes,
+            strips_first_space=strips_first_space,
+            template=None if template is None else ChatTemplate(template, special_tokens),
+            eos_token_ids=_eos_token_ids(directory, vocabulary, special_tokens),
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of a text; special tokens written out in it count as themselves."""
+        return tuple(self._vocabulary.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """The text a conversation becomes. Raises `InvalidRequest` (`messages`)."""
+        if self._template is None:
+            roles = [message.role for message in messages]
+            raise InvalidRequest("messages", roles, "sent as a prompt instead: this model has no chat template")
+        return self._template.render(messages)
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Token ids of a conversation, open for the assistant's turn.
+
+        The template writes the special tokens itself, so none are added. Raises `InvalidRequest` (`messages`).
+        """
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes one token adds to a text, special tokens written out; empty for an unused id."""
+        piece = self._vocabulary.id_to_token(token)
+        return b"" if piece is None else self._piece_to_bytes(piece)
+
+    def is_special(self, token: int) -> bool:
+        """Whether the token is a mark rather than text."""
+        return token in self._special_ids
+
+    def stream(self, *, skip_special_tokens: bool = True, starts_text: bool = False) -> Detokenizer:
+        """A detokenizer for one answer. `starts_text` drops the first space where the tokenizer put it."""
+        return Detokenizer(self, skip_special_tokens, starts_text and self._strips_first_space)
+
+    def decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of a whole token list; bytes that are no UTF-8 become U+FFFD."""
+        stream = self.stream(skip_special_tokens=skip_special_tokens, starts_text=True)
+        return "".join([*(stream.push(token) for token in tokens), stream.flush()])
+
+
+class Detokenizer:
+    """Text as it becomes certain: a character in the making is held back until its last byte.
+
+    The pieces put together are `Tokenizer.decode` of all tokens (but for a first space that belongs
+    to a continuation), however the tokens were grouped.
+    """
+
+    __slots__ = ("_drop_space", "_skip_special_tokens", "_tokenizer", "_utf8")
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, drop_space: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._drop_space = drop_space
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """Take one token; returns the text that became certain, often all of the token's."""
+        if self._skip_special_tokens and self._tokenizer.is_special(token):
+            return ""
+        return self._first_space_dropped(self._utf8.decode(self._tokenizer.token_bytes(token)))
+
+    def flush(self) -> str:
+        """What was held back, at the end: an unfinished character becomes U+FFFD."""
+        return self._first_space_dropped(self._utf8.decode(b"", final=True))
+
+    def _first_space_dropped(self, text: str) -> str:
+        if not self._drop_space or not text:
+            return text
+        self._drop_space = False
+        return text.removeprefix(" ")
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigurationError(f"{path}: needed JSON, found: {error}") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and its like, written as a string or as an object with `content`."""
+    found: dict[str, str] = {}
+    for key in _SPECIAL_TOKEN_KEYS:
+        value = settings.get(key)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            found[key] = content
+    return found
+
+
+def _template_source(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    """The template: a file of its own, or in the settings, alone or in a list under `default`."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    source = settings.get("chat_template")
+    if isinstance(source, list):
+        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
+    return source if isinstance(source, str) else None
+
+
+def _eos_token_ids(
+    directory: Path, vocabulary: tokenizers.Tokenizer, special_tokens: Mapping[str, str]
+) -> tuple[int, ...]:
+    """From the generation settings, else the model's, else the tokenizer's own."""
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(directory / name).get("eos_token_id")
+        if isinstance(value, int):
+            return (value,)
+        if isinstance(value, list) and value:
+            return tuple(int(token) for token in value)
+    token = vocabulary.token_to_id(special_tokens.get("eos_token", ""))
+    return () if token is None else (token,)

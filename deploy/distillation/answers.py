@@ -1,0 +1,176 @@
+"""The target's own answers, asked of the whole cluster in this process: what `pilotfish distill` trains on."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from cluster.core.config import Configuration, DraftSection
+from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishError
+from cluster.ingress.text.chat_template import Message
+from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.wire.clients import GenerationClient
+from deploy.coordinator_server import fixed
+from deploy.local.local_cluster import LocalCluster
+from pilotfish.v1 import common_pb2, generation_pb2
+from workers.distill.answers import Answer, AnswerFile, Leading
+from workers.distill.prompts import Task
+
+_USER = "(what the user says)"
+"""Stands for a user's words, to find where the chat template puts them."""
+_INVENTING_TOP_P = 0.95
+"""A question's words are drawn from this share of the target's probability: the rest is noise."""
+
+Report = Callable[[int], None]
+"""Hears how many tokens of answers there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """When there are enough answers; what comes first counts."""
+
+    answer_tokens: int
+    """Tokens of all answers to train on, earlier runs' included."""
+    seconds: float
+    """Time that this run may take."""
+    max_tokens: int = 384
+    """Most tokens of one answer."""
+    alternatives: int = 16
+    """How many of the target's most probable tokens are kept with each token of an answer."""
+
+
+def for_answers(configuration: Configuration) -> Configuration:
+    """The configuration without drafts, on ports of its own."""
+    server = configuration.server.model_copy(update={"grpc_port": 0})
+    return configuration.model_copy(update={"server": server, "draft": DraftSection(method="none")})
+
+
+async def answer_all(
+    configuration: Configuration, tasks: Iterable[Task], file: AnswerFile, quota: Quota, report: Report
+) -> None:
+    """Ask what is not yet in `file` until the quota is met; what was begun is finished, held-out tasks always.
+
+    As many conversations at once as the scheduler takes. Model paths are local directories. Raises `PilotfishError`.
+    """
+    tokenizer = Tokenizer.load(Path(configuration.target.path))
+    ends = time.monotonic() + quota.seconds
+    waiting: Iterator[Task] = _wanted(tasks, file, quota, ends)
+    first = next(waiting, None)
+    if first is None:
+        return
+    waiting = chain((first,), waiting)
+    async with LocalCluster(for_answers(configuration)) as cluster:
+        client = GenerationClient(fixed(cluster.grpc_address))
+        asker = _Asker(client, tokenizer, configuration.limits.max_timeout_seconds, quota)
+
+        async def work() -> None:
+            for task in waiting:
+                async for answer in asker.hold(task):
+                    if answer.key not in file.finished:
+                        file.append(answer)
+                report(file.answer_tokens)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(configuration.scheduler.max_sequences):
+                    group.create_task(work())
+        except ExceptionGroup as failures:
+            failure = failures.exceptions[0]
+            if isinstance(failure, PilotfishError):  # the others failed for the same reason
+                raise failure from failures
+            raise
+        finally:
+            await client.close()
+
+
+def _wanted(tasks: Iterable[Task], file: AnswerFile, quota: Quota, ends: float) -> Iterator[Task]:
+    """Tasks without an answer, while the quota lasts: shared by all askers, who take turns."""
+    for task in tasks:
+        if not task.held_out and (file.answer_tokens >= quota.answer_tokens or time.monotonic() >= ends):
+            return
+        if f"{task.key}:{max(1, len(task.prompt.turns)) - 1}" not in file.finished:
+            yield task
+
+
+@dataclass(frozen=True, slots=True)
+class _Asker:
+    """Holds conversations with the cluster."""
+
+    client: GenerationClient
+    tokenizer: Tokenizer
+    timeout_seconds: float
+    quota: Quota
+
+    async def hold(self, task: Task) -> AsyncIterator[Answer]:
+        """The answers to a task's turns; ends early where the conversation has outgrown the context."""
+        prompt = task.prompt
+        messages = [Message("system", prompt.system)] if prompt.system is not None else []
+        try:
+            turns = prompt.turns or await self._invent(messages, task)
+        except InvalidRequest:
+            return
+        for turn, text in enumerate(turns):
+            messages.append(Message("user", text))
+            tokens = self.tokenizer.encode_chat(messages)
+            try:
+                answer = await self._answer(tokens, task)
+            except InvalidRequest:
+                return
+            key = f"{task.key}:{turn}"
+            written, leading = answer
+            yield Answer(key, prompt.category, task.temperature, task.held_out, tokens, written, leading)
+            messages.append(Message("assistant", self.tokenizer.decode(written)))
+
+    async def _invent(self, before: Sequence[Message], task: Task) -> tuple[str, ...]:
+        """What the target writes in the user's place: one turn, or none where it wrote nothing."""
+        opened, found, _ = self.tokenizer.render_chat([*before, Message("user", _USER)]).partition(_USER)
+        if not found:
+            raise ConfigurationError(
+                "prompts: the chat template changes what the user says; needed questions of your own"
+            )
+        request = generation_pb2.GenerateRequest(
+            token_ids=common_pb2.TokenIds(ids=self.tokenizer.encode(opened, add_special_tokens=False)),
+            sampling=common_pb2.SamplingParameters(temperature=1.0, top_p=_INVENTING_TOP_P, seed=_seed_of(task)),
+            stopping=generation_pb2.StoppingCriteria(max_tokens=self.quota.max_tokens),
+        )
+        written: list[int] = []
+        async for response in self.client.generate(request, self.timeout_seconds):
+            if response.WhichOneof("event") == "delta":
+                written.extend(response.delta.token_ids)
+        text = self.tokenizer.decode(written).strip()
+        return (text,) if text else ()
+
+    async def _answer(self, prompt: Sequence[int], task: Task) -> tuple[tuple[int, ...], Leading | None]:
+        alternatives = None if task.held_out or not self.quota.alternatives else self.quota.alternatives
+        request = generation_pb2.GenerateRequest(
+            token_ids=common_pb2.TokenIds(ids=prompt),
+            sampling=common_pb2.SamplingParameters(temperature=task.temperature, seed=task.seed, logprobs=alternatives),
+            stopping=generation_pb2.StoppingCriteria(max_tokens=self.quota.max_tokens),
+        )
+        answer: list[int] = []
+        tokens: list[int] = []
+        log_probabilities: list[float] = []
+        async for response in self.client.generate(request, self.timeout_seconds):
+            if response.WhichOneof("event") == "delta":
+                answer.extend(response.delta.token_ids)
+                for thought in response.delta.logprobs:
+                    tokens.extend(other.token_id for other in thought.top)
+                    log_probabilities.extend(other.logprob for other in thought.top)
+        if alternatives is None:
+            return tuple(answer), None
+        shape = (len(answer), alternatives)
+        return tuple(answer), Leading(
+            np.array(tokens, np.int32).reshape(shape), np.array(log_probabilities, np.float16).reshape(shape)
+        )
+
+
+def _seed_of(task: Task) -> int:
+    """A seed of the task's own: lines with the same system message are different questions."""
+    return int.from_bytes(hashlib.blake2b(f"{task.seed}:{task.key}".encode(), digest_size=7).digest())

@@ -1,0 +1,108 @@
+"""The whole cluster in one process, without Ray: the same parts, over real gRPC on loopback.
+
+For `pilotfish generate --in-process` and for tests. One rank only: further ranks need processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Self
+
+import uvicorn
+
+from cluster.core.config import Configuration
+from cluster.core.errors import ConfigurationError
+from cluster.ingress.http import create_app
+from cluster.wire.clients import GenerationClient, GrpcDrafter, GrpcTarget
+from deploy.coordinator_server import Frontend, fixed
+from deploy.lossless import with_acceptance
+from workers.draft.registry import create
+from workers.serve.worker_server import host_draft, host_target
+from workers.verify.ranks import build_engine
+
+LOOPBACK = "127.0.0.1"
+
+
+class LocalCluster:
+    """`async with LocalCluster(configuration) as cluster:` answers at `cluster.grpc_address`.
+
+    Model paths in the configuration are local directories. With `http`, a server answers at
+    `cluster.http_url` too. Ports of 0 take free ones. Raises `ConfigurationError`, `ModelLoadError`.
+    """
+
+    def __init__(self, configuration: Configuration, *, http: bool = False) -> None:
+        self._configuration = configuration
+        self._http = http
+        self._stack = AsyncExitStack()
+        self._grpc_port = 0
+        self._http_port = 0
+
+    @property
+    def grpc_address(self) -> str:
+        """Where the public gRPC service listens."""
+        return f"{self._configuration.server.grpc_host}:{self._grpc_port}"
+
+    @property
+    def http_url(self) -> str:
+        """Where the HTTP ingress listens, if it was asked for."""
+        return f"http://{self._configuration.server.http_host}:{self._http_port}"
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def _start(self) -> None:
+        configuration = with_acceptance(self._configuration)
+        if configuration.target.tensor_parallel > 1:
+            raise ConfigurationError(
+                f"target.tensor_parallel: needed 1 in one process, found {configuration.target.tensor_parallel}; "
+                "use `pilotfish serve`"
+            )
+        enter = self._stack.enter_async_context
+        engine = await asyncio.to_thread(build_engine, configuration.target)
+        target = await enter(host_target(LOOPBACK, engine))
+        draft = configuration.draft
+        hosts = [
+            await enter(
+                host_draft(LOOPBACK, await asyncio.to_thread(create, draft.method, draft, configuration.target))
+            )
+            for _ in range(draft.replicas)
+        ]
+        step_timeout = configuration.target.step_timeout_seconds
+        target_client = GrpcTarget(fixed(target.address), step_timeout_seconds=step_timeout)
+        draft_clients = [GrpcDrafter(fixed(host.address)) for host in hosts]
+        for close in (target_client.close, *(client.close for client in draft_clients)):
+            self._stack.push_async_callback(close)
+        frontend = Frontend(configuration, target_client, draft_clients)
+        self._stack.push_async_callback(frontend.stop, 0.0)
+        self._grpc_port = await frontend.start()
+        await frontend.wait_until_ready()
+        if self._http:
+            await self._start_http()
+
+    async def _start_http(self) -> None:
+        client = GenerationClient(fixed(self.grpc_address))
+        self._stack.push_async_callback(client.close)
+        listener = socket.create_server((self._configuration.server.http_host, self._configuration.server.http_port))
+        self._http_port = int(listener.getsockname()[1])
+        app = create_app(client, self._configuration.limits)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        serving = asyncio.create_task(server.serve([listener]))
+
+        async def stop() -> None:
+            server.should_exit = True
+            await serving
+
+        self._stack.push_async_callback(stop)

@@ -1,0 +1,142 @@
+"""The Serve application: which deployments there are, what each is told, and where each sits.
+
+`serve run deploy.ray.application:build_app config=cpu` and `pilotfish serve` build the same one. A worker's
+address is asked of Serve whenever a connection is opened, so a revived one is found at its new port.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+
+from cluster.core.config import Configuration
+from deploy.lossless import with_acceptance
+from deploy.machine import local_resources
+from deploy.models import resolve_models
+from deploy.placement import STRATEGY, Placement, Resources, RolePlacement, plan
+from deploy.preflight import check, model_problems
+from deploy.ray.deployments import CoordinatorReplica, IngressReplica
+from deploy.settings import Settings, from_arguments, read
+from workers.serve.actors import DraftReplica, TargetReplica
+
+APPLICATION = "pilotfish"
+
+_HEALTH_PERIOD_SECONDS = 1.0
+_HEALTH_TIMEOUT_SECONDS = 30.0
+_CLOSING_SECONDS = 5.0
+_MOST_HTTP_CALLS = 10_000
+"""Far beyond what the coordinator queues: it says `Overloaded`, Serve never makes a client wait unheard."""
+
+
+def build_app(config: Configuration | Mapping[str, Any] | str | Path | None = None) -> Application:
+    """The application for a configuration, a preset's name or file, or `serve run`'s arguments.
+
+    Finds, fetches or converts the models first. Raises `ConfigurationError`, `ModelLoadError`.
+    """
+    settings = _settings(config)
+    models = resolve_models(settings.configuration, settings.cache_directory, report=lambda _: None)
+    resources = cluster_resources()
+    placement = plan(models.configuration, resources)
+    check(model_problems(models.configuration, placement, resources, models.target, models.draft))
+    return bind(models.configuration, placement, worker_host=None)
+
+
+def bind(configuration: Configuration, placement: Placement, worker_host: str | None) -> Application:
+    """Bind the deployments. Model paths in `configuration` are local directories.
+
+    Workers listen on `worker_host`, or on their node's address when it is `None`.
+    """
+    configuration = with_acceptance(configuration)
+    values = configuration.model_dump(mode="json")
+    # The device that was planned, not what a process finds: one that claims no GPU may still see them all.
+    values["target"]["device"] = placement.target.device
+    if values["draft"]["model"] is not None:
+        values["draft"]["model"]["device"] = placement.draft.device
+    target = serve.deployment(
+        name="Target",
+        placement_group_bundles=[bundle.claims() for bundle in placement.target.bundles],
+        placement_group_strategy=STRATEGY,
+        ray_actor_options=_actor_options(placement.target, worker_host),
+        **_supervision(configuration),
+    )(TargetReplica).bind(values["target"], placement.target.threads, worker_host)
+    # Each drafter is a deployment: replicas of one could not be told apart, nor asked where they listen.
+    drafts = [
+        serve.deployment(
+            name=name, ray_actor_options=_actor_options(placement.draft, worker_host), **_supervision(configuration)
+        )(DraftReplica).bind(values["draft"], values["target"], placement.draft.threads, worker_host)
+        for name in draft_names(configuration.draft.replicas)
+    ]
+    coordinator = serve.deployment(
+        name="Coordinator",
+        ray_actor_options=_actor_options(placement.coordinator, worker_host),
+        **_supervision(configuration),
+    )(CoordinatorReplica).bind(values, target, *drafts)
+    return serve.deployment(
+        name="Ingress",
+        max_ongoing_requests=_MOST_HTTP_CALLS,
+        ray_actor_options=_actor_options(placement.ingress, worker_host),
+        **_supervision(configuration) | {"user_config": None},
+    )(IngressReplica).bind(values, coordinator)
+
+
+def draft_names(replicas: int) -> tuple[str, ...]:
+    """The deployments of the drafters."""
+    return ("Draft", *(f"Draft{number}" for number in range(2, replicas + 1)))
+
+
+def cluster_resources() -> Resources:
+    """The largest node of the Ray cluster joined, or this machine when there is none yet."""
+    here = local_resources()
+    if not ray.is_initialized():
+        return here
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    largest = max(nodes, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))
+    return Resources(
+        cpus=float(largest.get("CPU", 0)),
+        gpus=int(largest.get("GPU", 0)),
+        memory_bytes=int(largest.get("memory", here.memory_bytes)),
+        gpu_memory_bytes=here.gpu_memory_bytes,
+    )
+
+
+def _settings(config: Configuration | Mapping[str, Any] | str | Path | None) -> Settings:
+    if isinstance(config, Configuration):
+        return Settings(config, read().cache_directory)
+    if isinstance(config, Mapping):
+        return from_arguments(config)
+    return read(None if config is None else str(config))
+
+
+def _actor_options(role: RolePlacement, worker_host: str | None) -> dict[str, Any]:
+    """The first bundle is the replica's own; the others are for its followers, or for others of its kind."""
+    claims = role.bundles[0].claims()
+    options: dict[str, Any] = {"num_cpus": claims["CPU"], "num_gpus": claims.get("GPU", 0)}
+    variables: dict[str, str] = {}
+    if role.device == "cpu":
+        # Target and drafter share cores: threads that spin for more work would take them from each other.
+        variables["OMP_WAIT_POLICY"] = "PASSIVE"
+    if worker_host == "127.0.0.1" and len(role.bundles) > 1 and sys.platform == "linux":
+        # The ranks' own traffic stays on loopback too.
+        variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    if variables:
+        options["runtime_env"] = {"env_vars": variables}
+    return options
+
+
+def _supervision(configuration: Configuration) -> dict[str, Any]:
+    """A dead replica is noticed within a second or two; a constructor's failure is told, not repeated."""
+    return {
+        "num_replicas": 1,
+        "user_config": {"log_level": configuration.log_level},  # Serve hands it to `reconfigure`
+        "health_check_period_s": _HEALTH_PERIOD_SECONDS,
+        "health_check_timeout_s": _HEALTH_TIMEOUT_SECONDS,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "graceful_shutdown_timeout_s": _CLOSING_SECONDS,
+        "max_constructor_retry_count": 1,
+    }

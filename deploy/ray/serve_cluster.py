@@ -1,0 +1,235 @@
+"""The cluster while it runs under Ray Serve: started with progress, watched, stopped without a trace."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Self
+
+import httpx
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from cluster.core.config import Configuration
+from cluster.core.errors import WorkerUnavailable
+from deploy.models import Report, resolve_models, served_name
+from deploy.placement import Resources, plan
+from deploy.preflight import check, machine_problems, model_problems
+from deploy.ray.application import APPLICATION, bind, cluster_resources
+from deploy.settings import Settings, prepare_ray
+from workers.serve.actors import free_port
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+
+_OBJECT_STORE_BYTES = 96 * 2**20
+"""Ray's objects carry configurations here, nothing else."""
+_STOP_SECONDS = 20.0
+_POLL_SECONDS = 0.25
+_LONGEST_REASON = 2000
+
+
+class ServeCluster:
+    """Everything between `start()` and `stop()`; also a context manager.
+
+    Joins the Ray cluster that the settings name, or starts one on this machine and ends it again.
+    """
+
+    def __init__(self, settings: Settings, report: Report) -> None:
+        self._settings = settings
+        self._configuration = with_ports(settings.configuration)
+        self._report = report
+        self._owns_ray = settings.ray_address is None
+        self._resources: Resources | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def configuration(self) -> Configuration:
+        """What runs."""
+        return self._configuration
+
+    @property
+    def http_url(self) -> str:
+        """Where HTTP clients come in."""
+        return f"http://{self._configuration.server.http_host}:{self._configuration.server.http_port}"
+
+    @property
+    def grpc_address(self) -> str:
+        """Where gRPC clients come in."""
+        return f"{self._configuration.server.grpc_host}:{self._configuration.server.grpc_port}"
+
+    def start(self) -> None:
+        """Return once requests are taken. Raises `ConfigurationError`, `ModelLoadError`, `WorkerUnavailable`."""
+        try:
+            if not self._owns_ray:
+                self._report(f"joining Ray at {self._settings.ray_address}")
+                ray.init(address=self._settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)
+            self._report("looking at what there is")
+            self._resources = cluster_resources()
+            configuration = self._configuration
+            check(machine_problems(configuration, plan(configuration, self._resources), self._resources))
+            self._deploy()
+        except BaseException:
+            self.stop()
+            raise
+
+    def redeploy(self, configuration: Configuration) -> None:
+        """Replace what runs by another configuration, on the same ports. Raises like `start`."""
+        self._report("ending what runs")
+        serve.delete(APPLICATION)
+        self._configuration = configuration.model_copy(update={"server": self._configuration.server})
+        self._deploy()
+
+    def drain(self) -> None:
+        """Take no new requests and let the running ones end, within the configured time."""
+        seconds = self._configuration.server.drain_timeout_seconds
+        try:
+            serve.get_deployment_handle("Coordinator", APPLICATION).drain.remote().result(timeout_s=seconds + 5)
+        except (RayError, RayServeException, TimeoutError) as error:
+            self._report(f"draining was cut short: {error}")
+
+    def stop(self) -> None:
+        """End everything that `start` began; more than once does no harm."""
+        if not ray.is_initialized():
+            return
+        self._report("stopping")
+        try:
+            # Replicas end on purpose, and give back what they hold; Serve's own actors end with Ray.
+            _in_thread(lambda: serve.delete(APPLICATION)).result(_STOP_SECONDS)
+        except (RayError, RayServeException, TimeoutError) as error:
+            logger.warning("the application did not end by itself: %s", error)
+        ray.shutdown()
+
+    def _deploy(self) -> None:
+        """Find the models, see whether they fit, hand the application to Serve and wait for it."""
+        configuration = self._configuration
+        models = resolve_models(configuration, self._settings.cache_directory, self._report)
+        resources = self._resources or cluster_resources()
+        placement = plan(models.configuration, resources)
+        check(model_problems(models.configuration, placement, resources, models.target, models.draft))
+        if not ray.is_initialized():
+            self._report("starting Ray")
+            _start_local_ray(resources)
+        server = models.configuration.server
+        self._report("starting Ray Serve")
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        serve.start(http_options={"host": server.http_host, "port": server.http_port})
+        application = bind(models.configuration, placement, LOOPBACK if self._owns_ray else None)
+        deadline = time.monotonic() + server.start_timeout_seconds
+        running = _in_thread(lambda: serve.run(application, name=APPLICATION))
+        while not running.done():
+            self._report(_progress())
+            if time.monotonic() > deadline:
+                raise WorkerUnavailable(
+                    f"not ready after {server.start_timeout_seconds:g} s ({_progress()}); raise "
+                    "server.start_timeout_seconds if loading takes longer"
+                )
+            time.sleep(_POLL_SECONDS)
+        try:
+            running.result()
+        except RuntimeError as error:
+            raise WorkerUnavailable(_reason(error)) from None
+        self._wait_until_ready(deadline)
+        self._warm_up(served_name(configuration), deadline)
+
+    def _wait_until_ready(self, deadline: float) -> None:
+        self._report("waiting for the coordinator to meet the target")
+        while time.monotonic() < deadline:
+            try:
+                if httpx.get(f"{self.http_url}/ready", timeout=5.0).status_code == httpx.codes.OK:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(_POLL_SECONDS)
+        raise WorkerUnavailable(f"{self.http_url}/ready did not answer 200 in time; see `/tmp/ray/session_latest/logs`")
+
+    def _warm_up(self, model: str, deadline: float) -> None:
+        """One small answer through every part: the first client finds nothing cold, and nothing broken."""
+        self._report("warming up")
+        body = {"model": model, "prompt": "The", "max_tokens": 4}
+        try:
+            response = httpx.post(f"{self.http_url}/v1/completions", json=body, timeout=deadline - time.monotonic())
+        except httpx.TransportError as error:
+            raise WorkerUnavailable(f"the first answer broke off: {error!r}") from None
+        if response.status_code != httpx.codes.OK:
+            raise WorkerUnavailable(
+                f"the first answer failed: {response.status_code} {response.text[:_LONGEST_REASON]}"
+            )
+
+
+def with_ports(configuration: Configuration) -> Configuration:
+    """Ports of 0 replaced by free ones: Serve's proxy takes none, and clients must know them."""
+    server = configuration.server
+    ports = {
+        "http_port": server.http_port or free_port(server.http_host),
+        "grpc_port": server.grpc_port or free_port(server.grpc_host),
+    }
+    return configuration.model_copy(update={"server": server.model_copy(update=ports)})
+
+
+def _in_thread(function: Callable[[], object]) -> Future[None]:
+    """Run what waits without a word, and perhaps for ever, where a signal need not wait for it."""
+    outcome: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            function()
+        except BaseException as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
+
+    threading.Thread(target=work, name="serve-run", daemon=True).start()
+    return outcome
+
+
+def _start_local_ray(resources: Resources) -> None:
+    """Ray on this machine, for us alone: no dashboard, no reports about its use, no worker chatter."""
+    prepare_ray()
+    ray.init(
+        address="local",
+        num_cpus=int(resources.cpus),
+        num_gpus=resources.gpus,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+
+
+def _progress() -> str:
+    """What each deployment is doing, in a few words."""
+    application = serve.status().applications.get(APPLICATION)
+    if application is None or not application.deployments:
+        return "placing the workers"
+    loaded = [name.lower() for name, entry in application.deployments.items() if entry.status == "HEALTHY"]
+    awaited = [name.lower() for name, entry in application.deployments.items() if entry.status != "HEALTHY"]
+    return f"loading and warming up: {', '.join(awaited) or 'done'}" + (f" (up: {', '.join(loaded)})" if loaded else "")
+
+
+def _reason(error: RuntimeError) -> str:
+    """The failed deployment's own last words, or Serve's account when there are none."""
+    application = serve.status().applications.get(APPLICATION)
+    deployments = application.deployments if application is not None else {}
+    for name, entry in deployments.items():
+        lines = [line.strip() for line in entry.message.splitlines() if line.strip()]
+        if entry.status == "DEPLOY_FAILED" and lines:
+            # "package.module.Error: message" is the last line of the traceback that Serve passes on.
+            words = lines[-1].partition(": ")[2] or lines[-1]
+            return f"{name.lower()} did not start: {words[:_LONGEST_REASON]}"
+    return str(error)[:_LONGEST_REASON]

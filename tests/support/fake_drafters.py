@@ -1,0 +1,158 @@
+"""Drafters of every character, beside the target that they guess for."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from cluster.core.drafting import DraftRow, Proposal
+from cluster.core.errors import DrafterUnavailable
+from cluster.core.ids import SequenceId
+from cluster.core.request import SamplingParameters, SequenceStart
+from cluster.core.tree import EMPTY_TREE, TokenTree
+from cluster.core.verification import RowFault, RowFaultCode
+from tests.support.fake_target import FakeTarget as FakeTarget
+
+
+class FakeDrafter:
+    """Never guesses right. Keeps what it was told as the port demands, and faults when it was told too little."""
+
+    def __init__(self, target: FakeTarget) -> None:
+        self.target = target
+        self.known: dict[SequenceId, tuple[SequenceStart, list[int]]] = {}
+        self.calls: list[tuple[DraftRow, ...]] = []
+        """The rows of every call."""
+
+    async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
+        """See `Drafter`."""
+        self.calls.append(tuple(rows))
+        await self.think()
+        return tuple(self.answer(row) for row in rows)
+
+    async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """See `Drafter`."""
+        await asyncio.sleep(0)
+        for sequence_id in sequence_ids:
+            self.known.pop(sequence_id, None)
+
+    async def think(self) -> None:
+        """Before the answer: where a drafter is late or fails."""
+        await asyncio.sleep(0)
+
+    def answer(self, row: DraftRow) -> Proposal:
+        """Learn what is new, then guess."""
+        if row.start is not None and row.known_len == 0:
+            self.known[row.sequence_id] = (row.start, [])
+        if row.sequence_id not in self.known or len(self.known[row.sequence_id][1]) < row.known_len:
+            fault = RowFault(RowFaultCode.OUT_OF_SYNC, "told too little")
+            return Proposal(row.sequence_id, row.base_len, fault=fault)
+        start, tokens = self.known[row.sequence_id]
+        tokens[row.known_len :] = row.new_tokens
+        return Proposal(row.sequence_id, row.base_len, self.guess(start.sampling, tokens, row))
+
+    def guess(self, sampling: SamplingParameters, tokens: list[int], row: DraftRow) -> TokenTree:
+        """A tree below `tokens`."""
+        length = min(row.budget.max_nodes, row.budget.max_depth)
+        wrong = (self.target.next_token(tokens, sampling) + 1) % self.target.vocabulary_size
+        return TokenTree.chain([wrong] * length)
+
+
+class NeverAgree(FakeDrafter):
+    """Its first token is wrong, always."""
+
+
+class AlwaysAgree(FakeDrafter):
+    """Knows the model by heart."""
+
+    def guess(self, sampling: SamplingParameters, tokens: list[int], row: DraftRow) -> TokenTree:
+        """A chain of what the target will say."""
+        chain = list(tokens)
+        for _ in range(min(row.budget.max_nodes, row.budget.max_depth)):
+            chain.append(self.target.next_token(chain, sampling))
+        return TokenTree.chain(chain[len(tokens) :])
+
+
+class RandomGuesses(FakeDrafter):
+    """Random trees, in which the right token is often among the children."""
+
+    def __init__(self, target: FakeTarget, seed: int = 0) -> None:
+        super().__init__(target)
+        self.random = random.Random(seed)
+
+    def guess(self, sampling: SamplingParameters, tokens: list[int], row: DraftRow) -> TokenTree:
+        """Candidates that follow the target for a while and then stray."""
+        candidates: list[list[int]] = []
+        for _ in range(self.random.randrange(4)):
+            path = list(tokens)
+            for _ in range(self.random.randrange(row.budget.max_depth + 1)):
+                right = self.target.next_token(path, sampling)
+                path.append(right if self.random.random() < 0.7 else self.random.randrange(self.target.vocabulary_size))
+            candidates.append(path[len(tokens) :])
+        return TokenTree.from_candidates(candidates, row.budget.max_nodes)
+
+
+class Slow(AlwaysAgree):
+    """Right, and too late."""
+
+    def __init__(self, target: FakeTarget, delay: float) -> None:
+        super().__init__(target)
+        self.delay = delay
+
+    async def think(self) -> None:
+        """Take its time."""
+        await asyncio.sleep(self.delay)
+
+
+class Failing(AlwaysAgree):
+    """Gone while `is_down`, then empty-headed again."""
+
+    is_down = True
+
+    async def think(self) -> None:
+        """Refuse while down."""
+        await asyncio.sleep(0)
+        if self.is_down:
+            self.known.clear()
+            raise DrafterUnavailable("connection refused")
+
+
+class Broken(AlwaysAgree):
+    """Raises what no port allows."""
+
+    async def think(self) -> None:
+        """A bug."""
+        raise ZeroDivisionError("a bug in the drafter")
+
+
+class OutOfSync(AlwaysAgree):
+    """Forgets sequences now and then."""
+
+    def __init__(self, target: FakeTarget, seed: int = 0) -> None:
+        super().__init__(target)
+        self.random = random.Random(seed)
+
+    async def think(self) -> None:
+        """Lose some."""
+        await asyncio.sleep(0)
+        for sequence_id in list(self.known):
+            if self.random.random() < 0.3:
+                del self.known[sequence_id]
+
+
+class Liar(RandomGuesses):
+    """Breaks the contract: stale stamps, trees beyond the budget, tokens beyond the vocabulary, answers for others."""
+
+    def answer(self, row: DraftRow) -> Proposal:
+        """One lie in turn."""
+        honest = super().answer(row)
+        match self.random.randrange(5):
+            case 0:
+                return Proposal(row.sequence_id, row.base_len - 1, TokenTree.chain([1, 2]))
+            case 1:
+                return Proposal(row.sequence_id, row.base_len, TokenTree.chain(range(20)))
+            case 2:
+                return Proposal(row.sequence_id, row.base_len, TokenTree.chain([self.target.vocabulary_size]))
+            case 3:
+                return Proposal(SequenceId("nobody"), row.base_len, EMPTY_TREE)
+        return honest

@@ -1,0 +1,137 @@
+"""Runners that replay, without a GPU: what a recorder would have recorded is called again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Gemma3TextConfig, PreTrainedConfig
+
+from cluster.core.config import KvSection, ModelSection
+from cluster.core.tree import TokenTree
+from tests.support import tiny
+from workers.forward import runner as runners
+from workers.forward.cuda_graphs import Compute, GraphedSteps
+from workers.forward.runner import ForwardRow, ModelRunner
+from workers.kv.block_table import GONE, BlockTable
+from workers.kv.pool import KvPool
+from workers.model.loading import load_model
+
+BLOCK = 4
+CPU = torch.device("cpu")
+TOLERANCE = 2e-4
+BRANCHING = TokenTree((5, 6, 7, 8, 5, 9), (-1, -1, 0, 0, 1, 3))
+WINDOW = 6
+
+
+@dataclass
+class Tape:
+    """Records nothing: what it replays is the function itself, on the same tensors."""
+
+    recorded: int = 0
+    replayed: int = 0
+
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
+        self.recorded += 1
+        function()
+
+        def again() -> None:
+            self.replayed += 1
+            function()
+
+        return again
+
+
+def gemma3() -> PreTrainedConfig:
+    """Three layers that see `WINDOW` tokens around one that sees everything: two tables and two masks."""
+    kinds = ["full_attention" if layer == 2 else "sliding_attention" for layer in range(4)]
+    shape = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 3}
+    size = {"vocab_size": tiny.VOCABULARY, "intermediate_size": 80, "head_dim": 8, "max_position_embeddings": 256}
+    window = {"sliding_window": WINDOW, "layer_types": kinds, "query_pre_attn_scalar": 8}
+    return Gemma3TextConfig(**(shape | size | window))
+
+
+CONFIGURATIONS = {
+    "full": tiny.llama,
+    "learned positions": lambda: tiny.gpt2(pad_token_id=None),  # with one, transformers looks for it in every step
+    "window": lambda: tiny.mistral(sliding_window=WINDOW),
+    "several tables": gemma3,
+}
+
+
+@dataclass
+class Bench:
+    pool: KvPool
+    runner: ModelRunner
+    graphs: GraphedSteps | None = None
+
+    def run(self, *rows: ForwardRow, keep: Sequence[int] = ()) -> torch.Tensor:
+        """Of a branching tree `keep` is accepted, of a chain the first two nodes."""
+        for row in rows:
+            self.pool.reserve(row.table, row.end)
+        logits = self.runner.forward(rows).clone()
+        for row in rows:
+            self.runner.keep(row, range(len(row.tree))[:2] if row.tree.is_chain else keep)
+        return logits
+
+    def stored(self, table: BlockTable) -> torch.Tensor:
+        """All that is still held of a sequence's keys and values."""
+        slots = [
+            blocks[position // BLOCK] * BLOCK + position % BLOCK
+            for blocks in table.blocks
+            for position in range(table.stored_len)
+            if blocks[position // BLOCK] != GONE
+        ]
+        return torch.cat([store.flatten(0, 1)[slots] for store in (*self.pool.keys, *self.pool.values)])
+
+
+def open_bench(
+    directory: Path, record: Callable[[Callable[[], None]], Callable[[], None]] | None = None, **options: object
+) -> Bench:
+    """As it is without a recorder, replaying with one."""
+    model = replace(
+        load_model(ModelSection(path=str(directory), device="cpu", native="off")), replays=record is not None
+    )
+    pool = KvPool(model, KvSection(block_size=BLOCK), blocks=100)
+    made: list[GraphedSteps] = []
+
+    def graphed(_: object, pool: KvPool, compute: Compute) -> GraphedSteps | None:
+        if record is None:
+            return None
+        made.append(GraphedSteps(compute, record, pool.arrangement, pool.scratch, CPU, **options))
+        return made[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runners, "graphed_steps", graphed)
+        runner = ModelRunner(model, pool)
+    return Bench(pool, runner, made[0] if made else None)
+
+
+def some_tokens(count: int, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(3, tiny.VOCABULARY, (count,), generator=generator).tolist())
+
+
+def scenario(bench: Bench) -> tuple[list[torch.Tensor], list[BlockTable]]:
+    """Prompts in chunks, single tokens, chains and trees, alone and together, over sequences of unlike length."""
+    tables = [bench.pool.new_table() for _ in range(3)]
+    first, second, third = tables
+    logits = [
+        bench.run(ForwardRow(first, some_tokens(21), select=(20,))),
+        bench.run(ForwardRow(first, (7,), select=(0,)), ForwardRow(second, some_tokens(13, seed=1))),
+        bench.run(ForwardRow(second, some_tokens(30, seed=2), select=(4, 29)), ForwardRow(first, (8,), select=(0,))),
+        bench.run(*(ForwardRow(table, (9,), select=(0,)) for table in tables)),
+        bench.run(
+            ForwardRow(first, (10,), TokenTree.chain((4, 5, 6)), (0, 1, 2, 3)),
+            ForwardRow(second, (11, 12), BRANCHING, tuple(range(1, 8))),
+            ForwardRow(third, (13,), select=(0,)),
+            keep=(0, 3),
+        ),
+    ]
+    for token in range(20, 30):
+        logits.append(bench.run(*(ForwardRow(table, (token,), select=(0,)) for table in tables)))
+        logits.append(bench.run(ForwardRow(second, (token,), BRANCHING, tuple(range(7))), keep=(0, 3, 5)))
+    return logits, tables

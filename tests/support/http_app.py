@@ -1,0 +1,50 @@
+"""The HTTP door over the room, without a socket, and how its answers are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cluster.core.config import LimitsSection
+from cluster.ingress.grpc import GenerationServicer
+from cluster.ingress.http import create_app
+from tests.support.fake_engine import InProcessClient, room
+
+HI = [{"role": "user", "content": "hi"}]
+LIMITS = LimitsSection(max_body_bytes=2048, max_prompts=4)
+
+
+class Door:
+    """An HTTP client of an application over a reciter."""
+
+    def __init__(self, directory: Path, text: str = "hello the world") -> None:
+        generation, self.engine, self.tokenizer = room(directory, text, limits=LIMITS)
+        self.client = InProcessClient(GenerationServicer(generation), lambda: self.engine.ready)
+        transport = httpx.ASGITransport(create_app(self.client, LIMITS), raise_app_exceptions=False)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://pilotfish")
+
+    async def post(self, path: str, **values: Any) -> httpx.Response:
+        return await self.http.post(path, json=values)
+
+    async def chat(self, **values: Any) -> httpx.Response:
+        return await self.post("/v1/chat/completions", **{"messages": HI, **values})
+
+    async def complete(self, **values: Any) -> httpx.Response:
+        return await self.post("/v1/completions", **{"prompt": "hi", **values})
+
+
+def chunks(response: httpx.Response) -> list[Any]:
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def error_of(response: httpx.Response) -> Any:
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error

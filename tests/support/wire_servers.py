@@ -1,0 +1,263 @@
+"""Scripted servicers on one real server that can move, and the fixtures around it."""
+
+# ruff: noqa: N802 - the servicers' names are the schema's
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+
+from cluster.core.drafting import DraftBudget, DraftRow, Proposal
+from cluster.core.errors import (
+    UnknownModel,
+)
+from cluster.core.ids import SequenceId
+from cluster.core.kv import KvLayout, KvOccupancy
+from cluster.core.request import SamplingParameters, SequenceStart
+from cluster.core.tree import TokenTree
+from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo, Verdict, VerifyRow
+from cluster.wire.clients import GenerationClient, GrpcDrafter, GrpcTarget
+from cluster.wire.codec_common import decode_sequence_ids
+from cluster.wire.codec_draft import decode_draft_rows, encode_proposals
+from cluster.wire.codec_target import (
+    decode_open_rows,
+    decode_step_batch,
+    encode_occupancy,
+    encode_open_result,
+    encode_step_result,
+    encode_target_info,
+)
+from cluster.wire.connection import open_channel
+from cluster.wire.server import WireServer
+from pilotfish.v1 import (
+    draft_pb2,
+    draft_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    operations_pb2,
+    operations_pb2_grpc,
+    target_pb2,
+    target_pb2_grpc,
+)
+
+HOST = "127.0.0.1"
+PATIENCE = 10.0
+MOST_BYTES = 65536
+TARGET = "pilotfish.v1.TargetService"
+DRAFT = "pilotfish.v1.DraftService"
+GENERATION = "pilotfish.v1.GenerationService"
+OPERATIONS = "pilotfish.v1.OperationsService"
+INFO = TargetInfo("tiny", 300, 64, KvLayout(16), KvOccupancy(8, 8), (2,), 1, "float32", "epoch")
+BATCH = StepBatch((VerifyRow(SequenceId("s"), 2, (1, 2), TokenTree.chain([3])),))
+OPENS = (
+    OpenRow(SequenceId("s"), (1, 2, 3), SequenceStart(2, SamplingParameters(), "tenant"), SequenceId("parent")),
+    OpenRow(SequenceId("t"), (1,), SequenceStart(1, SamplingParameters())),
+)
+OPENED = OpenResult((2, 0), KvOccupancy(8, 7))
+RESULT = StepResult((Verdict(SequenceId("s"), 2, (3, 4), 1),), KvOccupancy(8, 7), 0.5)
+ROWS = (DraftRow(SequenceId("s"), 1, (1,), DraftBudget(4, 4)),)
+PROPOSALS = (Proposal(SequenceId("s"), 1, TokenTree.chain([2, 3])),)
+Request = generation_pb2.GenerateRequest
+
+
+class Conversation:
+    """Takes turns with a client: answers once it may, or raises what it is told to."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.streams = 0
+        """That are open now."""
+
+    async def converse(self, requests: AsyncIterator[Any], reply: Callable[[Any], Message]) -> AsyncIterator[Message]:
+        self.streams += 1
+        try:
+            async for request in requests:
+                await self.hold.wait()
+                if self.failure is not None:
+                    raise self.failure
+                yield reply(request)
+        finally:
+            self.streams -= 1
+
+
+class Target(Conversation, target_pb2_grpc.TargetServiceServicer):
+    """Answers, or raises what it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = OPENED
+        self.result = RESULT
+        self.info = INFO
+        self.opens: list[tuple[OpenRow, ...]] = []
+        self.steps: list[StepBatch] = []
+        self.released: tuple[SequenceId, ...] = ()
+
+    async def Open(self, request: target_pb2.TargetServiceOpenRequest, context: object) -> Message:
+        if self.failure is not None:
+            raise self.failure
+        self.opens.append(decode_open_rows(request))
+        return encode_open_result(self.opened)
+
+    def Step(
+        self, request_iterator: AsyncIterator[target_pb2.TargetServiceStepRequest], context: object
+    ) -> AsyncIterator[Message]:
+        return self.converse(request_iterator, self._verify)
+
+    def _verify(self, request: target_pb2.TargetServiceStepRequest) -> Message:
+        self.steps.append(decode_step_batch(request))
+        return encode_step_result(self.result)
+
+    async def Release(self, request: target_pb2.TargetServiceReleaseRequest, context: object) -> Message:
+        self.released = decode_sequence_ids(request.sequence_ids)
+        return target_pb2.TargetServiceReleaseResponse(kv=encode_occupancy(INFO.kv))
+
+    async def GetInfo(self, request: target_pb2.TargetServiceGetInfoRequest, context: object) -> Message:
+        return encode_target_info(self.info)
+
+
+class Drafter(Conversation, draft_pb2_grpc.DraftServiceServicer):
+    """Answers with the same proposals, or never."""
+
+    def Propose(
+        self, request_iterator: AsyncIterator[draft_pb2.DraftServiceProposeRequest], context: object
+    ) -> AsyncIterator[Message]:
+        return self.converse(request_iterator, self._guess)
+
+    def _guess(self, request: draft_pb2.DraftServiceProposeRequest) -> Message:
+        assert decode_draft_rows(request) == ROWS
+        return encode_proposals(PROPOSALS)
+
+
+class Generator(generation_pb2_grpc.GenerationServiceServicer, operations_pb2_grpc.OperationsServiceServicer):
+    """Streams words; after them it fails, ends, or waits for ever."""
+
+    def __init__(self) -> None:
+        self.words = ["a", "b"]
+        self.failure: Exception | None = None
+        self.wait = False
+        self.asked = asyncio.Event()
+        self.freed = asyncio.Event()
+        self.calls = 0
+
+    async def Generate(self, request: Request, context: object) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        self.calls += 1
+        self.asked.set()
+        try:
+            for word in self.words:
+                yield generation_pb2.GenerateResponse(delta=generation_pb2.GenerationDelta(text=word))
+            if self.failure is not None:
+                raise self.failure
+            if self.wait:
+                await asyncio.Event().wait()
+        finally:
+            self.freed.set()
+
+    async def Abort(self, request: generation_pb2.AbortRequest, context: object) -> Message:
+        return generation_pb2.AbortResponse(aborted=request.request_id == "running")
+
+    async def ListModels(self, request: generation_pb2.ListModelsRequest, context: object) -> Message:
+        return generation_pb2.ListModelsResponse(models=[generation_pb2.Model(id="tiny")])
+
+    async def GetModel(self, request: generation_pb2.GetModelRequest, context: object) -> Message:
+        raise UnknownModel("model", request.model, "a served model: tiny")
+
+    async def GetMetrics(self, request: operations_pb2.GetMetricsRequest, context: object) -> Message:
+        return operations_pb2.GetMetricsResponse(exposition=b"one 1\n", content_type="text/plain")
+
+
+class House:
+    """The three servicers on one server that can be moved to another port."""
+
+    def __init__(self) -> None:
+        self.target, self.drafter, self.generator = Target(), Drafter(), Generator()
+        self.server = WireServer(HOST, 0, max_message_bytes=MOST_BYTES)
+        self.port = 0
+        self.resolved = 0
+
+    async def open(self) -> None:
+        self.server = WireServer(HOST, 0, max_message_bytes=MOST_BYTES)
+        self.server.add(TARGET, target_pb2_grpc.add_TargetServiceServicer_to_server, self.target)
+        self.server.add(DRAFT, draft_pb2_grpc.add_DraftServiceServicer_to_server, self.drafter)
+        self.server.add(GENERATION, generation_pb2_grpc.add_GenerationServiceServicer_to_server, self.generator)
+        self.server.add(OPERATIONS, operations_pb2_grpc.add_OperationsServiceServicer_to_server, self.generator)
+        self.port = await self.server.start()
+
+    async def move(self) -> None:
+        """Come back elsewhere, then die here: in this order the old port cannot be drawn again."""
+        old = self.server
+        await self.open()
+        await old.stop(0.0)
+
+    async def resolve(self) -> str:
+        self.resolved += 1
+        return f"{HOST}:{self.port}"
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[House]:
+    house = House()
+    async with asyncio.timeout(3 * PATIENCE):
+        await house.open()
+        yield house
+        await house.server.stop(0.0)
+
+
+@pytest.fixture
+async def channel(house: House) -> AsyncIterator[grpc.aio.Channel]:
+    async with open_channel(await house.resolve()) as channel:
+        yield channel
+
+
+@pytest.fixture
+async def target(house: House) -> AsyncIterator[GrpcTarget]:
+    client = GrpcTarget(house.resolve)
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+async def drafter(house: House) -> AsyncIterator[GrpcDrafter]:
+    client = GrpcDrafter(house.resolve)
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+async def client(house: House) -> AsyncIterator[GenerationClient]:
+    client = GenerationClient(house.resolve)
+    yield client
+    await client.close()
+
+
+async def words(
+    client: GenerationClient, heard: list[str] | None = None, timeout_seconds: float = PATIENCE
+) -> list[str]:
+    """The answer's words; those that came before an error are left in `heard`."""
+    heard = [] if heard is None else heard
+    async for response in client.generate(Request(text="hi"), timeout_seconds):
+        heard += [response.delta.text]
+    return heard
+
+
+async def refusal(channel: grpc.aio.Channel, method: str, data: bytes) -> grpc.aio.AioRpcError:
+    """The status that raw bytes are answered with."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await _answer(channel, f"/{method}", data)
+    return caught.value
+
+
+async def _answer(channel: grpc.aio.Channel, path: str, data: bytes) -> object:
+    if path.endswith("/Generate"):
+        return await channel.unary_stream(path)(data).read()
+    if not path.endswith(("/Step", "/Propose")):
+        return await channel.unary_unary(path)(data)
+    conversation = channel.stream_stream(path)()
+    await conversation.write(data)
+    return await conversation.read()

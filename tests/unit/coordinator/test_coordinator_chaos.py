@@ -1,0 +1,123 @@
+"""Everything at once: samples, searches, readers that leave or have enough, too little memory, targets that die.
+
+Whoever stays reads the right text, and at the end nobody holds anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from cluster.coordinator.loop import Coordinator
+from cluster.coordinator.metrics import Metrics
+from cluster.core.request import EarlyStopping, GenerationRequest
+from tests.support.fake_cluster import TOO_LONG_SECONDS, answers_of, configure, read, request, until, value_of
+from tests.support.fake_drafters import AlwaysAgree, FakeDrafter, FakeTarget, Liar, NeverAgree, OutOfSync, RandomGuesses
+from tests.unit.test_coordinator_beams import found, searching
+
+CLIENTS = 14
+
+
+@dataclass(slots=True)
+class World:
+    """A target and a drafter of random character, and clients of every kind."""
+
+    luck: random.Random
+    target: FakeTarget = field(init=False)
+    drafter: FakeDrafter = field(init=False)
+    common: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        luck = self.luck
+        block_size = luck.choice([3, 4, 16])
+        blocks = luck.choice([72, 100, 600]) // block_size
+        self.target = FakeTarget(
+            block_size=block_size, blocks=blocks, step_delay=luck.choice([0, 0.0003]), remembers=luck.random() < 0.6
+        )
+        self.drafter = luck.choice([NeverAgree, AlwaysAgree, RandomGuesses, OutOfSync, Liar])(self.target)
+        self.common = [luck.randrange(32) for _ in range(30)]
+
+    def wanted(self, index: int) -> GenerationRequest:
+        """A request that the pool can hold, often beginning like others."""
+        luck = self.luck
+        prompt = self.common[: luck.randrange(1, 20)] + [luck.randrange(32) for _ in range(luck.randrange(4))]
+        longest = min(luck.randrange(1, 40), self.target.blocks * self.target.memory.block_size - len(prompt))
+        stop = frozenset(luck.sample(range(32), luck.randrange(3)))
+        if luck.random() < 0.25:
+            width = luck.randrange(2, 6)
+            early = luck.choice(list(EarlyStopping))
+            return searching(f"r{index}", prompt, min(longest, 12), width=width, n=width - 1, stop=stop, early=early)
+        n, salt = luck.choice([1, 1, 2, 5]), luck.choice(["", "salt"])
+        temperature = luck.choice([0.0, 1.0])
+        return request(f"r{index}", prompt, longest, temperature=temperature, seed=index, stop=stop, salt=salt, n=n)
+
+    async def client(self, coordinator: Coordinator, index: int) -> None:
+        """One who reads to the end, leaves, aborts, or has enough of one answer."""
+        luck, wanted = self.luck, self.wanted(index)
+        await asyncio.sleep(luck.uniform(0, 0.05))
+        match luck.randrange(6):
+            case 0:
+                reading = asyncio.create_task(read(coordinator, wanted))
+                await asyncio.sleep(luck.uniform(0, 0.05))
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+            case 1:
+                reading = asyncio.create_task(read(coordinator, wanted))
+                await asyncio.sleep(luck.uniform(0, 0.03))
+                coordinator.abort(wanted.request_id)
+                assert sum(commit.finish is not None for commit in await reading) == wanted.n
+            case 2 if wanted.beam is None:
+                await self.has_enough(coordinator, wanted)
+            case _:
+                right = self.target.answers(wanted) if wanted.beam is None else found(self.target, wanted)
+                assert await answers_of(coordinator, wanted) == right
+
+    async def has_enough(self, coordinator: Coordinator, wanted: GenerationRequest) -> None:
+        """Conclude one answer somewhere; the others go on."""
+        cut, enough = self.luck.randrange(wanted.n), self.luck.randrange(1, 10)
+        answers: list[list[int]] = [[] for _ in range(wanted.n)]
+        async for commit in coordinator.generate(wanted):
+            answers[commit.index] += commit.tokens
+            if commit.index == cut and len(answers[cut]) >= enough:
+                coordinator.conclude(wanted.request_id, cut)
+        right = self.target.answers(wanted)
+        right[cut] = right[cut][: len(answers[cut])]
+        assert answers == right
+
+    async def misfortune(self) -> None:
+        """The target dies, forgets, or runs out of blocks for a moment."""
+        for _ in range(self.luck.choice([0, 0, 8])):
+            await asyncio.sleep(self.luck.uniform(0, 0.02))
+            match self.luck.randrange(4):
+                case 0:
+                    self.target.crash()
+                    await asyncio.sleep(0.002)
+                    self.target.revive()
+                case 1:
+                    self.target.revive()
+                case 2:
+                    self.target.fail_after_computing = 1
+                case 3:
+                    self.target.memory.foreign_blocks = self.luck.randrange(6)
+                    await asyncio.sleep(0.005)
+                    self.target.memory.foreign_blocks = 0
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_whoever_stays_reads_the_right_text_and_nothing_is_left_behind(seed: int) -> None:
+    world = World(random.Random(seed))
+    most = world.luck.choice([None, 1, 8])
+    limits = configure(scheduler__max_prompt_tokens=most, scheduler__max_sequences=world.luck.choice([6, 16]))
+    metrics = Metrics()
+    async with (
+        asyncio.timeout(TOO_LONG_SECONDS),
+        Coordinator(world.target, [world.drafter], limits, metrics) as coordinator,
+    ):
+        clients = [world.client(coordinator, index) for index in range(CLIENTS)]
+        await asyncio.gather(world.misfortune(), *clients)
+        await until(lambda: not world.target.stored and not world.drafter.known)
+    assert world.target.blocks_free == world.target.blocks
+    assert value_of(metrics, "pilotfish:loop_restarts_total") == 0

@@ -1,0 +1,158 @@
+"""The command line and the settings behind it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from google.protobuf import json_format
+
+from cluster.core.errors import ConfigurationError
+from cluster.ingress.openai.requests import ChatRequest, parse
+from deploy import cli, settings
+from pilotfish.v1 import generation_pb2
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Run the console script; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["pilotfish", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+class TestSettings:
+    def test_the_cpu_preset_is_the_default(self) -> None:
+        found = settings.read(environment={})
+
+        assert found.configuration.target.path == "smollm2-135m-instruct"
+        assert found.configuration.target.device == "cpu"
+        assert found.ray_address is None
+
+    @pytest.mark.parametrize("preset", settings.presets())
+    def test_every_preset_is_a_valid_configuration(self, preset: str) -> None:
+        settings.read(preset, environment={})
+
+    def test_an_assignment_is_stronger_than_the_file_and_is_yaml(self, tmp_path: Path) -> None:
+        file = tmp_path / "mine.yaml"
+        file.write_text("target: {dtype: bfloat16, tensor_parallel: 3}\n")
+
+        target = settings.read(
+            str(file), ["target.tensor_parallel=1", "target.served_name=null"], {}
+        ).configuration.target
+
+        assert (target.dtype, target.tensor_parallel, target.served_name) == ("bfloat16", 1, None)
+
+    def test_the_environment_names_the_file_and_the_cache(self, tmp_path: Path) -> None:
+        environment = {"PILOTFISH_CONFIG": "gpu", "PILOTFISH_CACHE_DIR": str(tmp_path), "PILOTFISH_RAY_ADDRESS": "auto"}
+
+        found = settings.read(environment=environment)
+
+        assert found.configuration.target.tensor_parallel == 4
+        assert found.cache_directory == tmp_path
+        assert found.ray_address == "auto"
+
+    def test_a_named_file_is_stronger_than_the_environment(self) -> None:
+        found = settings.read("cpu", environment={"PILOTFISH_CONFIG": "gpu"})
+
+        assert found.configuration.target.tensor_parallel == 1
+
+    def test_an_empty_file_takes_every_default(self, tmp_path: Path) -> None:
+        file = tmp_path / "empty.yaml"
+        file.write_text("")
+
+        assert settings.read(str(file), environment={}).configuration.scheduler.max_sequences == 32
+
+    def test_the_arguments_of_serve_run_are_settings(self) -> None:
+        arguments = {"config": "cpu", "target.dtype": "bfloat16", "draft": {"max_nodes": "3"}}
+
+        configuration = settings.from_arguments(arguments, {}).configuration
+
+        assert configuration.target.dtype == "bfloat16"
+        assert (configuration.draft.max_nodes, configuration.draft.method) == (3, "ngram")
+
+    @pytest.mark.parametrize(
+        ("config", "assignment", "words"),
+        [
+            ("absent.yaml", None, "absent.yaml: needed a readable file or a preset (cpu, gpu)"),
+            ("cpu", "target.dtype", "--set target.dtype: needed key=value"),
+            ("cpu", "=3", "needed key=value"),
+            ("cpu", "target.dtyp=float32", "target.dtyp: unknown key; the nearest valid one is target.dtype"),
+            ("cpu", "target.dtype=float8", "target.dtype: 'float8' is refused"),
+            ("cpu", "target.path=[", "--set target.path: not YAML"),
+        ],
+    )
+    def test_a_mistake_is_told_with_the_key(self, config: str, assignment: str | None, words: str) -> None:
+        with pytest.raises(ConfigurationError) as refused:
+            settings.read(config, [] if assignment is None else [assignment], {})
+
+        assert words in str(refused.value)
+
+    def test_a_file_that_holds_no_sections_is_refused(self, tmp_path: Path) -> None:
+        file = tmp_path / "list.yaml"
+        file.write_text("- 1\n")
+
+        with pytest.raises(ConfigurationError, match="needed sections with keys, found list"):
+            settings.read(str(file), environment={})
+
+
+class TestCommands:
+    def test_the_version_is_printed(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run(monkeypatch, "--version") == 0
+        assert capsys.readouterr().out.startswith("pilotfish ")
+
+    def test_a_plan_shows_every_rank(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run(monkeypatch, "plan", "--config", "cpu", "--set", "target.tensor_parallel=3") == 0
+
+        shown = capsys.readouterr().out
+        assert all(f"rank {rank} of 3" in shown for rank in range(3))
+        assert "127.0.0.1:9000" in shown
+
+    def test_a_plan_says_what_the_machine_lacks_for_it(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        arguments = ("--set", "target.device=cuda", "--set", "target.tensor_parallel=64")
+
+        assert run(monkeypatch, "plan", *arguments) == 0
+        assert "would not start: GPUs: needed 64" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("command", ["plan", "serve", "demo", "prepare"])
+    def test_a_bad_setting_is_one_line_and_exit_code_2(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+    ) -> None:
+        assert run(monkeypatch, command, "--set", "server.http_prot=1") == 2
+
+        told = capsys.readouterr().err
+        assert told == "pilotfish: server.http_prot: unknown key; the nearest valid one is server.http_port\n"
+
+    def test_an_unknown_command_is_exit_code_2(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert run(monkeypatch, "swim") == 2
+
+    def test_two_places_to_ask_are_one_too_many(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run(monkeypatch, "generate", "hello", "--server", "localhost:9000", "--in-process") == 2
+        assert "needed one of them, found both" in capsys.readouterr().err
+
+    def test_a_model_that_is_nowhere_is_exit_code_1(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run(monkeypatch, "prepare", "--set", "target.path=./nowhere") == 1
+        assert "no such directory" in capsys.readouterr().err
+
+    def test_the_three_ways_to_ask_are_well_formed_and_name_model_and_doors(self) -> None:
+        configuration = settings.read("cpu", ["server.http_port=8123", "server.grpc_port=9123"], {}).configuration
+
+        ready, curl, python, grpcurl = cli.how_to_ask(configuration).strip().split("\n\n")
+
+        assert ready.startswith("smollm2-135m-instruct is ready at http://127.0.0.1:8123 (HTTP) and 127.0.0.1:9123")
+        command, url, *_, body = shlex.split(curl)
+        assert (command, url) == ("curl", "http://127.0.0.1:8123/v1/chat/completions")
+        assert parse(ChatRequest, body.encode()).model == "smollm2-135m-instruct"
+        compile(shlex.split(python)[-1], "snippet", "exec")
+        *_, message, address, method = shlex.split(grpcurl)
+        assert (address, method) == ("127.0.0.1:9123", "pilotfish.v1.GenerationService/Generate")
+        request = json_format.Parse(message, generation_pb2.GenerateRequest())
+        assert request.chat.messages[0].role == "user"

@@ -1,0 +1,216 @@
+"""What is missing is said before anything starts: what was needed, what was found, what to do."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from cluster.core.config import ServerSection, load
+from cluster.core.errors import ConfigurationError
+from deploy import preflight
+from deploy.machine import free_memory_limit, usable_cores
+from deploy.placement import Resources, plan
+from workers.model.draft_card import DraftCard
+
+LAPTOP = Resources(cpus=2, gpus=0, memory_bytes=8 << 30)
+TOKENS = {"a": 0, "b": 1, "c": 2}
+
+
+def model_directory(
+    path: Path, *, heads: int = 6, kv_heads: int | None = 3, tokens: dict[str, int] | None = None, rows: int = 8
+) -> Path:
+    """A directory as preflight reads it: configuration, tokenizer, safetensors of `rows` x 4 float32."""
+    path.mkdir()
+    config: dict[str, object] = {"num_attention_heads": heads, "vocab_size": len(tokens or TOKENS)}
+    if kv_heads is not None:
+        config["num_key_value_heads"] = kv_heads
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens or TOKENS}, "added_tokens": []}))
+    save_file({"weight": torch.zeros(rows, 4)}, path / "model.safetensors")
+    return path
+
+
+def only(problems: Iterator[preflight.Problem]) -> str:
+    found = [str(problem) for problem in problems]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_missing_gpus_are_counted_by_role() -> None:
+    configuration = load({}, {"target.device": "cuda", "target.tensor_parallel": 2})
+
+    line = only(preflight.capacity_problems(plan(configuration, LAPTOP), Resources(4, 1, 8 << 30)))
+
+    assert "GPUs: needed 2 (2 for the target), found 1" in line
+
+
+def test_missing_cores_are_told() -> None:
+    configuration = load({}, {"target.device": "cuda", "target.tensor_parallel": 4})
+    small = Resources(cpus=2, gpus=4, memory_bytes=8 << 30)
+
+    assert "CPU cores: needed 4.3, found 2" in only(preflight.capacity_problems(plan(configuration, small), small))
+
+
+def test_an_unknown_drafting_method_is_told_the_nearest() -> None:
+    line = only(preflight.method_problems(load({}, {"draft.method": "ngrams"}).draft))
+
+    assert line.startswith("draft.method: needed one of ")
+    assert line.endswith("found 'ngrams'; did you mean ngram?")
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        line = only(preflight.port_problems(ServerSection(http_port=port, grpc_port=0)))
+
+    assert line.startswith(f"server.http_port: needed 127.0.0.1:{port} free, found address already in use;")
+
+
+def test_an_address_of_another_machine_is_named() -> None:
+    assert "192.0.2.77:0" in only(
+        preflight.port_problems(ServerSection(http_port=0, grpc_port=0, grpc_host="192.0.2.77"))
+    )
+
+
+def test_both_doors_on_one_port_are_refused() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    assert "another port than server.http_port" in only(
+        preflight.port_problems(ServerSection(http_port=port, grpc_port=port))
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_that_divide_the_heads_are_no_problem(tmp_path: Path, ranks: int) -> None:
+    assert not list(preflight.head_problems(model_directory(tmp_path / "m"), ranks))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6])
+def test_ranks_that_do_not_divide_the_heads_are_told_which_would(tmp_path: Path, ranks: int) -> None:
+    line = only(preflight.head_problems(model_directory(tmp_path / "m", heads=6, kv_heads=3), ranks))
+
+    assert line == (
+        f"target.tensor_parallel: needed a divisor of 6 heads and 3 key-value heads, found {ranks}; set it to 1 or 3"
+    )
+
+
+def test_a_model_without_grouped_heads_divides_by_its_heads(tmp_path: Path) -> None:
+    directory = model_directory(tmp_path / "m", heads=6, kv_heads=None)
+
+    assert not list(preflight.head_problems(directory, 6))
+    assert "set it to 1 or 2 or 3 or 6" in only(preflight.head_problems(directory, 4))
+
+
+def test_a_draft_with_the_same_tokens_is_no_problem(tmp_path: Path) -> None:
+    target, draft = model_directory(tmp_path / "t"), model_directory(tmp_path / "d", heads=2, kv_heads=1)
+
+    assert not list(preflight.vocabulary_problems(target, draft))
+
+
+def test_a_draft_that_numbers_tokens_otherwise_is_refused(tmp_path: Path) -> None:
+    target, draft = model_directory(tmp_path / "t"), model_directory(tmp_path / "d", tokens={"a": 0, "b": 2, "c": 1})
+
+    line = only(preflight.vocabulary_problems(target, draft))
+
+    assert line.startswith("draft.model.path: needed the target's vocabulary of 3 tokens, found 3 tokens, 2 of")
+
+
+def test_without_tokenizers_the_sizes_of_the_vocabularies_decide(tmp_path: Path) -> None:
+    target, draft = model_directory(tmp_path / "t"), model_directory(tmp_path / "d", tokens={"a": 0})
+    (draft / "tokenizer.json").unlink()
+
+    assert "needed 3 tokens, found 1 tokens" in only(preflight.vocabulary_problems(target, draft))
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
+def test_weights_are_weighed_as_they_will_be_held(tmp_path: Path, dtype: str, width: int) -> None:
+    assert preflight.weight_bytes(model_directory(tmp_path / "m", rows=8), dtype) == 8 * 4 * width
+
+
+@pytest.mark.parametrize(("reduced", "rows"), [(None, 2 * 300), (20, 300 + 20)])
+def test_a_distilled_draft_is_weighed_with_what_it_takes_of_its_target(
+    tmp_path: Path, reduced: int | None, rows: int
+) -> None:
+    draft = model_directory(tmp_path / "d", rows=8)
+    DraftCard("t", 300, 16, (0,), reduced).write(draft)
+
+    assert preflight.weight_bytes(draft, "bfloat16") == (8 * 4 + rows * 16) * 2
+
+
+def test_a_distilled_draft_is_no_target(tmp_path: Path) -> None:
+    draft = model_directory(tmp_path / "d")
+    DraftCard("t", 3, 4, (0,), None).write(draft)
+    configuration = load({}, {})
+
+    line = only(preflight.model_problems(configuration, plan(configuration, LAPTOP), LAPTOP, draft, None))
+
+    assert line == "target.path: needed a whole model, found a distilled draft; set draft.model.path to it instead"
+
+
+def test_weights_and_pools_beyond_the_memory_are_refused(tmp_path: Path) -> None:
+    directory = model_directory(tmp_path / "m")
+    configuration = load({}, {"target.kv.pool_bytes": 3 << 30, "target.tensor_parallel": 3})
+
+    line = only(preflight.memory_problems(configuration, plan(configuration, LAPTOP), LAPTOP, directory, None))
+
+    assert line.startswith("memory: needed 9.0 GiB for weights and KV, found 8.0 GiB free;")
+
+
+def test_what_fits_is_no_problem(tmp_path: Path) -> None:
+    directory = model_directory(tmp_path / "m")
+    configuration = load({}, {"target.kv.pool_bytes": 1 << 30})
+
+    assert not list(preflight.model_problems(configuration, plan(configuration, LAPTOP), LAPTOP, directory, None))
+
+
+def test_weights_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
+    directory = model_directory(tmp_path / "m")
+    (directory / "model.safetensors").write_bytes(b"\xff" * 64)
+
+    with pytest.raises(ConfigurationError, match="are not safetensors"):
+        preflight.weight_bytes(directory, "float32")
+
+
+def test_a_directory_without_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"config\.json cannot be read"):
+        preflight.read_model_config(tmp_path)
+
+
+def test_every_problem_is_a_line_of_the_error() -> None:
+    problems = [preflight.Problem("x", "1", "0", "do this"), preflight.Problem("y", "2", "0", "do that")]
+
+    with pytest.raises(ConfigurationError) as refused:
+        preflight.check(iter(problems))
+
+    assert str(refused.value).splitlines() == [
+        "x: needed 1, found 0; do this",
+        "y: needed 2, found 0; do that",
+    ]
+
+
+def test_a_containers_quota_bounds_the_cores_and_its_limit_the_memory(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("400\n")
+
+    assert usable_cores(tmp_path) == 1
+    assert free_memory_limit(tmp_path) == 600
+
+
+def test_a_container_without_bounds_has_what_the_machine_has(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+
+    assert usable_cores(tmp_path) == usable_cores(tmp_path / "absent")
+    assert free_memory_limit(tmp_path) >= 1 << 60

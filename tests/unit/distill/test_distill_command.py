@@ -1,0 +1,197 @@
+"""`pilotfish distill`, from prompts to a directory that can be shipped."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from cluster.core.errors import ConfigurationError
+from deploy import cli
+from deploy.commands.distill import DistillOptions, distill
+from deploy.distillation import answers
+from tests.support import tiny, tiny_tokenizer
+from workers.distill.answers import read_answers
+
+SHAPE = {"vocab_size": 320, "num_hidden_layers": 3, "head_dim": 8, "tie_word_embeddings": True}
+
+
+class Shop:
+    """A tiny target, files of prompts, and the command that makes a draft of them."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory = directory
+        self.draft, self.work = directory / "draft", directory / "work"
+        self._monkeypatch = monkeypatch
+        self._target = tiny_tokenizer.byte_level(tiny.save(directory / "target", tiny.llama(**SHAPE)))
+        template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+        (self._target / "chat_template.jinja").write_text(template)
+        self._write("questions", [{"question": f"What is {number} and {number}?"} for number in range(20)])
+        self._write("tasks", [{"instruction": f"Say {number}.", "instances": [{"input": ""}]} for number in range(10)])
+        categories = ("qa", "writing", "math", "qa", "qa")
+        self._write("bench", [{"turns": ["One?", "Two?"], "category": category} for category in categories])
+        (directory / "notes.md").write_text("## Notes\n\nA sweep.\n")
+
+    def run(self, *more: str) -> int:
+        """The exit code."""
+        arguments = ["--set", f"target.path={self._target}", "--set", "target.served_name=tiny"]
+        arguments += ["--set", "target.kv.pool_bytes=4194304", "--answer-tokens", "240", "--max-tokens", "8"]
+        for name in ("questions", "tasks"):
+            arguments += ["--prompts", str(self.directory / f"{name}.jsonl")]
+        arguments += ["--out", str(self.draft), "--work", str(self.work), "--layers", "0,2"]
+        arguments += ["--evaluate", str(self.directory / "bench.jsonl"), "--evaluate-prompts", "2"]
+        arguments += ["--vocabulary-size", "100", "--held-out", "3", "--precision", "float32", "--device", "cpu"]
+        arguments += ["--notes", str(self.directory / "notes.md"), *more]
+        self._monkeypatch.setattr(sys, "argv", ["pilotfish", "distill", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0)
+
+    def _write(self, name: str, rows: list[dict[str, object]]) -> None:
+        (self.directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield Shop(tmp_path_factory.mktemp("shop"), monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def made(shop: Shop) -> Shop:
+    """Once the command has run to its end."""
+    assert shop.run("--steps", "4") == 0
+    return shop
+
+
+def test_the_target_answers_what_is_asked(made: Shop) -> None:
+    answers = read_answers(made.work / "answers.jsonl")
+
+    assert {answer.key.split(":")[0] for answer in answers} == {"questions.jsonl", "tasks.jsonl"}
+    assert sum(answer.held_out for answer in answers) == 3  # two of twenty, one of ten
+    training = [answer for answer in answers if not answer.held_out]
+    assert sum(len(answer.answer) for answer in training) >= 240
+    for answer in training:
+        assert answer.leading is not None
+        assert answer.leading.tokens.shape == (len(answer.answer), 16)
+        if answer.temperature == 0:
+            assert answer.leading.tokens[:, 0].tolist() == list(answer.answer)
+
+
+def test_what_is_only_measured_is_asked_by_task_and_greedily(made: Shop) -> None:
+    evaluation = read_answers(made.work / "evaluation.jsonl")
+
+    assert sorted(answer.category for answer in evaluation) == ["mt_bench", "mt_bench", "qa", "qa"]
+    assert {answer.temperature for answer in evaluation} == {0.0}
+
+
+def test_the_directory_can_be_shipped(made: Shop) -> None:
+    assert sorted(file.name for file in made.draft.iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "pilotfish_draft.json",
+        "training.png",
+    ]
+    assert len(load_file(made.draft / "model.safetensors")["vocabulary"]) == 100
+    assert json.loads((made.draft / "pilotfish_draft.json").read_text())["target"] == "tiny"
+
+
+def test_the_card_tells_the_command_and_no_path(made: Shop) -> None:
+    card = (made.draft / "README.md").read_text()
+
+    for words in (
+        "pilotfish distill",
+        "--set target.path=target",
+        "--prompts questions.jsonl",
+        "--prompts tasks.jsonl",
+        "--layers 0,2",
+        "--steps 4",
+        "prompts held out",
+        "bench.jsonl: mt_bench",
+        "## Notes",
+    ):
+        assert words in card
+    assert str(made.directory) not in card
+    assert "/" not in card.split("```")[1]
+
+
+def test_what_was_answered_and_trained_is_not_done_again(made: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = (made.work / "answers.jsonl").read_bytes()
+    weights = load_file(made.draft / "model.safetensors")
+    monkeypatch.setattr(answers, "LocalCluster", None)  # starting it would be an error
+
+    assert made.run("--steps", "4") == 0
+
+    assert (made.work / "answers.jsonl").read_bytes() == answered
+    again = load_file(made.draft / "model.safetensors")
+    assert all(value.equal(again[name]) for name, value in weights.items())
+
+
+def test_a_draft_can_be_trained_further(made: Shop) -> None:
+    before = load_file(made.draft / "model.safetensors")
+    further = copy(made)
+    further.draft, further.work = made.directory / "further", made.directory / "further.work"
+
+    assert further.run("--steps", "1", "--layers", "", "--start", str(made.draft), "--learning-rate", "1e-9") == 0
+
+    after = load_file(further.draft / "model.safetensors")
+    assert after.keys() == before.keys()
+    assert all(value.equal(after[name]) for name, value in before.items())  # so small a step is below bfloat16
+    card = (further.draft / "README.md").read_text()
+    assert "It began as layers 0, 2 of the target, and was draft before." in card
+    assert "--start draft" in card
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--steps", "0"), "--steps: 0 is refused; it must be above 0"),
+        ((), "--minutes and --steps: needed one of them"),
+        (("--steps", "1", "--minutes", "1"), "--minutes and --steps: needed one of them"),
+        (("--steps", "1", "--precision", "float8"), "--precision: 'float8' is refused"),
+        (("--steps", "1", "--device", "tpu"), "--device: 'tpu' is refused; it must be auto, cpu or cuda"),
+        (("--steps", "1", "--layers", "0;1"), "--layers: '0;1' is refused; it must be numbers with commas"),
+        (("--steps", "1", "--held-out", "-1"), "--held-out: -1 is refused; it must be 0 or above"),
+        (("--steps", "1", "--loss", "hinge"), "loss: 'hinge' is unknown"),
+        (("--steps", "1", "--layers", "0,3"), "layers: 3 is refused; it must be within 0 and 2"),
+        (("--steps", "1", "--vocabulary-size", "321"), "vocabulary_size: 321 is refused; it must be within 1 and 320"),
+        (("--steps", "1", "--start", "absent"), "--start: a draft has its layers; needed without --layers"),
+        (("--steps", "1", "--layers", "", "--start", "absent"), "--start absent: no such file"),
+        (("--steps", "1", "--prompts", "absent.jsonl"), "--prompts absent.jsonl: no such file"),
+    ],
+)
+def test_options_that_cannot_be_followed_are_refused_at_once(
+    shop: Shop, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr(answers, "LocalCluster", None)  # starting it would be an error
+
+    assert shop.run(*more) == 2
+
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_and_its_options_have_the_same_defaults() -> None:
+    written = {name: parameter.default for name, parameter in inspect.signature(distill).parameters.items()}
+    differently = {
+        "temperatures": "0,0.7,1.0",
+        "layers": "",
+        "prompts": inspect.Parameter.empty,
+        "out": inspect.Parameter.empty,
+        "work": None,
+    }
+
+    for field in fields(DistillOptions):
+        assert written[field.name] == differently.get(field.name, field.default), field.name
+
+
+def test_prompts_are_needed() -> None:
+    with pytest.raises(ConfigurationError, match="--prompts: needed at least one file"):
+        DistillOptions((), Path("out"), Path("work"), steps=1)

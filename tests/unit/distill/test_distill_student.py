@@ -1,0 +1,258 @@
+"""The student: the target's layers between the target's own embedding and head, and what is shipped of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, PreTrainedModel
+
+from cluster.core.errors import ConfigurationError, ModelLoadError
+from tests.support import distilled_draft, tiny
+from workers.distill.export import export
+from workers.distill.student import (
+    Student,
+    StudentPlan,
+    frequent_tokens,
+    keep_vocabulary,
+    load_target,
+    make_student,
+)
+from workers.forward.attention import register
+from workers.model.distilled import read_distilled
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("target"), tiny.llama(num_hidden_layers=4, tie_word_embeddings=True))
+
+
+@pytest.fixture(scope="module")
+def target(directory: Path) -> PreTrainedModel:
+    return load_target(directory, CPU)
+
+
+def student_of(target: PreTrainedModel, *layers: int, vocabulary: tuple[int, ...] | None = None) -> Student:
+    return make_student(target, StudentPlan(layers, vocabulary=vocabulary), seed=0)
+
+
+def logits_of(student: Student, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return student.logits(student.hidden(tokens))
+
+
+class TestMaking:
+    def test_with_all_layers_it_is_the_target(self, target: PreTrainedModel) -> None:
+        tokens = torch.arange(3, 23).reshape(2, 10)
+
+        found = logits_of(student_of(target, 0, 1, 2, 3), tokens)
+
+        with torch.inference_mode():
+            torch.testing.assert_close(found, target(input_ids=tokens).logits)
+
+    def test_it_begins_as_the_layers_that_were_named_in_their_order(self, target: PreTrainedModel) -> None:
+        source = target.state_dict()
+
+        own = student_of(target, 3, 0).own_parameters()
+
+        name = "mlp.gate_proj.weight"
+        torch.testing.assert_close(own[f"model.layers.0.{name}"].detach(), source[f"model.layers.3.{name}"])
+        torch.testing.assert_close(own[f"model.layers.1.{name}"].detach(), source[f"model.layers.0.{name}"])
+
+    def test_embedding_and_head_are_the_targets_and_are_not_trained(self, target: PreTrainedModel) -> None:
+        student = student_of(target, 0)
+
+        assert not any("embed" in name or "head" in name for name in student.own_parameters())
+        assert not student.module.get_input_embeddings().weight.requires_grad
+
+    def test_a_reduced_head_has_the_rows_of_its_tokens(self, target: PreTrainedModel) -> None:
+        vocabulary, tokens = (2, 5, 40, 95), torch.arange(3, 13)[None]
+
+        whole, reduced = student_of(target, 0, 1), student_of(target, 0, 1, vocabulary=vocabulary)
+
+        torch.testing.assert_close(logits_of(reduced, tokens), logits_of(whole, tokens)[..., list(vocabulary)])
+        assert reduced.tokens_of(torch.tensor([3, 0])).tolist() == [95, 2]
+        assert reduced.position_in_head[torch.tensor([5, 6])].tolist() == [1, -1]
+
+    def test_another_configuration_begins_at_random_from_the_seed(
+        self, target: PreTrainedModel, tmp_path: Path
+    ) -> None:
+        tiny.llama(num_hidden_layers=1, intermediate_size=32).save_pretrained(tmp_path)
+        plan = StudentPlan(config=tmp_path)
+
+        one, same, other = (make_student(target, plan, seed) for seed in (1, 1, 2))
+
+        name = "model.layers.0.mlp.up_proj.weight"
+        assert one.own_parameters()[name].shape == (32, 48)
+        assert torch.equal(one.own_parameters()[name], same.own_parameters()[name])
+        assert not torch.equal(one.own_parameters()[name], other.own_parameters()[name])
+
+    @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gpt2", "mistral"])
+    def test_other_families_go_the_same_way(self, family: str, tmp_path: Path) -> None:
+        tiny.save(tmp_path, tiny.FAMILIES[family]())
+        target, tokens = load_target(tmp_path, CPU), torch.arange(3, 13)[None]
+
+        found = logits_of(student_of(target, 0, 1).eval(), tokens)
+
+        with torch.inference_mode():
+            torch.testing.assert_close(found, target(input_ids=tokens).logits)
+
+    @pytest.mark.parametrize(
+        ("plan", "message"),
+        [
+            (StudentPlan(), "layers: needed at least one"),
+            (StudentPlan((0, 4)), "layers: 4 is refused; it must be within 0 and 3"),
+            (StudentPlan((-1,)), "layers: -1 is refused"),
+        ],
+    )
+    def test_layers_that_are_not_there_are_refused(
+        self, target: PreTrainedModel, plan: StudentPlan, message: str
+    ) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            make_student(target, plan, 0)
+
+    def test_a_draft_is_gone_on_with_as_it_was(self, target: PreTrainedModel, directory: Path, tmp_path: Path) -> None:
+        draft = distilled_draft.save(directory, tmp_path / "draft", layers=(1, 3), vocabulary=(2, 5, 40))
+        stored = load_file(draft / "model.safetensors")
+        stored["model.norm.weight"] += 1  # what it learned: no layer of the target has it
+        save_file(stored, draft / "model.safetensors")
+
+        found = make_student(target, StudentPlan.of_draft(draft), 0)
+
+        assert found.layers == (1, 3)
+        assert found.tokens_of(torch.arange(3)).tolist() == [2, 5, 40]
+        own = found.own_parameters()
+        assert own.keys() == stored.keys() - {"vocabulary"}
+        assert all(torch.equal(value.detach(), stored[name]) for name, value in own.items())
+
+    def test_a_draft_that_is_not_whole_is_refused(self, directory: Path, tmp_path: Path) -> None:
+        draft = distilled_draft.save(directory, tmp_path / "draft", layers=(1, 3))
+        tiny.llama(num_hidden_layers=3, tie_word_embeddings=True).save_pretrained(draft)
+
+        with pytest.raises(ModelLoadError, match=r"model.safetensors lacks \['model.layers.2"):
+            StudentPlan.of_draft(draft)
+        (draft / "model.safetensors").unlink()
+        with pytest.raises(ModelLoadError, match="cannot be read"):
+            StudentPlan.of_draft(draft)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"vocab_size": 97}, "vocab_size 97 is refused; it must be the target's, 96"),
+            ({"hidden_size": 60}, "hidden_size 60 is refused; it must be the target's, 48"),
+        ],
+    )
+    def test_a_configuration_that_does_not_fit_the_target_is_refused(
+        self, target: PreTrainedModel, tmp_path: Path, changes: dict[str, int], message: str
+    ) -> None:
+        tiny.llama(**changes).save_pretrained(tmp_path)
+
+        with pytest.raises(ConfigurationError, match=message):
+            make_student(target, StudentPlan(config=tmp_path), 0)
+
+    def test_a_target_that_is_not_there_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelLoadError):
+            load_target(tmp_path, CPU)
+
+
+class TestVocabulary:
+    def test_the_most_frequent_are_kept_and_what_must_be(self) -> None:
+        answers = [(9, 9, 9, 4), (4, 7, 7, 7)]
+
+        assert frequent_tokens(answers, 3, always=(2,), vocabulary_size=10) == (2, 7, 9)
+
+    def test_the_lowest_fill_up_and_win_ties(self) -> None:
+        assert frequent_tokens([(8, 6)], 2, (), 10) == (6, 8)
+        assert frequent_tokens([(8, 6)], 4, (), 10) == (0, 1, 6, 8)
+
+    @pytest.mark.parametrize("size", [0, 11])
+    def test_a_size_out_of_bounds_is_refused(self, size: int) -> None:
+        with pytest.raises(ConfigurationError, match=f"vocabulary_size: {size} is refused; it must be within 1 and 10"):
+            frequent_tokens([], size, (), 10)
+
+    def test_what_was_chosen_once_stays(self, tmp_path: Path) -> None:
+        path = tmp_path / "work" / "vocabulary.json"
+
+        assert keep_vocabulary(path, lambda: (1, 2)) == (1, 2)
+        assert keep_vocabulary(path, lambda: (3, 4)) == (1, 2)
+
+
+class TestExport:
+    def test_it_holds_its_own_layers_and_nothing_of_the_target(self, target: PreTrainedModel, tmp_path: Path) -> None:
+        student = student_of(target, 0, 3, vocabulary=(2, 5, 40))
+
+        export(student, tmp_path / "draft", "the-target", "# card\n", {"curve.png": b"png"})
+
+        assert sorted(file.name for file in (tmp_path / "draft").iterdir()) == [
+            "README.md",
+            "config.json",
+            "curve.png",
+            "model.safetensors",
+            "pilotfish_draft.json",
+        ]
+        assert {file.stat().st_mode & 0o777 for file in (tmp_path / "draft").iterdir()} == {0o644}
+        tensors = load_file(tmp_path / "draft" / "model.safetensors")
+        assert {name.split(".")[1] for name in tensors if name != "vocabulary"} == {"layers", "norm"}
+        assert {name.split(".")[2] for name in tensors if "layers" in name} == {"0", "1"}
+        assert all(value.dtype == torch.bfloat16 for name, value in tensors.items() if name != "vocabulary")
+        assert tensors["vocabulary"].dtype == torch.int32
+        assert tensors["vocabulary"].tolist() == [2, 5, 40]
+
+    def test_it_says_what_belongs_around_it(self, target: PreTrainedModel, tmp_path: Path) -> None:
+        export(student_of(target, 1, 2), tmp_path / "draft", "the-target", "", {})
+
+        assert json.loads((tmp_path / "draft" / "pilotfish_draft.json").read_text()) == {
+            "format_version": 1,
+            "target": "the-target",
+            "target_vocabulary_size": 96,
+            "hidden_size": 48,
+            "layers": [1, 2],
+            "vocabulary_size": None,
+        }
+        config = json.loads((tmp_path / "draft" / "config.json").read_text())
+        assert (config["model_type"], config["num_hidden_layers"], config["dtype"]) == ("llama", 2, "bfloat16")
+        assert str(tmp_path) not in (tmp_path / "draft" / "config.json").read_text()
+        assert "vocabulary" not in load_file(tmp_path / "draft" / "model.safetensors")
+
+    @pytest.mark.parametrize("vocabulary", [None, tuple(range(3, 90))])
+    def test_the_draft_worker_loads_what_was_made(
+        self, directory: Path, target: PreTrainedModel, tmp_path: Path, vocabulary: tuple[int, ...] | None
+    ) -> None:
+        student = student_of(target, 0, 3, vocabulary=vocabulary)
+        text = torch.arange(5, 17)
+
+        export(student, tmp_path / "draft", directory.name, "", {})
+
+        register()
+        config = AutoConfig.from_pretrained(tmp_path / "draft")
+        loaded = read_distilled(tmp_path / "draft", directory, config, torch.float32, CPU)
+        loaded.module.set_attn_implementation("sdpa")
+        with torch.no_grad():
+            for parameter in student.own_parameters().values():
+                parameter.copy_(parameter.bfloat16())  # as it was written
+            found = loaded.module(input_ids=text[None]).logits
+        torch.testing.assert_close(found, logits_of(student, text[None]))
+        known = None if loaded.vocabulary is None else tuple(loaded.vocabulary.tolist())
+        assert known == vocabulary
+
+    def test_nothing_but_a_draft_is_replaced(self, target: PreTrainedModel, tmp_path: Path) -> None:
+        (tmp_path / "letters").mkdir()
+        (tmp_path / "letters" / "dear.txt").write_text("Dear")
+
+        with pytest.raises(ConfigurationError, match="needed an empty directory or an earlier draft"):
+            export(student_of(target, 0), tmp_path / "letters", "t", "", {})
+
+        assert (tmp_path / "letters" / "dear.txt").read_text() == "Dear"
+
+    def test_an_older_one_is_replaced_whole(self, target: PreTrainedModel, tmp_path: Path) -> None:
+        export(student_of(target, 1, 2), tmp_path / "draft", "t", "", {"old.png": b"old"})
+
+        export(student_of(target, 0), tmp_path / "draft", "t", "", {})
+
+        assert not (tmp_path / "draft" / "old.png").exists()
+        assert [entry.name for entry in tmp_path.iterdir()] == ["draft"]

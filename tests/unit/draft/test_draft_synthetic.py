@@ -1,0 +1,94 @@
+"""The drafter of experiments: the guesses that a synthetic target takes, at the price and the rates that were set."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.core.config import DraftSection, TargetSection
+from cluster.core.drafting import DraftBudget, DraftRow
+from cluster.core.errors import ConfigurationError
+from cluster.core.ids import SequenceId
+from cluster.core.request import SamplingParameters, SequenceStart
+from cluster.core.tree import TokenTree
+from workers.draft.expansion.calibration import Calibration
+from workers.draft.expansion.drafter import GrowingDrafter
+from workers.draft.registry import create
+from workers.draft.synthetic import SyntheticExpander
+from workers.sampling.accept import synthetic_token
+
+VOCABULARY = 50
+SEED = 11
+START = SequenceStart(3, SamplingParameters(seed=SEED))
+PROMPT = (4, 5, 6)
+
+
+class Slept:
+    """A clock, and a way to pass the time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.naps: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.naps.append(seconds)
+        self.now += seconds
+
+
+def drafter(slept: Slept, rates: tuple[float, ...] = (0.8,), mode: str = "serial") -> GrowingDrafter:
+    expander = SyntheticExpander(rates, 0.25, VOCABULARY, slept.sleep)
+    section = DraftSection.model_validate({"method": "none", "mode": mode})
+    return GrowingDrafter(expander, section, clock=lambda: slept.now, calibration=Calibration(trust=1.0))
+
+
+def row(tokens: tuple[int, ...], known: int = 0, nodes: int = 5) -> DraftRow:
+    start = START if known == 0 else None
+    return DraftRow(SequenceId("a"), len(tokens), tokens[known:], DraftBudget(nodes, nodes), start)
+
+
+def guessed(begin: int, count: int) -> tuple[int, ...]:
+    return tuple(synthetic_token(SEED, begin + step, VOCABULARY) for step in range(count))
+
+
+def test_guesses_are_the_chain_that_a_synthetic_target_may_take() -> None:
+    proposal = drafter(Slept()).propose([row(PROMPT)])[0]
+    assert proposal.tree == TokenTree.chain(guessed(3, 5))
+
+
+def test_a_pass_takes_the_time_that_was_set() -> None:
+    slept = Slept()
+    drafter(slept).propose([row(PROMPT)])
+    assert slept.naps == [0.25] * 5
+
+
+def test_probabilities_follow_the_rates_by_depth() -> None:
+    proposal = drafter(Slept(), (0.8, 0.5)).propose([row(PROMPT, nodes=3)])[0]
+    assert proposal.probabilities == pytest.approx((0.8, 0.4, 0.2))
+
+
+def test_what_was_grown_ahead_is_ready_after_full_acceptance() -> None:
+    slept = Slept()
+    ahead = drafter(slept, mode="run_ahead")
+    ahead.propose([row(PROMPT, nodes=2)])
+    for _ in range(3):
+        assert ahead.grow()
+    slept.naps.clear()
+    committed = (*PROMPT, *guessed(3, 3))
+    proposal = ahead.propose([row(committed, known=3, nodes=2)])[0]
+    assert proposal.tree == TokenTree.chain(guessed(6, 2))
+    assert (proposal.ready, slept.naps) == (2, [])
+
+
+def test_the_method_learns_the_vocabulary_from_the_targets_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": VOCABULARY}))
+    section = DraftSection(method="synthetic", synthetic_acceptance=(0.9,), synthetic_seconds=0.0)
+    method = create("synthetic", section, TargetSection(path=str(tmp_path)))
+    assert method.propose([row(PROMPT)])[0].tree == TokenTree.chain(guessed(3, 5))
+    method.close()
+
+
+def test_a_target_that_is_not_on_this_machine_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"target\.path: .*config\.json"):
+        create("synthetic", DraftSection(method="synthetic"), TargetSection(path=str(tmp_path)))

@@ -1,0 +1,94 @@
+"""Compiled or not: the same tokens. What cannot be compiled is served all the same, unless it was insisted on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from cluster.core.config import KvSection, ModelSection
+from cluster.core.errors import ModelLoadError
+from cluster.core.tree import TokenTree
+from tests.support import tiny
+from workers.forward.loaded_model import LoadedModel
+from workers.forward.replace_linear import decoder_layers
+from workers.forward.runner import ForwardRow, ModelRunner
+from workers.kv.pool import KvPool
+from workers.model import loading
+from workers.model.loading import load_model
+
+TREE = TokenTree((7, 8, 9, 7), (-1, -1, 0, 1))
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where compiled code is kept, for all tests of this file."""
+    return tmp_path_factory.mktemp("code")
+
+
+def logits(model: LoadedModel) -> torch.Tensor:
+    """Of a prompt, of one token after it, and of a branching tree beside another prompt."""
+    pool = KvPool(model, KvSection(block_size=4, pool_bytes=4 << 20))
+    runner = ModelRunner(model, pool)
+    runner.warm_up()
+    assert pool.blocks_free == pool.blocks_total
+    first, second = pool.new_table(), pool.new_table()
+    found = []
+    for rows in (
+        [ForwardRow(first, (5, 6, 7, 8, 9), select=(4,))],
+        [ForwardRow(first, (10,), select=(0,))],
+        [
+            ForwardRow(first, (11,), TREE, select=tuple(range(5))),
+            ForwardRow(second, (12, 13, 14), select=(2,)),
+        ],
+    ):
+        for row in rows:
+            pool.reserve(row.table, row.end)
+        found.append(runner.forward(rows))
+        for row in rows:
+            runner.keep(row)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_compiled_model_computes_the_same(family: str, code: Path, tmp_path: Path) -> None:
+    directory = tiny.save(tmp_path, tiny.FAMILIES[family]())
+    plain, compiled = (
+        logits(load_model(ModelSection(path=str(directory), device="cpu", compile=how, compile_directory=str(code))))
+        for how in ("off", "on")
+    )
+    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-4)
+    assert torch.equal(compiled.argmax(dim=1), plain.argmax(dim=1))
+
+
+@pytest.mark.parametrize("how", ["auto", "on"])
+def test_what_cannot_be_compiled(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(module: PreTrainedModel, _: str | None) -> None:
+        for layer in decoder_layers(module):
+            layer._compiled_call_impl = refuse
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(loading, "compile_layers", broken)
+    directory = tiny.save(tmp_path, tiny.llama())
+    section = ModelSection.model_validate(
+        {"path": str(directory), "device": "cpu", "compile": how, "dtype": "bfloat16"}
+    )
+    if how == "on":
+        with pytest.raises(ModelLoadError, match="cannot be compiled: no such instruction"):
+            load_model(section)
+    else:
+        assert logits(load_model(section)).isfinite().all()
+
+
+def test_eight_bits_keep_most_of_what_the_model_says(tmp_path: Path) -> None:
+    directory = tiny.save(tmp_path, tiny.llama(), sharpness=1.0)
+    whole, short = (
+        logits(load_model(ModelSection(path=str(directory), device="cpu", quantization=how)))
+        for how in ("none", "int8")
+    )
+    assert not torch.equal(whole, short)
+    assert torch.nn.functional.cosine_similarity(whole, short, dim=1).min() > 0.999

@@ -1,0 +1,238 @@
+"""A replayed step is the step itself: same tokens, same memory, whatever else its frame has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from cluster.core.config import KvSection, ModelSection
+from cluster.core.ids import SequenceId
+from cluster.core.request import SamplingParameters, SequenceStart
+from cluster.core.tree import TokenTree
+from cluster.core.verification import StepBatch, VerifyRow
+from tests.support import tiny
+from tests.support.graph_replay import (
+    BLOCK,
+    BRANCHING,
+    CONFIGURATIONS,
+    CPU,
+    TOLERANCE,
+    Bench,
+    Tape,
+    open_bench,
+    scenario,
+    some_tokens,
+)
+from tests.support.host_waits import OnGpu
+from workers.forward import runner as runners
+from workers.forward.cuda_graphs import Compute, GraphedSteps
+from workers.forward.flex_attention import Flex
+from workers.forward.graph_buffers import FrameBounds
+from workers.forward.runner import ForwardRow, ModelRunner
+from workers.kv.pool import KvPool
+from workers.model.loading import load_model
+from workers.verify.engine import LocalDecider, TargetEngine
+
+WITHOUT_CUDA = not torch.cuda.is_available()
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGURATIONS))
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("model"), CONFIGURATIONS[request.param]())
+
+
+@pytest.fixture
+def unfused(monkeypatch: pytest.MonkeyPatch) -> Flex:
+    """The kernel as `torch` defines it, over the whole pool."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    return flex_attention
+
+
+def open_engine(directory: Path, record: Tape | None) -> TargetEngine:
+    model = replace(
+        load_model(ModelSection(path=str(directory), device="cpu", native="off")), replays=record is not None
+    )
+
+    def graphed(_: object, pool: KvPool, compute: Compute) -> GraphedSteps | None:
+        return record and GraphedSteps(compute, record, pool.arrangement, pool.scratch, CPU, sightings=2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runners, "graphed_steps", graphed)
+        return TargetEngine(model, KvPool(model, KvSection(block_size=BLOCK), blocks=100), LocalDecider())
+
+
+def converse(
+    engine: TargetEngine, name: str, seed: int, temperature: float, known: Sequence[int], count: int = 24
+) -> list[int]:
+    """What the target answers to a prompt, where trees hold what is `known` of it beside mistakes."""
+    prompt = some_tokens(11 + seed, seed=seed)
+    start = SequenceStart(len(prompt), SamplingParameters(temperature=temperature, seed=seed))
+    stored, pending, answer = 0, prompt, []
+    while len(answer) < count:
+        guess = known[len(answer) : len(answer) + 3]
+        tree = TokenTree.chain(guess)
+        if len(answer) % 2 and len(guess) == 3 and 90 not in guess[:2]:
+            tree = TokenTree((90, guess[0], 91, guess[1], guess[2]), (-1, -1, 0, 1, 3))
+        base_len = stored + len(pending)
+        row = VerifyRow(SequenceId(name), base_len, pending, tree, start=start if stored == 0 else None)
+        (verdict,) = engine.step(StepBatch((row,))).verdicts
+        assert verdict.fault is None
+        stored += len(pending) + len(verdict.tokens) - 1
+        answer += verdict.tokens
+        pending = verdict.tokens[-1:]
+    return answer[:count]
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_replayed_steps_compute_and_store_what_others_do(directory: Path, gathers: bool, unfused: Flex) -> None:
+    tape = Tape()
+    options = {} if gathers else {"choose_flex": lambda: unfused, "bounds": FrameBounds(longest=128)}
+    plain, replaying = open_bench(directory), open_bench(directory, tape, sightings=1, **options)
+    (expected, tables), (actual, mirrored) = scenario(plain), scenario(replaying)
+    assert tape.replayed == len(actual)  # every step had a frame
+    assert tape.recorded < len(actual)
+    for one, other in zip(expected, actual, strict=True):
+        assert one.shape == other.shape
+        assert (one - other).abs().max() < TOLERANCE
+    for one_table, other_table in zip(tables, mirrored, strict=True):
+        assert (plain.stored(one_table) - replaying.stored(other_table)).abs().max() < TOLERANCE
+    assert plain.pool.blocks_free == replaying.pool.blocks_free
+
+
+def test_a_size_is_recorded_when_it_recurs(tmp_path: Path) -> None:
+    tape = Tape()
+    bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, sightings=3)
+    table = bench.pool.new_table()
+    recorded = []
+    for token in range(3, 8):
+        bench.run(ForwardRow(table, (token,), select=(0,)))
+        recorded.append((tape.recorded, tape.replayed))
+    assert recorded == [(0, 0), (0, 0), (1, 1), (1, 2), (1, 3)]
+
+
+def test_after_the_warm_up_decoding_replays_at_once(tmp_path: Path) -> None:
+    tape = Tape()
+    bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, bounds=FrameBounds(rows=4, keys=256))
+    free = bench.pool.blocks_free
+    bench.runner.warm_up()
+    assert bench.pool.blocks_free == free
+    tables = [bench.pool.new_table() for _ in range(3)]
+    bench.run(*(ForwardRow(table, some_tokens(9)) for table in tables))
+    before = tape.recorded
+    bench.run(*(ForwardRow(table, (5,), select=(0,)) for table in tables))
+    assert (tape.recorded, tape.replayed) == (before, 1)
+
+
+def test_a_step_beyond_all_frames_runs_as_it_is(tmp_path: Path) -> None:
+    tape = Tape()
+    bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, sightings=1)
+    logits = bench.run(ForwardRow(bench.pool.new_table(), some_tokens(65), select=(64,)))
+    assert logits.shape == (1, tiny.VOCABULARY)
+    assert tape.recorded == 0
+
+
+def test_a_model_that_cannot_be_recorded_is_served_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    asked = []
+
+    def refuse(function: Callable[[], None]) -> Callable[[], None]:
+        asked.append(function)
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    directory = tiny.save(tmp_path, tiny.llama())
+    plain, bench = open_bench(directory), open_bench(directory, refuse, sightings=1)
+    (expected, _), (actual, _) = scenario(plain), scenario(bench)
+    assert all((one - other).abs().max() < TOLERANCE for one, other in zip(expected, actual, strict=True))
+    assert len(asked) == 1
+    assert "no further passes are recorded" in caplog.text
+
+
+def test_a_size_whose_kernel_cannot_be_made_runs_without_a_frame(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unbuilt(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("no kernel fits")
+
+    directory = tiny.save(tmp_path, tiny.llama())
+    plain, bench = open_bench(directory), open_bench(directory, Tape(), sightings=1, choose_flex=lambda: unbuilt)
+    (expected, _), (actual, _) = scenario(plain), scenario(bench)
+    assert all((one - other).abs().max() < TOLERANCE for one, other in zip(expected, actual, strict=True))
+    assert "no kernel fits" in caplog.text
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_a_pass_asks_the_device_for_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch, replays: bool) -> None:
+    monkeypatch.setattr(runners, "load_kernel", lambda _: None)
+    bench = open_bench(directory, Tape() if replays else None, **({"sightings": 1} if replays else {}))
+    first, second = bench.pool.new_table(), bench.pool.new_table()
+    bench.run(ForwardRow(first, some_tokens(19)), ForwardRow(second, some_tokens(50, seed=1)))
+    rows = [ForwardRow(first, (4, 5), BRANCHING, tuple(range(1, 8))), ForwardRow(second, (6,), select=(0,))]
+    for row in rows:
+        bench.pool.reserve(row.table, row.end)
+    bench.runner.forward(rows)  # what is made once is made
+    with OnGpu() as gpu:
+        bench.runner.forward(rows)
+    assert gpu.waits == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_texts_are_those_of_a_target_that_replays_nothing(directory: Path, temperature: float) -> None:
+    """Three sequences, guessed at by trees of the other target's answer and of mistakes."""
+    plain, replaying = (open_engine(directory, record) for record in (None, Tape()))
+    answers = {f"s{seed}": converse(plain, f"s{seed}", seed, temperature, ()) for seed in range(3)}
+    for seed in range(3):
+        answer = answers[f"s{seed}"]
+        assert converse(replaying, f"s{seed}", seed, temperature, answer) == answer
+    assert plain.release_all() == replaying.release_all()
+
+
+# --- the real thing ---------------------------------------------------------------------------
+
+
+def open_on_gpu(directory: Path, compiled: str, block_size: int = BLOCK) -> Bench:
+    """`off` is without graphs."""
+    model = load_model(ModelSection(path=str(directory), device="cuda", compile=compiled))
+    pool = KvPool(model, KvSection(block_size=block_size), blocks=100)
+    bench = Bench(pool, ModelRunner(model, pool))
+    bench.runner.warm_up()
+    return bench
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(WITHOUT_CUDA, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(("compiled", "block_size", "dim"), [("off", BLOCK, 8), ("on", BLOCK, 8), ("on", 16, 64)])
+def test_recorded_passes_on_a_gpu_compute_what_others_do(
+    tmp_path: Path, compiled: str, block_size: int, dim: int
+) -> None:
+    """The last one without gathering; each often enough that all its sizes are recorded."""
+    directory = tiny.save(tmp_path, tiny.llama(head_dim=dim))
+    expected, _ = scenario(open_bench(directory))
+    bench = open_on_gpu(directory, compiled, block_size)
+    for _ in range(10):
+        actual, tables = scenario(bench)
+        for one, other in zip(expected, actual, strict=True):
+            assert (one - other.cpu()).abs().max() < 20 * TOLERANCE
+        for table in tables:
+            bench.pool.release(table)
+    assert bench.pool.blocks_free == 100
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(WITHOUT_CUDA, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("compiled", ["off", "on"])
+def test_a_pass_on_a_gpu_waits_for_nothing(directory: Path, compiled: str) -> None:
+    bench = open_on_gpu(directory, compiled)
+    table = bench.pool.new_table()
+    bench.run(ForwardRow(table, some_tokens(19)))
+    row = ForwardRow(table, (4, 5), BRANCHING, tuple(range(1, 8)))
+    bench.pool.reserve(table, row.end)
+    bench.runner.forward([row])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        bench.runner.forward([row])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

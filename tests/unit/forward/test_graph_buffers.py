@@ -1,0 +1,155 @@
+"""A frame of fixed size holds a step and nothing else: every token sees what it would see without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import flex_attention
+
+from cluster.core.ids import BlockId
+from cluster.core.kv import KvGroup, KvLayout
+from cluster.core.tree import EMPTY_TREE, TokenTree
+from tests.support.graph_replay import BLOCK, CPU, WINDOW
+from workers.forward.graph_buffers import Frame, FrameBounds, FrameSize, decoding_sizes, frame_size
+from workers.forward.layout import RowShape, StepLayout, lay_out
+from workers.forward.loaded_model import LayerShape
+from workers.kv.block_table import GONE
+from workers.kv.groups import Arrangement, Place, Sight
+
+
+def shape(stored_len: int = 0, fresh: int = 1, tree: TokenTree = EMPTY_TREE, first_block: int = 0) -> RowShape:
+    end = stored_len + fresh + len(tree)
+    return RowShape([range(first_block, first_block - (-end // BLOCK))], stored_len, fresh, tree)
+
+
+def test_a_frame_is_a_little_larger_than_its_step() -> None:
+    rows = [shape(70), shape(3), shape(9)]
+    assert frame_size(rows, 3, BLOCK) == FrameSize(rows=4, queries=1, tokens=4, blocks=32, selected=4)
+    rows = [shape(10, tree=TokenTree.chain((3, 4, 5, 6))) for _ in range(3)]
+    assert frame_size(rows, 15, BLOCK) == FrameSize(rows=4, queries=8, tokens=16, blocks=8, selected=16)
+
+
+def test_a_step_that_decides_once_per_row_computes_no_other_logits() -> None:
+    size = frame_size([shape(10, fresh=20), shape(5)], 1, BLOCK)
+    assert size is not None
+    assert (size.tokens, size.selected) == (24, 2)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[shape(fresh=65)], [shape()] * 5, [shape(fresh=9)] * 2, [shape(150)], [shape(40)] * 3],
+    ids=["long row", "rows", "tokens", "keys of one", "keys of all"],
+)
+def test_a_large_step_has_no_frame(rows: list[RowShape]) -> None:
+    assert frame_size(rows, 1, BLOCK, FrameBounds(rows=4, tokens=16, keys=128)) is None
+
+
+def test_the_frames_of_decoding_are_those_that_its_steps_ask_for_largest_first() -> None:
+    sizes = decoding_sizes(BLOCK, longest=60, most_rows=5, bounds=FrameBounds(keys=200))
+    assert [(size.rows, size.blocks) for size in sizes] == [(2, 16), (1, 16), (4, 8), (2, 8), (1, 8)]
+    for size in sizes:
+        assert frame_size([shape(size.blocks * BLOCK - 1)] * size.rows, size.rows, BLOCK) == size
+
+
+def test_where_rows_have_one_length_the_frames_of_small_trees_are_among_them() -> None:
+    sizes = decoding_sizes(BLOCK, longest=60, most_rows=4, bounds=FrameBounds(tokens=16), fixed_blocks=25)
+    assert {(size.rows, size.queries) for size in sizes} == {
+        (rows, width) for rows in (1, 2, 4) for width in (1, 2, 4, 8, 16) if rows * width <= 16
+    }
+    assert frame_size([shape(90)], 1, BLOCK, FrameBounds(keys=4), fixed_blocks=25) in sizes
+    assert frame_size([shape(100)], 1, BLOCK, fixed_blocks=25) is None
+
+
+SIGHTS = (Sight(), Sight(WINDOW), Sight(WINDOW, sinks=3), Sight(70))
+
+
+@st.composite
+def trees(draw: st.DrawFn, most: int) -> TokenTree:
+    count = draw(st.integers(0, most))
+    parents = tuple(draw(st.integers(-1, node - 1)) for node in range(count))
+    return TokenTree(tuple(range(count)), parents)  # tokens all unlike: no two siblings are equal
+
+
+@st.composite
+def steps(draw: st.DrawFn, most_width: int = 24) -> list[RowShape]:
+    """Rows with blocks of their own in two tables, of which the second has let go of what its window does not see."""
+    rows: list[RowShape] = []
+    block = 0
+    for _ in range(draw(st.integers(1, 4))):
+        stored, fresh = draw(st.integers(0, 40)), draw(st.integers(1, most_width // 2))
+        tree = draw(trees(most_width // 2))
+        held = -(-(stored + fresh + len(tree)) // BLOCK)
+        whole, windowed = range(block, block + held), list(range(block + held, block + 2 * held))
+        for index in range(-(-3 // BLOCK), max(0, stored - WINDOW + 1) // BLOCK):
+            windowed[index] = GONE
+        rows.append(RowShape([whole, windowed], stored, fresh, tree))
+        block += 2 * held
+    return rows
+
+
+def arrangement(sight: Sight) -> Arrangement:
+    layout = KvLayout(BLOCK, (KvGroup(), KvGroup(window=WINDOW, sinks=3)))
+    places = (Place(0, 0, sight), Place(1, 0, Sight(WINDOW, 3)))
+    return Arrangement(layout, places, (LayerShape(1, 8),))
+
+
+def seen_slots(layout: StepLayout, place: Place, tokens: int) -> dict[int, set[int]]:
+    """Token of the step → the slots that it sees in one layer."""
+    found: dict[int, set[int]] = {}
+    for group in layout.groups:
+        blocks = group.blocks[place.table, place.sight]
+        slots = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK)).flatten(1)  # [rows, keys]
+        mask = group.masks[place.sight]
+        targets = range(tokens) if len(layout.groups) == 1 else group.targets.tolist()
+        for target, flat in zip(targets, group.scatter.tolist()[: len(targets)], strict=True):
+            row, query = divmod(flat, group.gather.shape[1])
+            assert group.gather[row, query] == target
+            seen = slots[row][mask[row, query]].tolist()
+            assert len(seen) == len(set(seen))
+            found[target] = set(seen)
+    return found
+
+
+def visited_slots(layout: StepLayout, place: Place, tokens: int) -> dict[int, set[int]]:
+    """As `seen_slots`, where nothing is gathered: of the blocks to visit, the slots that are seen."""
+    group = layout.groups[0]
+    view = group.views[place.table, place.sight]
+    found: dict[int, set[int]] = {}
+    for token, flat in enumerate(group.scatter.tolist()[:tokens]):
+        row, query = divmod(flat, group.gather.shape[1])
+        visited = view.blocks[row, : view.counts[row]].tolist()
+        assert len(visited) == len(set(visited))
+        slots = torch.arange(view.starts.shape[1] * BLOCK)
+        folded = query + 2 * group.gather.shape[1]  # of the third head that shares the keys
+        seen = slots[view._is_seen(torch.tensor(row), torch.tensor(0), torch.tensor(folded), slots)].tolist()
+        found[token] = {slot for slot in seen if slot // BLOCK in visited}
+        assert found[token] == set(seen)
+    return found
+
+
+@given(steps(), steps(), st.sampled_from(SIGHTS))
+def test_a_token_sees_in_its_frame_what_it_sees_without(
+    first: list[RowShape], second: list[RowShape], sight: Sight
+) -> None:
+    places = arrangement(sight)
+    scratch = BlockId(300)
+    sizes = [frame_size(rows, 1, BLOCK) for rows in (first, second)]
+    largest = FrameSize(*(max(getattr(size, name) for size in sizes) for name in FrameSize.__slots__))
+    frame = Frame(largest, places, scratch, CPU)
+    visiting = Frame(largest, places, scratch, CPU, flex_attention)
+    for rows in (first, second):  # what the first leaves in the frame does not reach the second
+        count = sum(row.width for row in rows)
+        positions = [position for row in rows for position in row.positions()]
+        frame.fill(rows, range(count), positions, [count - 1])
+        here, there = frame.layout(), lay_out(rows, places, CPU)
+        for place in places.places:
+            assert seen_slots(here, place, count) == seen_slots(there, place, count)
+        visiting.fill(rows, range(count), positions, [count - 1])
+        for place in places.places:
+            assert visited_slots(visiting.layout(), place, count) == seen_slots(there, place, count)
+        assert torch.equal(here.slots[:, :count], there.slots)
+        assert (here.slots[:, count:] // BLOCK == scratch).all()
+        assert (here.groups[0].blocks[0, sight][len(rows) :] == scratch).all()
+        assert all(mask.any(dim=-1).all() for mask in here.groups[0].masks.values())  # no softmax over nothing

@@ -1,0 +1,84 @@
+"""What the host asks a GPU in the middle of a step, it waits for: one question per step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.core.request import SamplingParameters
+from tests.support.host_waits import OnGpu
+from workers.sampling.context import DecisionContext
+from workers.sampling.decide import Undecidable, decide
+from workers.sampling.logprobs import token_logprobs
+
+VOCABULARY = 5000
+
+
+def some_logits(rows: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def contexts(*samplings: SamplingParameters) -> list[DecisionContext]:
+    return [DecisionContext(sampling, [5, 6, 7, 5, 9], 3) for sampling in samplings]
+
+
+GREEDY = SamplingParameters(temperature=0.0)
+DRAWN = SamplingParameters(temperature=0.8, seed=3)
+CASES = {
+    "greedy": [GREEDY] * 3,
+    "drawn": [DRAWN] * 3,
+    "both": [GREEDY, DRAWN, GREEDY],
+    "top-k": [DRAWN, SamplingParameters(temperature=0.9, top_k=40, top_p=0.9, seed=4), GREEDY],
+    "min-p": [SamplingParameters(temperature=1.2, min_p=0.05, seed=5), DRAWN],
+    "penalties": [
+        SamplingParameters(temperature=0.7, seed=6, repetition_penalty=1.3, frequency_penalty=0.4),
+        SamplingParameters(temperature=0.0, logit_bias=((17, 90.0),), presence_penalty=1.0),
+    ],
+}
+
+
+@pytest.mark.parametrize("samplings", CASES.values(), ids=CASES)
+def test_a_decision_asks_once_and_decides_as_elsewhere(samplings: list[SamplingParameters]) -> None:
+    logits = some_logits(len(samplings))
+    expected = decide(logits, contexts(*samplings))
+    decide(logits, contexts(*samplings))  # whatever is made once is made
+    with OnGpu() as gpu:
+        assert decide(logits, contexts(*samplings)) == expected
+    assert gpu.waits == ["tolist"]
+
+
+def test_a_nucleus_that_nothing_else_bounds_asks_whether_it_is_a_large_one() -> None:
+    samplings = [SamplingParameters(temperature=temperature, top_p=0.95, seed=7) for temperature in (0.3, 5.0)]
+    logits = some_logits(2)
+    expected = decide(logits, contexts(*samplings))
+    with OnGpu() as gpu:
+        assert decide(logits[:1], contexts(samplings[0])) == expected[:1]
+    assert gpu.waits == ["tolist"] * 2
+    with OnGpu():
+        assert decide(logits, contexts(*samplings)) == expected
+
+
+def test_rows_without_a_number_are_found_by_the_same_question() -> None:
+    logits = some_logits(3)
+    logits[1] = torch.nan
+    with OnGpu() as gpu, pytest.raises(Undecidable) as caught:
+        decide(logits, contexts(GREEDY, DRAWN, DRAWN))
+    assert caught.value.rows == (1,)
+    assert gpu.waits == ["tolist"]
+
+
+def test_equal_logits_at_the_edge_are_kept_as_elsewhere() -> None:
+    logits = some_logits(2).round()  # many are equal
+    samplings = [SamplingParameters(temperature=1.0, top_k=7, seed=seed) for seed in (1, 2)]
+    expected = decide(logits, contexts(*samplings))
+    with OnGpu():
+        assert decide(logits, contexts(*samplings)) == expected
+
+
+def test_all_rows_log_probabilities_are_one_question() -> None:
+    logits = some_logits(3).round()
+    expected = token_logprobs(logits, [1, 2, 3], [5, 0, 2])
+    with OnGpu() as gpu:
+        assert token_logprobs(logits, [1, 2, 3], [5, 0, 2]) == expected
+    assert gpu.waits == ["tolist"]

@@ -1,0 +1,300 @@
+"""Linear layers in their fast forms multiply as the plain ones do, for every width, and leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from tests.support import tiny
+from workers.forward import linear
+from workers.forward.linear import (
+    EightBit,
+    FastLinear,
+    Packed,
+    Plain,
+    Product,
+    join,
+    make_product,
+    padded_rows,
+    quantize,
+)
+from workers.forward.replace_linear import decoder_layers, tailor
+
+DTYPES = (torch.float32, torch.bfloat16)
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+"""Of rounding once, as a share of the number."""
+IN, OUT = 48, 40
+WIDTHS = (*range(1, 41), 47, 48, 49, 63, 64, 65, 100, 128, 200)
+"""Of a step: all small ones, and both sides of where another way is taken."""
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check(
+    found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, roundings: int
+) -> None:
+    """`found` is `x @ weight.T + bias` but for `roundings` of the result and those of a sum in single precision."""
+    wide, whole = x.double(), weight.double()
+    expected = wide @ whole.T
+    size = wide.abs() @ whole.abs().T
+    if bias is not None:
+        expected, size = expected + bias.double(), size + bias.double().abs()
+    allowed = roundings * UNIT[found.dtype] * (expected.abs() + (0 if bias is None else bias.double().abs()))
+    allowed += x.shape[-1] * UNIT[torch.float32] * size
+    assert found.shape == expected.shape
+    assert bool(((found.double() - expected).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+class TestPacked:
+    @pytest.mark.parametrize("biased", [False, True])
+    def test_it_multiplies_as_plain_weights_do_at_every_width(self, dtype: torch.dtype, biased: bool) -> None:
+        weight, bias = numbers(OUT, IN, dtype=dtype), numbers(OUT, dtype=dtype, seed=1) if biased else None
+        product = make_product(weight, bias)
+        can_pack = dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        assert isinstance(product, Packed if can_pack else Plain)  # oneDNN packs what the processor multiplies
+        for width in WIDTHS:
+            x = numbers(width, IN, dtype=dtype, seed=width)
+            check(product.multiply(x), x, weight, bias, roundings=2)
+
+    def test_leading_axes_are_kept(self, dtype: torch.dtype) -> None:
+        weight, bias = numbers(OUT, IN, dtype=dtype), numbers(OUT, dtype=dtype, seed=1)
+        product = make_product(weight, bias)
+        for shape in ((1, 1), (1, 7), (1, 9), (1, 33), (3, 5), (2, 3, 4)):
+            x = numbers(*shape, IN, dtype=dtype)
+            check(product.multiply(x), x, weight, bias, roundings=2)
+
+    def test_inputs_need_not_lie_side_by_side(self, dtype: torch.dtype) -> None:
+        weight = numbers(OUT, IN, dtype=dtype)
+        product = make_product(weight.t().contiguous().t(), None)
+        for width in (5, 11):
+            x = numbers(IN, width, dtype=dtype).t()
+            check(product.multiply(x), x, weight, None, roundings=2)
+
+
+def test_few_widths_are_met_and_none_is_much_wider_than_asked_for() -> None:
+    padded = [padded_rows(width) for width in range(1, 1025)]
+    assert padded[:8] == list(range(1, 9))
+    assert all(width <= wide < max(width + 4, 1.25 * width + 1) for width, wide in enumerate(padded, start=1))
+    assert padded == sorted(padded)
+    assert len(set(padded)) < 45
+
+
+class TestEightBit:
+    @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+    def test_one_scale_per_output_and_never_more_than_half_a_step_away(self, dtype: torch.dtype) -> None:
+        weight = (numbers(OUT, IN) * torch.logspace(-3, 1, OUT)[:, None]).to(dtype)
+        integers, scale = quantize(weight)
+        assert integers.dtype is torch.int8
+        assert scale.shape == (OUT,)
+        assert scale.dtype is dtype
+        assert integers.abs().amax(dim=1).tolist() == [127] * OUT
+        error = (integers.double() * scale.double()[:, None] - weight.double()).abs()
+        assert bool((error <= 0.5000001 * scale.double()[:, None]).all())
+
+    @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+    def test_weights_that_are_all_nought_stay_so(self, dtype: torch.dtype) -> None:
+        integers, scale = quantize(torch.stack([torch.zeros(IN), torch.ones(IN)]).to(dtype))
+        assert not integers[0].any()
+        assert scale.isfinite().all()
+        assert (integers[1] == 127).all()
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("biased", [False, True])
+    def test_it_multiplies_integers_times_scale_at_every_width(self, dtype: torch.dtype, biased: bool) -> None:
+        weight, bias = numbers(OUT, IN, dtype=dtype), numbers(OUT, dtype=dtype, seed=1) if biased else None
+        product = make_product(weight, bias, "int8")
+        assert isinstance(product, EightBit)
+        whole = product.weight.double() * product.scale.double()[:, None]
+        for width in WIDTHS:
+            x = numbers(width, IN, dtype=dtype, seed=width)
+            check(product.multiply(x), x, whole, bias, roundings=3)
+        x = numbers(2, 30, IN, dtype=dtype)
+        check(product.multiply(x), x, whole, bias, roundings=3)
+
+
+def together(widths: tuple[int, ...] = (16, 8, 8)) -> tuple[tuple[nn.Module, ...], list[torch.Tensor], list[int]]:
+    """Siblings, each one's weights, and how often their product was asked for."""
+    weights = [numbers(width, IN, seed=index) for index, width in enumerate(widths)]
+    asked: list[int] = []
+
+    class Counting:
+        def __init__(self, product: Product) -> None:
+            self.product = product
+
+        def multiply(self, x: torch.Tensor) -> torch.Tensor:
+            asked.append(x.shape[-2])
+            return self.product.multiply(x)
+
+    return join(Counting(make_product(torch.cat(weights), None)), widths), weights, asked
+
+
+class TestJoined:
+    def test_siblings_share_one_product_per_pass(self) -> None:
+        siblings, weights, asked = together()
+        for width in (1, 5, 12):
+            x = numbers(1, width, IN)
+            for sibling, weight in zip(siblings, weights, strict=True):
+                found = sibling(x)
+                assert found.is_contiguous()
+                check(found, x, weight, None, roundings=1)
+        assert asked == [1, 5, 12]
+
+    def test_siblings_on_different_inputs_are_right_too(self) -> None:
+        siblings, weights, _ = together()
+        for seed in range(2):
+            x, y = numbers(1, 5, IN, seed=seed), numbers(1, 9, IN, seed=seed + 7)
+            for sibling, weight, given in zip(siblings, weights, (x, y, y), strict=True):
+                check(sibling(given), given, weight, None, roundings=1)
+
+    def test_in_any_order_and_more_than_once(self) -> None:
+        siblings, weights, _ = together()
+        x = numbers(1, 5, IN)
+        for index in (2, 0, 0, 1, 1, 2, 2):
+            check(siblings[index](x), x, weights[index], None, roundings=1)
+
+    @pytest.mark.parametrize("done", [1, 2])
+    def test_a_pass_that_broke_off_between_siblings_leaves_nothing_that_the_next_one_takes(self, done: int) -> None:
+        siblings, weights, _ = together()
+        x = numbers(1, 5, IN)
+        for sibling in siblings[:done]:
+            sibling(x)
+        x.copy_(numbers(1, 5, IN, seed=5))  # the next pass may come in the same memory
+        for sibling, weight in zip(siblings, weights, strict=True):
+            check(sibling(x), x, weight, None, roundings=1)
+
+    def test_nobody_is_left_the_same_memory(self) -> None:
+        siblings, _, _ = together()
+        x = numbers(1, 1, IN)
+        first, *others = (sibling(x) for sibling in siblings)
+        before = [other.clone() for other in others]
+        first.zero_()
+        assert all(torch.equal(other, kept) for other, kept in zip(others, before, strict=True))
+
+
+def loaded(directory: Path, family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    tiny.save(directory, tiny.FAMILIES[family](), sharpness=1.0)
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval().requires_grad_(False)
+
+
+def linears(model: nn.Module) -> list[nn.Module]:
+    """Those that were not replaced."""
+    return [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+def test_a_tailored_model_computes_what_it_computed_before(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = loaded(tmp_path, family, dtype)
+    exact = loaded(tmp_path, family)
+    tokens = torch.arange(3, 25)[None]
+    with torch.inference_mode():
+        expected = model(tokens, use_cache=False).logits.float()
+        rounding = (expected - exact(tokens, use_cache=False).logits).abs().max()
+        tailor(model)
+        found = model(tokens, use_cache=False).logits.float()
+    assert not linears(model)
+    assert (found - expected).abs().max() <= max(2 * float(rounding), 1e-5)
+
+
+def test_a_transposed_layer_is_turned_round() -> None:
+    parent = nn.ModuleDict({"projection": Conv1D(OUT, IN)})
+    nn.init.normal_(parent["projection"].bias)
+    weight, bias, x = parent["projection"].weight.detach().t(), parent["projection"].bias.detach(), numbers(1, 7, IN)
+    expected = parent["projection"](x)
+    tailor_alone(parent)
+    assert isinstance(parent["projection"], FastLinear)
+    torch.testing.assert_close(parent["projection"](x), expected)
+    check(parent["projection"](x), x, weight, bias, roundings=2)
+
+
+def tailor_alone(module: nn.Module) -> None:
+    """`tailor` for a module that is no whole model."""
+    module.tp_plan = None
+    tailor(module)  # type: ignore[arg-type]
+
+
+class Attention(nn.Module):
+    """Projections of one input, some of them with a bias."""
+
+    def __init__(self, biases: tuple[bool, bool, bool]) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(IN, width, bias) for width, bias in zip((16, 8, 8), biases, strict=True)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+
+
+@pytest.mark.parametrize("biases", [(False, False, False), (True, True, True), (True, False, True)])
+def test_siblings_are_joined_where_all_have_a_bias_or_none(biases: tuple[bool, bool, bool]) -> None:
+    parent = Attention(biases)
+    x = numbers(1, 6, IN)
+    expected = parent(x)
+    tailor_alone(parent)
+    joined = isinstance(parent.q_proj, linear.JoinedLinear)
+    assert joined == (len(set(biases)) == 1)
+    torch.testing.assert_close(parent(x), expected)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_nothing_of_the_old_weights_stays_and_nothing_of_the_new_ones_outlives_the_model(
+    family: str, quantization: str, tmp_path: Path
+) -> None:
+    gc.collect()
+    before = len(linear._entries)
+    model = loaded(tmp_path, family)
+    layers = [weakref.ref(module) for module in linears(model)]
+    shared = model.get_input_embeddings().weight.data_ptr()
+    weights = [
+        weakref.ref(module.weight) for module in linears(model) if module.weight.data_ptr() != shared
+    ]  # a tied head's are the embedding's, too
+    tailor(model, quantization)
+    gc.collect()
+    assert [reference() for reference in layers] == [None] * len(layers)
+    assert [reference() for reference in weights] == [None] * len(weights)
+    entries = len(linear._entries) - before
+    assert entries > 2 * len(list(decoder_layers(model)))
+    del model
+    gc.collect()
+    assert len(linear._entries) == before
+
+
+def test_eight_bits_take_the_memory_of_eight_bits(tmp_path: Path) -> None:
+    gc.collect()
+    known = set(linear._entries)
+    model = loaded(tmp_path, "llama", torch.bfloat16)
+    whole = sum(module.weight.numel() for module in linears(model))
+    tailor(model, "int8")
+    products = [linear._entries[handle].product for handle in linear._entries.keys() - known]
+    assert all(isinstance(product, EightBit) for product in products)
+    held = sum(tensor.nbytes for product in products for tensor in (product.weight, product.scale))
+    assert whole <= held < 1.06 * whole
+
+
+def test_what_cannot_be_packed_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    weight, x = numbers(OUT, IN), numbers(3, IN)
+    product = make_product(weight, None)
+    assert isinstance(product, Plain)
+    assert product.weight is weight
+    check(product.multiply(x), x, weight, None, roundings=1)
+
+
+def test_an_operator_is_known_to_the_compiler_by_its_shape() -> None:
+    siblings, _, _ = together()
+    layer = FastLinear(make_product(numbers(OUT, IN), None), OUT)
+    x = torch.empty(2, 3, IN, device="meta")
+    assert torch.ops.pilotfish.linear(x, layer.handle, OUT).shape == (2, 3, OUT)
+    assert [part.shape[-1] for part in torch.ops.pilotfish.joined(x, siblings[0].handle, [16, 8, 8])] == [16, 8, 8]

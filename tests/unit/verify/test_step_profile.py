@@ -1,0 +1,36 @@
+"""What a target measures of its own steps before anybody waits for one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.core.config import TargetSection
+from cluster.speculation.latency import Durations
+from tests.support import tiny
+from workers.kv.pool import KvPool
+from workers.model.loading import load_model
+from workers.verify.engine import LocalDecider, TargetEngine
+from workers.verify.step_profile import SIZES
+
+
+def engine_with(directory: Path, blocks: int) -> TargetEngine:
+    section = TargetSection(path=str(tiny.save(directory, tiny.llama())), device="cpu")
+    model = load_model(section)
+    return TargetEngine(model, KvPool(model, section.kv, blocks), LocalDecider())
+
+
+@pytest.mark.parametrize(("blocks", "sizes"), [(200, SIZES), (4, tuple(size for size in SIZES if size[0] == 1))])
+def test_a_warm_engine_tells_how_long_steps_take_and_holds_nothing(
+    tmp_path: Path, blocks: int, sizes: tuple[tuple[int, int], ...]
+) -> None:
+    engine = engine_with(tmp_path, blocks)
+    assert engine.info().profile == ()
+    engine.warm_up()
+    info = engine.info()
+    engine.close()
+    assert tuple((sample.rows, sample.tokens) for sample in info.profile) == sizes
+    assert all(sample.seconds > 0 for sample in info.profile)
+    assert info.kv.blocks_free == info.kv.blocks_total
+    assert Durations.of_profile(info.profile).knows(1)

@@ -1,0 +1,282 @@
+"""A group of ranks decides what one rank alone decides, and breaks as one."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cluster.core.config import KvSection, TargetSection
+from cluster.core.errors import TargetUnavailable
+from cluster.core.ids import SequenceId
+from cluster.core.request import SamplingParameters, SequenceStart
+from cluster.core.tree import TokenTree
+from cluster.core.verification import OpenRow, StepBatch, VerifyRow
+from tests.support import tiny
+
+if TYPE_CHECKING:
+    from workers.verify.engine import TargetEngine
+    from workers.verify.ranks import RankZero
+
+RANKS = 3
+SETTINGS = {
+    "greedy": SamplingParameters(temperature=0.0),
+    "sampled, parts suffice": SamplingParameters(temperature=0.9, seed=4, presence_penalty=0.4),
+    "sampled, whole needed": SamplingParameters(temperature=0.9, seed=4, top_k=30, top_p=0.9, min_p=0.01),
+    "logprobs": SamplingParameters(temperature=0.9, seed=4, logprobs=2),
+}
+QUANTIZATIONS = ("none", "int8")
+"""The same processes form one group after the other."""
+BLOCKS = 40
+BLOCK_BYTES = 4 * 2 * 2 * 8 * 4
+"""Four tokens on one rank: keys and values of two layers, one head."""
+HOST_BLOCKS = 8
+DISK_BYTES = (1 << 20, 6 << 10, 1 << 20)
+"""Ranks need not have the same disks."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def section(directory: Path, ranks: int, quantization: str = "none", **memory: Any) -> TargetSection:
+    return TargetSection(
+        path=str(directory),
+        device="cpu",
+        tensor_parallel=ranks,
+        quantization=quantization,
+        kv=KvSection(block_size=4, pool_bytes=1 << 20, **memory),
+    )
+
+
+def build(target: TargetSection, rank: int = 0) -> TargetEngine:
+    """An engine with a pool of `BLOCKS`."""
+    from workers.verify import ranks
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ranks, "blocks_that_fit", lambda model, kv: BLOCKS)
+        return ranks.build_engine(target, rank)
+
+
+def serve_rank(rank: int, directory: Path, port: int, pipe: Connection | None) -> None:
+    """A rank's whole life; rank 0 does what the test asks through its pipe."""
+    import torch
+
+    from workers.kv.load_cost import CostModel
+    from workers.verify.ranks import RankZero, follow, join, leave
+
+    torch.set_num_threads(1)
+    # Whatever is stored is worth loading, on a busy machine too.
+    CostModel.worth_loading = lambda costs, host_bytes, disk_bytes, tokens: tokens > 0  # type: ignore[method-assign]
+    join(section(directory, RANKS), rank, "127.0.0.1", port)
+    memory = {
+        "host_bytes": HOST_BLOCKS * BLOCK_BYTES,
+        "disk_directory": str(directory / f"disk-{rank}"),
+        "disk_bytes": DISK_BYTES[rank],
+    }
+    for quantization in QUANTIZATIONS:
+        engine = build(section(directory, RANKS, quantization, **memory), rank)
+        if pipe is None:
+            follow(engine)
+        else:
+            serve_pipe(RankZero(engine), engine, pipe)
+    leave()
+    os._exit(0)
+
+
+def serve_pipe(group: RankZero, engine: TargetEngine, pipe: Connection) -> None:
+    """Call what is asked for, until the group is closed."""
+    pipe.send("ready")
+    while True:
+        method, arguments = pipe.recv()
+        if method == "exit":
+            os._exit(0)
+        try:
+            if method == "tiers":
+                tiers = engine._pool.tiers
+                pipe.send(tiers and (tiers.host, tiers.disk))
+            else:
+                pipe.send(getattr(group, method)(*arguments))
+        except Exception as error:
+            pipe.send(error)
+        if method == "close":
+            group.close()  # twice is harmless
+            return
+
+
+@dataclass
+class Group:
+    pipe: Connection
+    processes: list[Any]
+
+    def ask(self, method: str, *arguments: object) -> Any:
+        self.pipe.send((method, arguments))
+        answer = self.pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def form_next(self) -> None:
+        """Close, and have the same processes form the group of the next kind."""
+        self.ask("close")
+        assert self.pipe.recv() == "ready"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("target"), tiny.llama(vocab_size=95))
+
+
+@pytest.fixture(scope="module")
+def group(directory: Path) -> Iterator[Group]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    port = free_port()
+    processes = [
+        context.Process(target=serve_rank, args=(rank, directory, port, theirs if rank == 0 else None))
+        for rank in range(RANKS)
+    ]
+    for process in processes:
+        process.start()
+    theirs.close()  # so that the end of rank 0 is noticed here
+    assert ours.recv() == "ready"
+    yield Group(ours, processes)
+    with contextlib.suppress(OSError):  # it may have ended already
+        ours.send(("exit", ()))
+    for process in processes:
+        process.join(timeout=10)
+        if process.is_alive():
+            process.kill()
+
+
+PROMPT = (5, 17, 33, 8, 60, 41, 41, 9)
+
+
+def alone(directory: Path, quantization: str = "none") -> Callable[..., Any]:
+    """Ask one rank that shares nothing."""
+    engine = build(section(directory, 1, quantization, prefix_cache=False))
+    return lambda method, *arguments: getattr(engine, method)(*arguments)
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_the_group_decides_what_one_rank_decides(group: Group, directory: Path, name: str) -> None:
+    ask_one = alone(directory)
+    start = SequenceStart(len(PROMPT), SETTINGS[name])
+    tokens = list(PROMPT)
+    row = VerifyRow(SequenceId(name), len(tokens), PROMPT, start=start)
+    for turn in range(12):
+        batch = StepBatch((row,))
+        expected, actual = ask_one("step", batch).verdicts[0], group.ask("step", batch).verdicts[0]
+        assert actual.tokens == expected.tokens
+        for ours, theirs in zip(actual.logprobs, expected.logprobs, strict=True):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        tokens.extend(actual.tokens)
+        tree = TokenTree.from_candidates([[turn, 2], [tokens[-2], turn, 7], [3]], max_nodes=8)
+        row = VerifyRow(SequenceId(name), len(tokens), (tokens[-1],), tree)
+    released = group.ask("release", [SequenceId(name)])
+    assert released.blocks_free == released.blocks_total
+
+
+def test_forks_follow_on_every_rank(group: Group) -> None:
+    start = SequenceStart(len(PROMPT), SETTINGS["greedy"])
+    group.ask("step", StepBatch((VerifyRow(SequenceId("p"), len(PROMPT), PROMPT, start=start),)))
+    opened = group.ask("open", [OpenRow(SequenceId("c"), (*PROMPT, 11), start, SequenceId("p"))])
+    assert opened.stored_lens == (len(PROMPT),)
+    rows = tuple(VerifyRow(SequenceId(name), len(PROMPT) + 1, (11,)) for name in ("p", "c"))
+    verdicts = group.ask("step", StepBatch(rows)).verdicts
+    assert verdicts[0].tokens == verdicts[1].tokens
+    released = group.ask("release_all")
+    assert released.blocks_free == released.blocks_total
+    again = (OpenRow(SequenceId("again"), (*PROMPT, 11, 12), start), OpenRow(SequenceId("new"), (1, *PROMPT), start))
+    assert group.ask("open", again).stored_lens == (len(PROMPT), 0)
+    row = VerifyRow(SequenceId("again"), len(PROMPT) + 1, (11,))
+    assert group.ask("step", StepBatch((row,))).verdicts[0].tokens == verdicts[0].tokens
+    group.ask("release_all")
+
+
+def answer(
+    ask: Callable[..., Any],
+    prompt: Sequence[int],
+    name: str = "a",
+    known: Sequence[int] = (),
+    parent: str | None = None,
+    count: int = 8,
+) -> tuple[int, list[int]]:
+    """How much of the prompt was stored already, and prompt and answer; guesses are often what is `known`."""
+    start = SequenceStart(len(prompt), SETTINGS["sampled, parts suffice"])
+    row = OpenRow(SequenceId(name), tuple(prompt), start, None if parent is None else SequenceId(parent))
+    opened = ask("open", [row]).stored_lens[0]
+    tokens, stored = list(prompt), opened
+    while len(tokens) < len(prompt) + count:
+        right = known[len(tokens) : len(tokens) + 2]
+        tree = TokenTree.from_candidates([[3, 4], [*right, 5]], max_nodes=6)
+        row = VerifyRow(SequenceId(name), len(tokens), tuple(tokens[stored:]), tree)
+        verdict = ask("step", StepBatch((row,))).verdicts[0]
+        assert verdict.fault is None, verdict.fault
+        stored = len(tokens) + verdict.accepted
+        tokens.extend(verdict.tokens)
+    return opened, tokens[: len(prompt) + count]
+
+
+def check_memory(group: Group, ask_one: Callable[..., Any]) -> None:
+    """Prompts that push each other out of the pool, to the host and to disks of which one is small; and forks."""
+    draw = random.Random(2)
+    common = [draw.randrange(3, 95) for _ in range(12)]
+    prompts = [[*common, *(draw.randrange(3, 95) for _ in range(29))] for _ in range(5)]
+    expected = [answer(ask_one, prompt)[1] for prompt in prompts]
+    longest = []
+    for turn in range(15):
+        name = f"m{turn}"
+        text = expected[turn % 5]
+        stored, tokens = answer(group.ask, prompts[turn % 5], name, text)
+        assert tokens == text
+        longest.append(stored)
+        if turn % 4 == 0:
+            child = [*text[:45], 7, 8]
+            opened, tokens = answer(group.ask, child, f"{name}c", parent=name)
+            assert opened == 45
+            assert tokens == answer(ask_one, child)[1]
+        released = group.ask("release", [SequenceId(name), SequenceId(f"{name}c")])
+        assert released.blocks_free == released.blocks_total
+    print(longest, group.ask("tiers"))
+    assert sum(stored > len(common) for stored in longest[5:]) > 2
+    host, disk = group.ask("tiers")
+    assert host.loaded > 0
+    assert disk.loaded > 0
+
+
+def test_what_is_shared_and_brought_back_is_the_same_on_every_rank(group: Group, directory: Path) -> None:
+    check_memory(group, alone(directory))
+
+
+def test_with_eight_bits_too_and_closing_leaves_nothing_on_any_disk(group: Group, directory: Path) -> None:
+    before = [list(disk.iterdir()) for disk in sorted(directory.glob("disk-*"))]
+    assert [len(homes) for homes in before] == [1] * RANKS
+    group.form_next()
+    assert not any(home.exists() for homes in before for home in homes)
+    check_memory(group, alone(directory, "int8"))
+
+
+def test_the_death_of_any_rank_breaks_the_group_and_says_so(group: Group, directory: Path) -> None:
+    group.processes[2].kill()
+    group.processes[2].join()
+    start = SequenceStart(len(PROMPT), SETTINGS["greedy"])
+    row = VerifyRow(SequenceId("late"), len(PROMPT), PROMPT, start=start)
+    with pytest.raises(TargetUnavailable, match="tensor-parallel group is broken"):
+        group.ask("step", StepBatch((row,)))
+    with pytest.raises(TargetUnavailable, match="tensor-parallel group is broken"):
+        group.ask("release", [SequenceId("late")])
+    group.ask("close")
+    group.processes[1].join(timeout=30)
+    assert not [home for rank in (0, 1) for home in (directory / f"disk-{rank}").iterdir()]

@@ -1,0 +1,271 @@
+"""The server on real sockets: who it is, what it refuses, what it survives."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from cluster.core.errors import (
+    Aborted,
+    ConfigurationError,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvPoolExhausted,
+    NotReady,
+    Overloaded,
+    PilotfishError,
+    TargetUnavailable,
+    TooLarge,
+    UnknownModel,
+    UnsupportedParameter,
+)
+from cluster.core.ids import SequenceId
+from cluster.core.verification import StepBatch, VerifyRow
+from cluster.wire.clients import GenerationClient, GrpcTarget
+from cluster.wire.server import WireServer
+from cluster.wire.status import to_status
+from tests.support.wire_servers import (
+    BATCH,
+    DRAFT,
+    GENERATION,
+    HOST,
+    MOST_BYTES,
+    OPERATIONS,
+    PATIENCE,
+    RESULT,
+    TARGET,
+    House,
+    Request,
+    refusal,
+    words,
+)
+from tests.support.wire_servers import channel as channel
+from tests.support.wire_servers import client as client
+from tests.support.wire_servers import drafter as drafter
+from tests.support.wire_servers import house as house
+from tests.support.wire_servers import target as target
+
+# --- who it is ----------------------------------------------------------------------------------
+
+
+async def test_the_process_is_alive_from_the_start_and_a_service_is_ready_when_it_says_so(
+    house: House, channel: grpc.aio.Channel
+) -> None:
+    check = health_pb2_grpc.HealthStub(channel).Check
+    alive = await check(health_pb2.HealthCheckRequest())
+    before = await check(health_pb2.HealthCheckRequest(service=TARGET))
+    await house.server.set_serving(TARGET, True)
+    after = await check(health_pb2.HealthCheckRequest(service=TARGET))
+    other = await check(health_pb2.HealthCheckRequest(service=DRAFT))
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    assert [answer.status for answer in (alive, before, after, other)] == [serving, not_serving, serving, not_serving]
+
+
+async def test_a_service_that_is_not_offered_has_no_health(channel: grpc.aio.Channel) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="nobody"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_reflection_lists_every_service(channel: grpc.aio.Channel) -> None:
+    async def ask() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+
+    call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(ask())
+    answers = [answer async for answer in call]
+    names = {service.name for service in answers[0].list_services_response.service}
+    assert names >= {TARGET, DRAFT, GENERATION, OPERATIONS, "grpc.health.v1.Health"}
+
+
+async def test_a_taken_port_is_refused_by_host_and_port() -> None:
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"{HOST}:{port}"):
+            await WireServer(HOST, port, max_message_bytes=MOST_BYTES).start()
+
+
+async def test_two_servers_never_share_a_port(house: House) -> None:
+    with pytest.raises(ConfigurationError, match=f"{HOST}:{house.port}"):
+        await WireServer(HOST, house.port, max_message_bytes=MOST_BYTES).start()
+
+
+async def test_a_server_may_be_stopped_before_it_started_and_twice() -> None:
+    server = WireServer(HOST, 0, max_message_bytes=MOST_BYTES)
+    await server.stop(0.0)
+    await server.start()
+    await server.stop(0.0)
+    await server.stop(0.0)
+
+
+# --- what it refuses ----------------------------------------------------------------------------
+
+UNKNOWN = b"\xf8\x07\x01"  # field 127, varint 1
+
+
+def nested(outer: bytes, inner: bytes) -> bytes:
+    """`inner` as a length-delimited field of tag `outer`."""
+    return outer + bytes([len(inner)]) + inner
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"\xff\xff\xff", id="garbage"),
+        pytest.param(b"\x0a\x05ab", id="cut short"),
+        pytest.param(nested(b"\x0a", b"\x0a\x02\xff\xfe"), id="invalid UTF-8 in a nested string"),
+        pytest.param(b"\x0b" * 200, id="groups without end"),
+    ],
+)
+@pytest.mark.parametrize("method", ["Open", "Step"])
+async def test_bytes_that_are_no_message_are_refused_and_the_server_lives(
+    house: House, channel: grpc.aio.Channel, target: GrpcTarget, data: bytes, method: str
+) -> None:
+    error = await refusal(channel, f"{TARGET}/{method}", data)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"{len(data)} bytes" in (error.details() or "")
+    assert not house.target.steps
+    assert not house.target.opens
+    assert await target.step(BATCH) == RESULT
+
+
+@pytest.mark.parametrize(
+    ("data", "where"),
+    [
+        pytest.param(UNKNOWN, "field 127", id="at the top"),
+        pytest.param(nested(b"\x0a", UNKNOWN), "rows[0]", id="in a row"),
+        pytest.param(nested(b"\x0a", b"") + nested(b"\x0a", UNKNOWN), "rows[1]", id="in the second row"),
+        pytest.param(nested(b"\x0a", nested(b"\x22", UNKNOWN)), "rows[0].tree", id="in a row's tree"),
+        pytest.param(
+            nested(b"\x0a", nested(b"\x32", nested(b"\x12", nested(b"\x42", UNKNOWN)))),
+            "rows[0].start.sampling.logit_bias[0]",
+            id="four deep",
+        ),
+    ],
+)
+async def test_a_field_that_nobody_knows_is_refused_wherever_it_hides(
+    house: House, channel: grpc.aio.Channel, data: bytes, where: str
+) -> None:
+    error = await refusal(channel, f"{TARGET}/Step", data)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert where in (error.details() or "")
+    assert "field 127" in (error.details() or "")
+    assert not house.target.steps
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff", nested(b"\x1a", b"\xff\xfe"), UNKNOWN])
+async def test_a_stream_refuses_them_alike_before_its_servicer_is_asked(
+    house: House, channel: grpc.aio.Channel, client: GenerationClient, data: bytes
+) -> None:
+    error = await refusal(channel, f"{GENERATION}/Generate", data)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert house.generator.calls == 0
+    assert await words(client) == ["a", "b"]
+
+
+async def test_a_field_hidden_in_a_crowd_is_refused_without_a_search_through_all_of_it(
+    channel: grpc.aio.Channel,
+) -> None:
+    crowd = b"\x0a\x00" * (MOST_BYTES // 2 - 8)
+    error = await refusal(channel, f"{TARGET}/Step", crowd + nested(b"\x0a", UNKNOWN))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (error.details() or "").startswith("message: ")  # not `rows[32760]`: nobody looked so far
+
+
+async def test_a_message_over_the_bound_is_refused_by_size_and_the_next_one_works(
+    house: House, client: GenerationClient
+) -> None:
+    with pytest.raises(TooLarge, match=str(MOST_BYTES)):
+        await anext(client.generate(Request(text="x" * MOST_BYTES), PATIENCE))
+    assert house.generator.calls == 0
+    assert await words(client) == ["a", "b"]
+
+
+async def test_so_is_a_step_over_the_bound(house: House, target: GrpcTarget) -> None:
+    long = VerifyRow(SequenceId("s"), MOST_BYTES, (1,) * MOST_BYTES)
+    with pytest.raises(TooLarge, match=str(MOST_BYTES)):
+        await target.step(StepBatch((long,)))
+    assert await target.step(BATCH) == RESULT
+
+
+async def test_a_method_that_is_not_served_is_unimplemented(channel: grpc.aio.Channel) -> None:
+    error = await refusal(channel, f"{TARGET}/Fork", b"")
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+ERRORS = [
+    (InvalidRequest("sampling.temperature", -1.0, "between 0 and 2"), grpc.StatusCode.INVALID_ARGUMENT),
+    (InvalidRequest("prompt", 'words "in quotes" — ünïcode\n', "shorter"), grpc.StatusCode.INVALID_ARGUMENT),
+    (UnsupportedParameter("best_of", 3), grpc.StatusCode.INVALID_ARGUMENT),
+    (TooLarge("body", "9 bytes", "at most 8 bytes"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (UnknownModel("model", "x" * 200, "a served model: tiny"), grpc.StatusCode.NOT_FOUND),
+    (Overloaded("the queue is full", 2.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (KvPoolExhausted("no free block"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (NotReady("draining"), grpc.StatusCode.UNAVAILABLE),
+    (TargetUnavailable("gone"), grpc.StatusCode.UNAVAILABLE),
+    (DeadlineExceeded("late"), grpc.StatusCode.DEADLINE_EXCEEDED),
+    (Aborted("stopped"), grpc.StatusCode.CANCELLED),
+]
+by_class = pytest.mark.parametrize(("error", "code"), ERRORS, ids=[type(error).__name__ for error, _ in ERRORS])
+
+
+@by_class
+async def test_an_error_has_its_status(error: PilotfishError, code: grpc.StatusCode) -> None:
+    assert to_status(error)[:2] == (code, str(error))
+
+
+@by_class
+@pytest.mark.parametrize("said", [[], ["a"]], ids=["at first", "after a word"])
+async def test_an_error_is_on_the_other_side_what_it_was_here(
+    house: House, client: GenerationClient, error: PilotfishError, code: grpc.StatusCode, said: list[str]
+) -> None:
+    house.generator.words, house.generator.failure = said, error
+    heard: list[str] = []
+    with pytest.raises(type(error)) as caught:
+        await words(client, heard)
+    assert (type(caught.value), str(caught.value), heard) == (type(error), str(error), said)
+    if isinstance(error, InvalidRequest) and isinstance(caught.value, InvalidRequest):
+        assert (caught.value.field, caught.value.bound) == (error.field, error.bound)
+    if isinstance(error, Overloaded) and isinstance(caught.value, Overloaded):
+        assert caught.value.retry_after_seconds == error.retry_after_seconds
+    house.generator.failure = None
+    assert await words(client) == said
+
+
+async def test_overload_tells_every_client_when_to_come_back(house: House, channel: grpc.aio.Channel) -> None:
+    house.target.failure = Overloaded("the queue is full", 3.0)
+    error = await refusal(channel, f"{TARGET}/Step", b"")
+    assert dict(error.trailing_metadata())["retry-after"] == "3"
+
+
+@pytest.mark.parametrize("length", [10_000, 100_000])
+async def test_an_error_of_any_length_arrives_as_what_it_is(
+    house: House, client: GenerationClient, length: int
+) -> None:
+    house.generator.failure = NotReady("é" * length)
+    with pytest.raises(NotReady, match="éé"):
+        await words(client)
+
+
+@pytest.mark.parametrize("method", [f"{TARGET}/Open", f"{TARGET}/Step", f"{GENERATION}/Generate"])
+async def test_a_servicers_bug_is_logged_told_in_no_detail_and_survived(
+    house: House, channel: grpc.aio.Channel, target: GrpcTarget, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    house.target.failure = house.generator.failure = ZeroDivisionError("secret")
+    house.generator.words = []
+    with caplog.at_level(logging.ERROR):
+        error = await refusal(channel, method, b"")
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in (error.details() or "")
+    assert any(record.exc_info and record.exc_info[0] is ZeroDivisionError for record in caplog.records)
+    house.target.failure = None
+    assert await target.step(BATCH) == RESULT

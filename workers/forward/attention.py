@@ -1,0 +1,187 @@
+"""One attention function for every model family: paged, ragged, tree-masked, windowed.
+
+`transformers` calls attention through a registry; the function registered here ignores the mask it
+is given and reads a `StepLayout` instead, which says where each fresh token's key and value go and
+which stored ones it may see. Prompt chunks, single tokens, chains and trees are rows of one layout.
+
+Rows of similar width and context share one padded scaled-dot-product call; there is no loop over
+sequences inside a layer. Queries of the heads that share a KV head are folded into the query axis,
+so that keys and values are never repeated.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from cluster.core.errors import ModelLoadError
+from workers.forward.layout import RowGroup, StepLayout
+from workers.forward.native.attention import Kernel, NativeStep
+from workers.forward.operators import define
+from workers.kv.groups import Place
+from workers.kv.pool import KvPool
+
+ATTENTION_NAME = "pilotfish_paged"
+
+Probed = tuple[int, int, int | None, int]
+"""Of one layer: KV heads, head dimension, window, query heads per KV head."""
+
+
+class PagedAttention:
+    """Bound to a model's attention modules at load; `layout` is set for the time of a forward pass."""
+
+    def __init__(self) -> None:
+        self.pool: KvPool | None = None
+        self.layout: StepLayout | NativeStep | None = None
+        self.kernel: Kernel | None = None
+        """Set where there is one for the processor; layouts are then its own."""
+        self.probe: dict[int, Probed] | None = None
+        """While set, no attention is computed: each layer's is noted."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,  # [1, heads, tokens, dim]
+        key: torch.Tensor,  # [1, kv_heads, tokens, dim]
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Returns `[1, tokens, heads, dim]`. The window is noted by the probe; the pool's arrangement obeys it."""
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        if self.probe is not None:
+            self.probe[layer] = (key.shape[1], key.shape[3], window, query.shape[1] // key.shape[1])
+            return torch.zeros_like(query).transpose(1, 2)
+        if self.pool is None or self.layout is None:
+            raise RuntimeError("a paged model was called outside of its runner")
+        place = self.pool.arrangement.places[layer]
+        if self.kernel is not None and isinstance(self.layout, NativeStep):
+            stored = self.pool.keys[place.slot], self.pool.values[place.slot]
+            scale = query.shape[3] ** -0.5 if scaling is None else scaling
+            return self.kernel.attend(self.layout, place, query, key, value, stored, scale)
+        if not isinstance(self.layout, StepLayout):
+            raise TypeError("a step laid out for the kernel needs the kernel")
+        slots = self.layout.slots[place.table]
+        self.pool.write(layer, slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        queries = query[0].transpose(0, 1)  # [tokens, heads, dim]
+        keys, values = self.pool.keys[place.slot], self.pool.values[place.slot]
+        if len(self.layout.groups) == 1:  # its tokens are the step's, in order
+            group = self.layout.groups[0]
+            alone = attend_group(group, place, queries, keys, values, scaling).flatten(0, 1)
+            return (alone if group.is_whole else alone[group.scatter])[None]
+        output = torch.empty_like(queries)
+        for group in self.layout.groups:
+            attended = attend_group(group, place, queries, keys, values, scaling)
+            output[group.targets] = attended.flatten(0, 1)[group.scatter]
+        return output.unsqueeze(0)
+
+
+def attend_group(
+    group: RowGroup,
+    place: Place,
+    queries: torch.Tensor,  # [tokens, heads, dim]
+    keys: torch.Tensor,  # [blocks, block_size, kv_heads, dim]
+    values: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Returns `[rows, queries, heads, dim]`."""
+    rows, width = group.gather.shape
+    heads, dim = queries.shape[1:]
+    kv_heads = keys.shape[2]
+    shared = heads // kv_heads
+    folded = (
+        (queries if group.is_whole else queries[group.gather.flatten()])
+        .reshape(rows, width, kv_heads, shared, dim)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(rows, kv_heads, shared * width, dim)
+    )
+    view = group.views.get((place.table, place.sight))
+    if view is not None:
+        attended = view.attend(folded, keys, values, scaling)
+    else:
+        flat_blocks = group.blocks[place.table, place.sight].flatten()
+        stored_keys, stored_values = (
+            store.index_select(0, flat_blocks).view(rows, -1, kv_heads, dim).transpose(1, 2) for store in (keys, values)
+        )  # [rows, kv_heads, keys, dim]
+        mask = group.folded_mask(shared, place.sight, queries.dtype)
+        attended = scaled_dot_product_attention(folded, stored_keys, stored_values, attn_mask=mask, scale=scaling)
+    return attended.view(rows, kv_heads, shared, width, dim).permute(0, 3, 1, 2, 4).reshape(rows, width, heads, dim)
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - the layout knows better
+    scaling: float | None = None,
+    dropout: float = 0.0,  # noqa: ARG001 - never at inference
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The signature that `transformers` calls."""
+    if softcap is not None or s_aux is not None:
+        # Seen in the probe pass, when the model is loaded.
+        raise ModelLoadError("a model whose attention has soft-capped logits or learned sinks is not supported")
+    if torch.compiler.is_compiling():
+        handle = module.attention_handle
+        return torch.ops.pilotfish.attend(query, key, value, handle, scaling, sliding_window), None
+    paged = module.paged_attention
+    if not isinstance(paged, PagedAttention):
+        raise TypeError("the attention module was not bound by bind()")
+    return paged.attend(module, query, key, value, scaling, sliding_window), None
+
+
+# To the compiler attention is one opaque operator: what it reads and writes (the pool, the step's layout) is not in
+# its arguments. The module is named by a handle in a tensor, so that one compiled layer serves all layers.
+_bound: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+_handles = count()
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    handle: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    module = _bound[int(handle)]
+    output: torch.Tensor = module.paged_attention.attend(module, query, key, value, scaling, window)  # type: ignore[operator, union-attr]
+    return output
+
+
+def _attend_shape(query: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], query.shape[3]))
+
+
+define(
+    "attend(Tensor query, Tensor key, Tensor value, Tensor handle, float? scaling, int? window) -> Tensor",
+    _attend,
+    _attend_shape,
+)
+
+
+def register() -> None:
+    """Make the function known to `transformers` under `ATTENTION_NAME`."""
+    AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+
+
+def bind(module: nn.Module) -> PagedAttention:
+    """Give every attention module (whatever has a `layer_idx`) one shared `PagedAttention`."""
+    paged = PagedAttention()
+    for part in module.modules():
+        if hasattr(part, "layer_idx"):
+            part.paged_attention = paged  # type: ignore[assignment]
+            handle = next(_handles)
+            _bound[handle] = part
+            part.register_buffer("attention_handle", torch.tensor(handle), persistent=False)
+    return paged

@@ -1,0 +1,86 @@
+"""The fused kernel is tried on this device, against the reference, before a model is given to it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+from torch import distributed
+
+from cluster.core.ids import BlockId
+from cluster.core.kv import KvLayout
+from cluster.core.tree import EMPTY_TREE, TokenTree
+from workers.forward.attention import attend_group
+from workers.forward.flex_attention import Flex, fused, suits
+from workers.forward.graph_buffers import Frame, frame_size
+from workers.forward.layout import RowShape
+from workers.forward.loaded_model import LayerShape, LoadedModel
+from workers.kv.groups import Arrangement, Place, Sight
+from workers.kv.pool import KvPool
+
+logger = logging.getLogger(__name__)
+
+_MOST_PLACES = 1 << 18  # every row of a frame has a map of the pool, for each table
+_BLOCKS = 12
+_TREE = TokenTree((1, 2, 3, 4, 5), (-1, -1, 0, 0, 3))
+
+
+def trusted_flex(model: LoadedModel, pool: KvPool, flex: Flex | None = None) -> Flex | None:
+    """`flex` (the fused kernel if unset), or `None` where it does not suit the model or computes something else."""
+    layout = pool.layout
+    if layout.tables * pool.blocks_total > _MOST_PLACES or not all(
+        suits(shape, layout.block_size) for shape in model.layers
+    ):
+        return None
+    chosen = fused() if flex is None else flex
+    try:
+        shapes = {replace(shape, window=None) for shape in model.layers}
+        wrong = [shape for shape in shapes if not _agrees(chosen, shape, layout.block_size, model)]
+        problem = f"it computes something else for {wrong[0]}" if wrong else None
+    except Exception as error:  # compilers raise whatever they meet
+        problem = repr(error)
+    if problem is not None:
+        logger.warning("FlexAttention is not used on this device: %s", problem)
+    return chosen if _all_ranks(problem is None, model) else None
+
+
+@torch.inference_mode()
+def _agrees(flex: Flex, shape: LayerShape, size: int, model: LoadedModel) -> bool:
+    """Whether both compute the same: a tree far into a sequence, one token, a prompt; with a window and without."""
+    rows = [
+        RowShape([[BlockId(block) for block in (7, 2, 9, 4)]], 2 * size + 3, 1, _TREE),
+        RowShape([[BlockId(block) for block in (5, 11)]], size, 1, EMPTY_TREE),
+        RowShape([[BlockId(3)]], 0, 5, EMPTY_TREE),
+    ]
+    places = (Place(0, 0, Sight()), Place(0, 0, Sight(size + 4, sinks=2)))
+    arrangement = Arrangement(KvLayout(size), places, (shape,))
+    tokens = sum(row.width for row in rows)
+    bounds = frame_size(rows, tokens, size, fixed_blocks=8)
+    if bounds is None:
+        return False
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator).to(model.device, model.dtype)
+
+    queries = drawn(bounds.tokens, shape.kv_heads * shape.heads_per_kv, shape.head_dim)
+    keys, values = (drawn(_BLOCKS + 1, size, shape.kv_heads, shape.head_dim) for _ in range(2))
+    outputs: list[list[torch.Tensor]] = []
+    for kernel in (None, flex):
+        frame = Frame(bounds, arrangement, BlockId(_BLOCKS), model.device, kernel)
+        frame.fill(rows, range(tokens), [position for row in rows for position in row.positions()], range(tokens))
+        group = frame.layout().groups[0]
+        attended = [attend_group(group, place, queries, keys, values, None).flatten(0, 1) for place in places]
+        outputs.append([part[group.scatter[:tokens]].float() for part in attended])
+    tolerance = max(8 * torch.finfo(model.dtype).eps, 1e-3)
+    return all(bool((one - other).abs().max() < tolerance) for one, other in zip(*outputs, strict=True))
+
+
+def _all_ranks(answer: bool, model: LoadedModel) -> bool:
+    """Ranks must run the same frames: one rank's no is everybody's."""
+    if model.tensor_parallel == 1:
+        return answer
+    least = torch.tensor(int(answer))
+    distributed.all_reduce(least, op=distributed.ReduceOp.MIN)
+    return bool(least)

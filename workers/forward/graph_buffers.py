@@ -1,0 +1,292 @@
+"""A step in a frame of fixed size: the same tensors for every step that fits, so that one recorded pass serves all.
+
+What a step leaves of its frame belongs to nobody: spare tokens are stored in a block that no sequence owns, spare
+rows read it, and nobody reads what is computed for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cluster.core.ids import BlockId
+from cluster.core.tree import ROOT
+from workers.forward.flex_attention import BlockView, Flex
+from workers.forward.layout import RowGroup, RowShape, StepLayout, blocks_read, slots_of
+from workers.forward.linear import padded_rows
+from workers.kv.groups import Arrangement, Sight
+
+_WORD = 64  # which tokens of its own row a token sees is one word of bits
+_FEWEST_BLOCKS = 8
+_TREE_WIDTH = 16
+
+_Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class FrameBounds:
+    """What is larger takes longer than the starting of its kernels: there is nothing to gain."""
+
+    rows: int = 128
+    tokens: int = 1024
+    """Of all rows together."""
+    keys: int = 1 << 17
+    """That all rows together read, the shorter ones padded to the longest."""
+    longest: int = 1 << 15
+    """Tokens of a row, where none is padded."""
+
+
+BOUNDS = FrameBounds()
+
+
+@dataclass(frozen=True, slots=True)
+class FrameSize:
+    """One of few sizes. Numbers of rows, of a row's tokens and of its blocks are powers of two."""
+
+    rows: int
+    queries: int
+    """Tokens of a row."""
+    tokens: int
+    """Of all rows together."""
+    blocks: int
+    """Of a row."""
+    selected: int
+    """Logits: one for each row, or one for each token."""
+
+
+def frame_size(
+    rows: Sequence[RowShape], selected: int, block_size: int, bounds: FrameBounds = BOUNDS, fixed_blocks: int = 0
+) -> FrameSize | None:
+    """The smallest frame for these rows, of whose tokens `selected` are decided at; `None` where they fit none.
+
+    With `fixed_blocks` there is no smaller row, and none larger: for attention that skips what a row does not use.
+    """
+    queries = _power(max(row.width for row in rows))
+    number = _power(len(rows))
+    # One token per row needs no packing: token and row are the same.
+    tokens = number if queries == 1 else max(number, padded_rows(sum(row.width for row in rows)))
+    used = max(-(-row.end // block_size) for row in rows)
+    blocks = fixed_blocks or max(_FEWEST_BLOCKS, _power(used))
+    if queries > _WORD or number > bounds.rows or tokens > bounds.tokens or used > blocks:
+        return None
+    if not fixed_blocks and number * blocks * block_size > bounds.keys:
+        return None
+    return FrameSize(number, queries, tokens, blocks, number if selected <= number else tokens)
+
+
+def decoding_sizes(
+    block_size: int, longest: int, most_rows: int, bounds: FrameBounds = BOUNDS, fixed_blocks: int = 0
+) -> list[FrameSize]:
+    """Frames for up to `most_rows` rows of up to `longest` tokens, of which one is new; largest first.
+
+    With `fixed_blocks` (see `frame_size`) there are few, and a kernel has to be made for each number of new tokens:
+    those of small trees are among them.
+    """
+    rows_met = _powers(1, min(most_rows, bounds.rows))
+    if fixed_blocks:
+        return [
+            FrameSize(rows, width, rows * width, fixed_blocks, rows * width)
+            for width in _powers(1, _TREE_WIDTH)
+            for rows in rows_met
+            if rows * width <= bounds.tokens
+        ][::-1]
+    most_blocks = max(_FEWEST_BLOCKS, _power(-(-longest // block_size)))
+    return [
+        FrameSize(rows, 1, rows, blocks, rows)
+        for blocks in _powers(_FEWEST_BLOCKS, most_blocks)
+        for rows in rows_met
+        if rows * blocks * block_size <= bounds.keys
+    ][::-1]
+
+
+class Frame:
+    """The tensors of one size. `fill` puts a step's numbers in; what reads them is computed from `layout`'s."""
+
+    def __init__(
+        self,
+        size: FrameSize,
+        arrangement: Arrangement,
+        scratch: BlockId,
+        device: torch.device,
+        flex: Flex | None = None,
+    ) -> None:
+        """`scratch` is the block that no sequence owns, the last one. With `flex` nothing is gathered for attention."""
+        self.size = size
+        self._arrangement = arrangement
+        self._block_size = arrangement.layout.block_size
+        self._scratch = scratch
+        self._flex = flex
+        self._places = {
+            sight: sorted({place.table for place in arrangement.places if place.sight == sight})
+            for sight in dict.fromkeys(place.sight for place in arrangement.places)
+        }
+        self._shapes = self._plan()
+        self._pinned = device.type == "cuda"
+        self._numbers = torch.zeros(sum(map(prod, self._shapes)), dtype=torch.int64, device=device)
+        parts = torch.split(self._numbers, [prod(shape) for shape in self._shapes])
+        self._parts = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        self.tokens, self.positions, self.selected = self._parts[0][None], self._parts[1][None], self._parts[2]
+        """`[1, tokens]`, `[1, tokens]`, `[selected]`."""
+
+    def _plan(self) -> list[tuple[int, ...]]:
+        """Shapes of the parts, in the order in which `fill` and `layout` take them."""
+        rows, tokens = self.size.rows, self.size.tokens
+        shapes: list[tuple[int, ...]] = [(tokens,), (tokens,), (self.size.selected,)]
+        shapes += [(self._arrangement.layout.tables, tokens), (tokens,), (rows,), (rows,), (rows,)]
+        for sight, tables in self._places.items():
+            shapes += [(len(tables), rows, self._blocks_of(sight)), (rows,), (rows,), (rows,), (tokens,)]
+        return shapes
+
+    def _blocks_of(self, sight: Sight) -> int:
+        """Most blocks of a row that its tokens see."""
+        if sight.window is None:
+            return self.size.blocks
+        size = self._block_size
+        return min(self.size.blocks, -(-sight.sinks // size) + (sight.window + self.size.queries) // size + 2)
+
+    def fill(
+        self, rows: Sequence[RowShape], tokens: Sequence[int], positions: Sequence[int], selected: Sequence[int]
+    ) -> None:
+        """Put a step that fits in: one copy to the device, which nobody waits for."""
+        # Pinned memory is not handed out again before the copy has been made.
+        host = torch.empty(self._numbers.shape, dtype=torch.int64, pin_memory=self._pinned)
+        flat: _Integers = host.numpy()
+        bounds = np.cumsum([prod(shape) for shape in self._shapes])[:-1]
+        parts = iter(part.reshape(shape) for part, shape in zip(np.split(flat, bounds), self._shapes, strict=True))
+        for values in (tokens, positions, selected):
+            part = next(parts)
+            part[: len(values)] = values
+            part[len(values) :] = 0
+        self._fill_rows(rows, [next(parts) for _ in range(5)])
+        for sight, tables in self._places.items():
+            self._fill_sight(rows, sight, tables, [next(parts) for _ in range(5)])
+        self._numbers.copy_(host, non_blocking=True)
+
+    def _fill_rows(self, rows: Sequence[RowShape], parts: Sequence[_Integers]) -> None:
+        slots, scatter, first, width, stored = parts
+        for part, spare in ((slots, self._scratch * self._block_size), (scatter, 0), (first, 0), (width, 1)):
+            part.fill(spare)
+        stored.fill(0)
+        count = len(rows)
+        width[:count] = [row.width for row in rows]
+        stored[:count] = [row.stored_len for row in rows]
+        ends = np.cumsum(width[:count])
+        first[:count] = ends - width[:count]
+        for index, row in enumerate(rows):
+            mine = slice(int(first[index]), int(ends[index]))
+            scatter[mine] = np.arange(row.width) + index * self.size.queries
+            for table, blocks in enumerate(row.blocks):
+                slots[table, mine] = slots_of(blocks, row.stored_len, row.end, self._block_size)
+
+    def _fill_sight(
+        self, rows: Sequence[RowShape], sight: Sight, tables: Sequence[int], parts: Sequence[_Integers]
+    ) -> None:
+        blocks, sinks, skipped, counts, seen = parts
+        for part, spare in ((blocks, self._scratch), (sinks, 0), (skipped, 0), (counts, 1), (seen, 1)):
+            part.fill(spare)
+        words: list[int] = []
+        for index, row in enumerate(rows):
+            kept, begin, end = blocks_read(row, sight, self._block_size)
+            sinks[index], skipped[index], counts[index] = kept, begin - kept, kept + end - begin
+            for place, table in enumerate(tables):
+                held = row.blocks[table]
+                blocks[place, index, :kept] = held[:kept]
+                blocks[place, index, kept : kept + end - begin] = held[begin:end]
+            words += _seen(row, sight)
+        seen[: len(words)] = np.array(words, dtype=np.uint64).view(np.int64)
+
+    def layout(self) -> StepLayout:
+        """What attention needs, computed on the device from what was filled in."""
+        slots, scatter, first, width, stored = self._parts[3:8]
+        query = torch.arange(self.size.queries, device=slots.device)
+        gather = first[:, None] + torch.minimum(query, width[:, None] - 1)  # [rows, queries]
+        group = RowGroup(gather, scatter, scatter, {}, {}, self.size.queries == 1)
+        position = self._parts[1][gather]
+        for index, (sight, tables) in enumerate(self._places.items()):
+            blocks, sinks, skipped, counts, seen = self._parts[8 + 5 * index : 13 + 5 * index]
+            sees = _Sees(sight, stored, position, seen[gather])
+            # Logical block of each block that is read, [rows, blocks].
+            order = torch.arange(blocks.shape[2], device=blocks.device)
+            order = order + torch.where(order >= sinks[:, None], skipped[:, None], 0)
+            for place, table in enumerate(tables):
+                group.blocks[table, sight] = blocks[place]
+                if self._flex is not None:
+                    group.views[table, sight] = self._view(self._flex, sees, blocks[place], order, counts)
+            if self._flex is None:
+                offset = torch.arange(self._block_size, device=blocks.device)
+                group.masks[sight] = sees.all((order[:, :, None] * self._block_size + offset).flatten(1))
+        return StepLayout(slots, [group])
+
+    def _view(
+        self, flex: Flex, sees: _Sees, blocks: torch.Tensor, order: torch.Tensor, counts: torch.Tensor
+    ) -> BlockView:
+        starts = torch.full((len(blocks), self._scratch + 1), -1, dtype=torch.int32, device=blocks.device)
+        own = torch.arange(blocks.shape[1], device=blocks.device) < counts[:, None]
+        first = torch.where(own, order * self._block_size, -1).to(torch.int32)
+        # The scratch block stands for all that is not a row's own; spare rows have it as their first one, too.
+        starts.scatter_reduce_(1, blocks, first, "amax")
+        visits = torch.zeros_like(starts)  # the kernel wants as many columns as the pool has blocks
+        visits[:, : blocks.shape[1]] = blocks
+        return BlockView(flex, sees, visits, counts.to(torch.int32), starts, self.size.queries, self._block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sees:
+    """Which keys a query sees: stored ones by their position, those of this step by the query's word of bits."""
+
+    sight: Sight
+    stored: torch.Tensor  # [rows]
+    position: torch.Tensor  # [rows, queries]
+    seen: torch.Tensor  # [rows, queries]
+
+    def __call__(self, row: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Element by element: whether `query` of `row` sees the position `key`."""
+        return self._sees(key, self.stored[row], self.position[row, query], self.seen[row, query])
+
+    def all(self, keys: torch.Tensor) -> torch.Tensor:
+        """`keys` `[rows, keys]` → `[rows, queries, keys]`."""
+        return self._sees(keys[:, None], self.stored[:, None, None], self.position[:, :, None], self.seen[:, :, None])
+
+    def _sees(
+        self, key: torch.Tensor, stored: torch.Tensor, position: torch.Tensor, seen: torch.Tensor
+    ) -> torch.Tensor:
+        bit = key - stored  # which of the row's own tokens the key belongs to
+        visible = bit < 0
+        if self.sight.window is not None:
+            visible = visible & ((position - key < self.sight.window) | (key < self.sight.sinks))
+        own = (seen >> bit.clamp(0, _WORD - 1)) & 1
+        return visible | ((own != 0) & (bit >= 0) & (bit < _WORD))
+
+
+def _seen(row: RowShape, sight: Sight) -> list[int]:
+    """For each token of the row, as bits, those of the row that it sees: what leads to it, and itself."""
+    words: list[int] = []
+    narrow = sight.window is not None and row.width > sight.window
+    positions = row.positions() if narrow else []
+    parents = [
+        *range(-1, row.fresh - 1),
+        *(row.fresh + (parent if parent != ROOT else -1) for parent in row.tree.parents),
+    ]
+    for token, parent in enumerate(parents):
+        word = (words[parent] if parent >= 0 else 0) | 1 << token
+        if narrow:  # what is out of sight here is so for all that follows
+            for other in range(token):
+                if not sight.sees(positions[token], positions[other]):
+                    word &= ~(1 << other)
+        words.append(word)
+    return words
+
+
+def _power(number: int) -> int:
+    """The power of two that is not less."""
+    return 1 << (number - 1).bit_length()
+
+
+def _powers(first: int, last: int) -> list[int]:
+    """The powers of two from one to the other."""
+    return [1 << exponent for exponent in range(first.bit_length() - 1, last.bit_length())]

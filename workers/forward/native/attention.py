@@ -1,0 +1,149 @@
+"""The paged attention kernel for CPU, and a step's rows as it reads them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from workers.forward.layout import RowShape
+from workers.forward.loaded_model import LoadedModel
+from workers.forward.native.build import load_library
+from workers.kv.groups import Arrangement, Place
+
+_NAMES = {torch.bfloat16: "pilotfish_attend_bfloat16", torch.float32: "pilotfish_attend_float32"}
+MOST_VECTORS = 64
+MOST_DIM = 256
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+
+
+class StepHeader(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("rows", "tokens", "block_size", "most_blocks", "most_depth")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("blocks", "slots", "first_token", "stored_len", "base_len", "position", "path")
+        ),
+    ]
+
+
+class LayerHeader(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "output", "keys", "values")),
+        *((f"{name}_{axis}", ctypes.c_int64) for name in ("query", "key", "value") for axis in ("head", "token")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("query_kind", "output_kind", "heads", "kv_heads", "dim", "table", "window", "sinks")
+        ),
+        ("scale", ctypes.c_float),
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeStep:
+    """A step's rows as the kernel reads them. Its numbers live as long as it does."""
+
+    header: StepHeader
+    arrays: tuple[npt.NDArray[np.generic], ...]
+    end: int
+    """Positions that its longest row has when it is through."""
+
+
+class Kernel:
+    """Attention over one pool's blocks."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self._attend = library[_NAMES[dtype]]
+        self._attend.argtypes = [ctypes.POINTER(StepHeader), ctypes.POINTER(LayerHeader)]
+        self._attend.restype = None
+
+    def attend(
+        self,
+        step: NativeStep,
+        place: Place,
+        query: torch.Tensor,  # [1, heads, tokens, dim]
+        key: torch.Tensor,  # [1, kv_heads, tokens, dim]
+        value: torch.Tensor,
+        pool: tuple[torch.Tensor, torch.Tensor],  # [blocks, block_size, kv_heads, dim]
+        scale: float,
+    ) -> torch.Tensor:
+        """Store the fresh keys and values, then attend. Returns `[1, tokens, heads, dim]`."""
+        query, key, value = (_dense(tensor) for tensor in (query, key, value))
+        _, heads, tokens, dim = query.shape
+        output = torch.empty((1, tokens, heads, dim), dtype=query.dtype)
+        layer = LayerHeader(
+            *(tensor.data_ptr() for tensor in (query, key, value, output, *pool)),
+            *(stride for tensor in (query, key, value) for stride in tensor.stride()[1:3]),
+            KINDS[query.dtype],
+            KINDS[output.dtype],
+            heads,
+            key.shape[1],
+            dim,
+            place.table,
+            place.sight.window or 0,
+            place.sight.sinks,
+            scale,
+        )
+        self._attend(ctypes.byref(step.header), ctypes.byref(layer))
+        return output
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """As it is, where the numbers of one head lie side by side."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def lay_out_natively(rows: Sequence[RowShape], arrangement: Arrangement) -> NativeStep:
+    """Tokens of the step are the rows' tokens, one row after another."""
+    layout = arrangement.layout
+    size, tables = layout.block_size, layout.tables
+    most_blocks = max(-(-row.end // size) for row in rows)
+    blocks = np.full((tables, len(rows), most_blocks), -1, dtype=np.int32)
+    first_token = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum([row.width for row in rows], out=first_token[1:])
+    tokens = int(first_token[-1])
+    slots = np.empty((tables, tokens), dtype=np.int64)
+    position = np.empty(tokens, dtype=np.int32)
+    depths = max(row.tree.depth() for row in rows)
+    path = np.zeros((tokens, depths), dtype=np.int32)
+    for index, row in enumerate(rows):
+        first, end = int(first_token[index]), int(first_token[index + 1])
+        used = -(-row.end // size)
+        stored = np.arange(row.stored_len, row.end)
+        for table in range(tables):
+            held = np.array(row.blocks[table][:used], dtype=np.int32)
+            blocks[table, index, :used] = held
+            slots[table, first:end] = held[stored // size].astype(np.int64) * size + stored % size
+        if not row.tree:
+            position[first:end] = stored
+            continue
+        position[first:end] = row.positions()
+        for node, line in enumerate(_paths(row)):
+            path[first + row.fresh + node, : len(line)] = line
+    stored_len = np.array([row.stored_len for row in rows], dtype=np.int32)
+    base_len = np.array([row.base_len for row in rows], dtype=np.int32)
+    arrays = (blocks, slots, first_token, stored_len, base_len, position, path)
+    header = StepHeader(len(rows), tokens, size, most_blocks, depths, *(array.ctypes.data for array in arrays))
+    return NativeStep(header, arrays, max(row.end for row in rows))
+
+
+def _paths(row: RowShape) -> list[list[int]]:
+    """For each node the nodes from the root down to itself."""
+    paths: list[list[int]] = []
+    for node, parent in enumerate(row.tree.parents):
+        paths.append([*(paths[parent] if parent >= 0 else ()), node])
+    return paths
+
+
+def load_kernel(model: LoadedModel) -> Kernel | None:
+    """The kernel for a model on CPU, or `None` where it does not fit or no compiler is found."""
+    if model.device.type != "cpu" or model.dtype not in _NAMES:
+        return None
+    if any(shape.head_dim > MOST_DIM or shape.heads_per_kv > MOST_VECTORS for shape in model.layers):
+        return None
+    library = load_library(model.code_directory)
+    return None if library is None else Kernel(library, model.dtype)

@@ -1,0 +1,314 @@
+"""A Llama-like model whose whole forward pass is one call into the kernels. See decoder.c.
+
+The modules of `transformers` are known here by the names of their parts alone, hence `Any`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from workers.forward.linear import quantize
+from workers.forward.native.attention import KINDS, MOST_DIM, MOST_VECTORS, NativeStep, StepHeader
+from workers.forward.native.build import load_library
+from workers.forward.replace_linear import decoder_layers
+from workers.kv.huge_pages import LINE, Arena, give_memory_back
+from workers.kv.pool import KvPool
+
+_LINE_FLOATS = LINE // 4
+_LEAST_ANGLES = 1024
+_CHANGING_ROTATIONS = {"dynamic", "longrope"}
+"""Those whose angles depend on the longest text in a step."""
+_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("kind", "inputs", "outputs", "blocks")),
+        *((name, ctypes.c_void_p) for name in ("weights", "scale", "bias")),
+    ]
+
+
+class _DecoderLayer(ctypes.Structure):
+    _fields_ = [
+        *((name, _Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((f"{name}_norm", ctypes.c_void_p) for name in ("input", "post", "query", "key")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((name, ctypes.c_int64) for name in ("table", "window", "sinks")),
+    ]
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "dim", "inner", "kv_kind")),
+        *((name, ctypes.c_float) for name in ("epsilon", "scale")),
+        ("layer", ctypes.POINTER(_DecoderLayer)),
+        ("final_norm", ctypes.c_void_p),
+        ("head", _Matrix),
+        ("embedding_kind", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("embedding", "cos", "sin")),
+    ]
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("tokens", "selected")),
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("logits", "x", "input", "gated", "qkv", "query", "key", "value")),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """What all layers have in common."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    dim: int
+    inner: int
+    epsilon: float
+    scale: float
+
+
+class NativeDecoder:
+    """The packed weights of a model, and the call. Takes the layers' weights from the model it is made of."""
+
+    def __init__(
+        self, model: Any, shape: DecoderShape, library: ctypes.CDLL, dtype: torch.dtype, quantization: str
+    ) -> None:
+        self._decode = library.pilotfish_decode
+        self._decode.argtypes = [ctypes.POINTER(_Decoder), ctypes.POINTER(StepHeader), ctypes.POINTER(_Pass)]
+        self._decode.restype = None
+        library.pilotfish_columns.restype = ctypes.c_int64
+        self._columns = int(library.pilotfish_columns())
+        """Outputs that lie side by side in a packed matrix, as wide as this processor's registers."""
+        self._shape = shape
+        self._dtype = dtype
+        self._quantization = quantization
+        self._kept: list[torch.Tensor] = []
+        """The small things that the structures point to."""
+        stored = torch.int8 if quantization == "int8" else dtype
+        self._arena = Arena(_packed_bytes(model, shape, stored, self._columns))
+        self._rotary = model.model.rotary_emb
+        # A copy: as it was loaded, it keeps the whole file of weights mapped.
+        self._embedding = model.model.embed_tokens.weight.detach().clone()
+        model.model.embed_tokens.weight = nn.Parameter(self._embedding, requires_grad=False)
+        self._vocabulary = model.lm_head.out_features
+        final = self._vector(model.model.norm.weight)
+        layers = list(decoder_layers(model))
+        self._layers = (_DecoderLayer * len(layers))()
+        for index, layer in enumerate(layers):
+            self._layers[index] = self._take(layer)
+            _forget_weights(layer)
+            give_memory_back()
+        head = self._matrix(model.lm_head.weight, model.lm_head.bias)
+        _forget_weights(model.model.norm)
+        model.model.layers = nn.ModuleList()
+        model.lm_head = nn.Identity()
+        self._decoder = _Decoder(
+            *(len(layers), shape.hidden, shape.heads, shape.kv_heads, shape.dim, shape.inner, KINDS[dtype]),
+            *(shape.epsilon, shape.scale, self._layers, final, head),
+            *(KINDS[self._embedding.dtype], self._embedding.data_ptr()),
+        )
+        self._angles: tuple[torch.Tensor, ...] = ()
+        self._scratch = torch.empty(0)
+
+    def bind(self, pool: KvPool) -> None:
+        """Use this pool's blocks from now on."""
+        for layer, place in zip(self._layers, pool.arrangement.places, strict=True):
+            layer.keys, layer.values = pool.keys[place.slot].data_ptr(), pool.values[place.slot].data_ptr()
+            layer.table, layer.window, layer.sinks = place.table, place.sight.window or 0, place.sight.sinks
+
+    def compute(self, tokens: Sequence[int], selected: Sequence[int], step: NativeStep) -> torch.Tensor:
+        """Logits of the `selected` of a step's tokens, `[selected, vocabulary]` in float32.
+
+        Raises `IndexError` for a token that the model does not have.
+        """
+        ids, places = np.array(tokens, dtype=np.int64), np.array(selected, dtype=np.int64)
+        if not 0 <= ids.min() <= ids.max() < len(self._embedding):
+            raise IndexError(f"tokens {ids.min()} to {ids.max()}: the model has {len(self._embedding)}")
+        self._know_angles(step.end)
+        logits = torch.empty((len(places), self._vocabulary))
+        work = _Pass(
+            *(array.ctypes.data for array in (ids, places)),
+            *(len(places), logits.data_ptr()),
+            *self._room(len(ids), len(places)),
+        )
+        self._decode(ctypes.byref(self._decoder), ctypes.byref(step.header), ctypes.byref(work))
+        return logits
+
+    def _know_angles(self, length: int) -> None:
+        """Let the kernels know the rotation of so many positions: float32 `[positions, dim]`, cosines and sines."""
+        if not self._angles or length > len(self._angles[0]):
+            positions = torch.arange(max(_LEAST_ANGLES, 1 << (length - 1).bit_length()))[None]
+            self._angles = tuple(part[0].contiguous() for part in self._rotary(torch.empty(1), positions))
+            self._decoder.cos, self._decoder.sin = (part.data_ptr() for part in self._angles)
+
+    def _room(self, tokens: int, wanted: int) -> list[int]:
+        """Addresses of what a pass needs for itself, from `x` on. It is kept, and overwritten by the next."""
+        shape = self._shape
+        queries, stored = shape.heads * shape.dim, shape.kv_heads * shape.dim
+        widest = max(shape.hidden, queries)
+        sizes = [tokens * shape.hidden, max(tokens, wanted) * widest, tokens * shape.inner]
+        sizes += [tokens * (queries + 2 * stored), tokens * queries, tokens * stored, tokens * stored]
+        places = [0, *accumulate(-(-size // _LINE_FLOATS) * _LINE_FLOATS for size in sizes)]
+        if places[-1] > len(self._scratch):
+            self._scratch = torch.empty(places[-1])
+        base = self._scratch.data_ptr()
+        return [base + 4 * place for place in places[:-1]]
+
+    def _take(self, layer: Any) -> _DecoderLayer:
+        """Pack one layer."""
+        attention, mlp = layer.self_attn, layer.mlp
+        siblings = [attention.q_proj, attention.k_proj, attention.v_proj]
+        qkv = torch.cat([projection.weight for projection in siblings])
+        bias = None if siblings[0].bias is None else torch.cat([projection.bias for projection in siblings])
+        norms = (layer.input_layernorm, layer.post_attention_layernorm, *(_norms(attention)))
+        return _DecoderLayer(
+            self._matrix(qkv, bias),
+            self._matrix(attention.o_proj.weight, attention.o_proj.bias),
+            self._matrix(self._interleave(mlp.gate_proj.weight, mlp.up_proj.weight), self._biases(mlp)),
+            self._matrix(mlp.down_proj.weight, mlp.down_proj.bias),
+            *(None if norm is None else self._vector(norm.weight) for norm in norms),
+        )
+
+    def _matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _Matrix:
+        """Pack `[out, in]` weights."""
+        scale = None
+        outputs, inputs = weight.shape
+        packed = weight.detach()
+        if self._quantization == "int8":
+            packed, scales = quantize(packed)
+            scale = self._vector(_padded(scales.float(), self._columns))
+        packed = self._arena.keep(_blocks(packed, self._columns))
+        return _Matrix(
+            *(KINDS[packed.dtype], inputs, outputs, packed.shape[0], packed.data_ptr(), scale),
+            None if bias is None else self._vector(_padded(bias, self._columns)),
+        )
+
+    def _interleave(self, gates: torch.Tensor, ups: torch.Tensor) -> torch.Tensor:
+        """In each block one vector of gates, then the ups that belong to them: `[2 * padded, …]`."""
+        lanes = self._columns // 2
+        pairs = [_padded(part, lanes).view(-1, lanes, *part.shape[1:]) for part in (gates.detach(), ups.detach())]
+        return torch.stack(pairs, dim=1).flatten(0, 2)
+
+    def _biases(self, mlp: Any) -> torch.Tensor | None:
+        return None if mlp.gate_proj.bias is None else self._interleave(mlp.gate_proj.bias, mlp.up_proj.bias)
+
+    def _vector(self, values: torch.Tensor) -> int:
+        kept = values.detach().float().contiguous().clone()
+        self._kept.append(kept)
+        return kept.data_ptr()
+
+
+def recognise(model: Any, dtype: torch.dtype) -> DecoderShape | None:
+    """The shape of a model that the kernels may compute, or `None`.
+
+    That it is built of the right parts is necessary, not sufficient: compare what both compute before trusting it.
+    """
+    base, layers = getattr(model, "model", None), list(decoder_layers(model))
+    wanted = ("embed_tokens", "rotary_emb", "norm", "layers")
+    if dtype not in (torch.float32, torch.bfloat16) or not layers or any(not hasattr(base, name) for name in wanted):
+        return None
+    rotation = getattr(getattr(base, "rotary_emb", None), "rope_type", "default")
+    if not isinstance(rotation, str) or rotation in _CHANGING_ROTATIONS:  # some have one for each kind of layer
+        return None
+    is_gated_by_silu = getattr(model.config, "hidden_act", None) in ("silu", "swish")
+    if not is_gated_by_silu or type(getattr(model, "lm_head", None)) is not nn.Linear:
+        return None
+    shapes = {_shape_of(layer) for layer in layers}
+    shape = shapes.pop() if len(shapes) == 1 else None
+    if shape is None or shape.dim > MOST_DIM or shape.heads > MOST_VECTORS * shape.kv_heads or shape.dim % 2:
+        return None
+    return shape if all(width % 2 == 0 for width in (shape.hidden, shape.inner, shape.heads * shape.dim)) else None
+
+
+def pack(
+    model: Any, shape: DecoderShape, dtype: torch.dtype, quantization: str, directory: str | None
+) -> NativeDecoder | None:
+    """Pack the model's weights, leaving the model without them; `None` (and the model as it was) without kernels."""
+    library = load_library(directory)
+    return None if library is None else NativeDecoder(model, shape, library, dtype, quantization)
+
+
+def _shape_of(layer: Any) -> DecoderShape | None:
+    if {name for name, _ in layer.named_children()} != _PARTS:
+        return None
+    attention, mlp = layer.self_attn, layer.mlp
+    parts = {name: child for name, child in attention.named_children() if not _is_trivial(child)}
+    linears = [parts.get(name) for name in sorted(_ATTENTION)]
+    linears += [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm, *filter(None, _norms(attention))]
+    if not parts.keys() <= _ATTENTION | {"q_norm", "k_norm"} or any(
+        type(linear) is not nn.Linear for linear in linears
+    ):
+        return None
+    if any(not hasattr(norm, "variance_epsilon") for norm in norms):
+        return None
+    dim = int(attention.head_dim)
+    if any(norm is not None and norm.weight.shape != (dim,) for norm in _norms(attention)):
+        return None
+    epsilons = {float(norm.variance_epsilon) for norm in norms}
+    biases = [attention.q_proj.bias is None, attention.k_proj.bias is None, attention.v_proj.bias is None]
+    if len(epsilons) > 1 or len(set(biases)) > 1 or (mlp.gate_proj.bias is None) != (mlp.up_proj.bias is None):
+        return None
+    return DecoderShape(
+        hidden=attention.q_proj.in_features,
+        heads=attention.q_proj.out_features // dim,
+        kv_heads=attention.k_proj.out_features // dim,
+        dim=dim,
+        inner=mlp.gate_proj.out_features,
+        epsilon=epsilons.pop(),
+        scale=float(attention.scaling),
+    )
+
+
+def _packed_bytes(model: Any, shape: DecoderShape, dtype: torch.dtype, columns: int) -> int:
+    """What all matrices take, each padded to whole blocks and whole lines."""
+    heads = (shape.heads + 2 * shape.kv_heads) * shape.dim
+    gates = 2 * (shape.inner + -shape.inner % (columns // 2))
+    layer = ((heads, shape.hidden), (shape.hidden, shape.heads * shape.dim), (gates, shape.hidden))
+    matrices = [*layer, (shape.hidden, shape.inner)] * len(list(decoder_layers(model)))
+    matrices.append((model.lm_head.out_features, shape.hidden))
+    sizes = [(outputs + -outputs % columns) * inputs * dtype.itemsize for outputs, inputs in matrices]
+    return sum(-(-size // LINE) * LINE for size in sizes)
+
+
+def _is_trivial(module: nn.Module) -> bool:
+    return not any(True for _ in module.parameters())
+
+
+def _norms(attention: Any) -> tuple[Any, Any]:
+    return getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+
+
+def _forget_weights(layer: nn.Module) -> None:
+    """Memory must not hold a model twice while it is packed."""
+    for module in layer.modules():
+        module._parameters.clear()
+
+
+def _padded(values: torch.Tensor, grain: int) -> torch.Tensor:
+    """Zeros behind `[out, …]`, up to a multiple of `grain`."""
+    missing = -len(values) % grain
+    widths: Sequence[int] = (*(0, 0) * (values.dim() - 1), 0, missing)
+    return pad(values, widths) if missing else values
+
+
+def _blocks(weight: torch.Tensor, columns: int) -> torch.Tensor:
+    """`[out, in]` → `[blocks, in, columns]`, for bfloat16 `[blocks, in / 2, columns, 2]`: the order of reading."""
+    padded = _padded(weight, columns)
+    blocks = padded.reshape(-1, columns, padded.shape[1])  # [blocks, columns, in]
+    if weight.dtype is torch.bfloat16:
+        return blocks.view(*blocks.shape[:2], -1, 2).permute(0, 2, 1, 3).contiguous()
+    return blocks.permute(0, 2, 1).contiguous()

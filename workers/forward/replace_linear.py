@@ -1,0 +1,91 @@
+"""A model as `transformers` loads it, made fit for serving: its linear layers replaced, its layers compiled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from workers.forward.linear import FastLinear, join, make_product
+
+# Projections that modules of one kind apply to the same input, one after another.
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_STYLES = ("colwise", "rowwise")
+
+
+def tailor(model: PreTrainedModel, quantization: str = "none") -> None:
+    """Replace every linear layer by its fastest form; under tensor parallelism, by this rank's plain shard.
+
+    What is cut in another way than by columns or rows stays as `transformers` made it.
+    """
+    plan: dict[str, str] = model.tp_plan or {}
+    # Parents alone are listed: a linear layer that is named here would keep its weights beside the new ones.
+    parents = [(path, module) for path, module in model.named_modules() if not _is_linear(module)]
+    for path, parent in parents:
+        for names in _SIBLINGS:
+            _join(parent, path, names, plan, quantization)
+        for name, child in list(parent.named_children()):
+            if _is_linear(child) and (style := _style(child, f"{path}.{name}", plan)) is not None:
+                setattr(parent, name, _replace(child, style, quantization))
+
+
+def decoder_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """The repeated layers: members of the longest list of modules."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    yield from max(lists, key=len, default=[])
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or isinstance(module, Conv1D)
+
+
+def _style(module: nn.Module, path: str, plan: dict[str, str]) -> str | None:
+    """`whole`, or how it is cut; `None` for a cut that is not ours to handle."""
+    if not isinstance(module.weight, DTensor):
+        return "whole"
+    style = plan.get(re.sub(r"\d+", "*", path.removeprefix(".")))
+    return style if style in _STYLES else None
+
+
+def _join(parent: nn.Module, path: str, names: tuple[str, ...], plan: dict[str, str], quantization: str) -> None:
+    children = [getattr(parent, name, None) for name in names]
+    if not all(isinstance(child, nn.Module) and _is_linear(child) for child in children):
+        return
+    layers = [child for child in children if isinstance(child, nn.Module)]
+    styles = [_style(layer, f"{path}.{name}", plan) for layer, name in zip(layers, names, strict=True)]
+    if any(style not in ("whole", "colwise") for style in styles):
+        return
+    weights, biases = zip(*(_parameters(layer) for layer in layers), strict=True)
+    if len({bias is None for bias in biases}) > 1:
+        return
+    bias = None if biases[0] is None else torch.cat(biases)
+    product = make_product(torch.cat(weights), bias, quantization)
+    for name, fast in zip(names, join(product, [len(weight) for weight in weights]), strict=True):
+        setattr(parent, name, fast)
+
+
+def _replace(layer: nn.Module, style: str, quantization: str) -> FastLinear:
+    weight, bias = _parameters(layer)
+    if style == "rowwise":
+        product = make_product(weight, None, quantization, cut_inputs=True)
+        return FastLinear(product, len(weight), reduce=True, bias=bias)
+    return FastLinear(make_product(weight, bias, quantization), len(weight))
+
+
+def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight `[out, in]` and bias `[out]`, this rank's own."""
+    weight, bias = (
+        value.to_local() if isinstance(value, DTensor) else value
+        for value in (layer.weight, getattr(layer, "bias", None))
+    )
+    if not isinstance(weight, torch.Tensor):
+        raise TypeError(f"{type(layer).__name__} has no weight")
+    weight = weight.detach()
+    return weight.t() if isinstance(layer, Conv1D) else weight, bias.detach() if isinstance(
+        bias, torch.Tensor
+    ) else None

@@ -1,0 +1,127 @@
+"""One forward pass over a ragged batch of rows, and the keeping of what was accepted."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cluster.core.errors import KvPoolExhausted
+from cluster.core.tree import EMPTY_TREE, TokenTree
+from workers.forward.attention import bind
+from workers.forward.compilation import WIDTHS
+from workers.forward.cuda_graphs import graphed_steps
+from workers.forward.layout import RowShape, StepLayout, lay_out, to_device
+from workers.forward.loaded_model import LoadedModel
+from workers.forward.native.attention import NativeStep, lay_out_natively, load_kernel
+from workers.kv.block_table import BlockTable
+from workers.kv.pool import KvPool
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRow:
+    """Tokens that follow a table's stored ones, a tree below the last, and which logits are wanted."""
+
+    table: BlockTable
+    tokens: tuple[int, ...]
+    tree: TokenTree = EMPTY_TREE
+    select: tuple[int, ...] = ()
+    """Row-relative indices: the fresh tokens first, then the tree's nodes."""
+
+    @property
+    def end(self) -> int:
+        """Length to reserve before the forward pass."""
+        return self.table.stored_len + len(self.tokens) + len(self.tree)
+
+
+class ModelRunner:
+    """Runs a loaded model over its pool. One at a time; not for use from several threads."""
+
+    def __init__(self, model: LoadedModel, pool: KvPool) -> None:
+        self._model = model
+        self._pool = pool
+        self._paged = bind(model.module)
+        self._paged.pool = pool
+        self._kernel = self._paged.kernel = load_kernel(model)
+        if model.native is not None:
+            model.native.bind(pool)
+        self._graphs = graphed_steps(model, pool, self._compute)
+
+    def warm_up(self) -> None:
+        """Run steps of several widths, so that nothing is compiled while somebody waits. Leaves nothing behind."""
+        for width in WIDTHS:
+            begun = time.perf_counter()
+            table = self._pool.new_table()
+            try:
+                self._pool.reserve(table, width)
+                self.forward([ForwardRow(table, (0,) * width, select=(width - 1,))])
+            except KvPoolExhausted:
+                break  # a pool so small never sees a step so wide
+            finally:
+                self._pool.release(table)
+            logger.info("warmed up for steps of %d tokens in %.1f s", width, time.perf_counter() - begun)
+        if self._graphs is not None:
+            self._graphs.warm_up(self._model.max_context_len)
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[ForwardRow]) -> torch.Tensor:
+        """Compute all rows at once; each row's table must have room for `row.end` tokens.
+
+        Stores keys and values of all tokens and nodes; nothing is committed until `keep`. Returns
+        the selected logits, row after row: `[selected, vocabulary (this rank's part)]`, good until the next pass.
+        """
+        device = self._model.device
+        shapes = [RowShape(row.table.blocks, row.table.stored_len, len(row.tokens), row.tree) for row in rows]
+        tokens = [token for row in rows for token in (*row.tokens, *row.tree.tokens)]
+        selected: list[int] = []
+        first = 0
+        for row, shape in zip(rows, shapes, strict=True):
+            selected.extend(first + index for index in row.select)
+            first += shape.width
+        if not selected:
+            selected = [first - 1]  # a head over no token at all is no legal product everywhere
+        wanted = sum(len(row.select) for row in rows)
+        if self._model.native is not None:
+            step = lay_out_natively(shapes, self._pool.arrangement)
+            return self._model.native.compute(tokens, selected, step)[:wanted]
+        positions = [position for shape in shapes for position in shape.positions()]
+        if self._graphs is not None:
+            replayed = self._graphs.run(shapes, tokens, positions, selected)
+            if replayed is not None:
+                return replayed[:wanted]
+        layout = (
+            lay_out(shapes, self._pool.arrangement, device)
+            if self._kernel is None
+            else lay_out_natively(shapes, self._pool.arrangement)
+        )
+        ids, places, chosen = (to_device(values, device) for values in (tokens, positions, selected))
+        return self._compute(ids[None], places[None], chosen, layout)[:wanted]
+
+    def _compute(
+        self, tokens: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor, layout: StepLayout | NativeStep
+    ) -> torch.Tensor:
+        """The model over tokens and positions `[1, tokens]`. Returns `[selected, vocabulary]`."""
+        self._paged.layout = layout
+        try:
+            output = self._model.module(
+                input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=selected
+            )
+        finally:
+            self._paged.layout = None
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def keep(self, row: ForwardRow, nodes: Sequence[int] = ()) -> None:
+        """Commit the row's tokens and the accepted path `nodes`; free what the rest of the tree took.
+
+        The path's keys and values move to the positions that follow the committed tokens.
+        """
+        if any(node != depth for depth, node in enumerate(nodes)):
+            self._pool.move(row.table, row.table.stored_len + len(row.tokens), nodes)
+        self._pool.commit(row.table, (*row.tokens, *(row.tree.tokens[node] for node in nodes)))

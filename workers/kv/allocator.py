@@ -1,0 +1,269 @@
+"""Which block belongs to whom: integers only, no tensor.
+
+A `BlockTable` lists, in order, the blocks that hold one sequence's keys and values: one list for each of the
+layout's tables. Blocks are counted, so that sequences that begin alike share them; whoever wants to write into a
+shared block gets a copy of its own first (copy-on-write). Groups with a window give back at each commit what no
+later token sees. Full, committed blocks that nobody holds any more count as free and keep their content until
+they are needed. Every method leaves things as they were when it raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.core.errors import KvPoolExhausted
+from cluster.core.ids import BlockId
+from cluster.core.kv import KvGroup, KvLayout
+from workers.kv.block_table import GONE, BlockTable, Prefix, Search, Wanted
+from workers.kv.prefix_cache import PrefixIndex, block_key, next_key, root_key
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Before the next write, the content of `source` must be copied to `destination`."""
+
+    source: BlockId
+    destination: BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLoad:
+    """The content of `key` must be copied into `destination`."""
+
+    key: bytes
+    destination: BlockId
+
+
+def ignore(_key: bytes, _block: BlockId) -> None:
+    """Content that is given up is lost."""
+
+
+class BlockAllocator:
+    """A fixed number of blocks of `layout.block_size` tokens, with reference counts.
+
+    `on_evict(key, block)` is called before a cached block is taken for something else; it must not raise.
+    """
+
+    def __init__(
+        self,
+        blocks_total: int,
+        layout: KvLayout,
+        prefix_cache: bool = True,
+        on_evict: Callable[[bytes, BlockId], None] = ignore,
+    ) -> None:
+        self.blocks_total = blocks_total
+        self.layout = layout
+        self._groups: list[KvGroup] = [group for group in layout.groups for _ in range(group.tables)]
+        """The group of each table."""
+        self._free = [BlockId(block) for block in reversed(range(blocks_total))]
+        self._references = [0] * blocks_total
+        self._index = PrefixIndex() if prefix_cache else None
+        self._on_evict = on_evict
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.layout.block_size
+
+    @property
+    def blocks_free(self) -> int:
+        """Blocks that no table holds, whatever they keep."""
+        return len(self._free) + self.blocks_cached
+
+    @property
+    def blocks_cached(self) -> int:
+        """Those of them that keep content for others."""
+        return self._index.idle if self._index is not None else 0
+
+    def new_table(self, salt: str = "") -> BlockTable:
+        """An empty sequence."""
+        return BlockTable([[] for _ in self._groups], root_key(salt))
+
+    def reserve(self, table: BlockTable, length: int) -> tuple[BlockCopy, ...]:
+        """Make positions `table.stored_len … length - 1` writable by this table alone.
+
+        Returns the copies that must be made first. Raises `KvPoolExhausted`, having changed nothing.
+        """
+        first_written = table.stored_len // self.block_size
+        written = [(blocks, index) for blocks in table.blocks for index in range(first_written, len(blocks))]
+        shared = [(blocks, index) for blocks, index in written if self._references[blocks[index]] > 1]
+        missing = [max(0, self._blocks_for(length) - len(blocks)) for blocks in table.blocks]
+        self._check_free(len(shared) + sum(missing), length)
+        copies = []
+        for blocks, index in shared:
+            source, destination = blocks[index], self._take()
+            self._drop(source)
+            blocks[index] = destination
+            copies.append(BlockCopy(source, destination))
+        for blocks, index in written:
+            self._forget(blocks[index])
+        for blocks, count in zip(table.blocks, missing, strict=True):
+            blocks.extend(self._take() for _ in range(count))
+        return tuple(copies)
+
+    def commit(self, table: BlockTable, tokens: Sequence[int]) -> None:
+        """The next positions hold `tokens`, for good. What lies beyond them and what left a window is freed at once."""
+        before = table.stored_len
+        table.tokens.extend(tokens)
+        self._cache(table)
+        size = self.block_size
+        for group, blocks in zip(self._groups, table.blocks, strict=True):
+            start = max(group.first_needed(before) // size, -(-group.sinks // size))
+            for index in range(start, min(group.first_needed(table.stored_len) // size, len(blocks))):
+                self._drop(blocks[index])
+                blocks[index] = GONE
+        self._trim(table)
+
+    def truncate(self, table: BlockTable, length: int) -> None:
+        """Keep the first `length` tokens and free the rest at once.
+
+        Raises `ValueError` when a window has already let go of what the shorter sequence sees.
+        """
+        if length < table.stored_len:
+            self._check_reach(table, length)
+            del table.tokens[length:]
+            del table.chain[length // self.block_size :]
+        self._trim(table)
+
+    def fork(self, table: BlockTable, length: int) -> BlockTable:
+        """A table of its own that shares the first `length` tokens of `table`, in whatever block the last of them is.
+
+        Takes no block. Raises `ValueError` as `truncate` does, and for a length that is not stored.
+        """
+        if not 0 <= length <= table.stored_len:
+            raise ValueError(f"{length} must be between 0 and the {table.stored_len} tokens that are stored")
+        self._check_reach(table, length)
+        count = self._blocks_for(length)
+        forked = BlockTable(
+            [blocks[:count] for blocks in table.blocks],
+            table.root,
+            table.tokens[:length],
+            table.chain[: length // self.block_size],
+        )
+        for blocks in forked.blocks:
+            for block in blocks:
+                if block != GONE:
+                    self._references[block] += 1  # somebody holds it, so it does not rest
+        return forked
+
+    def release(self, table: BlockTable) -> None:
+        """Give everything back. Releasing twice is harmless: the table is empty after the first.
+
+        The ends go first, so that they are also taken first: beginnings are what others share.
+        """
+        for index in reversed(range(max(map(len, table.blocks), default=0))):
+            for blocks in table.blocks:
+                if index < len(blocks) and blocks[index] != GONE:
+                    self._drop(blocks[index])
+        table.blocks = [[] for _ in self._groups]
+        table.tokens.clear()
+        table.chain.clear()
+
+    def find(
+        self,
+        tokens: Sequence[int],
+        salt: str = "",
+        parent: BlockTable | None = None,
+        most: int | None = None,
+        elsewhere: Callable[[bytes], bool] | None = None,
+        chain: list[bytes] | None = None,
+    ) -> Prefix:
+        """The longest beginning of `tokens`, at most `most`, that the parent, the cache or `elsewhere` hold.
+
+        Only what has the same salt is shared. Of a parent the last block may be half filled. Changes nothing but
+        `chain`, which spares further searches for the same tokens the hashing.
+        """
+        most = len(tokens) if most is None else most
+        wanted = Wanted(root_key(salt), tokens, most, parent, [] if chain is None else chain)
+        return Search(self.layout, self._index, elsewhere).longest(wanted)
+
+    def adopt(self, prefix: Prefix) -> tuple[BlockTable, tuple[BlockLoad, ...]]:
+        """A table that begins with `prefix`: shares its blocks, and takes some for the content that is elsewhere.
+
+        Raises `KvPoolExhausted`, having changed nothing.
+        """
+        missing = prefix.elsewhere()
+        hits = [block for blocks in prefix.blocks for block in blocks if block >= 0]
+        woken = sum(self._references[block] == 0 for block in hits)
+        self._check_free(woken + len(missing), len(prefix))
+        for block in hits:
+            self._share(block)
+        table = BlockTable(
+            [list(blocks) for blocks in prefix.blocks], prefix.root, list(prefix.tokens), list(prefix.chain)
+        )
+        loads = []
+        for key, place, index in missing:
+            table.blocks[place][index] = block = self._take()
+            loads.append(BlockLoad(key, block))
+        return table, tuple(loads)
+
+    def loaded(self, load: BlockLoad) -> None:
+        """The content has arrived: others may share it."""
+        if self._index is not None:
+            self._index.add(load.key, load.destination)
+
+    def _check_reach(self, table: BlockTable, length: int) -> None:
+        for group in self.layout.groups:
+            if group.first_needed(length) // self.block_size < group.first_needed(table.stored_len) // self.block_size:
+                raise ValueError(f"{table.stored_len} tokens are stored: there is no way back to {length}")
+
+    def _cache(self, table: BlockTable) -> None:
+        """Give a key to every full block that has none yet."""
+        if self._index is None:
+            return
+        size = self.block_size
+        for index in range(len(table.chain), table.stored_len // size):
+            before = table.chain[-1] if table.chain else table.root
+            table.chain.append(next_key(before, table.tokens[index * size : (index + 1) * size]))
+            for place, blocks in enumerate(table.blocks):
+                if blocks[index] != GONE:
+                    self._index.add(block_key(table.chain[index], place), blocks[index])
+
+    def _trim(self, table: BlockTable) -> None:
+        """Free what lies beyond the stored tokens."""
+        keep = self._blocks_for(table.stored_len)
+        for blocks in table.blocks:
+            for block in blocks[keep:]:
+                if block != GONE:
+                    self._drop(block)
+            del blocks[keep:]
+
+    def _blocks_for(self, length: int) -> int:
+        return -(-length // self.block_size)
+
+    def _check_free(self, needed: int, length: int) -> None:
+        if needed > self.blocks_free:
+            raise KvPoolExhausted(
+                f"{needed} KV blocks are needed for {length} tokens and "
+                f"{self.blocks_free} of {self.blocks_total} are free"
+            )
+
+    def _take(self) -> BlockId:
+        if self._free:
+            block = self._free.pop()
+        elif self._index is not None:
+            key, block = self._index.evict()
+            self._on_evict(key, block)
+        else:
+            raise RuntimeError("a block is taken from an empty pool")
+        self._references[block] = 1
+        return block
+
+    def _share(self, block: BlockId) -> None:
+        if self._references[block] == 0 and self._index is not None:
+            self._index.wake(block)
+        self._references[block] += 1
+
+    def _drop(self, block: BlockId) -> None:
+        if self._references[block] < 1:
+            raise RuntimeError(f"KV block {block} is freed twice")
+        self._references[block] -= 1
+        if self._references[block] == 0 and (self._index is None or not self._index.rest(block)):
+            self._free.append(block)
+
+    def _forget(self, block: BlockId) -> None:
+        """The block is about to be written into by its only holder."""
+        key = self._index.forget(block) if self._index is not None else None
+        if key is not None:
+            self._on_evict(key, block)

@@ -1,0 +1,96 @@
+"""One engine behind one gRPC server: what a worker's process hosts, in Ray or without it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from cluster.core.errors import WorkerUnavailable
+from cluster.wire.server import WireServer
+from pilotfish.v1 import draft_pb2_grpc, target_pb2_grpc
+from workers.draft.registry import DraftMethod
+from workers.serve.draft_servicer import DraftServicer
+from workers.serve.target_servicer import StepEngine, TargetServicer
+
+TARGET_SERVICE = "pilotfish.v1.TargetService"
+DRAFT_SERVICE = "pilotfish.v1.DraftService"
+
+_MOST_FAILURES = 3
+"""Computations in a row that may fail before the worker counts as broken."""
+_GRACE_SECONDS = 1.0
+"""How long calls in flight may take when a worker ends; the coordinator repeats them elsewhere."""
+
+
+class WorkerHost:
+    """Serves from `start()` to `stop()` on a free port of `host`; also a context manager.
+
+    Owns its servicer and what computes behind it, from its own making on: `stop()` closes them, also where `start()`
+    was never called or has failed.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        service: str,
+        servicer: TargetServicer | DraftServicer,
+        add_to_server: Callable[[Any, Any], None],
+    ) -> None:
+        self._host = host
+        self._service = service
+        self._servicer = servicer
+        self._add_to_server = add_to_server
+        self._server = WireServer(host, 0)
+        self._port = 0
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    @property
+    def address(self) -> str:
+        """Where it listens, once started."""
+        return f"{self._host}:{self._port}"
+
+    def check_health(self) -> None:
+        """Raise `WorkerUnavailable` when whatever is asked of the servicer fails: its device may be lost."""
+        if self._servicer.failures >= _MOST_FAILURES:
+            raise WorkerUnavailable(f"{self._service}: the last {self._servicer.failures} computations failed")
+
+    async def start(self) -> None:
+        """Listen. Raises `ConfigurationError` when the address cannot be bound."""
+        self._server.add(self._service, self._add_to_server, self._servicer)
+        self._port = await self._server.start()
+        await self._server.set_serving(self._service, True)
+
+    async def stop(self) -> None:
+        """End the calls in flight, then close what computes. More than once does no harm."""
+        try:
+            await self._server.stop(_GRACE_SECONDS)
+        finally:
+            await self._servicer.close()
+
+
+def set_log_level(user_config: Mapping[str, str]) -> None:
+    """Serve hands every replica the level that was configured."""
+    logging.getLogger().setLevel(user_config["log_level"].upper())
+
+
+def host_target(host: str, engine: StepEngine) -> WorkerHost:
+    """`TargetService` over a loaded engine, or over the first of its ranks; the host closes it."""
+    return WorkerHost(host, TARGET_SERVICE, TargetServicer(engine), target_pb2_grpc.add_TargetServiceServicer_to_server)
+
+
+def host_draft(host: str, method: DraftMethod) -> WorkerHost:
+    """`DraftService` over a drafting method; the host closes it."""
+    return WorkerHost(host, DRAFT_SERVICE, DraftServicer(method), draft_pb2_grpc.add_DraftServiceServicer_to_server)
