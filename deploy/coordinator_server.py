@@ -31,7 +31,7 @@ _CLOSING_SECONDS = 1.0
 """How long the last words may take to reach their clients once every answer has ended."""
 
 
-class Frontend:
+class CoordinatorServer:
     """Listens from `start()` on; is ready once the target has told what it is."""
 
     def __init__(self, configuration: Configuration, target: Target, drafters: Sequence[Drafter]) -> None:
@@ -109,7 +109,7 @@ class Frontend:
             await self._server.set_serving(service, ready)
 
 
-def fixed(address: str) -> Resolve:
+def fixed_address(address: str) -> Resolve:
     """Where a server that never moves is."""
 
     async def resolve() -> str:

@@ -15,7 +15,7 @@ Clock = Callable[[], float]
 _LINE_SECONDS = 60.0
 
 
-class Watched:
+class ProgressReporter:
     """How far one piece of work has come. A context manager; the work calls it as it goes."""
 
     def __init__(self, console: Console, what: str, clock: Clock = time.monotonic) -> None:

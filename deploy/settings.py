@@ -35,7 +35,7 @@ class Settings:
     """A running Ray cluster to join; `None` starts one on this machine."""
 
 
-def read(
+def load_settings(
     config: str | None = None,
     assignments: Iterable[str] = (),
     environment: Mapping[str, str] | None = None,
@@ -47,7 +47,7 @@ def read(
     return _settle(config, parse_assignments(assignments), os.environ if environment is None else environment)
 
 
-def from_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Settings:
+def settings_from_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Settings:
     """Settings from the arguments of `serve run deploy.ray.application:build_app config=cpu target.dtype=bfloat16`.
 
     `config` names a preset or a file; every other key is a setting, dotted or nested; strings are read
@@ -61,7 +61,7 @@ def from_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str] 
     )
 
 
-def prepare_ray() -> None:
+def set_ray_environment() -> None:
     """Before Ray starts: it reports nothing about its use to its makers, and a busy machine gets time to start it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")

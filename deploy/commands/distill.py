@@ -9,14 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from cluster.core.errors import ConfigurationError
-from deploy.settings import Settings, read
-
-ConfigOption = Annotated[
-    str | None, typer.Option("--config", metavar="FILE", help="A YAML file, or a preset: cpu (the default), gpu.")
-]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one setting; may be repeated.")
-]
+from deploy.commands.options import ConfigOption, SetOption
+from deploy.settings import Settings, load_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +168,7 @@ def distill(
         notes=notes,
     )
     chosen = tuple(assignments or ())
-    settings: Settings = read(config, chosen)
+    settings: Settings = load_settings(config, chosen)
     from deploy.distillation.pipeline import run
 
     run(settings, options, options.command(config, chosen))

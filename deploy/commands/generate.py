@@ -1,36 +1,46 @@
-"""One question to the cluster over its public gRPC service, for `pilotfish generate`."""
+"""`pilotfish generate`: answer one prompt over the public gRPC service."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
+
+import typer
 
 from cluster.core.config import Configuration
-from cluster.core.errors import InvalidRequest
+from cluster.core.errors import ConfigurationError, InvalidRequest
 from cluster.wire.clients import GenerationClient
-from deploy.coordinator_server import fixed
+from deploy.commands.options import ConfigOption, SetOption
+from deploy.coordinator_server import fixed_address
 from deploy.lossless import NOT_LOSSLESS
-from deploy.settings import Settings
+from deploy.settings import Settings, load_settings
+from deploy.terminal import notify, write_text
 from pilotfish.v1 import common_pb2, generation_pb2
 
 Write = Callable[[str], None]
 
+_CONNECT_SECONDS = 0.5
+"""How long to wait for the configured server to accept a connection."""
+
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What to ask, and how."""
+class Prompt:
+    """A prompt and how to answer it."""
 
-    prompt: str
+    text: str
     raw: bool = False
-    """Continue the prompt as it stands instead of answering it as a chat message."""
+    """Continue the text as it stands, without the chat template."""
     max_tokens: int = 256
     temperature: float = 0.0
     seed: int | None = None
+    """Unsigned 64-bit. `None` lets the server draw one."""
 
     def message(self) -> generation_pb2.GenerateRequest:
-        """As the public service takes it. Raises `InvalidRequest` for what protobuf cannot hold."""
+        """The request for the public service. Raises `InvalidRequest` for values that protobuf cannot hold."""
         for field, value, bound in (("max_tokens", self.max_tokens, 1 << 32), ("seed", self.seed, 1 << 64)):
             if value is not None and not 0 <= value < bound:
                 raise InvalidRequest(field, value, f"between 0 and {bound - 1}")
@@ -39,44 +49,72 @@ class Question:
             stopping=generation_pb2.StoppingCriteria(max_tokens=self.max_tokens),
         )
         if self.raw:
-            request.text = self.prompt
+            request.text = self.text
         else:
-            request.chat.messages.add(role="user", content=self.prompt)
+            request.chat.messages.add(role="user", content=self.text)
         return request
 
 
-async def ask(
-    settings: Settings, question: Question, server: str | None, in_process: bool, write: Write, notice: Write
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to answer.")],
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+    server: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="The gRPC address of a running server.")
+    ] = None,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Load the models in this process, without Ray, for one answer.")
+    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without the chat template.")] = (
+        False
+    ),
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens in the answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 always takes the most probable token.")] = 0.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Unsigned 64-bit. If unset, the server draws one and prints it.")
+    ] = None,
 ) -> None:
-    """Stream the answer to `write`; say what it cost to `notice`.
+    """Answer one prompt. Ask the running server if there is one; otherwise load the models in this process."""
+    if server is not None and in_process:
+        raise ConfigurationError("--server and --in-process: needed one of them, found both")
+    settings = load_settings(config, assignments or ())
+    asked = Prompt(prompt, raw, max_tokens, temperature, seed)
+    asyncio.run(answer_prompt(settings, asked, server, in_process, write_text, notify))
 
-    Without `server` or `in_process`, the configured server is asked if it listens, else this process loads the models.
+
+async def answer_prompt(
+    settings: Settings, prompt: Prompt, server: str | None, in_process: bool, write: Write, notice: Write
+) -> None:
+    """Stream the answer to `write` and its statistics to `notice`.
+
+    Without `server` or `in_process`, the configured server answers if it listens, otherwise this process.
     Raises `PilotfishError`.
     """
-    question.message()  # a bad value is refused before anything is loaded
+    prompt.message()  # refuse bad values before anything is loaded
     address = server
     if address is None and not in_process:
-        address = _listening(settings.configuration)
+        address = _listening_address(settings.configuration)
         if address is None:
-            notice("no server listens; loading the model here (`pilotfish serve` keeps one up)")
+            notice("no server is running; loading the model in this process (`pilotfish serve` starts a server)")
     if address is not None:
-        await _stream(address, settings.configuration, question, write, notice)
+        await _stream(address, settings.configuration, prompt, write, notice)
         return
+    # Torch takes seconds to import, and a running server needs none of it.
     from deploy.local.local_cluster import LocalCluster
     from deploy.models import resolve_models
 
     models = resolve_models(settings.configuration, settings.cache_directory, lambda _: None)
-    quiet = models.configuration.server.model_copy(update={"grpc_port": 0})
-    async with LocalCluster(models.configuration.model_copy(update={"server": quiet})) as cluster:
-        await _stream(cluster.grpc_address, settings.configuration, question, write, notice)
+    any_port = models.configuration.server.model_copy(update={"grpc_port": 0})
+    async with LocalCluster(models.configuration.model_copy(update={"server": any_port})) as cluster:
+        await _stream(cluster.grpc_address, settings.configuration, prompt, write, notice)
 
 
-async def _stream(address: str, configuration: Configuration, question: Question, write: Write, notice: Write) -> None:
-    client = GenerationClient(fixed(address))
+async def _stream(address: str, configuration: Configuration, prompt: Prompt, write: Write, notice: Write) -> None:
+    client = GenerationClient(fixed_address(address))
     begun = time.perf_counter()
     seed = 0
     try:
-        async for response in client.generate(question.message(), configuration.limits.max_timeout_seconds):
+        async for response in client.generate(prompt.message(), configuration.limits.max_timeout_seconds):
             match response.WhichOneof("event"):
                 case "started":
                     seed = response.started.seed
@@ -86,24 +124,25 @@ async def _stream(address: str, configuration: Configuration, question: Question
                     write(response.delta.text)
                 case "finished":
                     write("\n")
-                    notice(_cost(response.finished.usage, seed, time.perf_counter() - begun))
+                    notice(_statistics(response.finished.usage, seed, time.perf_counter() - begun))
     finally:
         await client.close()
 
 
-def _cost(usage: generation_pb2.Usage, seed: int, seconds: float) -> str:
-    mean = usage.completion_tokens / max(1, usage.target_steps)
+def _statistics(usage: generation_pb2.Usage, seed: int, seconds: float) -> str:
+    """Tokens, time, accepted drafts and seed of an answer, in one line."""
+    per_step = usage.completion_tokens / max(1, usage.target_steps)
     return (
         f"{usage.completion_tokens} tokens in {seconds:.1f} s ({usage.completion_tokens / seconds:.1f} tokens/s), "
-        f"{usage.accepted_draft_tokens} of them drafted, {mean:.2f} per target step, seed {seed}"
+        f"{usage.accepted_draft_tokens} of them drafted, {per_step:.2f} per target step, seed {seed}"
     )
 
 
-def _listening(configuration: Configuration) -> str | None:
-    """The configured gRPC address, if something accepts connections there."""
+def _listening_address(configuration: Configuration) -> str | None:
+    """The configured gRPC address if it accepts connections, otherwise `None`."""
     server = configuration.server
     try:
-        with socket.create_connection((server.grpc_host, server.grpc_port), timeout=0.5):
+        with socket.create_connection((server.grpc_host, server.grpc_port), timeout=_CONNECT_SECONDS):
             return f"{server.grpc_host}:{server.grpc_port}"
     except OSError:
         return None

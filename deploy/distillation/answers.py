@@ -17,7 +17,7 @@ from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishErr
 from cluster.ingress.text.chat_template import Message
 from cluster.ingress.text.tokenizer import Tokenizer
 from cluster.wire.clients import GenerationClient
-from deploy.coordinator_server import fixed
+from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
 from workers.distill.answers import Answer, AnswerFile, Leading
@@ -67,7 +67,7 @@ async def answer_all(
         return
     waiting = chain((first,), waiting)
     async with LocalCluster(for_answers(configuration)) as cluster:
-        client = GenerationClient(fixed(cluster.grpc_address))
+        client = GenerationClient(fixed_address(cluster.grpc_address))
         asker = _Asker(client, tokenizer, configuration.limits.max_timeout_seconds, quota)
 
         async def work() -> None:

@@ -18,7 +18,7 @@ from cluster.core.errors import ConfigurationError
 from deploy.commands.distill import DistillOptions
 from deploy.distillation.answers import Quota, answer_all
 from deploy.models import resolve_models, served_name
-from deploy.progress import Watched
+from deploy.progress import ProgressReporter
 from deploy.settings import Settings
 from workers.distill import card, checkpoints
 from workers.distill.agreement import Counts, agreement, share
@@ -99,7 +99,7 @@ def _answers(configuration: Configuration, options: DistillOptions, files: Seque
     if evaluation:
         wanted.append((EVALUATION, evaluation, 0))
     for name, tasks, tokens in wanted:
-        with AnswerFile(options.work / name) as file, Watched(notices, name) as watched:
+        with AnswerFile(options.work / name) as file, ProgressReporter(notices, name) as watched:
             quota = Quota(tokens, options.answer_minutes * 60, options.max_tokens)
             hear = partial(_tell_tokens, watched, tokens)
             asyncio.run(answer_all(_for_many(configuration), tasks, file, quota, hear))
@@ -170,7 +170,7 @@ def _train(
     student: Student, data: _Data, plan: TrainingPlan, options: DistillOptions, target: PreTrainedModel | None
 ) -> checkpoints.Progress:
     training = Training(student, data.train, data.held_out, plan, options.work, target=target)
-    with Watched(notices, "training") as watched:
+    with ProgressReporter(notices, "training") as watched:
 
         def report(progress: checkpoints.Progress, done: float) -> None:
             loss = f", loss {progress.losses[-1][2]:.3f}" if progress.losses else ""
@@ -210,5 +210,5 @@ def _facts(
     )
 
 
-def _tell_tokens(watched: Watched, wanted: int, tokens: int) -> None:
+def _tell_tokens(watched: ProgressReporter, wanted: int, tokens: int) -> None:
     watched(tokens / wanted if wanted else 0.0, f"{tokens:,} tokens" if wanted else "asking")

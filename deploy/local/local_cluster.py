@@ -17,7 +17,7 @@ from cluster.core.config import Configuration
 from cluster.core.errors import ConfigurationError
 from cluster.ingress.http import create_app
 from cluster.wire.clients import GenerationClient, GrpcDrafter, GrpcTarget
-from deploy.coordinator_server import Frontend, fixed
+from deploy.coordinator_server import CoordinatorServer, fixed_address
 from deploy.lossless import with_acceptance
 from workers.draft.registry import create
 from workers.serve.worker_server import host_draft, host_target
@@ -81,19 +81,19 @@ class LocalCluster:
             for _ in range(draft.replicas)
         ]
         step_timeout = configuration.target.step_timeout_seconds
-        target_client = GrpcTarget(fixed(target.address), step_timeout_seconds=step_timeout)
-        draft_clients = [GrpcDrafter(fixed(host.address)) for host in hosts]
+        target_client = GrpcTarget(fixed_address(target.address), step_timeout_seconds=step_timeout)
+        draft_clients = [GrpcDrafter(fixed_address(host.address)) for host in hosts]
         for close in (target_client.close, *(client.close for client in draft_clients)):
             self._stack.push_async_callback(close)
-        frontend = Frontend(configuration, target_client, draft_clients)
-        self._stack.push_async_callback(frontend.stop, 0.0)
-        self._grpc_port = await frontend.start()
-        await frontend.wait_until_ready()
+        coordinator = CoordinatorServer(configuration, target_client, draft_clients)
+        self._stack.push_async_callback(coordinator.stop, 0.0)
+        self._grpc_port = await coordinator.start()
+        await coordinator.wait_until_ready()
         if self._http:
             await self._start_http()
 
     async def _start_http(self) -> None:
-        client = GenerationClient(fixed(self.grpc_address))
+        client = GenerationClient(fixed_address(self.grpc_address))
         self._stack.push_async_callback(client.close)
         listener = socket.create_server((self._configuration.server.http_host, self._configuration.server.http_port))
         self._http_port = int(listener.getsockname()[1])

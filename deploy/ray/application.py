@@ -22,7 +22,7 @@ from deploy.models import resolve_models
 from deploy.placement import STRATEGY, Placement, Resources, RolePlacement, plan
 from deploy.preflight import check, model_problems
 from deploy.ray.deployments import CoordinatorReplica, IngressReplica
-from deploy.settings import Settings, from_arguments, read
+from deploy.settings import Settings, load_settings, settings_from_arguments
 from workers.serve.actors import DraftReplica, TargetReplica
 
 APPLICATION = "pilotfish"
@@ -107,10 +107,10 @@ def cluster_resources() -> Resources:
 
 def _settings(config: Configuration | Mapping[str, Any] | str | Path | None) -> Settings:
     if isinstance(config, Configuration):
-        return Settings(config, read().cache_directory)
+        return Settings(config, load_settings().cache_directory)
     if isinstance(config, Mapping):
-        return from_arguments(config)
-    return read(None if config is None else str(config))
+        return settings_from_arguments(config)
+    return load_settings(None if config is None else str(config))
 
 
 def _actor_options(role: RolePlacement, worker_host: str | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from cluster.core.config import load
 from cluster.core.errors import DrafterUnavailable, NotReady, PilotfishError, TargetUnavailable
 from cluster.ingress.http import create_app
 from cluster.wire.clients import GenerationClient, GrpcDrafter, GrpcTarget, Resolve
-from deploy.coordinator_server import Frontend
+from deploy.coordinator_server import CoordinatorServer
 from workers.serve.actors import node_address
 from workers.serve.worker_server import set_log_level
 
@@ -35,14 +35,14 @@ class CoordinatorReplica:
             resolver(target, TargetUnavailable), step_timeout_seconds=configuration.target.step_timeout_seconds
         )
         self._drafters = [GrpcDrafter(resolver(draft, DrafterUnavailable)) for draft in drafts]
-        self._frontend = Frontend(configuration, self._target, self._drafters)
+        self._server = CoordinatorServer(configuration, self._target, self._drafters)
         self._port = 0
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:
         """Serve calls this on the event loop of requests, before it counts the replica as up."""
         set_log_level(user_config)
         if not self._port:
-            self._port = await self._frontend.start()
+            self._port = await self._server.start()
 
     async def address(self) -> str:
         """Where the public gRPC service listens."""
@@ -51,15 +51,15 @@ class CoordinatorReplica:
 
     async def drain(self) -> None:
         """Take no new requests and let the running ones end."""
-        await self._frontend.stop(self._drain_seconds)
+        await self._server.stop(self._drain_seconds)
 
     async def check_health(self) -> None:
         """Raise what keeps the coordinator from ever being ready."""
-        self._frontend.check_health()
+        self._server.check_health()
 
     async def __del__(self) -> None:
         """Serve calls this when the replica ends on purpose."""
-        await self._frontend.stop(drain_seconds=0.0)
+        await self._server.stop(drain_seconds=0.0)
         await self._target.close()
         for drafter in self._drafters:
             await drafter.close()

@@ -22,7 +22,7 @@ from deploy.models import Report, resolve_models, served_name
 from deploy.placement import Resources, plan
 from deploy.preflight import check, machine_problems, model_problems
 from deploy.ray.application import APPLICATION, bind, cluster_resources
-from deploy.settings import Settings, prepare_ray
+from deploy.settings import Settings, set_ray_environment
 from workers.serve.actors import free_port
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ def _in_thread(function: Callable[[], object]) -> Future[None]:
 
 def _start_local_ray(resources: Resources) -> None:
     """Ray on this machine, for us alone: no dashboard, no reports about its use, no worker chatter."""
-    prepare_ray()
+    set_ray_environment()
     ray.init(
         address="local",
         num_cpus=int(resources.cpus),

@@ -9,7 +9,7 @@ from cluster.core.drafting import DraftBudget, DraftRow
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.wire.clients import GrpcDrafter
-from deploy.coordinator_server import fixed
+from deploy.coordinator_server import fixed_address
 
 ONE = DraftBudget(max_nodes=1, max_depth=1)
 PATIENCE_SECONDS = 60.0
@@ -35,7 +35,7 @@ class Agreement:
 
 async def agreement(address: str, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> Agreement:
     """Asks the drafter itself, whatever its method, with greedy parameters."""
-    drafter = GrpcDrafter(fixed(address))
+    drafter = GrpcDrafter(fixed_address(address))
     found = Agreement()
     try:
         for first in range(0, len(prompts), AT_ONCE):

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from cluster.wire.clients import GenerationClient
-from deploy.coordinator_server import fixed
+from deploy.coordinator_server import fixed_address
 from pilotfish.v1 import common_pb2, generation_pb2
 
 PATIENCE_SECONDS = 3600.0
@@ -103,7 +103,7 @@ class Answers:
 @asynccontextmanager
 async def connected(address: str) -> AsyncIterator[GenerationClient]:
     """A client of the server at `address`."""
-    client = GenerationClient(fixed(address))
+    client = GenerationClient(fixed_address(address))
     try:
         yield client
     finally:

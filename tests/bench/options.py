@@ -12,7 +12,7 @@ from cluster.core.config import Configuration
 from cluster.ingress.text.chat_template import Message
 from cluster.ingress.text.tokenizer import Tokenizer
 from deploy.models import Models, resolve_models
-from deploy.settings import Settings, read
+from deploy.settings import Settings, load_settings
 from tests.bench.tasks import read_questions
 from tests.support.prompts import CHAT, PLAIN
 
@@ -44,7 +44,7 @@ class Options:
 
     def settings(self, *assignments: str) -> Settings:
         """Settings as asked for, then `assignments` over them; ports are free ones, models local directories."""
-        found = read(self.config, [*FREE_PORTS, *self.assignments, *assignments])
+        found = load_settings(self.config, [*FREE_PORTS, *self.assignments, *assignments])
         return Settings(self.models(found).configuration, found.cache_directory, found.ray_address)
 
     def configuration(self, *assignments: str) -> Configuration:
@@ -53,7 +53,7 @@ class Options:
 
     def based_on(self, *assignments: str) -> Configuration:
         """As `configuration`, but what was asked for is stronger than `assignments`."""
-        found = read(self.config, [*FREE_PORTS, *assignments, *self.assignments])
+        found = load_settings(self.config, [*FREE_PORTS, *assignments, *self.assignments])
         return self.models(found).configuration
 
     @staticmethod

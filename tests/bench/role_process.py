@@ -23,7 +23,7 @@ from cluster.core.config import Configuration
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.wire.clients import GrpcDrafter, GrpcTarget
-from deploy.coordinator_server import Frontend, fixed
+from deploy.coordinator_server import CoordinatorServer, fixed_address
 
 LOOPBACK = "127.0.0.1"
 Tell = Callable[[], dict[str, float]]
@@ -146,12 +146,12 @@ async def _start_draft(role: Role, configuration: Configuration, stack: AsyncExi
 
 
 async def _start_front(role: Role, configuration: Configuration, stack: AsyncExitStack) -> tuple[str, Tell]:
-    target = GrpcTarget(fixed(role.target))
+    target = GrpcTarget(fixed_address(role.target))
     stack.push_async_callback(target.close)
-    drafters = [Counting(GrpcDrafter(fixed(address))) for address in role.drafts]
+    drafters = [Counting(GrpcDrafter(fixed_address(address))) for address in role.drafts]
     for drafter in drafters:
         stack.push_async_callback(drafter.inner.close)
-    frontend = Frontend(configuration, target, drafters)
+    frontend = CoordinatorServer(configuration, target, drafters)
     stack.push_async_callback(frontend.stop, 0.0)
     port = await frontend.start()
     await frontend.wait_until_ready()

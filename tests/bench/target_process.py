@@ -19,7 +19,7 @@ import torch
 
 from cluster.core.config import Configuration
 from cluster.wire.clients import GrpcTarget
-from deploy.coordinator_server import fixed
+from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LOOPBACK
 from tests.bench.decoding import Decoding
 from tests.bench.machine import peak_resident_bytes, resident_bytes
@@ -52,7 +52,7 @@ async def measure(configuration: Configuration, spawned_at: float, *, fills: boo
     torch.set_num_threads(configuration.target.threads or os.cpu_count() or 1)
     engine = build_engine(configuration.target)
     async with host_target(LOOPBACK, engine) as host:
-        client = GrpcTarget(fixed(host.address))
+        client = GrpcTarget(fixed_address(host.address))
         await client.info()
         ready_seconds = time.time() - spawned_at
         await client.close()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cluster.core.errors import ModelLoadError
-from deploy.settings import read
+from deploy.settings import load_settings
 from tests.support import tiny
 from tests.support.live_cluster import Ask, Reference
 from tests.support.prompts import CHAT, PLAIN
@@ -22,7 +22,7 @@ SAMPLED_TOKENS = 16
 def target_directory() -> Path:
     """SmolLM2-135M-Instruct, as `make setup` prepared it."""
     try:
-        return resolve_model_directory("smollm2-135m-instruct", read().cache_directory)
+        return resolve_model_directory("smollm2-135m-instruct", load_settings().cache_directory)
     except ModelLoadError as error:
         pytest.fail(f"run `make setup` first: {error}")
 

@@ -13,7 +13,7 @@ import pytest
 
 from cluster.core.config import MIB, Configuration, load
 from cluster.wire.clients import GenerationClient
-from deploy.coordinator_server import fixed
+from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.soak.watch import read_counts
@@ -129,14 +129,14 @@ def bytes_on_disk(directory: Path) -> int:
 async def test_ten_pools_of_requests_through_one(directory: Path, tmp_path: Path, pools: list[KvPool]) -> None:
     asks = demand()
     async with LocalCluster(configure(directory, pool_bytes=16 * MIB, prefix_cache=False)) as cluster:
-        client = GenerationClient(fixed(cluster.grpc_address))
+        client = GenerationClient(fixed_address(cluster.grpc_address))
         expected = await answers(client, asks)
         assert (await rest(client))["vllm:num_preemptions_total"] == 0
         await client.close()
 
     memory = {"pool_bytes": MIB, "host_bytes": HOST_BYTES, "disk_directory": str(tmp_path), "disk_bytes": DISK_BYTES}
     async with LocalCluster(configure(directory, **memory)) as cluster:
-        client = GenerationClient(fixed(cluster.grpc_address))
+        client = GenerationClient(fixed_address(cluster.grpc_address))
         leaving = [asyncio.create_task(leave_soon(client, ask)) for ask in asks[::6]]
         assert await answers(client, asks) == expected
         await asyncio.gather(*leaving)

@@ -22,14 +22,14 @@ from transformers import AutoModelForCausalLM
 from cluster.core.config import Configuration, load
 from deploy.local.local_cluster import LocalCluster
 from deploy.models import COMPILED
-from deploy.settings import read
+from deploy.settings import load_settings
 from tests.support.live_cluster import Answer, Ask, Reference, Server, answer_grpc
 from workers.forward.linear import quantize
 from workers.forward.native.build import load_library
 
 pytestmark = pytest.mark.weights
 
-CODE = read().cache_directory / COMPILED
+CODE = load_settings().cache_directory / COMPILED
 """Where code made for this machine is kept: it is made once."""
 TOKENS = 16
 FEW = 4

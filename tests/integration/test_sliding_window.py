@@ -15,7 +15,7 @@ from cluster.core.errors import ModelLoadError
 from cluster.core.kv import KvGroup, KvLayout
 from cluster.core.verification import StepBatch, StepResult
 from deploy.local.local_cluster import local_cluster
-from deploy.settings import read
+from deploy.settings import load_settings
 from tests.support.live_cluster import Ask, Reference, Server, ask_grpc
 from workers.model.model_files import resolve_model_directory
 from workers.verify.engine import TargetEngine
@@ -32,7 +32,7 @@ TEXT = Path(__file__).parents[2] / "LICENSE"
 def gemma_directory() -> Path:
     """The base model, as its package gives it."""
     try:
-        return resolve_model_directory("gemma-3-270m", read().cache_directory)
+        return resolve_model_directory("gemma-3-270m", load_settings().cache_directory)
     except ModelLoadError as error:
         pytest.fail(f"run `make test`, which installs it: {error}")
 

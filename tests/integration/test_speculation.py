@@ -22,10 +22,10 @@ from cluster.core.config import Configuration, load
 from cluster.core.errors import DrafterUnavailable
 from cluster.core.request import SamplingParameters
 from cluster.wire.clients import GenerationClient, GrpcDrafter, GrpcTarget
-from deploy.commands.generate import Question, ask
-from deploy.coordinator_server import Frontend, fixed
+from deploy.commands.generate import Prompt, answer_prompt
+from deploy.coordinator_server import CoordinatorServer, fixed_address
 from deploy.lossless import NOT_LOSSLESS, with_acceptance
-from deploy.settings import read
+from deploy.settings import load_settings
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support import tiny, tiny_tokenizer
 from tests.support.plain_generation import write_alone
@@ -166,7 +166,7 @@ async def running(configuration: Configuration) -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
         engine = await asyncio.to_thread(build_engine, configuration.target)
         host = await stack.enter_async_context(host_target(LOOPBACK, engine))
-        target = GrpcTarget(fixed(host.address))
+        target = GrpcTarget(fixed_address(host.address))
         stack.push_async_callback(target.close)
         mortals = [Mortal(configuration) for _ in range(configuration.draft.replicas)]
         drafters = []
@@ -175,12 +175,12 @@ async def running(configuration: Configuration) -> AsyncIterator[Cluster]:
             stack.push_async_callback(mortal.die)
             drafters.append(GrpcDrafter(mortal.resolve))
             stack.push_async_callback(drafters[-1].close)
-        frontend = Frontend(configuration, target, drafters)
-        stack.push_async_callback(frontend.stop, 0.0)
-        port = await frontend.start()
-        await frontend.wait_until_ready()
+        coordinator = CoordinatorServer(configuration, target, drafters)
+        stack.push_async_callback(coordinator.stop, 0.0)
+        port = await coordinator.start()
+        await coordinator.wait_until_ready()
         address = f"{LOOPBACK}:{port}"
-        client = GenerationClient(fixed(address))
+        client = GenerationClient(fixed_address(address))
         stack.push_async_callback(client.close)
         yield Cluster(address, client, mortals)
 
@@ -301,8 +301,10 @@ async def test_with_synthetic_acceptance_every_answer_says_that_it_is_not_lossle
         answers = await cluster.all(asks)
         exposition, _ = await cluster.client.metrics()
         notices: list[str] = []
-        question = Question("hello", raw=True, max_tokens=4)
-        await ask(read(), question, cluster.address, in_process=False, write=lambda _: None, notice=notices.append)
+        prompt = Prompt("hello", raw=True, max_tokens=4)
+        await answer_prompt(
+            load_settings(), prompt, cluster.address, in_process=False, write=lambda _: None, notice=notices.append
+        )
     assert all(answer.lossy for answer in answers)
     assert b'pilotfish:lossless{model_name="tiny"} 0.0' in exposition
     assert notices[0] == NOT_LOSSLESS

@@ -21,9 +21,9 @@ from transformers import AutoConfig
 from cluster.core.config import MIB, Configuration, load
 from cluster.ingress.text.tokenizer import Tokenizer
 from cluster.wire.clients import GenerationClient
-from deploy.coordinator_server import fixed
+from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
-from deploy.settings import parse_assignments, read
+from deploy.settings import load_settings, parse_assignments
 from tests.soak.asks import KINDS, MOST_TOKENS, Catalogue
 from tests.soak.reference import Reference
 from tests.soak.traffic import Findings, Traffic
@@ -105,7 +105,7 @@ async def soak(configuration: Configuration, asked: argparse.Namespace) -> bool:
         reference.answers(one)
     write(f"references: {len(catalogue.asks)} requests in {time.monotonic() - begun:.1f} s; seed {asked.seed}")
     async with LocalCluster(configuration) as cluster:
-        client = GenerationClient(fixed(cluster.grpc_address))
+        client = GenerationClient(fixed_address(cluster.grpc_address))
         traffic = Traffic(client, catalogue.asks, reference, asked.at_once, asked.seed)
         resident = Resident()
         background = [asyncio.create_task(resident.watch()), asyncio.create_task(tell(traffic, resident, asked))]
@@ -195,7 +195,7 @@ def main() -> None:
         if asked.model is None:
             model = make_tiny(Path(scratch, "model"), asked.family)
         else:
-            model = resolve_model_directory(asked.model, read().cache_directory)
+            model = resolve_model_directory(asked.model, load_settings().cache_directory)
         well = asyncio.run(soak(configure(model, Path(scratch, "blocks"), asked.set), asked))
     sys.exit(0 if well else 1)
 

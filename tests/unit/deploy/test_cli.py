@@ -12,6 +12,7 @@ from google.protobuf import json_format
 from cluster.core.errors import ConfigurationError
 from cluster.ingress.openai.requests import ChatRequest, parse
 from deploy import cli, settings
+from deploy.commands.serve import usage_examples
 from pilotfish.v1 import generation_pb2
 
 
@@ -25,7 +26,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 class TestSettings:
     def test_the_cpu_preset_is_the_default(self) -> None:
-        found = settings.read(environment={})
+        found = settings.load_settings(environment={})
 
         assert found.configuration.target.path == "smollm2-135m-instruct"
         assert found.configuration.target.device == "cpu"
@@ -33,13 +34,13 @@ class TestSettings:
 
     @pytest.mark.parametrize("preset", settings.presets())
     def test_every_preset_is_a_valid_configuration(self, preset: str) -> None:
-        settings.read(preset, environment={})
+        settings.load_settings(preset, environment={})
 
     def test_an_assignment_is_stronger_than_the_file_and_is_yaml(self, tmp_path: Path) -> None:
         file = tmp_path / "mine.yaml"
         file.write_text("target: {dtype: bfloat16, tensor_parallel: 3}\n")
 
-        target = settings.read(
+        target = settings.load_settings(
             str(file), ["target.tensor_parallel=1", "target.served_name=null"], {}
         ).configuration.target
 
@@ -48,14 +49,14 @@ class TestSettings:
     def test_the_environment_names_the_file_and_the_cache(self, tmp_path: Path) -> None:
         environment = {"PILOTFISH_CONFIG": "gpu", "PILOTFISH_CACHE_DIR": str(tmp_path), "PILOTFISH_RAY_ADDRESS": "auto"}
 
-        found = settings.read(environment=environment)
+        found = settings.load_settings(environment=environment)
 
         assert found.configuration.target.tensor_parallel == 4
         assert found.cache_directory == tmp_path
         assert found.ray_address == "auto"
 
     def test_a_named_file_is_stronger_than_the_environment(self) -> None:
-        found = settings.read("cpu", environment={"PILOTFISH_CONFIG": "gpu"})
+        found = settings.load_settings("cpu", environment={"PILOTFISH_CONFIG": "gpu"})
 
         assert found.configuration.target.tensor_parallel == 1
 
@@ -63,12 +64,12 @@ class TestSettings:
         file = tmp_path / "empty.yaml"
         file.write_text("")
 
-        assert settings.read(str(file), environment={}).configuration.scheduler.max_sequences == 32
+        assert settings.load_settings(str(file), environment={}).configuration.scheduler.max_sequences == 32
 
     def test_the_arguments_of_serve_run_are_settings(self) -> None:
         arguments = {"config": "cpu", "target.dtype": "bfloat16", "draft": {"max_nodes": "3"}}
 
-        configuration = settings.from_arguments(arguments, {}).configuration
+        configuration = settings.settings_from_arguments(arguments, {}).configuration
 
         assert configuration.target.dtype == "bfloat16"
         assert (configuration.draft.max_nodes, configuration.draft.method) == (3, "ngram")
@@ -86,7 +87,7 @@ class TestSettings:
     )
     def test_a_mistake_is_told_with_the_key(self, config: str, assignment: str | None, words: str) -> None:
         with pytest.raises(ConfigurationError) as refused:
-            settings.read(config, [] if assignment is None else [assignment], {})
+            settings.load_settings(config, [] if assignment is None else [assignment], {})
 
         assert words in str(refused.value)
 
@@ -95,7 +96,7 @@ class TestSettings:
         file.write_text("- 1\n")
 
         with pytest.raises(ConfigurationError, match="needed sections with keys, found list"):
-            settings.read(str(file), environment={})
+            settings.load_settings(str(file), environment={})
 
 
 class TestCommands:
@@ -143,9 +144,11 @@ class TestCommands:
         assert "no such directory" in capsys.readouterr().err
 
     def test_the_three_ways_to_ask_are_well_formed_and_name_model_and_doors(self) -> None:
-        configuration = settings.read("cpu", ["server.http_port=8123", "server.grpc_port=9123"], {}).configuration
+        configuration = settings.load_settings(
+            "cpu", ["server.http_port=8123", "server.grpc_port=9123"], {}
+        ).configuration
 
-        ready, curl, python, grpcurl = cli.how_to_ask(configuration).strip().split("\n\n")
+        ready, curl, python, grpcurl = usage_examples(configuration).strip().split("\n\n")
 
         assert ready.startswith("smollm2-135m-instruct is ready at http://127.0.0.1:8123 (HTTP) and 127.0.0.1:9123")
         command, url, *_, body = shlex.split(curl)

@@ -7,14 +7,14 @@ from itertools import count
 
 from rich.console import Console
 
-from deploy.progress import Watched
+from deploy.progress import ProgressReporter
 
 
 def test_a_file_hears_a_line_a_minute() -> None:
     file = io.StringIO()
     ticks = count(step=25)
 
-    with Watched(Console(file=file), "training", clock=lambda: float(next(ticks))) as watched:
+    with ProgressReporter(Console(file=file), "training", clock=lambda: float(next(ticks))) as watched:
         for step in range(6):  # at 25, 50, … 150 seconds
             watched(step / 6, f"step {step}")
 
@@ -24,7 +24,7 @@ def test_a_file_hears_a_line_a_minute() -> None:
 def test_a_terminal_sees_a_bar() -> None:
     file = io.StringIO()
 
-    with Watched(Console(file=file, force_terminal=True, width=80), "training") as watched:
+    with ProgressReporter(Console(file=file, force_terminal=True, width=80), "training") as watched:
         watched(0.5, "step 7")
 
     assert "50%" in file.getvalue()

@@ -12,7 +12,8 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, Verdict, VerifyRow
-from deploy.commands.demo import Run, conclusion
+from deploy.commands.demo import conclusion
+from deploy.commands.streamed_answer import TimedAnswer
 from deploy.lossless import NOT_LOSSLESS, is_lossless, with_acceptance
 from tests.support import tiny
 from workers.sampling.accept import synthetic_token
@@ -90,7 +91,7 @@ def test_a_synthetic_drafter_makes_its_target_accept_by_chance() -> None:
 
 
 def test_a_demo_of_an_experiment_compares_nothing() -> None:
-    mine, other = (Run(tokens, 1, 2, 1, 1.0, 0.5) for tokens in ((1, 2), (1, 3)))
+    mine, other = (TimedAnswer(tokens, 1, 2, 1, 1.0, 0.5) for tokens in ((1, 2), (1, 3)))
     assert conclusion(configured(method="synthetic"), mine, other) == f"{NOT_LOSSLESS}."
     assert conclusion(configured(method="ngram"), mine, mine) == "Both answers are the same 2 tokens."
     with pytest.raises(WorkerUnavailable, match="must not happen in float32"):

@@ -1,0 +1,20 @@
+"""`pilotfish prepare`: put the models into the cache."""
+
+from __future__ import annotations
+
+from deploy.commands.options import ConfigOption, SetOption
+from deploy.settings import load_settings
+from deploy.terminal import notices, output
+
+
+def prepare(config: ConfigOption = None, assignments: SetOption = None) -> None:
+    """Fetch or convert the configured models into the cache. Start nothing."""
+    settings = load_settings(config, assignments or ())
+    # Torch takes seconds to import: the settings are checked before.
+    from deploy.models import resolve_models
+
+    with notices.status("finding the models") as status:
+        models = resolve_models(settings.configuration, settings.cache_directory, status.update)
+    for name, directory in (("target", models.target), ("draft", models.draft)):
+        if directory is not None:
+            output.print(f"{name}: {directory}", markup=False)

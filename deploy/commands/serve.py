@@ -1,0 +1,65 @@
+"""`pilotfish serve`: run the cluster until a signal arrives."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from cluster.core.config import Configuration
+from deploy.commands.options import ConfigOption, SetOption
+from deploy.lossless import NOT_LOSSLESS, is_lossless
+from deploy.models import served_name
+from deploy.settings import load_settings
+from deploy.signals import raise_on_signals, wait_for_signal
+from deploy.terminal import notices, output
+
+
+def serve(config: ConfigOption = None, assignments: SetOption = None) -> None:
+    """Start the cluster and serve until SIGTERM or Ctrl-C. Then drain and stop everything."""
+    settings = load_settings(config, assignments or ())
+    raise_on_signals()
+    # Ray and torch take seconds to import: the settings are checked before.
+    from deploy.ray.serve_cluster import ServeCluster
+
+    with notices.status("starting") as status:
+        cluster = ServeCluster(settings, status.update)
+        cluster.start()
+    try:
+        raise_on_signals()  # starting Ray replaces the signal handlers
+        output.print(usage_examples(cluster.configuration), markup=False)
+        if not is_lossless(cluster.configuration):
+            notices.print(NOT_LOSSLESS)
+        wait_for_signal()
+        notices.print("draining; a second signal stops at once")
+        cluster.drain()
+    finally:
+        cluster.stop()
+    notices.print("stopped")
+
+
+def usage_examples(configuration: Configuration) -> str:
+    """A curl line, an `openai` snippet and a grpcurl line that work as printed."""
+    server, name = configuration.server, served_name(configuration)
+    url, address = f"http://{server.http_host}:{server.http_port}", f"{server.grpc_host}:{server.grpc_port}"
+    messages = [{"role": "user", "content": "Name three things that swim."}]
+    over_http = json.dumps({"model": name, "messages": messages, "max_tokens": 64, "temperature": 0})
+    over_grpc = json.dumps(
+        {"chat": {"messages": messages}, "sampling": {"temperature": 0}, "stopping": {"max_tokens": 64}}
+    )
+    return f"""\
+{name} is ready at {url} (HTTP) and {address} (gRPC). Ctrl-C stops it.
+
+curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{over_http}'
+
+{sys.executable} -c '
+from openai import OpenAI
+client = OpenAI(base_url="{url}/v1", api_key="none")
+answer = client.chat.completions.create(model="{name}", stream=True, max_tokens=64, temperature=0,
+                                        messages={json.dumps(messages)})
+for chunk in answer:
+    for choice in chunk.choices:
+        print(choice.delta.content or "", end="", flush=True)
+'
+
+grpcurl -plaintext -d '{over_grpc}' {address} pilotfish.v1.GenerationService/Generate
+"""

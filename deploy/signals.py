@@ -1,0 +1,29 @@
+"""SIGTERM and Ctrl-C as an exception in the main thread."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+
+class Interrupted(BaseException):
+    """The process received SIGTERM or SIGINT."""
+
+
+def raise_on_signals() -> None:
+    """Make SIGTERM and SIGINT raise `Interrupted` in the main thread."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of signal handlers
+        raise Interrupted(signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, interrupt)
+
+
+def wait_for_signal() -> None:
+    """Return at the first SIGTERM or SIGINT. Call `raise_on_signals` first."""
+    try:
+        while True:
+            signal.pause()
+    except Interrupted:
+        return
