@@ -14,7 +14,7 @@ from cluster.core.config import load
 from cluster.core.errors import ModelLoadError
 from cluster.core.kv import KvGroup, KvLayout
 from cluster.core.verification import StepBatch, StepResult
-from deploy.local.local_cluster import local_cluster
+from deploy.local import local_cluster
 from deploy.settings import load_settings
 from tests.support.live_cluster import Ask, Reference, Server, ask_grpc
 from workers.model.model_files import resolve_model_directory

@@ -16,7 +16,7 @@ from cluster.coordinator.metrics import Metrics
 from cluster.core.request import EarlyStopping, GenerationRequest
 from tests.support.fake_cluster import TOO_LONG_SECONDS, answers_of, configure, read, request, until, value_of
 from tests.support.fake_drafters import AlwaysAgree, FakeDrafter, FakeTarget, Liar, NeverAgree, OutOfSync, RandomGuesses
-from tests.unit.test_coordinator_beams import found, searching
+from tests.unit.coordinator.test_coordinator_beams import found, searching
 
 CLIENTS = 14
 

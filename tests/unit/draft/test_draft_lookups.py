@@ -6,7 +6,7 @@ import pytest
 
 from cluster.core.drafting import DraftBudget
 from tests.support.fake_expander import continued
-from tests.unit.test_draft_growth import Swimmer
+from tests.unit.draft.test_draft_expansion import Swimmer
 from workers.draft.expansion.lookup_acceptance import Agreement, Lookups
 from workers.draft.suffix_index import SuffixIndex
 
