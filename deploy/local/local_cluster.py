@@ -21,7 +21,7 @@ from deploy.coordinator_server import CoordinatorServer, fixed_address
 from deploy.lossless import with_acceptance
 from workers.draft.registry import create
 from workers.serve.worker_server import host_draft, host_target
-from workers.verify.ranks import build_engine
+from workers.verify.build import build_engine
 
 LOOPBACK = "127.0.0.1"
 

@@ -13,8 +13,8 @@ from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from cluster.core.verification import StepBatch, Verdict, VerifyRow
 from tests.bench.report import Stopwatch
+from workers.verify.build import build_engine
 from workers.verify.engine import TargetEngine
-from workers.verify.ranks import build_engine
 
 GREEDY = SamplingParameters(temperature=0.0)
 

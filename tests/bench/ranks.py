@@ -66,13 +66,14 @@ def _live(
 
     from tests.bench.decoding import Decoding
     from workers.model import loading
-    from workers.verify import ranks
+    from workers.verify.build import build_engine
+    from workers.verify.group import join_group, leave_group
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
-    ranks.join(section, rank, "127.0.0.1", port)
+    join_group(section, rank, "127.0.0.1", port)
     with patch.object(loading, "tailor", lambda *_: None):
-        engines = {FORMS[0]: ranks.build_engine(section, rank)}
-    engines[FORMS[1]] = ranks.build_engine(section, rank)
+        engines = {FORMS[0]: build_engine(section, rank)}
+    engines[FORMS[1]] = build_engine(section, rank)
     times: Times = {(form, batch): [] for form in FORMS for batch in BATCHES}
     for _ in range(repeats):
         for form, engine in engines.items():
@@ -85,4 +86,4 @@ def _live(
                 decoding.clear()
     if rank == 0:
         answers.put(times)
-    ranks.leave()
+    leave_group()

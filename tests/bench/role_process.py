@@ -125,7 +125,7 @@ async def live(role: Role) -> None:
 
 async def _start_target(role: Role, configuration: Configuration, stack: AsyncExitStack) -> tuple[str, Tell]:
     from workers.serve.worker_server import host_target
-    from workers.verify.ranks import build_engine
+    from workers.verify.build import build_engine
 
     _set_threads(role.threads)
     engine = Timed(await asyncio.to_thread(build_engine, configuration.target), ("step",))

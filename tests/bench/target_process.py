@@ -24,7 +24,7 @@ from deploy.local.local_cluster import LOOPBACK
 from tests.bench.decoding import Decoding
 from tests.bench.machine import peak_resident_bytes, resident_bytes
 from workers.serve.worker_server import host_target
-from workers.verify.ranks import build_engine
+from workers.verify.build import build_engine
 
 WIDTHS = 128
 """How many widths of a step are tried."""

@@ -19,7 +19,7 @@ from pilotfish.v1 import common_pb2, generation_pb2
 from tests.soak.watch import read_counts
 from tests.support import tiny, tiny_tokenizer
 from workers.kv.pool import KvPool
-from workers.verify import ranks
+from workers.verify import build
 
 SHAPE = {"vocab_size": 320, "num_key_value_heads": 6, "head_dim": 16, "num_hidden_layers": 4}
 TOKEN_BYTES = 4 * 2 * 6 * 16 * 4
@@ -80,7 +80,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[KvPool]:
             made.append(self)
             self.note_compute(1 << 40, 1 << 40, float(1 << 40), awaited=True)
 
-    monkeypatch.setattr(ranks, "KvPool", Noted)
+    monkeypatch.setattr(build, "KvPool", Noted)
     return made
 
 

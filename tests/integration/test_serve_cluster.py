@@ -144,7 +144,7 @@ async def test_the_http_door_is_open(server: Server, deadline: None) -> None:
 async def test_a_killed_rank_changes_no_token(
     server: Server, expected: dict[Ask, tuple[int, ...]], deadline: None
 ) -> None:
-    assert await ask_and_kill(server, SAMPLED, "Follower") == expected[SAMPLED]
+    assert await ask_and_kill(server, SAMPLED, "WorkerRank") == expected[SAMPLED]
 
 
 def test_an_application_can_be_replaced_and_leaves_no_process_behind(

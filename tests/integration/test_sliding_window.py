@@ -18,8 +18,8 @@ from deploy.local import local_cluster
 from deploy.settings import load_settings
 from tests.support.live_cluster import Ask, Reference, Server, ask_grpc
 from workers.model.model_files import resolve_model_directory
+from workers.verify.build import build_engine
 from workers.verify.engine import TargetEngine
-from workers.verify.ranks import build_engine
 
 pytestmark = pytest.mark.weights
 

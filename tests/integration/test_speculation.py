@@ -31,7 +31,7 @@ from tests.support import tiny, tiny_tokenizer
 from tests.support.plain_generation import write_alone
 from workers.draft.registry import create
 from workers.serve.worker_server import WorkerHost, host_draft, host_target
-from workers.verify.ranks import build_engine
+from workers.verify.build import build_engine
 
 LOOPBACK = "127.0.0.1"
 VOCABULARY = 320

@@ -1,10 +1,10 @@
-"""The Ray actors that host the data plane: Ray places and revives them, gRPC carries every token.
+"""The Ray actors that host the data plane: Ray places and restarts them, gRPC carries every token.
 
-A target replica is rank 0 in the first bundle of its placement group; the other ranks are actors in
-the further bundles. They live and die together: a dead rank makes the replica unhealthy, Serve ends
-it, its followers end with it, and a new replica starts with an empty pool at a new address.
+A target replica is the driver rank (rank 0), in the first bundle of its placement group. The worker ranks are actors in
+the further bundles. All ranks live and die together: a dead rank makes the replica unhealthy, Serve stops the replica,
+its worker ranks end with it, and a new replica starts with an empty KV pool at a new address.
 
-Torch is imported where it computes: whoever only names these classes, or only looks up, starts seconds sooner.
+Functions that compute import torch themselves, so that a process that only names these classes starts seconds sooner.
 """
 
 from __future__ import annotations
@@ -25,113 +25,118 @@ from workers.serve.target_servicer import StepEngine
 from workers.serve.worker_server import WorkerHost, host_draft, host_target, set_log_level
 
 if TYPE_CHECKING:
-    from workers.verify.ranks import RankZero
+    from workers.verify.group import DriverRank
 
 
-_FOLLOWERS_SECONDS = 5.0
-"""How long the other ranks may take to end once they are told."""
+_WORKER_RANKS_STOP_SECONDS = 5.0
+"""How long the worker ranks may take to end after the driver rank has stopped them."""
 
 
-class Follower:
+class WorkerRank:
     """A rank above 0, in an actor of its own."""
 
     def run(self, section: Mapping[str, Any], threads: int, rank: int, address: str, port: int) -> None:
-        """Join, load this rank's part, obey rank 0 until it says stop. Raises whatever ends the group."""
-        from workers.verify import ranks
+        """Join the group, load this rank's part, run the driver rank's commands until it says stop.
+
+        Raises whatever else ends the group.
+        """
+        from workers.verify.build import build_engine
+        from workers.verify.group import join_group, leave_group, run_worker_rank
 
         target = TargetSection.model_validate(section)
         set_threads(threads)
-        ranks.join(target, rank, address, port)
+        join_group(target, rank, address, port)
         try:
-            ranks.follow(ranks.build_engine(target, rank))
+            run_worker_rank(build_engine(target, rank))
         finally:
-            ranks.leave()
+            leave_group()
 
 
 class TargetReplica:
-    """Rank 0: loads, gathers its followers, serves `TargetService` at an address of its own."""
+    """The driver rank: starts the worker ranks, loads its own part, serves `TargetService` at an address of its own."""
 
     def __init__(self, section: Mapping[str, Any], threads: int, address: str | None) -> None:
         self._section = TargetSection.model_validate(section)
         self._threads = threads
         self._address = address or node_address()
-        self._followers: dict[asyncio.Future[None], int] = {}
-        self._group: RankZero | None = None
+        self._worker_ranks: dict[asyncio.Future[None], int] = {}
+        self._driver: DriverRank | None = None
         self._engine: StepEngine | None = None
         self._host: WorkerHost | None = None
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:
-        """Serve calls this on the event loop of requests, before it counts the replica as up. Raises what failed."""
+        """Start the target at the first call. Serve counts the replica as up once this returns. Raises what failed."""
         set_log_level(user_config)
         if self._host is None:
             self._host = await self._start()
 
     async def address(self) -> str:
-        """Where `TargetService` listens."""
+        """Where `TargetService` listens; empty before it does."""
         return self._host.address if self._host is not None else ""
 
     async def check_health(self) -> None:
         """Raise what makes this replica useless, so that Serve replaces it."""
-        self._raise_for_followers()
-        if self._group is not None and self._group.broken is not None:
-            raise TargetUnavailable(f"the tensor-parallel group is broken: {self._group.broken}")
+        self._raise_for_worker_ranks()
+        if self._driver is not None and self._driver.failure is not None:
+            raise TargetUnavailable(f"the tensor-parallel group is broken: {self._driver.failure}")
         if self._host is not None:
             self._host.check_health()
 
     async def __del__(self) -> None:
-        """Serve calls this when the replica ends on purpose."""
+        """Stop. Serve calls and awaits this when it ends the replica on purpose."""
         if self._host is not None:
             await self._host.stop()
-        if self._engine is not None:  # loaded, but perhaps never hosted
+        if self._engine is not None:  # it may be loaded without being hosted
             await asyncio.to_thread(self._engine.close)
-            if self._followers:
-                await asyncio.wait(self._followers, timeout=_FOLLOWERS_SECONDS)
+            if self._worker_ranks:
+                await asyncio.wait(self._worker_ranks, timeout=_WORKER_RANKS_STOP_SECONDS)
 
     async def _start(self) -> WorkerHost:
-        """Load in a thread: the event loop stays free for Serve's questions."""
+        """Load the model in a thread, so that the event loop answers Serve meanwhile, then listen."""
         rendezvous = free_port(self._address)
-        self._followers = self._spawn_followers(rendezvous)
+        self._worker_ranks = self._spawn_worker_ranks(rendezvous)
         loading = asyncio.ensure_future(asyncio.to_thread(self._load, rendezvous))
-        # A follower that ends while rank 0 waits for it must not leave rank 0 waiting for ever.
-        awaited: list[asyncio.Future[Any]] = [loading, *self._followers]
+        # A worker rank may end while the driver rank waits for it to join: raise instead of waiting for ever.
+        awaited: list[asyncio.Future[Any]] = [loading, *self._worker_ranks]
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-        self._raise_for_followers()
+        self._raise_for_worker_ranks()
         host = host_target(self._address, await loading)
         await host.start()
         return host
 
     def _load(self, rendezvous: int) -> StepEngine:
-        from workers.verify import ranks
+        from workers.verify.build import build_engine
+        from workers.verify.group import DriverRank, join_group
 
         set_threads(self._threads)
         if self._section.tensor_parallel == 1:
-            self._engine = ranks.build_engine(self._section)
+            self._engine = build_engine(self._section)
         else:
-            ranks.join(self._section, 0, self._address, rendezvous)
-            self._engine = self._group = ranks.RankZero(ranks.build_engine(self._section))
+            join_group(self._section, 0, self._address, rendezvous)
+            self._engine = self._driver = DriverRank(build_engine(self._section))
         return self._engine
 
-    def _spawn_followers(self, rendezvous: int) -> dict[asyncio.Future[None], int]:
-        """One actor per further bundle of this replica's placement group."""
-        followers: dict[asyncio.Future[None], int] = {}
+    def _spawn_worker_ranks(self, rendezvous: int) -> dict[asyncio.Future[None], int]:
+        """Start one actor per further bundle of this replica's placement group."""
+        worker_ranks: dict[asyncio.Future[None], int] = {}
         group = get_current_placement_group()
         if group is None:
-            return followers
+            return worker_ranks
         for rank in range(1, self._section.tensor_parallel):
-            claims = group.bundle_specs[rank]
-            actor = ray.remote(Follower).options(
-                num_cpus=claims.get("CPU", 0),
-                num_gpus=claims.get("GPU", 0),
+            bundle = group.bundle_specs[rank]
+            actor = ray.remote(WorkerRank).options(
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
             )
             section = self._section.model_dump(mode="json")
-            follower: Any = actor.remote()  # Ray's types do not know the methods of actors
-            running = follower.run.remote(section, self._threads, rank, self._address, rendezvous)
-            followers[asyncio.wrap_future(running.future())] = rank
-        return followers
+            worker_rank: Any = actor.remote()  # Ray's types do not know the methods of actors
+            running = worker_rank.run.remote(section, self._threads, rank, self._address, rendezvous)
+            worker_ranks[asyncio.wrap_future(running.future())] = rank
+        return worker_ranks
 
-    def _raise_for_followers(self) -> None:
-        for running, rank in self._followers.items():
+    def _raise_for_worker_ranks(self) -> None:
+        for running, rank in self._worker_ranks.items():
             if running.done():
                 reason = "it was cancelled" if running.cancelled() else running.exception() or "it left the group"
                 raise TargetUnavailable(f"rank {rank} of {self._section.tensor_parallel} ended: {reason}")
@@ -150,7 +155,7 @@ class DraftReplica:
         self._host: WorkerHost | None = None
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:
-        """As `TargetReplica.reconfigure`."""
+        """Start the drafter at the first call. Serve counts the replica as up once this returns. Raises what failed."""
         set_log_level(user_config)
         if self._host is None:
             host = host_draft(self._address, await asyncio.to_thread(self._load))
@@ -158,7 +163,7 @@ class DraftReplica:
             self._host = host
 
     async def address(self) -> str:
-        """Where `DraftService` listens."""
+        """Where `DraftService` listens; empty before it does."""
         return self._host.address if self._host is not None else ""
 
     async def check_health(self) -> None:
@@ -167,7 +172,7 @@ class DraftReplica:
             self._host.check_health()
 
     async def __del__(self) -> None:
-        """Serve calls this when the replica ends on purpose."""
+        """Stop. Serve calls and awaits this when it ends the replica on purpose."""
         if self._host is not None:
             await self._host.stop()
 
@@ -178,19 +183,19 @@ class DraftReplica:
 
 
 def set_threads(threads: int) -> None:
-    """Intra-op threads of this process; Ray's own default is one."""
+    """Set the number of intra-op threads of this process; Ray's default is one."""
     import torch
 
     torch.set_num_threads(threads)
 
 
 def node_address() -> str:
-    """Where other nodes reach this one."""
+    """The address at which other nodes reach this one."""
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def free_port(host: str) -> int:
-    """A port of `host` that is free now, for the ranks to meet at."""
+    """A port of `host` that is free now, for the ranks' rendezvous."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

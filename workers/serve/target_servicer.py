@@ -35,7 +35,7 @@ from workers.serve.compute_thread import ComputeThread, compute_rows, counted
 
 
 class StepEngine(Protocol):
-    """What computes: `TargetEngine` alone, or `RankZero` with its followers. Synchronous."""
+    """What computes: `TargetEngine` alone, or `DriverRank` with its worker ranks. Synchronous."""
 
     def step(self, batch: StepBatch) -> StepResult:
         """Compute the rows; leaves its state consistent when it raises. Raises `TargetUnavailable`."""
@@ -58,7 +58,7 @@ class StepEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what it took outside of its own objects, and let its followers go. Closing twice is harmless."""
+        """Free memory and files outside of Python objects, and stop the worker ranks. Closing twice is harmless."""
         ...
 
 

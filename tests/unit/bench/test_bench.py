@@ -35,7 +35,7 @@ from tests.soak.watch import Resident
 from tests.support import tiny, tiny_tokenizer
 from workers.draft.registry import create
 from workers.serve.worker_server import host_draft
-from workers.verify.ranks import build_engine
+from workers.verify.build import build_engine
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,8 @@ from workers.forward.graph_buffers import FrameBounds
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
-from workers.verify.engine import LocalDecider, TargetEngine
+from workers.verify.decider import LocalDecider
+from workers.verify.engine import TargetEngine
 
 WITHOUT_CUDA = not torch.cuda.is_available()
 

@@ -17,8 +17,8 @@ from deploy.commands.streamed_answer import TimedAnswer
 from deploy.lossless import NOT_LOSSLESS, is_lossless, with_acceptance
 from tests.support import tiny
 from workers.sampling.accept import synthetic_token
+from workers.verify.build import build_engine
 from workers.verify.engine import TargetEngine
-from workers.verify.ranks import build_engine
 
 PROMPT = tuple(range(3, 20))
 GUESSES = (11, 12, 13, 14)

@@ -44,7 +44,8 @@ from workers.serve import actors
 from workers.serve.draft_servicer import DraftServicer
 from workers.serve.target_servicer import TargetServicer
 from workers.serve.worker_server import host_target
-from workers.verify.engine import LocalDecider, TargetEngine
+from workers.verify.decider import LocalDecider
+from workers.verify.engine import TargetEngine
 
 START = SequenceStart(1, SamplingParameters(temperature=0.0))
 POISON = 666

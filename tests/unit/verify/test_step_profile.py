@@ -11,7 +11,8 @@ from cluster.speculation.latency import Durations
 from tests.support import tiny
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
-from workers.verify.engine import LocalDecider, TargetEngine
+from workers.verify.decider import LocalDecider
+from workers.verify.engine import TargetEngine
 from workers.verify.step_profile import SIZES
 
 

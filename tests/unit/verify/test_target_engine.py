@@ -19,7 +19,8 @@ from cluster.core.verification import OpenRow, RowFaultCode, StepBatch, Verdict,
 from tests.support import tiny
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
-from workers.verify.engine import LocalDecider, TargetEngine
+from workers.verify.decider import LocalDecider
+from workers.verify.engine import TargetEngine
 
 Guess = Callable[[Sequence[int]], TokenTree]
 GREEDY = SamplingParameters(temperature=0.0)

@@ -25,8 +25,9 @@ from workers.kv.load_cost import Medium
 from workers.kv.pool import KvPool
 from workers.kv.tiers import Tiers
 from workers.model.loading import load_model
-from workers.verify.engine import LocalDecider, TargetEngine
-from workers.verify.ranks import build_engine
+from workers.verify.build import build_engine
+from workers.verify.decider import LocalDecider
+from workers.verify.engine import TargetEngine
 
 GREEDY = SamplingParameters(temperature=0.0)
 SAMPLED = SamplingParameters(temperature=0.9, top_p=0.95, seed=7)

@@ -25,7 +25,7 @@ from tests.support import tiny
 
 if TYPE_CHECKING:
     from workers.verify.engine import TargetEngine
-    from workers.verify.ranks import RankZero
+    from workers.verify.group import DriverRank
 
 RANKS = 3
 SETTINGS = {
@@ -62,11 +62,11 @@ def section(directory: Path, ranks: int, quantization: str = "none", **memory: A
 
 def build(target: TargetSection, rank: int = 0) -> TargetEngine:
     """An engine with a pool of `BLOCKS`."""
-    from workers.verify import ranks
+    from workers.verify import build as build_module
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ranks, "blocks_that_fit", lambda model, kv: BLOCKS)
-        return ranks.build_engine(target, rank)
+        patched.setattr(build_module, "blocks_that_fit", lambda model, kv: BLOCKS)
+        return build_module.build_engine(target, rank)
 
 
 def serve_rank(rank: int, directory: Path, port: int, pipe: Connection | None) -> None:
@@ -74,12 +74,12 @@ def serve_rank(rank: int, directory: Path, port: int, pipe: Connection | None) -
     import torch
 
     from workers.kv.load_cost import CostModel
-    from workers.verify.ranks import RankZero, follow, join, leave
+    from workers.verify.group import DriverRank, join_group, leave_group, run_worker_rank
 
     torch.set_num_threads(1)
     # Whatever is stored is worth loading, on a busy machine too.
     CostModel.worth_loading = lambda costs, host_bytes, disk_bytes, tokens: tokens > 0  # type: ignore[method-assign]
-    join(section(directory, RANKS), rank, "127.0.0.1", port)
+    join_group(section(directory, RANKS), rank, "127.0.0.1", port)
     memory = {
         "host_bytes": HOST_BLOCKS * BLOCK_BYTES,
         "disk_directory": str(directory / f"disk-{rank}"),
@@ -88,14 +88,14 @@ def serve_rank(rank: int, directory: Path, port: int, pipe: Connection | None) -
     for quantization in QUANTIZATIONS:
         engine = build(section(directory, RANKS, quantization, **memory), rank)
         if pipe is None:
-            follow(engine)
+            run_worker_rank(engine)
         else:
-            serve_pipe(RankZero(engine), engine, pipe)
-    leave()
+            serve_pipe(DriverRank(engine), engine, pipe)
+    leave_group()
     os._exit(0)
 
 
-def serve_pipe(group: RankZero, engine: TargetEngine, pipe: Connection) -> None:
+def serve_pipe(group: DriverRank, engine: TargetEngine, pipe: Connection) -> None:
     """Call what is asked for, until the group is closed."""
     pipe.send("ready")
     while True:

@@ -1,0 +1,44 @@
+"""Building a target's engine from its configuration: weights, KV pool, decider, acceptance rule, warm-up."""
+
+from __future__ import annotations
+
+import torch
+from torch import distributed
+
+from cluster.core.config import TargetSection
+from workers.kv.pool import KvPool, blocks_that_fit
+from workers.model.loading import load_model
+from workers.sampling.accept import acceptance_rule
+from workers.verify.decider import Decider, LocalDecider
+from workers.verify.engine import TargetEngine
+from workers.verify.group_decider import GroupDecider
+
+
+def build_engine(section: TargetSection, rank: int = 0) -> TargetEngine:
+    """Load this rank's part of the target and warm it up. With several ranks, call `join_group` on each of them first.
+
+    Raises `ModelLoadError`, `ConfigurationError`.
+    """
+    rule = acceptance_rule(section)
+    model = load_model(
+        section, rank=rank, tensor_parallel=section.tensor_parallel, max_context_len=section.max_context_len
+    )
+    blocks = blocks_that_fit(model, section.kv)
+    decider: Decider = LocalDecider()
+    if section.tensor_parallel > 1:
+        blocks = _fewest_of_all_ranks(blocks)
+        decider = GroupDecider(model, rank)
+    engine = TargetEngine(model, KvPool(model, section.kv, blocks), decider, section.served_name, rule)
+    try:
+        engine.warm_up()
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def _fewest_of_all_ranks(blocks: int) -> int:
+    """The least number of blocks that fit on any rank: block tables must be equal on all of them."""
+    fewest = torch.tensor(blocks)
+    distributed.all_reduce(fewest, op=distributed.ReduceOp.MIN)
+    return int(fewest)

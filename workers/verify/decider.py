@@ -1,0 +1,65 @@
+"""Turning logits into tokens on a rank that has the whole vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from workers.sampling.context import DecisionContext
+from workers.sampling.decide import Undecidable, decide
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """One token per selected position, and the logits that this rank has to report log-probabilities from."""
+
+    tokens: list[int]
+    """-1 where all logits are NaN or −inf."""
+    logits: dict[int, torch.Tensor]
+    """Decision index → logits `[vocabulary]`, for the decisions whose log-probabilities were requested."""
+
+
+class Decider(Protocol):
+    """Turns logits into tokens, on this rank alone or together with the other ranks."""
+
+    def decide(self, logits: torch.Tensor, contexts: Sequence[DecisionContext]) -> Decisions:
+        """Decide one token per row of `logits` `[decisions, vocabulary (this rank's part)]`.
+
+        Every rank returns the same tokens.
+        """
+        ...
+
+
+class LocalDecider:
+    """Decides on a rank whose logits cover the whole vocabulary."""
+
+    def decide(self, logits: torch.Tensor, contexts: Sequence[DecisionContext]) -> Decisions:
+        """See `Decider`."""
+
+        def choose(rows: list[int]) -> list[int]:
+            return decide(logits if len(rows) == len(contexts) else logits[rows], [contexts[row] for row in rows])
+
+        tokens = decide_where_possible(len(contexts), choose)
+        requested = {
+            index: logits[index] for index, context in enumerate(contexts) if context.sampling.logprobs is not None
+        }
+        return Decisions(tokens, requested)
+
+
+def decide_where_possible(count: int, choose: Callable[[list[int]], list[int]]) -> list[int]:
+    """Call `choose` for rows `0 … count - 1` and return their tokens, with -1 for rows that are undecidable.
+
+    When `choose` raises `Undecidable`, it is called once more without the rows that the error names.
+    """
+    rows = list(range(count))
+    try:
+        return choose(rows)
+    except Undecidable as error:
+        tokens = [-1] * count
+        decidable = [row for row in rows if row not in error.rows]
+        for row, token in zip(decidable, choose(decidable), strict=True):
+            tokens[row] = token
+        return tokens

@@ -1,0 +1,171 @@
+"""The process group of a tensor-parallel target, and the commands that its driver rank broadcasts.
+
+Rank 0 is the driver rank: it serves gRPC. The other ranks are worker ranks. For every call the driver broadcasts one
+command, as bytes (a step is its own protobuf message, never a pickle), and all ranks run the same call on their own
+engine. After any failure the ranks may hold different states, so the owner of the group restarts all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from enum import IntEnum
+
+import torch
+from torch import distributed
+
+from cluster.core.config import TargetSection
+from cluster.core.errors import TargetUnavailable
+from cluster.core.ids import SequenceId
+from cluster.core.kv import KvOccupancy
+from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
+from cluster.wire.codec_target import (
+    open_rows_from_bytes,
+    open_rows_to_bytes,
+    step_batch_from_bytes,
+    step_batch_to_bytes,
+)
+from workers.model.loading import choose_device
+from workers.verify.engine import TargetEngine
+
+logger = logging.getLogger(__name__)
+
+# A worker rank waits for its next command for as long as the cluster is idle, so this bound must be longer than any
+# idle time. The death of a peer closes its connection, which is noticed at once.
+_COLLECTIVE_TIMEOUT = timedelta(days=365)
+
+
+def join_group(section: TargetSection, rank: int, address: str, port: int) -> None:
+    """Join the process group whose rank 0 listens at `address:port`: gloo between CPUs, NCCL between GPUs.
+
+    Raises `ConfigurationError` when CUDA is configured and absent.
+    """
+    backend = "cpu:gloo,cuda:nccl" if choose_device(section.device, rank).type == "cuda" else "gloo"
+    distributed.init_process_group(
+        backend,
+        init_method=f"tcp://{address}:{port}",
+        rank=rank,
+        world_size=section.tensor_parallel,
+        timeout=_COLLECTIVE_TIMEOUT,
+    )
+
+
+def leave_group() -> None:
+    """Leave the process group. Does nothing in a process that has not joined one."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+class _Command(IntEnum):
+    STEP = 1
+    RELEASE = 2
+    OPEN = 3
+    STOP = 4
+    RELEASE_ALL = 5
+
+
+class DriverRank:
+    """The engine of rank 0, which broadcasts every call to the worker ranks before it runs it itself."""
+
+    def __init__(self, engine: TargetEngine) -> None:
+        self._engine = engine
+        self._failure: str | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """Why the group must be restarted, or `None` while it works."""
+        return self._failure
+
+    def info(self) -> TargetInfo:
+        """Describe this target."""
+        return self._engine.info()
+
+    def step(self, batch: StepBatch) -> StepResult:
+        """See `TargetEngine.step`. Raises `TargetUnavailable` once the group has failed."""
+        self._broadcast(_Command.STEP, step_batch_to_bytes(batch))
+        with self._failing_together():
+            return self._engine.step(batch)
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
+        """See `TargetEngine.release`. Raises `TargetUnavailable` once the group has failed."""
+        self._broadcast(_Command.RELEASE, json.dumps(list(sequence_ids)).encode())
+        return self._engine.release(sequence_ids)
+
+    def release_all(self) -> KvOccupancy:
+        """See `TargetEngine.release_all`. Raises `TargetUnavailable` once the group has failed."""
+        self._broadcast(_Command.RELEASE_ALL, b"")
+        return self._engine.release_all()
+
+    def open(self, rows: Sequence[OpenRow]) -> OpenResult:
+        """See `TargetEngine.open`. Raises `TargetUnavailable` once the group has failed."""
+        self._broadcast(_Command.OPEN, open_rows_to_bytes(rows))
+        with self._failing_together():
+            return self._engine.open(rows)
+
+    def close(self) -> None:
+        """Stop the worker ranks and close this rank's engine; no call can follow. Closing twice is harmless."""
+        try:
+            if self._failure is None:
+                self._broadcast(_Command.STOP, b"")
+                self._failure = "it is closed"
+        except TargetUnavailable:
+            pass  # already logged; worker ranks end when their connection closes
+        finally:
+            self._engine.close()
+
+    def _broadcast(self, command: _Command, payload: bytes) -> None:
+        if self._failure is not None:
+            raise TargetUnavailable(f"the tensor-parallel group is broken: {self._failure}")
+        with self._failing_together():
+            distributed.broadcast(torch.tensor([command, len(payload)]), src=0)
+            if payload:
+                distributed.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), src=0)
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Mark the group as failed when anything is raised inside: the ranks may hold different states."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = repr(error)
+            logger.error("the tensor-parallel group is broken: %r", error)
+            if isinstance(error, Exception):
+                raise TargetUnavailable(f"the tensor-parallel group is broken: {error!r}") from error
+            raise
+
+
+def run_worker_rank(engine: TargetEngine) -> None:
+    """Run the driver rank's commands on this rank's engine until it says stop, then close the engine.
+
+    Raises whatever else ends the group, after closing the engine.
+    """
+    try:
+        while (received := _receive())[0] is not _Command.STOP:
+            _execute(engine, *received)
+    finally:
+        engine.close()
+
+
+def _receive() -> tuple[_Command, bytes]:
+    header = torch.zeros(2, dtype=torch.long)
+    distributed.broadcast(header, src=0)
+    command, length = _Command(int(header[0])), int(header[1])
+    payload = torch.zeros(length, dtype=torch.uint8)
+    if length:
+        distributed.broadcast(payload, src=0)
+    return command, payload.numpy().tobytes()
+
+
+def _execute(engine: TargetEngine, command: _Command, payload: bytes) -> None:
+    match command:
+        case _Command.STEP:
+            engine.step(step_batch_from_bytes(payload))
+        case _Command.OPEN:
+            engine.open(open_rows_from_bytes(payload))
+        case _Command.RELEASE:
+            engine.release([SequenceId(name) for name in json.loads(payload)])
+        case _Command.RELEASE_ALL:
+            engine.release_all()

@@ -1,0 +1,51 @@
+"""Parts of a verdict: why a row is refused, and the log-probabilities of the accepted path."""
+
+from __future__ import annotations
+
+import torch
+
+from cluster.core.request import TokenLogprobs
+from cluster.core.verification import RowFault, RowFaultCode, Verdict, VerifyRow
+from workers.sampling.accept import Accepted
+from workers.sampling.logprobs import token_logprobs
+from workers.verify.decider import Decisions
+
+
+def row_problem(row: VerifyRow, vocabulary_size: int, max_context_len: int) -> str | None:
+    """Why this row can never be served, or `None` if it can."""
+    if not row.pending:
+        return "pending: it must hold at least one token"
+    for name, tokens in (("pending", row.pending), ("tree.tokens", row.tree.tokens)):
+        largest = max(tokens, default=0)
+        if largest >= vocabulary_size:
+            return f"{name}: token {largest} must be below the vocabulary size {vocabulary_size}"
+    if row.base_len + row.tree.depth() > max_context_len:
+        return (
+            f"base_len: {row.base_len} + a tree of depth {row.tree.depth()} is beyond the context of "
+            f"{max_context_len} tokens"
+        )
+    if row.tree and not row.decide:
+        return "tree: it must be empty where nothing is decided"
+    return None
+
+
+def fault_verdict(row: VerifyRow, code: RowFaultCode, message: str, stored_len: int = 0) -> Verdict:
+    """The verdict on a row that was not computed. `stored_len` is how many of its tokens the target holds."""
+    return Verdict(row.sequence_id, row.base_len, fault=RowFault(code, message, stored_len))
+
+
+def path_logprobs(
+    decisions: Decisions, indices: range, accepted: Accepted, count: int | None
+) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities of the accepted tokens, each with its `count` most probable alternatives.
+
+    `indices` are those of the row's decisions: the root's first, then one per node. Empty where `count` is `None`, and
+    on ranks that hold only their part of the logits.
+    """
+    if count is None:
+        return ()
+    path = [indices[0], *(indices[node + 1] for node in accepted.nodes)]
+    if any(index not in decisions.logits for index in path):
+        return ()
+    logits = torch.stack([decisions.logits[index] for index in path])  # [accepted tokens, vocabulary]
+    return token_logprobs(logits, accepted.tokens, [count] * len(path))
