@@ -80,9 +80,11 @@ class Placement:
 
 
 def plan(configuration: Configuration, resources: Resources) -> Placement:
-    """Place every role; never fails: `preflight` tells what the node lacks for it.
+    """Place every role. Never fails: `preflight` reports what the node lacks.
 
-    A drafter computes where the configuration gives it a model; otherwise it only looks up.
+    A drafter with a model computes; any other drafter only looks up. On CPU, the target has a thread on every core
+    and so have the drafters: drafting and verifying mostly alternate, and a core that waits for a resting drafter
+    would slow plain decoding down. The bundles divide Ray's logical cores and have no influence on threads.
     """
     target, draft = configuration.target, configuration.draft
     ranks = target.tensor_parallel
@@ -91,28 +93,22 @@ def plan(configuration: Configuration, resources: Resources) -> Placement:
     # Several drafters are alike: all of them have a GPU, or none.
     draft_device = _device(draft.model.device, gpus_left // draft.replicas) if draft.model is not None else "cpu"
 
-    cores = max(1, int(resources.cpus))
-    draft_cores = _draft_cores(cores, target_device) if draft.model is not None and draft_device == "cpu" else 0
-    target_cores = cores - draft_cores if target_device == "cpu" else 0
-
+    drafts_on_cpu = draft.model is not None and draft_device == "cpu"
     helpers = 2 if draft.model is not None else 2 + draft.replicas
     cpus_left = max(0.0, resources.cpus - helpers * HELPER_CPUS)
     draft_bundle = Bundle(HELPER_CPUS)
     if draft.model is not None:
-        mine = draft_cores / cores / draft.replicas
-        draft_bundle = Bundle(1.0, 1) if draft_device == "cuda" else Bundle(_share(cpus_left, mine))
+        share = _draft_share(target_device) / draft.replicas
+        draft_bundle = Bundle(1.0, 1) if draft_device == "cuda" else Bundle(_share(cpus_left, share))
         cpus_left = max(0.0, cpus_left - draft_bundle.cpus * draft.replicas)
     target_bundle = Bundle(1.0, 1) if target_device == "cuda" else Bundle(_share(cpus_left, 1 / ranks))
+    cores = max(1, int(resources.cpus))
+    target_threads = target.threads or (_threads(cores, ranks) if target_device == "cpu" else 1)
+    draft_cores = cores if target_device == "cpu" else cores - 1
+    draft_threads = draft.threads or (_threads(draft_cores, draft.replicas) if drafts_on_cpu else 1)
     return Placement(
-        target=RolePlacement(
-            "target", target_device, (target_bundle,) * ranks, target.threads or max(1, target_cores // ranks)
-        ),
-        draft=RolePlacement(
-            "draft",
-            draft_device,
-            (draft_bundle,) * draft.replicas,
-            draft.threads or max(1, draft_cores // draft.replicas),
-        ),
+        target=RolePlacement("target", target_device, (target_bundle,) * ranks, target_threads),
+        draft=RolePlacement("draft", draft_device, (draft_bundle,) * draft.replicas, draft_threads),
         coordinator=RolePlacement("coordinator", "cpu", (Bundle(HELPER_CPUS),), 1),
         ingress=RolePlacement("ingress", "cpu", (Bundle(HELPER_CPUS),), 1),
     )
@@ -125,9 +121,14 @@ def _device(asked: str, gpus_left: int) -> Device:
     return "cuda" if asked == "cuda" else "cpu"
 
 
-def _draft_cores(cores: int, target_device: Device) -> int:
-    """Cores of a draft model on CPU: a quarter beside a target on the same cores, else all but one."""
-    return max(1, cores // 4 if target_device == "cpu" else cores - 1)
+def _threads(cores: int, processes: int) -> int:
+    """Threads of each of several processes that compute at the same time."""
+    return max(1, cores // processes)
+
+
+def _draft_share(target_device: Device) -> float:
+    """Share of Ray's logical cores that the drafters on CPU claim together."""
+    return 0.25 if target_device == "cpu" else 0.9
 
 
 def _share(cpus: float, fraction: float) -> float:

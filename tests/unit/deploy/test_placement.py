@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.core.config import Configuration, load
-from deploy.placement import Bundle, Placement, Resources, RolePlacement, plan
+from deploy.placement import Bundle, Resources, RolePlacement, plan
 
 LAPTOP = Resources(cpus=2, gpus=0, memory_bytes=8 << 30)
 SERVER = Resources(cpus=64, gpus=0, memory_bytes=256 << 30)
@@ -16,11 +16,6 @@ DRAFT_MODEL = {"draft.method": "model", "draft.model.path": "somewhere"}
 
 def configured(**changes: object) -> Configuration:
     return load({}, {key.replace("__", "."): value for key, value in changes.items()})
-
-
-def threads_on_cpu(placement: Placement) -> int:
-    computing = (placement.target, placement.draft)
-    return sum(role.threads * len(role.bundles) for role in computing if role.device == "cpu")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -52,11 +47,13 @@ def test_a_rank_has_a_thread_even_where_cores_are_fewer_than_ranks() -> None:
 
 
 @pytest.mark.parametrize("resources", [LAPTOP, SERVER])
-def test_a_draft_model_and_its_target_do_not_fight_for_cores(resources: Resources) -> None:
+def test_a_target_computes_with_all_cores_beside_a_draft_model_and_the_draft_model_shares_them(
+    resources: Resources,
+) -> None:
     placement = plan(load({}, DRAFT_MODEL), resources)
 
-    assert placement.draft.threads >= 1
-    assert threads_on_cpu(placement) == resources.cpus
+    assert placement.target.threads == resources.cpus
+    assert placement.draft.threads == resources.cpus
 
 
 def test_configured_threads_are_taken_as_they_are() -> None:
@@ -94,7 +91,7 @@ def test_each_of_several_drafters_has_its_share(replicas: int, with_draft_model:
 
     assert len(placement.draft.bundles) == replicas
     assert placement.cpus <= SERVER.cpus
-    assert not with_draft_model or placement.draft.threads == 16 // replicas
+    assert placement.draft.threads == (64 // replicas if with_draft_model else 1)
 
 
 @pytest.mark.parametrize(("ranks", "device"), [(6, "cuda"), (7, "cpu")])
