@@ -14,7 +14,7 @@ from cluster.core.ports import Drafter, Target
 from cluster.ingress.grpc import GenerationServicer, OperationsServicer
 from cluster.ingress.service import Generation
 from cluster.ingress.text.tokenizer import Tokenizer
-from cluster.wire.clients import Resolve
+from cluster.wire.connection import Resolve
 from cluster.wire.server import WireServer
 from deploy.lossless import NOT_LOSSLESS
 from pilotfish.v1 import generation_pb2_grpc, operations_pb2_grpc

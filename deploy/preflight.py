@@ -12,6 +12,7 @@ from typing import Any
 
 from cluster.core.config import Configuration, DraftSection, PoolSection, ServerSection
 from cluster.core.errors import ConfigurationError, shorten
+from cluster.wire.address import join_host_port
 from deploy.placement import Placement, Resources, RolePlacement
 from workers.model.draft_card import is_distilled, read_card
 
@@ -83,7 +84,7 @@ def port_problems(server: ServerSection) -> Iterator[Problem]:
         if reason:
             yield Problem(
                 f"server.{door}_port",
-                f"{host}:{port} free",
+                f"{join_host_port(host, port)} free",
                 reason,
                 f"stop what listens there or set server.{door}_port",
             )

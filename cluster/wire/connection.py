@@ -1,42 +1,73 @@
-"""Connections to other servers: bounded messages, dead peers noticed, no call sent twice."""
+"""A connection to one server that resolves its address again after the server was lost."""
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 
 from cluster.core.bounds import MAX_MESSAGE_BYTES
+from cluster.core.errors import PilotfishError
+from cluster.wire.channel import open_channel
+from cluster.wire.status import from_rpc_error
 
-_KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-)
+Resolve = Callable[[], Awaitable[str]]
+"""Returns the server's current `host:port`. It is called whenever a channel is opened."""
 
-
-def message_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
-    """Bounds on single messages, both ways."""
-    return (
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
-    )
+SHORT_CALL_SECONDS = 10.0
+"""Timeout of calls that compute nothing, in seconds."""
+_RESOLVE_SECONDS = 10.0
 
 
-def open_channel(
-    address: str,
-    *,
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
-    credentials: grpc.ChannelCredentials | None = None,
-) -> grpc.aio.Channel:
-    """A channel to `host:port`; plain text unless `credentials` are given."""
-    options = (
-        *message_options(max_message_bytes),
-        *_KEEPALIVE_OPTIONS,
-        ("grpc.enable_retries", 0),  # a Generate must never run twice
-        ("grpc.enable_http_proxy", 0),  # a proxy for the outside world does not know the cluster's addresses
-        ("grpc.max_reconnect_backoff_ms", 1_000),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-    )
-    if credentials is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, credentials, options=options)
+class Connection:
+    """One channel, opened when needed and dropped when lost, so that the next call resolves anew."""
+
+    def __init__(
+        self,
+        resolve: Resolve,
+        unavailable: type[PilotfishError],
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self._resolve = resolve
+        self._unavailable = unavailable
+        self._max_message_bytes = max_message_bytes
+        self._credentials = credentials
+        self._channel: grpc.aio.Channel | None = None
+
+    async def channel(self) -> grpc.aio.Channel:
+        """Raises the port's own `WorkerUnavailable` when nobody knows where the server is."""
+        if self._channel is None:
+            try:
+                async with asyncio.timeout(_RESOLVE_SECONDS):
+                    address = await self._resolve()
+            except (OSError, TimeoutError) as error:
+                raise self._unavailable(f"its address is not known: {error!r}") from error
+            if self._channel is None:
+                self._channel = open_channel(
+                    address, max_message_bytes=self._max_message_bytes, credentials=self._credentials
+                )
+        return self._channel
+
+    def failed(self, error: grpc.aio.AioRpcError) -> PilotfishError:
+        """What to raise for a failed call; forgets the channel if the server was not there.
+
+        It is not closed: other calls may still be under way on it, and it ends with the last of them.
+        """
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            self._channel = None
+        return from_rpc_error(error, self._unavailable)
+
+    def checked(self, answer: Any) -> Any:
+        """The answer, if it is one: for bytes that are no message of the schema gRPC hands on `None`."""
+        if answer is None:
+            raise self._unavailable("its answer is no message of the schema")
+        return answer
+
+    async def close(self) -> None:
+        """Drop the channel; the next call opens another."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()

@@ -18,7 +18,8 @@ from grpc_reflection.v1alpha import reflection
 
 from cluster.core.bounds import MAX_MESSAGE_BYTES
 from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishError
-from cluster.wire.connection import message_options
+from cluster.wire.address import join_host_port
+from cluster.wire.channel import message_options
 from cluster.wire.status import to_status
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class WireServer:
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         for name in names:
             await self.set_serving(name, False)
-        address = f"{self._host}:{self._port}"
+        address = join_host_port(self._host, self._port)
         try:
             if self._credentials is None:
                 port = server.add_insecure_port(address)

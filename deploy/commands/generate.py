@@ -13,7 +13,8 @@ import typer
 
 from cluster.core.config import Configuration
 from cluster.core.errors import ConfigurationError, InvalidRequest
-from cluster.wire.clients import GenerationClient
+from cluster.wire.address import join_host_port
+from cluster.wire.generation_client import GenerationClient
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.coordinator_server import fixed_address
 from deploy.lossless import NOT_LOSSLESS
@@ -143,6 +144,6 @@ def _listening_address(configuration: Configuration) -> str | None:
     server = configuration.server
     try:
         with socket.create_connection((server.grpc_host, server.grpc_port), timeout=_CONNECT_SECONDS):
-            return f"{server.grpc_host}:{server.grpc_port}"
+            return join_host_port(server.grpc_host, server.grpc_port)
     except OSError:
         return None

@@ -6,6 +6,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from cluster.core.config import Configuration
+from cluster.wire.address import join_host_port
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.placement import Placement, Resources, plan
 from deploy.settings import load_settings
@@ -49,6 +50,6 @@ def _descriptions(configuration: Configuration) -> dict[str, str]:
     return {
         "target": f"{target.path} ({target.dtype})",
         "draft": draft.method + (f": {draft.model.path}" if draft.model is not None else ""),
-        "coordinator": f"gRPC {server.grpc_host}:{server.grpc_port}",
-        "ingress": f"HTTP {server.http_host}:{server.http_port}",
+        "coordinator": f"gRPC {join_host_port(server.grpc_host, server.grpc_port)}",
+        "ingress": f"HTTP {join_host_port(server.http_host, server.http_port)}",
     }

@@ -6,6 +6,7 @@ import json
 import sys
 
 from cluster.core.config import Configuration
+from cluster.wire.address import http_url, join_host_port
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.lossless import NOT_LOSSLESS, is_lossless
 from deploy.models import served_name
@@ -40,7 +41,8 @@ def serve(config: ConfigOption = None, assignments: SetOption = None) -> None:
 def usage_examples(configuration: Configuration) -> str:
     """A curl line, an `openai` snippet and a grpcurl line that work as printed."""
     server, name = configuration.server, served_name(configuration)
-    url, address = f"http://{server.http_host}:{server.http_port}", f"{server.grpc_host}:{server.grpc_port}"
+    url = http_url(server.http_host, server.http_port)
+    address = join_host_port(server.grpc_host, server.grpc_port)
     messages = [{"role": "user", "content": "Name three things that swim."}]
     over_http = json.dumps({"model": name, "messages": messages, "max_tokens": 64, "temperature": 0})
     over_grpc = json.dumps(

@@ -16,7 +16,7 @@ from cluster.core.config import Configuration, DraftSection
 from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishError
 from cluster.ingress.text.chat_template import Message
 from cluster.ingress.text.tokenizer import Tokenizer
-from cluster.wire.clients import GenerationClient
+from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2

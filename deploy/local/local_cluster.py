@@ -16,7 +16,10 @@ import uvicorn
 from cluster.core.config import Configuration
 from cluster.core.errors import ConfigurationError
 from cluster.ingress.http import create_app
-from cluster.wire.clients import GenerationClient, GrpcDrafter, GrpcTarget
+from cluster.wire.address import http_url, join_host_port, socket_family
+from cluster.wire.drafter_client import GrpcDrafter
+from cluster.wire.generation_client import GenerationClient
+from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import CoordinatorServer, fixed_address
 from deploy.lossless import with_acceptance
 from workers.draft.registry import create
@@ -43,12 +46,12 @@ class LocalCluster:
     @property
     def grpc_address(self) -> str:
         """Where the public gRPC service listens."""
-        return f"{self._configuration.server.grpc_host}:{self._grpc_port}"
+        return join_host_port(self._configuration.server.grpc_host, self._grpc_port)
 
     @property
     def http_url(self) -> str:
         """Where the HTTP ingress listens, if it was asked for."""
-        return f"http://{self._configuration.server.http_host}:{self._http_port}"
+        return http_url(self._configuration.server.http_host, self._http_port)
 
     async def __aenter__(self) -> Self:
         try:
@@ -95,7 +98,8 @@ class LocalCluster:
     async def _start_http(self) -> None:
         client = GenerationClient(fixed_address(self.grpc_address))
         self._stack.push_async_callback(client.close)
-        listener = socket.create_server((self._configuration.server.http_host, self._configuration.server.http_port))
+        host, port = self._configuration.server.http_host, self._configuration.server.http_port
+        listener = socket.create_server((host, port), family=socket_family(host))
         self._http_port = int(listener.getsockname()[1])
         app = create_app(client, self._configuration.limits)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))

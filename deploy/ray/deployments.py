@@ -14,7 +14,11 @@ from ray.serve.handle import DeploymentHandle
 from cluster.core.config import load
 from cluster.core.errors import DrafterUnavailable, NotReady, PilotfishError, TargetUnavailable
 from cluster.ingress.http import create_app
-from cluster.wire.clients import GenerationClient, GrpcDrafter, GrpcTarget, Resolve
+from cluster.wire.address import join_host_port
+from cluster.wire.connection import Resolve
+from cluster.wire.drafter_client import GrpcDrafter
+from cluster.wire.generation_client import GenerationClient
+from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import CoordinatorServer
 from workers.serve.actors import node_address
 from workers.serve.worker_server import set_log_level
@@ -47,7 +51,7 @@ class CoordinatorReplica:
     async def address(self) -> str:
         """Where the public gRPC service listens."""
         host = node_address() if self._host in _EVERYWHERE else self._host
-        return f"{host}:{self._port}"
+        return join_host_port(host, self._port)
 
     async def drain(self) -> None:
         """Take no new requests and let the running ones end."""

@@ -18,6 +18,7 @@ from ray.serve.exceptions import RayServeException
 
 from cluster.core.config import Configuration
 from cluster.core.errors import WorkerUnavailable
+from cluster.wire.address import http_url, join_host_port
 from deploy.models import Report, resolve_models, served_name
 from deploy.placement import Resources, plan
 from deploy.preflight import check, machine_problems, model_problems
@@ -66,12 +67,12 @@ class ServeCluster:
     @property
     def http_url(self) -> str:
         """Where HTTP clients come in."""
-        return f"http://{self._configuration.server.http_host}:{self._configuration.server.http_port}"
+        return http_url(self._configuration.server.http_host, self._configuration.server.http_port)
 
     @property
     def grpc_address(self) -> str:
         """Where gRPC clients come in."""
-        return f"{self._configuration.server.grpc_host}:{self._configuration.server.grpc_port}"
+        return join_host_port(self._configuration.server.grpc_host, self._configuration.server.grpc_port)
 
     def start(self) -> None:
         """Return once requests are taken. Raises `ConfigurationError`, `ModelLoadError`, `WorkerUnavailable`."""

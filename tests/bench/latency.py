@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cluster.wire.clients import GenerationClient
+from cluster.wire.generation_client import GenerationClient
 from deploy.local.local_cluster import LocalCluster
 from tests.bench.client import Answer, ask, connected
 from tests.bench.options import Options

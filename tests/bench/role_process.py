@@ -22,7 +22,8 @@ from typing import Any, Literal
 from cluster.core.config import Configuration
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
-from cluster.wire.clients import GrpcDrafter, GrpcTarget
+from cluster.wire.drafter_client import GrpcDrafter
+from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import CoordinatorServer, fixed_address
 
 LOOPBACK = "127.0.0.1"

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from cluster.core.config import Configuration
-from cluster.wire.clients import GrpcTarget
+from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LOOPBACK
 from tests.bench.decoding import Decoding

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
 from cluster.core.config import Configuration, load
-from cluster.wire.clients import GenerationClient
+from cluster.wire.generation_client import GenerationClient
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support import tiny, tiny_tokenizer

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.core.config import MIB, Configuration, load
-from cluster.wire.clients import GenerationClient
+from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2

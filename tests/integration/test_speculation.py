@@ -21,7 +21,9 @@ from transformers import AutoModelForCausalLM
 from cluster.core.config import Configuration, load
 from cluster.core.errors import DrafterUnavailable
 from cluster.core.request import SamplingParameters
-from cluster.wire.clients import GenerationClient, GrpcDrafter, GrpcTarget
+from cluster.wire.drafter_client import GrpcDrafter
+from cluster.wire.generation_client import GenerationClient
+from cluster.wire.target_client import GrpcTarget
 from deploy.commands.generate import Prompt, answer_prompt
 from deploy.coordinator_server import CoordinatorServer, fixed_address
 from deploy.lossless import NOT_LOSSLESS, with_acceptance

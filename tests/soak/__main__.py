@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 from cluster.core.config import MIB, Configuration, load
 from cluster.ingress.text.tokenizer import Tokenizer
-from cluster.wire.clients import GenerationClient
+from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from deploy.settings import load_settings, parse_assignments

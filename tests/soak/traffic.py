@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from cluster.core.errors import PilotfishError
-from cluster.wire.clients import GenerationClient
+from cluster.wire.generation_client import GenerationClient
 from pilotfish.v1 import generation_pb2
 from tests.soak.asks import Ask
 from tests.soak.reference import Reference

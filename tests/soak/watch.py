@@ -10,7 +10,7 @@ import numpy
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.wire.clients import GenerationClient
+from cluster.wire.generation_client import GenerationClient
 
 SAMPLE_SECONDS = 1.0
 

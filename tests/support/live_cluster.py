@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.core.request import SamplingParameters
-from cluster.wire.clients import GenerationClient
+from cluster.wire.generation_client import GenerationClient
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.plain_generation import write_alone
 

@@ -21,7 +21,7 @@ from cluster.core.kv import KvLayout, KvOccupancy
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo, Verdict, VerifyRow
-from cluster.wire.clients import GenerationClient, GrpcDrafter, GrpcTarget
+from cluster.wire.channel import open_channel
 from cluster.wire.codec_common import decode_sequence_ids
 from cluster.wire.codec_draft import decode_draft_rows, encode_proposals
 from cluster.wire.codec_target import (
@@ -32,8 +32,10 @@ from cluster.wire.codec_target import (
     encode_step_result,
     encode_target_info,
 )
-from cluster.wire.connection import open_channel
+from cluster.wire.drafter_client import GrpcDrafter
+from cluster.wire.generation_client import GenerationClient
 from cluster.wire.server import WireServer
+from cluster.wire.target_client import GrpcTarget
 from pilotfish.v1 import (
     draft_pb2,
     draft_pb2_grpc,

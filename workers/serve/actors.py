@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.core.config import DraftSection, TargetSection
 from cluster.core.errors import TargetUnavailable
+from cluster.wire.address import socket_family
 from workers.draft.registry import DraftMethod, create
 from workers.serve.target_servicer import StepEngine
 from workers.serve.worker_server import WorkerHost, host_draft, host_target, set_log_level
@@ -196,6 +197,6 @@ def node_address() -> str:
 
 def free_port(host: str) -> int:
     """A port of `host` that is free now, for the ranks' rendezvous."""
-    with socket.socket() as probe:
+    with socket.socket(socket_family(host)) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from cluster.core.errors import WorkerUnavailable
+from cluster.wire.address import join_host_port
 from cluster.wire.server import WireServer
 from pilotfish.v1 import draft_pb2_grpc, target_pb2_grpc
 from workers.draft.registry import DraftMethod
@@ -60,7 +61,7 @@ class WorkerHost:
     @property
     def address(self) -> str:
         """Where it listens, once started."""
-        return f"{self._host}:{self._port}"
+        return join_host_port(self._host, self._port)
 
     def check_health(self) -> None:
         """Raise `WorkerUnavailable` when whatever is asked of the servicer fails: its device may be lost."""

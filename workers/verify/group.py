@@ -22,6 +22,7 @@ from cluster.core.errors import TargetUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
+from cluster.wire.address import join_host_port
 from cluster.wire.codec_target import (
     open_rows_from_bytes,
     open_rows_to_bytes,
@@ -46,7 +47,7 @@ def join_group(section: TargetSection, rank: int, address: str, port: int) -> No
     backend = "cpu:gloo,cuda:nccl" if choose_device(section.device, rank).type == "cuda" else "gloo"
     distributed.init_process_group(
         backend,
-        init_method=f"tcp://{address}:{port}",
+        init_method=f"tcp://{join_host_port(address, port)}",
         rank=rank,
         world_size=section.tensor_parallel,
         timeout=_COLLECTIVE_TIMEOUT,

@@ -16,7 +16,7 @@ import torch
 
 from cluster.core.config import Configuration, DraftSection, TargetSection
 from cluster.core.errors import ConfigurationError, NotReady
-from cluster.wire.clients import GenerationClient
+from cluster.wire.generation_client import GenerationClient
 from pilotfish.v1 import generation_pb2
 from tests.bench import clusters, options, overlap, prefix, speculation, theory
 from tests.bench.__main__ import SECTIONS

@@ -16,7 +16,7 @@ from cluster.core.config import LimitsSection
 from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded, PilotfishError, UnknownModel
 from cluster.ingress.grpc import GenerationServicer, OperationsServicer
 from cluster.ingress.http import create_app
-from cluster.wire.clients import GenerationClient
+from cluster.wire.generation_client import GenerationClient
 from cluster.wire.server import WireServer
 from pilotfish.v1 import common_pb2, generation_pb2, generation_pb2_grpc, operations_pb2_grpc
 from tests.support.fake_engine import CONTEXT, MODEL, VOCABULARY, OneMetric, Reciter, listening, room

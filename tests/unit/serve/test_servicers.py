@@ -31,10 +31,11 @@ from cluster.core.verification import (
     Verdict,
     VerifyRow,
 )
-from cluster.wire.clients import GrpcDrafter, GrpcTarget
 from cluster.wire.codec_draft import decode_proposals, encode_draft_rows
 from cluster.wire.codec_target import decode_step_result, encode_step_batch
+from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.server import WireServer
+from cluster.wire.target_client import GrpcTarget
 from pilotfish.v1 import draft_pb2, draft_pb2_grpc, target_pb2_grpc
 from tests.support import tiny
 from workers.draft.ngram import NgramDrafter

@@ -23,7 +23,10 @@ from cluster.core.errors import (
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
 from cluster.core.verification import StepResult, Verdict
-from cluster.wire.clients import GenerationClient, GrpcDrafter, GrpcTarget, Resolve
+from cluster.wire.connection import Resolve
+from cluster.wire.drafter_client import GrpcDrafter
+from cluster.wire.generation_client import GenerationClient
+from cluster.wire.target_client import GrpcTarget
 from tests.support.wire_servers import (
     BATCH,
     GENERATION,

@@ -27,9 +27,10 @@ from cluster.core.errors import (
 )
 from cluster.core.ids import SequenceId
 from cluster.core.verification import StepBatch, VerifyRow
-from cluster.wire.clients import GenerationClient, GrpcTarget
+from cluster.wire.generation_client import GenerationClient
 from cluster.wire.server import WireServer
 from cluster.wire.status import to_status
+from cluster.wire.target_client import GrpcTarget
 from tests.support.wire_servers import (
     BATCH,
     DRAFT,

@@ -1,0 +1,25 @@
+"""Network addresses as text."""
+
+from __future__ import annotations
+
+import socket
+
+
+def join_host_port(host: str, port: int) -> str:
+    """`host:port` for gRPC and URLs. An IPv6 address is put in brackets, as in `[::1]:50051`."""
+    return f"[{host}]:{port}" if is_ipv6(host) else f"{host}:{port}"
+
+
+def http_url(host: str, port: int) -> str:
+    """The URL of an HTTP server without TLS."""
+    return f"http://{join_host_port(host, port)}"
+
+
+def socket_family(host: str) -> socket.AddressFamily:
+    """The family of a socket that listens on `host`."""
+    return socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
+
+
+def is_ipv6(host: str) -> bool:
+    """Whether `host` is a literal IPv6 address without brackets. Host names contain no colon."""
+    return ":" in host and not host.startswith("[")

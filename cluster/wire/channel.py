@@ -1,0 +1,42 @@
+"""gRPC channels with the options that every client of the cluster uses."""
+
+from __future__ import annotations
+
+import grpc
+
+from cluster.core.bounds import MAX_MESSAGE_BYTES
+
+_KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+
+def message_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
+    """Bounds on single messages, both ways."""
+    return (
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+    )
+
+
+def open_channel(
+    address: str,
+    *,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    credentials: grpc.ChannelCredentials | None = None,
+) -> grpc.aio.Channel:
+    """A channel to `host:port`; plain text unless `credentials` are given."""
+    options = (
+        *message_options(max_message_bytes),
+        *_KEEPALIVE_OPTIONS,
+        ("grpc.enable_retries", 0),  # a Generate must never run twice
+        ("grpc.enable_http_proxy", 0),  # a proxy for the outside world does not know the cluster's addresses
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+    )
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)

@@ -1,0 +1,56 @@
+"""The `Drafter` port over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+import grpc
+
+from cluster.core.drafting import DraftRow, Proposal
+from cluster.core.errors import DrafterUnavailable, InvalidRequest
+from cluster.core.ids import SequenceId
+from cluster.wire.codec_draft import decode_proposals, encode_draft_rows
+from cluster.wire.connection import SHORT_CALL_SECONDS, Connection, Resolve
+from cluster.wire.stream_exchange import StreamExchange
+from pilotfish.v1 import draft_pb2, draft_pb2_grpc
+
+
+class GrpcDrafter:
+    """`cluster.core.ports.Drafter` over gRPC. Others may use the drafter, too: each client's sequences are its own."""
+
+    def __init__(self, resolve: Resolve, credentials: grpc.ChannelCredentials | None = None) -> None:
+        self._client = uuid4().hex
+        self._connection = Connection(resolve, DrafterUnavailable, credentials=credentials)
+        self._propose = StreamExchange(
+            self._connection, lambda channel: draft_pb2_grpc.DraftServiceStub(channel).Propose()
+        )
+
+    async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
+        """See the port. Late is `DrafterUnavailable` too."""
+        answer = await self._call(self._propose, encode_draft_rows(rows, self._client), timeout_seconds)
+        try:
+            return decode_proposals(answer)
+        except InvalidRequest as error:
+            raise DrafterUnavailable(f"the drafter's answer is refused: {error}") from error
+
+    async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """See the port."""
+        stub = draft_pb2_grpc.DraftServiceStub(await self._connection.channel())
+        request = draft_pb2.DraftServiceReleaseRequest(sequence_ids=sequence_ids, client=self._client)
+        await self._call(stub.Release, request, SHORT_CALL_SECONDS)
+
+    async def close(self) -> None:
+        """Close the connection."""
+        self._propose.close()
+        await self._connection.close()
+
+    async def _call(self, method: Any, request: Any, timeout_seconds: float) -> Any:
+        try:
+            return self._connection.checked(await method(request, timeout=timeout_seconds))
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise DrafterUnavailable(f"no answer within {timeout_seconds} s") from error
+            # Whatever ails a drafter, the answer to it is the same: go on without.
+            raise DrafterUnavailable(str(self._connection.failed(error))) from error

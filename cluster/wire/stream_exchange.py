@@ -1,0 +1,69 @@
+"""Requests and responses in turn over a bidirectional stream, called like a unary method."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from cluster.wire.connection import Connection
+
+
+class StreamExchange:
+    """A method whose requests and answers take turns in a stream, called as if it were unary.
+
+    A stream is opened when all others are in use and kept for the next call: what opening costs is paid once. One
+    that fails, or is given up, is not used again.
+    """
+
+    def __init__(self, connection: Connection, open_stream: Callable[[grpc.aio.Channel], Any]) -> None:
+        self._connection = connection
+        self._open = open_stream
+        self._idle: list[tuple[grpc.aio.Channel, Any]] = []
+
+    async def __call__(self, request: Any, timeout: float) -> Any:  # noqa: ASYNC109 - the signature is gRPC's
+        """The answer. Raises `AioRpcError`, as a unary method does."""
+        channel = await self._connection.channel()
+        stream = self._take(channel)
+        try:
+            async with asyncio.timeout(timeout):
+                await _write(stream, request)
+                answer = await stream.read()
+        except TimeoutError:
+            stream.cancel()
+            raise _failure(grpc.StatusCode.DEADLINE_EXCEEDED, f"no answer within {timeout} s") from None
+        except BaseException:
+            stream.cancel()
+            raise
+        if answer is grpc.aio.EOF:
+            raise _failure(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
+        self._idle.append((channel, stream))
+        return answer
+
+    def close(self) -> None:
+        """End the streams that are not in use."""
+        idle, self._idle = self._idle, []
+        for _, stream in idle:
+            stream.cancel()
+
+    def _take(self, channel: grpc.aio.Channel) -> Any:
+        for opened_on, stream in self._idle:
+            if opened_on is not channel:  # the server was lost since
+                stream.cancel()
+        self._idle = [(opened_on, stream) for opened_on, stream in self._idle if not stream.done()]
+        return self._idle.pop()[1] if self._idle else self._open(channel)
+
+
+async def _write(stream: Any, request: Any) -> None:
+    try:
+        await stream.write(request)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.INTERNAL:  # so gRPC says that the other side has ended it meanwhile
+            raise _failure(grpc.StatusCode.UNAVAILABLE, "the server has ended the stream") from error
+        raise
+
+
+def _failure(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)

@@ -1,0 +1,93 @@
+"""The `Target` port over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from cluster.core.errors import DeadlineExceeded, InvalidRequest, TargetUnavailable
+from cluster.core.ids import SequenceId
+from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
+from cluster.wire.codec_target import (
+    decode_open_result,
+    decode_step_result,
+    decode_target_info,
+    encode_open_rows,
+    encode_step_batch,
+)
+from cluster.wire.connection import SHORT_CALL_SECONDS, Connection, Resolve
+from cluster.wire.stream_exchange import StreamExchange
+from pilotfish.v1 import target_pb2, target_pb2_grpc
+
+_STEP_SECONDS = 300.0
+
+
+class GrpcTarget:
+    """`cluster.core.ports.Target` over gRPC."""
+
+    def __init__(
+        self,
+        resolve: Resolve,
+        credentials: grpc.ChannelCredentials | None = None,
+        step_timeout_seconds: float = _STEP_SECONDS,
+    ) -> None:
+        self._connection = Connection(resolve, TargetUnavailable, credentials=credentials)
+        self._step = StreamExchange(self._connection, lambda channel: target_pb2_grpc.TargetServiceStub(channel).Step())
+        self._step_timeout_seconds = step_timeout_seconds
+
+    async def open(self, rows: Sequence[OpenRow]) -> OpenResult:
+        """See the port."""
+        stub = await self._stub()
+        answer = await self._call(stub.Open, encode_open_rows(rows), self._step_timeout_seconds)
+        try:
+            return decode_open_result(answer)
+        except InvalidRequest as error:
+            raise TargetUnavailable(f"the target's answer is refused: {error}") from error
+
+    async def step(self, batch: StepBatch) -> StepResult:
+        """See the port."""
+        answer = await self._call(self._step, encode_step_batch(batch), self._step_timeout_seconds)
+        try:
+            return decode_step_result(answer)
+        except InvalidRequest as error:
+            raise TargetUnavailable(f"the target's answer is refused: {error}") from error
+
+    async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """See the port."""
+        stub = await self._stub()
+        request = target_pb2.TargetServiceReleaseRequest(sequence_ids=sequence_ids)
+        await self._call(stub.Release, request, self._step_timeout_seconds)
+
+    async def release_all(self) -> None:
+        """See the port."""
+        stub = await self._stub()
+        request = target_pb2.TargetServiceReleaseRequest(all=True)
+        await self._call(stub.Release, request, self._step_timeout_seconds)
+
+    async def info(self) -> TargetInfo:
+        """See the port."""
+        stub = await self._stub()
+        answer = await self._call(stub.GetInfo, target_pb2.TargetServiceGetInfoRequest(), SHORT_CALL_SECONDS)
+        try:
+            return decode_target_info(answer)
+        except InvalidRequest as error:
+            raise TargetUnavailable(f"the target's answer is refused: {error}") from error
+
+    async def close(self) -> None:
+        """Close the connection."""
+        self._step.close()
+        await self._connection.close()
+
+    async def _stub(self) -> Any:
+        return target_pb2_grpc.TargetServiceStub(await self._connection.channel())
+
+    async def _call(self, method: Any, request: Any, timeout_seconds: float) -> Any:
+        try:
+            return self._connection.checked(await method(request, timeout=timeout_seconds))
+        except grpc.aio.AioRpcError as error:
+            raised = self._connection.failed(error)
+            if isinstance(raised, DeadlineExceeded):
+                raised = TargetUnavailable(f"no answer within {timeout_seconds} s")
+            raise raised from error
