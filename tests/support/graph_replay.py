@@ -95,7 +95,7 @@ def open_bench(
     model = replace(
         load_model(ModelSection(path=str(directory), device="cpu", native="off")), replays=record is not None
     )
-    pool = KvPool(model, KvSection(block_size=BLOCK), blocks=100)
+    pool = KvPool(model.kv_spec, KvSection(block_size=BLOCK), blocks=100)
     made: list[GraphedSteps] = []
 
     def graphed(_: object, pool: KvPool, compute: Compute) -> GraphedSteps | None:

@@ -18,9 +18,6 @@ from transformers import PreTrainedModel
 from cluster.core.config import ModelSection
 from workers.forward.replace_linear import decoder_layers
 
-WIDTHS = (8, 1, 2, 64)
-"""Tokens in the steps of the warm-up: one alone is a case of its own to the compiler, all others are one."""
-
 
 def is_wanted(section: ModelSection) -> bool:
     """Whether `section.compile` asks for it: `auto` does where the step is bound by memory, not by arithmetic."""

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from workers.forward.loaded_model import LayerShape
+from workers.kv.spec import LayerShape
 
 Flex = Callable[..., torch.Tensor]
 """`flex_attention`, or that compiled."""

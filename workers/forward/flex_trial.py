@@ -15,9 +15,10 @@ from workers.forward.attention import attend_group
 from workers.forward.flex_attention import Flex, fused, suits
 from workers.forward.graph_buffers import Frame, frame_size
 from workers.forward.layout import RowShape
-from workers.forward.loaded_model import LayerShape, LoadedModel
+from workers.forward.loaded_model import LoadedModel
 from workers.kv.groups import Arrangement, Place, Sight
 from workers.kv.pool import KvPool
+from workers.kv.spec import LayerShape
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from math import prod
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from cluster.core.ids import BlockId
@@ -20,12 +19,11 @@ from workers.forward.flex_attention import BlockView, Flex
 from workers.forward.layout import RowGroup, RowShape, StepLayout, blocks_read, slots_of
 from workers.forward.linear import padded_rows
 from workers.kv.groups import Arrangement, Sight
+from workers.kv.transfer import IntegerArray
 
 _WORD = 64  # which tokens of its own row a token sees is one word of bits
 _FEWEST_BLOCKS = 8
 _TREE_WIDTH = 16
-
-_Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +153,7 @@ class Frame:
         """Put a step that fits in: one copy to the device, which nobody waits for."""
         # Pinned memory is not handed out again before the copy has been made.
         host = torch.empty(self._numbers.shape, dtype=torch.int64, pin_memory=self._pinned)
-        flat: _Integers = host.numpy()
+        flat: IntegerArray = host.numpy()
         bounds = np.cumsum([prod(shape) for shape in self._shapes])[:-1]
         parts = iter(part.reshape(shape) for part, shape in zip(np.split(flat, bounds), self._shapes, strict=True))
         for values in (tokens, positions, selected):
@@ -167,7 +165,7 @@ class Frame:
             self._fill_sight(rows, sight, tables, [next(parts) for _ in range(5)])
         self._numbers.copy_(host, non_blocking=True)
 
-    def _fill_rows(self, rows: Sequence[RowShape], parts: Sequence[_Integers]) -> None:
+    def _fill_rows(self, rows: Sequence[RowShape], parts: Sequence[IntegerArray]) -> None:
         slots, scatter, first, width, stored = parts
         for part, spare in ((slots, self._scratch * self._block_size), (scatter, 0), (first, 0), (width, 1)):
             part.fill(spare)
@@ -184,7 +182,7 @@ class Frame:
                 slots[table, mine] = slots_of(blocks, row.stored_len, row.end, self._block_size)
 
     def _fill_sight(
-        self, rows: Sequence[RowShape], sight: Sight, tables: Sequence[int], parts: Sequence[_Integers]
+        self, rows: Sequence[RowShape], sight: Sight, tables: Sequence[int], parts: Sequence[IntegerArray]
     ) -> None:
         blocks, sinks, skipped, counts, seen = parts
         for part, spare in ((blocks, self._scratch), (sinks, 0), (skipped, 0), (counts, 1), (seen, 1)):

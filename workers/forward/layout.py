@@ -9,17 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from cluster.core.ids import BlockId
 from cluster.core.tree import ROOT, TokenTree
 from workers.forward.flex_attention import BlockView
 from workers.kv.groups import Arrangement, Sight
+from workers.kv.transfer import IntegerArray, to_device
 
 _LONGEST_PADDED_ROW = 32  # rows at least this wide are not padded against others
-
-_Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +124,6 @@ def blocks_read(row: RowShape, sight: Sight, size: int) -> tuple[int, int, int]:
     return min(first, -(-sight.sinks // size)), first, -(-row.end // size)
 
 
-def to_device(values: Sequence[int] | _Integers, device: torch.device) -> torch.Tensor:
-    """Integers on the device; nobody waits for the copy."""
-    tensor = torch.as_tensor(values, dtype=torch.int64)
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
-
-
 def _similar(rows: Sequence[RowShape], block_size: int) -> list[list[int]]:
     """Indices of rows that may be padded against each other without wasting more than half."""
     buckets: dict[tuple[int, int], list[int]] = {}
@@ -146,7 +138,7 @@ def _similar(rows: Sequence[RowShape], block_size: int) -> list[list[int]]:
     return list(buckets.values())
 
 
-def _send(arrays: Sequence[_Integers], device: torch.device) -> list[torch.Tensor]:
+def _send(arrays: Sequence[IntegerArray], device: torch.device) -> list[torch.Tensor]:
     """All arrays in one copy."""
     whole = to_device(np.concatenate([array.ravel() for array in arrays]), device)
     parts = torch.split(whole, [array.size for array in arrays])
@@ -176,7 +168,7 @@ class _Draft:
             nodes = slice(row.fresh, row.width)
             position[place, nodes] = row.positions()[row.fresh :]
             limit[place, nodes] = row.base_len + ROOT
-        self.arrays: list[_Integers] = [gather, np.flatnonzero(real), gather[real], position, limit]
+        self.arrays: list[IntegerArray] = [gather, np.flatnonzero(real), gather[real], position, limit]
         for sight in self._sights:
             self._read(sight)
 
@@ -196,7 +188,7 @@ class _Draft:
         sinks, first, _ = np.array(read, dtype=np.int64).T
         self.arrays += [blocks, sinks, first - sinks, self._tree_keys(sight, most * size, first - sinks)]
 
-    def _tree_keys(self, sight: Sight, keys: int, skipped: _Integers) -> _Integers:
+    def _tree_keys(self, sight: Sight, keys: int, skipped: IntegerArray) -> IntegerArray:
         """Flat indices into `[rows, queries, keys]` where nodes of branching trees see their ancestors."""
         queries = self.arrays[0].shape[1]
         seen: list[int] = []

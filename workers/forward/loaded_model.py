@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
 
-if TYPE_CHECKING:
-    from workers.forward.native.decoder import NativeDecoder
+from workers.forward.layout import RowShape
+from workers.kv.pool import KvPool
+from workers.kv.spec import KvCacheSpec, LayerShape
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What one layer stores per token on this rank."""
+class NativeForward(Protocol):
+    """A whole model in the CPU kernels' form."""
 
-    kv_heads: int
-    head_dim: int
-    window: int | None = None
-    """A token sees this many positions, itself included; `None` is all of them."""
-    heads_per_kv: int = 1
-    """Query heads that share one KV head."""
+    def bind(self, pool: KvPool) -> None:
+        """Use this pool's blocks from now on."""
+        ...
+
+    def compute(self, tokens: Sequence[int], selected: Sequence[int], rows: Sequence[RowShape]) -> torch.Tensor:
+        """Run one step over the bound pool.
+
+        `tokens` are the rows' tokens, one row after another; `selected` are the indices of those whose logits are
+        wanted. Returns float32 logits `[selected, vocabulary]`.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +49,16 @@ class LoadedModel:
     code_directory: str | None = None
     """Where code made for this machine is kept between starts."""
     tensor_parallel: int = 1
-    native: NativeDecoder | None = None
+    native: NativeForward | None = None
     """The layers and the head in the kernels' form; `module` is without them then."""
     replays: bool = False
     """Whether passes of recurring sizes are recorded and replayed."""
     vocabulary: torch.Tensor | None = None
     """The tokens of the logits' columns, int64, rising, where a draft's head knows only those; `None`: all."""
+
+    @property
+    def kv_spec(self) -> KvCacheSpec:
+        """What the KV pool must know about this model. Replayed passes need one scratch block."""
+        return KvCacheSpec(
+            self.layers, self.max_context_len, self.dtype, self.device, self.tensor_parallel, int(self.replays)
+        )

@@ -12,15 +12,18 @@ import torch
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.forward.attention import bind
-from workers.forward.compilation import WIDTHS
 from workers.forward.cuda_graphs import graphed_steps
-from workers.forward.layout import RowShape, StepLayout, lay_out, to_device
+from workers.forward.layout import RowShape, StepLayout, lay_out
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.native.attention import NativeStep, lay_out_natively, load_kernel
 from workers.kv.block_table import BlockTable
 from workers.kv.pool import KvPool
+from workers.kv.transfer import to_device
 
 logger = logging.getLogger(__name__)
+
+WARM_UP_WIDTHS = (8, 1, 2, 64)
+"""Tokens per warm-up step. The compiler makes one version for a single token and one for all other widths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +50,14 @@ class ModelRunner:
         self._pool = pool
         self._paged = bind(model.module)
         self._paged.pool = pool
-        self._kernel = self._paged.kernel = load_kernel(model)
+        self._kernel = self._paged.kernel = load_kernel(model.kv_spec, model.code_directory)
         if model.native is not None:
             model.native.bind(pool)
         self._graphs = graphed_steps(model, pool, self._compute)
 
     def warm_up(self) -> None:
         """Run steps of several widths, so that nothing is compiled while somebody waits. Leaves nothing behind."""
-        for width in WIDTHS:
+        for width in WARM_UP_WIDTHS:
             begun = time.perf_counter()
             table = self._pool.new_table()
             try:
@@ -87,8 +90,7 @@ class ModelRunner:
             selected = [first - 1]  # a head over no token at all is no legal product everywhere
         wanted = sum(len(row.select) for row in rows)
         if self._model.native is not None:
-            step = lay_out_natively(shapes, self._pool.arrangement)
-            return self._model.native.compute(tokens, selected, step)[:wanted]
+            return self._model.native.compute(tokens, selected, shapes)[:wanted]
         positions = [position for shape in shapes for position in shape.positions()]
         if self._graphs is not None:
             replayed = self._graphs.run(shapes, tokens, positions, selected)

@@ -13,7 +13,7 @@ from math import gcd
 
 from cluster.core.config import PoolSection
 from cluster.core.kv import KvGroup, KvLayout
-from workers.forward.loaded_model import LayerShape, LoadedModel
+from workers.kv.spec import KvCacheSpec, LayerShape
 
 _MOST_TABLES = 64
 """Beyond it the tables of a sequence cost more time than what a window frees is worth."""
@@ -55,23 +55,26 @@ class Arrangement:
     """One per layer of the model."""
     slots: tuple[LayerShape, ...]
     """What a block holds, one entry per layer of its depth."""
+    is_lossless: bool = True
+    """Whether every layer sees all positions that the model itself would see."""
 
 
-def arrange(model: LoadedModel, section: PoolSection, rewinds: bool = False) -> Arrangement:
+def arrange(spec: KvCacheSpec, section: PoolSection, rewinds: bool = False) -> Arrangement:
     """Group the model's layers.
 
     With `rewinds` sequences may be cut back to any length: everything is kept and windows only mask. So it is,
     too, where layers differ in shape or fit no common depth.
     """
-    sights = [_sight(shape, section, model.max_context_len) for shape in model.layers]
+    sights = [_sight(shape, section, spec.max_context_len) for shape in spec.layers]
     groups: dict[Sight, list[int]] = {}
     for layer, sight in enumerate(sights):
         groups.setdefault(sight, []).append(layer)
     depth = gcd(*(len(layers) for layers in groups.values()))
-    alike = len({(shape.kv_heads, shape.head_dim) for shape in model.layers}) == 1
-    if rewinds or not alike or len(model.layers) // depth > _MOST_TABLES:
+    is_lossless = not any(_hides(section, shape, spec.max_context_len) for shape in spec.layers)
+    alike = len({(shape.kv_heads, shape.head_dim) for shape in spec.layers}) == 1
+    if rewinds or not alike or len(spec.layers) // depth > _MOST_TABLES:
         places = tuple(Place(0, layer, sight) for layer, sight in enumerate(sights))
-        return Arrangement(KvLayout(section.block_size), places, model.layers)
+        return Arrangement(KvLayout(section.block_size), places, spec.layers, is_lossless)
     found: dict[int, Place] = {}
     table = 0
     for sight, layers in groups.items():
@@ -79,7 +82,7 @@ def arrange(model: LoadedModel, section: PoolSection, rewinds: bool = False) -> 
             found[layer] = Place(table + index // depth, index % depth, sight)
         table += len(layers) // depth
     layout = KvLayout(section.block_size, tuple(_group(sight, layers, depth) for sight, layers in groups.items()))
-    return Arrangement(layout, tuple(found[layer] for layer in range(len(found))), model.layers[:depth])
+    return Arrangement(layout, tuple(found[layer] for layer in range(len(found))), spec.layers[:depth], is_lossless)
 
 
 def _group(sight: Sight, layers: Sequence[int], depth: int) -> KvGroup:
@@ -90,3 +93,8 @@ def _sight(shape: LayerShape, section: PoolSection, max_context_len: int) -> Sig
     """What a layer sees: its own window, or else the configured one. A window as long as the context is none."""
     sight = Sight(section.window, section.sinks) if shape.window is None and section.window else Sight(shape.window)
     return Sight() if sight.window is not None and sight.window >= max_context_len else sight
+
+
+def _hides(section: PoolSection, shape: LayerShape, max_context_len: int) -> bool:
+    """Whether the configured window hides positions of the longest sequence that this layer would see."""
+    return shape.window is None and section.window is not None and section.window + section.sinks < max_context_len

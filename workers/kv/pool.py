@@ -14,13 +14,13 @@ from cluster.core.config import KvSection, PoolSection
 from cluster.core.errors import ConfigurationError, KvPoolExhausted
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout, KvOccupancy
-from workers.forward.layout import to_device
-from workers.forward.loaded_model import LoadedModel
 from workers.kv.allocator import BlockAllocator
 from workers.kv.block_table import BlockTable, Prefix
 from workers.kv.groups import Arrangement, arrange
 from workers.kv.huge_pages import large_pages
+from workers.kv.spec import KvCacheSpec
 from workers.kv.tiers import Tiers, agreed_length
+from workers.kv.transfer import to_device
 
 _MOST_BLOCKS = 1 << 22
 
@@ -28,15 +28,15 @@ _Search = Callable[[int, Callable[[bytes], bool] | None], Prefix]
 """The longest beginning, of so many tokens at most, that the pool or something else has."""
 
 
-def blocks_that_fit(model: LoadedModel, section: PoolSection, rewinds: bool = False) -> int:
+def blocks_that_fit(spec: KvCacheSpec, section: PoolSection, rewinds: bool = False) -> int:
     """How many blocks the configured bytes, or the fraction of free memory, hold on this rank.
 
     Raises `ConfigurationError` when not even one fits.
     """
     budget = section.pool_bytes
     if budget is None:
-        budget = int(_free_bytes(model.device) * section.memory_fraction)
-    size = block_bytes(arrange(model, section, rewinds), model.dtype)
+        budget = int(_free_bytes(spec.device) * section.memory_fraction)
+    size = block_bytes(arrange(spec, section, rewinds), spec.dtype)
     blocks = min(budget // size, _MOST_BLOCKS)
     if blocks < 1:
         raise ConfigurationError(
@@ -59,7 +59,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _stored(
-    model: LoadedModel, arrangement: Arrangement, blocks: int
+    spec: KvCacheSpec, arrangement: Arrangement, blocks: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Keys and values of each slot, `[blocks, block_size, heads, dim]`, and the stacks of those alike that they are in.
 
@@ -73,7 +73,7 @@ def _stored(
     for (heads, dim), slots in alike.items():
         # Zeros, not garbage: a masked position is multiplied by zero, and zero times NaN is NaN.
         size = (2 * len(slots), blocks, arrangement.layout.block_size, heads, dim)
-        stacks.append(_zeros(size, model.dtype, model.device))
+        stacks.append(_zeros(size, spec.dtype, spec.device))
         for place, slot in enumerate(slots):
             keys[slot], values[slot] = stacks[-1][2 * place], stacks[-1][2 * place + 1]
     return keys, values, stacks
@@ -95,19 +95,19 @@ class KvPool:
     """
 
     def __init__(
-        self, model: LoadedModel, section: PoolSection, blocks: int | None = None, *, rewinds: bool = False
+        self, spec: KvCacheSpec, section: PoolSection, blocks: int | None = None, *, rewinds: bool = False
     ) -> None:
-        self.arrangement = arrange(model, section, rewinds)
-        blocks_total = blocks_that_fit(model, section, rewinds) if blocks is None else blocks
+        self.arrangement = arrange(spec, section, rewinds)
+        blocks_total = blocks_that_fit(spec, section, rewinds) if blocks is None else blocks
         keeping = section if isinstance(section, KvSection) and section.prefix_cache and not rewinds else None
         self._allocator = BlockAllocator(blocks_total, self.arrangement.layout, keeping is not None, self._save)
-        self._device = model.device
-        self._ranks = model.tensor_parallel
+        self._device = spec.device
+        self._ranks = spec.tensor_parallel
 
-        self.keys, self.values, self._stacks = _stored(model, self.arrangement, blocks_total + model.replays)
+        self.keys, self.values, self._stacks = _stored(spec, self.arrangement, blocks_total + spec.scratch_blocks)
         self._tiers: Tiers | None = None  # last: whoever fails before has nothing to close
         if keeping is not None and (keeping.host_bytes or keeping.disk_directory):
-            self._tiers = Tiers(keeping, block_bytes(self.arrangement, model.dtype), model.device)
+            self._tiers = Tiers(keeping, block_bytes(self.arrangement, spec.dtype), spec.device)
             self._tiers.start()
 
     def close(self) -> None:
@@ -124,6 +124,11 @@ class KvPool:
     def layout(self) -> KvLayout:
         """How sequences take blocks."""
         return self._allocator.layout
+
+    @property
+    def is_lossless(self) -> bool:
+        """True unless a configured window hides positions that the model would see."""
+        return self.arrangement.is_lossless
 
     @property
     def blocks_total(self) -> int:

@@ -48,7 +48,7 @@ def hand_over(model: LoadedModel, quantization: str) -> NativeDecoder | None:
 def _trial(model: LoadedModel) -> torch.Tensor:
     """Logits of a short text, `[tokens, vocabulary]`."""
     blocks = 64 * (-(-_WIDTH // _BLOCK))
-    pool = KvPool(model, PoolSection(block_size=_BLOCK), blocks)
+    pool = KvPool(model.kv_spec, PoolSection(block_size=_BLOCK), blocks)
     table = pool.new_table()
     pool.reserve(table, _WIDTH)
     tokens = tuple((index + 1) * _STRIDE % model.vocabulary_size for index in range(_WIDTH))

@@ -21,9 +21,11 @@ from transformers.distributed.utils import TransformersDeviceMesh
 from cluster.core.config import ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from workers.forward.attention import ATTENTION_NAME, Probed, bind, register
-from workers.forward.compilation import WIDTHS, compile_layers, is_wanted, leave_uncompiled
-from workers.forward.loaded_model import LayerShape, LoadedModel
+from workers.forward.compilation import compile_layers, is_wanted, leave_uncompiled
+from workers.forward.loaded_model import LoadedModel
 from workers.forward.replace_linear import tailor
+from workers.forward.runner import WARM_UP_WIDTHS
+from workers.kv.spec import LayerShape
 from workers.model.distilled import read_distilled
 from workers.model.draft_card import is_distilled
 from workers.model.kernel_handover import Broken, hand_over
@@ -218,7 +220,7 @@ def _compile(module: PreTrainedModel, section: ModelSection, device: torch.devic
     """Compile the layers. What cannot be compiled is served as it is, unless it was insisted on (`ModelLoadError`)."""
     compile_layers(module, section.compile_directory)
     try:
-        _probe(module, device, WIDTHS[0])
+        _probe(module, device, WARM_UP_WIDTHS[0])
     except Exception as error:  # compilers raise whatever they meet
         if section.compile == "on":
             raise ModelLoadError(f"model type {module.config.model_type!r} cannot be compiled: {error}") from error

@@ -23,12 +23,12 @@ def build_engine(section: TargetSection, rank: int = 0) -> TargetEngine:
     model = load_model(
         section, rank=rank, tensor_parallel=section.tensor_parallel, max_context_len=section.max_context_len
     )
-    blocks = blocks_that_fit(model, section.kv)
+    blocks = blocks_that_fit(model.kv_spec, section.kv)
     decider: Decider = LocalDecider()
     if section.tensor_parallel > 1:
         blocks = _fewest_of_all_ranks(blocks)
         decider = GroupDecider(model, rank)
-    engine = TargetEngine(model, KvPool(model, section.kv, blocks), decider, section.served_name, rule)
+    engine = TargetEngine(model, KvPool(model.kv_spec, section.kv, blocks), decider, section.served_name, rule)
     try:
         engine.warm_up()
     except BaseException:

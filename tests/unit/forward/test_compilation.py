@@ -30,7 +30,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def logits(model: LoadedModel) -> torch.Tensor:
     """Of a prompt, of one token after it, and of a branching tree beside another prompt."""
-    pool = KvPool(model, KvSection(block_size=4, pool_bytes=4 << 20))
+    pool = KvPool(model.kv_spec, KvSection(block_size=4, pool_bytes=4 << 20))
     runner = ModelRunner(model, pool)
     runner.warm_up()
     assert pool.blocks_free == pool.blocks_total

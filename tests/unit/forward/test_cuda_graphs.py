@@ -64,7 +64,7 @@ def open_engine(directory: Path, record: Tape | None) -> TargetEngine:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runners, "graphed_steps", graphed)
-        return TargetEngine(model, KvPool(model, KvSection(block_size=BLOCK), blocks=100), LocalDecider())
+        return TargetEngine(model, KvPool(model.kv_spec, KvSection(block_size=BLOCK), blocks=100), LocalDecider())
 
 
 def converse(
@@ -167,7 +167,7 @@ def test_a_size_whose_kernel_cannot_be_made_runs_without_a_frame(
 
 @pytest.mark.parametrize("replays", [False, True])
 def test_a_pass_asks_the_device_for_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch, replays: bool) -> None:
-    monkeypatch.setattr(runners, "load_kernel", lambda _: None)
+    monkeypatch.setattr(runners, "load_kernel", lambda *_: None)
     bench = open_bench(directory, Tape() if replays else None, **({"sightings": 1} if replays else {}))
     first, second = bench.pool.new_table(), bench.pool.new_table()
     bench.run(ForwardRow(first, some_tokens(19)), ForwardRow(second, some_tokens(50, seed=1)))
@@ -197,7 +197,7 @@ def test_texts_are_those_of_a_target_that_replays_nothing(directory: Path, tempe
 def open_on_gpu(directory: Path, compiled: str, block_size: int = BLOCK) -> Bench:
     """`off` is without graphs."""
     model = load_model(ModelSection(path=str(directory), device="cuda", compile=compiled))
-    pool = KvPool(model, KvSection(block_size=block_size), blocks=100)
+    pool = KvPool(model.kv_spec, KvSection(block_size=block_size), blocks=100)
     bench = Bench(pool, ModelRunner(model, pool))
     bench.runner.warm_up()
     return bench

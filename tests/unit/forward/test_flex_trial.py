@@ -12,8 +12,9 @@ from cluster.core.config import KvSection, ModelSection
 from tests.support import tiny
 from workers.forward.flex_attention import Flex, fused, suits
 from workers.forward.flex_trial import trusted_flex
-from workers.forward.loaded_model import LayerShape, LoadedModel
+from workers.forward.loaded_model import LoadedModel
 from workers.kv.pool import KvPool
+from workers.kv.spec import LayerShape
 from workers.model.loading import load_model
 
 
@@ -28,7 +29,7 @@ def unfused(monkeypatch: pytest.MonkeyPatch) -> Flex:
 def suited(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, KvPool]:
     directory = tiny.save(tmp_path_factory.mktemp("suited"), tiny.llama(head_dim=16))
     model = load_model(ModelSection(path=str(directory), device="cpu", native="off"))
-    return model, KvPool(model, KvSection(block_size=16), blocks=8)
+    return model, KvPool(model.kv_spec, KvSection(block_size=16), blocks=8)
 
 
 def test_a_kernel_that_computes_what_the_reference_does_is_trusted(
@@ -82,4 +83,4 @@ def test_small_blocks_and_narrow_heads_do_not_suit_it() -> None:
 def test_the_fused_kernel_is_trusted_on_a_gpu(tmp_path: Path, dtype: str, block_size: int) -> None:
     directory = tiny.save(tmp_path, tiny.llama(head_dim=64))
     model = load_model(ModelSection(path=str(directory), device="cuda", dtype=dtype))
-    assert trusted_flex(model, KvPool(model, KvSection(block_size=block_size), blocks=50)) is fused()
+    assert trusted_flex(model, KvPool(model.kv_spec, KvSection(block_size=block_size), blocks=50)) is fused()

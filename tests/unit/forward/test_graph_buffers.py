@@ -14,9 +14,9 @@ from cluster.core.tree import EMPTY_TREE, TokenTree
 from tests.support.graph_replay import BLOCK, CPU, WINDOW
 from workers.forward.graph_buffers import Frame, FrameBounds, FrameSize, decoding_sizes, frame_size
 from workers.forward.layout import RowShape, StepLayout, lay_out
-from workers.forward.loaded_model import LayerShape
 from workers.kv.block_table import GONE
 from workers.kv.groups import Arrangement, Place, Sight
+from workers.kv.spec import LayerShape
 
 
 def shape(stored_len: int = 0, fresh: int = 1, tree: TokenTree = EMPTY_TREE, first_block: int = 0) -> RowShape:

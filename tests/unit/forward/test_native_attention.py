@@ -26,12 +26,12 @@ from cluster.core.tree import TokenTree
 from tests.support import tiny
 from workers.forward.attention import PagedAttention
 from workers.forward.layout import RowShape, blocks_read, lay_out
-from workers.forward.loaded_model import LayerShape
 from workers.forward.native import build
 from workers.forward.native.attention import lay_out_natively, load_kernel
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.block_table import GONE
 from workers.kv.pool import KvPool
+from workers.kv.spec import KvCacheSpec, LayerShape
 from workers.model.loading import load_model
 
 CPU = torch.device("cpu")
@@ -61,17 +61,8 @@ class Row:
         return self.fresh + len(self.parents)
 
 
-@dataclass(frozen=True)
-class Model:
-    """As much of a `LoadedModel` as a pool and a kernel look at."""
-
-    layers: tuple[LayerShape, ...]
-    dtype: torch.dtype
-    code_directory: str | None
-    device: torch.device = CPU
-    max_context_len: int = CONTEXT
-    tensor_parallel: int = 1
-    replays: bool = False
+def spec_of(layers: tuple[LayerShape, ...], dtype: torch.dtype) -> KvCacheSpec:
+    return KvCacheSpec(layers, CONTEXT, dtype, CPU)
 
 
 @dataclass(frozen=True)
@@ -138,13 +129,13 @@ class Bench:
         """With `wide`, numbers that `dtype` can hold are computed with in single precision."""
         self.case = case
         self.dtype = torch.float32 if wide else dtype
-        model = Model(case.layers, self.dtype, code)
+        spec = spec_of(case.layers, self.dtype)
         size = case.section.block_size
         used = [-(-(row.stored + row.width) // size) for row in case.rows]
-        probe = KvPool(model, case.section, 1)  # type: ignore[arg-type]
+        probe = KvPool(spec, case.section, 1)
         tables = probe.layout.tables
-        self.pool = KvPool(model, case.section, tables * sum(used) + 3)  # type: ignore[arg-type]
-        self.kernel = load_kernel(model)  # type: ignore[arg-type]
+        self.pool = KvPool(spec, case.section, tables * sum(used) + 3)
+        self.kernel = load_kernel(spec, code)
         self.generator = torch.Generator().manual_seed(case.seed)
         for store in (*self.pool.keys, *self.pool.values):
             store.copy_(self.draw(dtype, *store.shape))
@@ -297,16 +288,16 @@ def test_what_is_no_number_is_stored_as_one_and_spoils_nothing_that_does_not_see
     ],
 )
 def test_what_the_kernel_has_no_room_for_is_left_to_pytorch(layer: LayerShape, dtype: torch.dtype, code: str) -> None:
-    assert load_kernel(Model((layer,), dtype, code)) is None  # type: ignore[arg-type]
+    assert load_kernel(spec_of((layer,), dtype), code) is None
 
 
 def test_it_is_built_once_where_its_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model((LayerShape(1, 8),), torch.float32, str(tmp_path))
-    assert load_kernel(model) is not None  # type: ignore[arg-type]
+    spec = spec_of((LayerShape(1, 8),), torch.float32)
+    assert load_kernel(spec, str(tmp_path)) is not None
     assert [file.suffix for file in tmp_path.iterdir()] == [".so"]
     build.load_library.cache_clear()  # as a new process
     monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: pytest.fail("built again"))
-    assert load_kernel(model) is not None  # type: ignore[arg-type]
+    assert load_kernel(spec, str(tmp_path)) is not None
 
 
 @pytest.mark.parametrize("trouble", ["no compiler", "a broken compiler"])
@@ -317,7 +308,7 @@ def test_without_a_compiler_the_logits_are_the_same(
 
     def logits(kept: str) -> torch.Tensor:
         model = load_model(ModelSection(path=str(directory), device="cpu", compile_directory=kept))
-        pool = KvPool(model, KvSection(block_size=4, pool_bytes=4 << 20))
+        pool = KvPool(model.kv_spec, KvSection(block_size=4, pool_bytes=4 << 20))
         runner = ModelRunner(model, pool)
         prompt, tree = pool.new_table(), TokenTree((7, 8, 9), (-1, -1, 0))
         found = []

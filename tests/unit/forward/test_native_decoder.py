@@ -50,7 +50,7 @@ class Bench:
     """A runner over a pool, and sequences in it."""
 
     def __init__(self, model: LoadedModel) -> None:
-        self.pool = KvPool(model, KvSection(block_size=4, pool_bytes=2 << 20))
+        self.pool = KvPool(model.kv_spec, KvSection(block_size=4, pool_bytes=2 << 20))
         self.runner = ModelRunner(model, self.pool)
 
     def row(self, text: tuple[int, ...], fresh: int, tree: TokenTree = EMPTY_TREE) -> ForwardRow:

@@ -55,7 +55,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def open_bench(directory: Path) -> Bench:
     model = load_model(ModelSection(path=str(directory), device="cpu"))
-    pool = KvPool(model, KvSection(block_size=4, pool_bytes=4 << 20))
+    pool = KvPool(model.kv_spec, KvSection(block_size=4, pool_bytes=4 << 20))
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     return Bench(reference, ModelRunner(model, pool), pool)
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from cluster.core.config import KvSection, ModelSection
 from cluster.core.kv import KvGroup
 from tests.support import tiny
-from workers.forward.loaded_model import LayerShape, LoadedModel
+from workers.forward.loaded_model import LoadedModel
 from workers.kv.groups import Arrangement, Place, Sight, arrange
 from workers.kv.pool import KvPool, block_bytes, blocks_that_fit
+from workers.kv.spec import KvCacheSpec, LayerShape
 from workers.model.loading import load_model
 
 FULL, LOCAL = LayerShape(2, 8), LayerShape(2, 8, window=100)
@@ -23,12 +25,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(ModelSection(path=str(directory), device="cpu"))
 
 
-def arranged(*layers: LayerShape, rewinds: bool = False, **section: int) -> Arrangement:
-    class Model:
-        max_context_len = 1000
+def spec(*layers: LayerShape) -> KvCacheSpec:
+    return KvCacheSpec(layers, max_context_len=1000, dtype=torch.float32, device=torch.device("cpu"))
 
-    Model.layers = layers
-    return arrange(Model, KvSection(**section), rewinds)
+
+def arranged(*layers: LayerShape, rewinds: bool = False, **section: int) -> Arrangement:
+    return arrange(spec(*layers), KvSection(**section), rewinds)
 
 
 def test_layers_that_see_the_same_share_one_table() -> None:
@@ -81,9 +83,9 @@ def test_a_configured_window_is_for_layers_that_have_none() -> None:
 
 def test_the_pools_bytes_are_those_of_its_blocks(model: LoadedModel) -> None:
     section = KvSection(block_size=4, pool_bytes=1 << 20)
-    pool = KvPool(model, section)
+    pool = KvPool(model.kv_spec, section)
     each = block_bytes(pool.arrangement, model.dtype)
-    assert pool.blocks_total == blocks_that_fit(model, section) == (1 << 20) // each
+    assert pool.blocks_total == blocks_that_fit(model.kv_spec, section) == (1 << 20) // each
     assert sum(store.nbytes for store in (*pool.keys, *pool.values)) == pool.blocks_total * each
 
 
@@ -92,3 +94,17 @@ def test_windows_are_measured_not_read_from_the_configuration(model: LoadedModel
     directory = tiny.save(tmp_path, tiny.llama())
     plain = load_model(ModelSection(path=str(directory), device="cpu"))
     assert [shape.window for shape in plain.layers] == [None, None]
+
+
+def test_only_a_configured_window_that_hides_positions_makes_a_pool_lossy() -> None:
+    def is_lossless(*layers: LayerShape, **section: int) -> bool:
+        return KvPool(spec(*layers), KvSection(**section), blocks=1).is_lossless
+
+    assert is_lossless(FULL)
+    assert is_lossless(LOCAL)  # the model's own window hides what the model never sees
+    assert is_lossless(LOCAL, window=32)  # a layer with a window of its own ignores the configured one
+    assert not is_lossless(FULL, window=32)
+    assert not is_lossless(LOCAL, FULL, window=999, sinks=0)
+    assert is_lossless(FULL, window=1000)  # as long as the context
+    assert not is_lossless(FULL, window=932, sinks=67)
+    assert is_lossless(FULL, window=932, sinks=68)  # together they cover the context

@@ -515,7 +515,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def open_engine(directory: Path) -> TargetEngine:
     model = load_model(ModelSection(path=str(directory), device="cpu"))
-    return TargetEngine(model, KvPool(model, KvSection(block_size=4), blocks=20), LocalDecider())
+    return TargetEngine(model, KvPool(model.kv_spec, KvSection(block_size=4), blocks=20), LocalDecider())
 
 
 async def test_verdicts_cross_the_wire_as_the_engine_gave_them(directory: Path) -> None:
@@ -592,7 +592,7 @@ async def test_an_engine_that_cannot_be_hosted_is_closed() -> None:
 async def test_closing_an_engine_removes_what_it_put_on_disk(directory: Path, tmp_path: Path) -> None:
     model = load_model(ModelSection(path=str(directory), device="cpu"))
     section = KvSection(block_size=4, disk_directory=str(tmp_path))
-    async with host_target("127.0.0.1", TargetEngine(model, KvPool(model, section, blocks=20), LocalDecider())):
+    async with host_target("127.0.0.1", TargetEngine(model, KvPool(model.kv_spec, section, blocks=20), LocalDecider())):
         assert entries(tmp_path)
     assert not entries(tmp_path)
 

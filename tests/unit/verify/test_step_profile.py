@@ -19,7 +19,7 @@ from workers.verify.step_profile import SIZES
 def engine_with(directory: Path, blocks: int) -> TargetEngine:
     section = TargetSection(path=str(tiny.save(directory, tiny.llama())), device="cpu")
     model = load_model(section)
-    return TargetEngine(model, KvPool(model, section.kv, blocks), LocalDecider())
+    return TargetEngine(model, KvPool(model.kv_spec, section.kv, blocks), LocalDecider())
 
 
 @pytest.mark.parametrize(("blocks", "sizes"), [(200, SIZES), (4, tuple(size for size in SIZES if size[0] == 1))])

@@ -37,7 +37,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def open_engine(directory: Path, blocks: int = 200) -> TargetEngine:
     model = load_model(ModelSection(path=str(directory), device="cpu"))
-    return TargetEngine(model, KvPool(model, KvSection(block_size=4), blocks=blocks), LocalDecider())
+    return TargetEngine(model, KvPool(model.kv_spec, KvSection(block_size=4), blocks=blocks), LocalDecider())
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def test_logits_without_a_number_fail_their_own_request(engine: TargetEngine, di
     model = load_model(ModelSection(path=str(directory), device="cpu"))
     with torch.no_grad():
         model.module.get_input_embeddings().weight[50] = float("nan")
-    poisoned = TargetEngine(model, KvPool(model, KvSection(block_size=4), blocks=50), LocalDecider())
+    poisoned = TargetEngine(model, KvPool(model.kv_spec, KvSection(block_size=4), blocks=50), LocalDecider())
     bad, good = poisoned.step(StepBatch((first_row("bad", (5, 50)), first_row("good", PROMPT)))).verdicts
     assert bad.fault is not None
     assert bad.fault.code is RowFaultCode.INVALID
@@ -224,7 +224,7 @@ def test_what_is_no_number_does_not_outlive_its_sequence(directory: Path) -> Non
     model = load_model(ModelSection(path=str(directory), device="cpu"))
     with torch.no_grad():
         model.module.get_input_embeddings().weight[50] = float("nan")
-    poisoned = TargetEngine(model, KvPool(model, KvSection(block_size=4), blocks=8), LocalDecider())
+    poisoned = TargetEngine(model, KvPool(model.kv_spec, KvSection(block_size=4), blocks=8), LocalDecider())
     healthy = one(open_engine(directory), first_row("a", PROMPT)).tokens
     bad = one(poisoned, first_row("bad", [5, 7, 9, 50] * 8))
     assert bad.fault is not None

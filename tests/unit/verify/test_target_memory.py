@@ -60,12 +60,12 @@ class Case:
     def engine_and_pool(self, blocks: int, **changes: object) -> tuple[TargetEngine, KvPool]:
         """To them a token is so dear to compute (a second) that whatever is stored is brought back."""
         model = self.model()
-        pool = KvPool(model, KvSection(block_size=BLOCK, **changes), blocks)
+        pool = KvPool(model.kv_spec, KvSection(block_size=BLOCK, **changes), blocks)
         pool.note_compute(1 << 40, 1 << 40, float(1 << 40), awaited=True)
         return TargetEngine(model, pool, LocalDecider()), pool
 
     def layout(self) -> KvLayout:
-        return arrange(self.model(), KvSection(block_size=BLOCK)).layout
+        return arrange(self.model().kv_spec, KvSection(block_size=BLOCK)).layout
 
     def reference(self, prompt: Sequence[int], count: int) -> list[int]:
         """Greedy tokens by `transformers` alone."""

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 
 from workers.forward.layout import RowShape
-from workers.forward.loaded_model import LoadedModel
 from workers.forward.native.build import load_library
 from workers.kv.groups import Arrangement, Place
+from workers.kv.spec import KvCacheSpec
 
 _NAMES = {torch.bfloat16: "pilotfish_attend_bfloat16", torch.float32: "pilotfish_attend_float32"}
 MOST_VECTORS = 64
@@ -139,11 +139,14 @@ def _paths(row: RowShape) -> list[list[int]]:
     return paths
 
 
-def load_kernel(model: LoadedModel) -> Kernel | None:
-    """The kernel for a model on CPU, or `None` where it does not fit or no compiler is found."""
-    if model.device.type != "cpu" or model.dtype not in _NAMES:
+def load_kernel(spec: KvCacheSpec, directory: str | None) -> Kernel | None:
+    """Load the kernel for a model on CPU, or `None` where it does not fit or no compiler is found.
+
+    `directory` keeps the built library between starts.
+    """
+    if spec.device.type != "cpu" or spec.dtype not in _NAMES:
         return None
-    if any(shape.head_dim > MOST_DIM or shape.heads_per_kv > MOST_VECTORS for shape in model.layers):
+    if any(shape.head_dim > MOST_DIM or shape.heads_per_kv > MOST_VECTORS for shape in spec.layers):
         return None
-    library = load_library(model.code_directory)
-    return None if library is None else Kernel(library, model.dtype)
+    library = load_library(directory)
+    return None if library is None else Kernel(library, spec.dtype)

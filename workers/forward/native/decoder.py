@@ -16,10 +16,12 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from workers.forward.layout import RowShape
 from workers.forward.linear import quantize
-from workers.forward.native.attention import KINDS, MOST_DIM, MOST_VECTORS, NativeStep, StepHeader
+from workers.forward.native.attention import KINDS, MOST_DIM, MOST_VECTORS, StepHeader, lay_out_natively
 from workers.forward.native.build import load_library
 from workers.forward.replace_linear import decoder_layers
+from workers.kv.groups import Arrangement
 from workers.kv.huge_pages import LINE, Arena, give_memory_back
 from workers.kv.pool import KvPool
 
@@ -120,20 +122,22 @@ class NativeDecoder:
             *(shape.epsilon, shape.scale, self._layers, final, head),
             *(KINDS[self._embedding.dtype], self._embedding.data_ptr()),
         )
+        self._arrangement: Arrangement | None = None
         self._angles: tuple[torch.Tensor, ...] = ()
         self._scratch = torch.empty(0)
 
     def bind(self, pool: KvPool) -> None:
         """Use this pool's blocks from now on."""
+        self._arrangement = pool.arrangement
         for layer, place in zip(self._layers, pool.arrangement.places, strict=True):
             layer.keys, layer.values = pool.keys[place.slot].data_ptr(), pool.values[place.slot].data_ptr()
             layer.table, layer.window, layer.sinks = place.table, place.sight.window or 0, place.sight.sinks
 
-    def compute(self, tokens: Sequence[int], selected: Sequence[int], step: NativeStep) -> torch.Tensor:
-        """Logits of the `selected` of a step's tokens, `[selected, vocabulary]` in float32.
-
-        Raises `IndexError` for a token that the model does not have.
-        """
+    def compute(self, tokens: Sequence[int], selected: Sequence[int], rows: Sequence[RowShape]) -> torch.Tensor:
+        """See `NativeForward`. Raises `IndexError` for a token that the model does not have."""
+        if self._arrangement is None:
+            raise RuntimeError("the kernels compute over a pool: bind one first")
+        step = lay_out_natively(rows, self._arrangement)
         ids, places = np.array(tokens, dtype=np.int64), np.array(selected, dtype=np.int64)
         if not 0 <= ids.min() <= ids.max() < len(self._embedding):
             raise IndexError(f"tokens {ids.min()} to {ids.max()}: the model has {len(self._embedding)}")

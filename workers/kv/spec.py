@@ -1,0 +1,34 @@
+"""What the KV pool must know about a model: the shape of each layer's keys and values, and where they live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer stores per token on this rank."""
+
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+    """A token sees this many positions, itself included; `None` is all of them."""
+    heads_per_kv: int = 1
+    """Query heads that share one KV head."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheSpec:
+    """One model's requirements for its paged KV cache on this rank."""
+
+    layers: tuple[LayerShape, ...]
+    max_context_len: int
+    """Longest sequence, in tokens."""
+    dtype: torch.dtype
+    device: torch.device
+    tensor_parallel: int = 1
+    """Ranks that hold the same block tables and call the pool in the same order."""
+    scratch_blocks: int = 0
+    """Blocks beyond the pool's own that no sequence may hold."""
