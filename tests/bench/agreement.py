@@ -12,7 +12,7 @@ from cluster.wire.drafter_client import GrpcDrafter
 from deploy.coordinator_server import fixed_address
 
 ONE = DraftBudget(max_nodes=1, max_depth=1)
-PATIENCE_SECONDS = 60.0
+TIMEOUT_SECONDS = 60.0
 AT_ONCE = 8
 """Texts that are gone through side by side."""
 
@@ -58,7 +58,7 @@ async def _side_by_side(
             if step < len(text)
         ]
         running = [text for text in texts if step < len(text)]
-        for text, proposal in zip(running, await drafter.propose(rows, PATIENCE_SECONDS), strict=True):
+        for text, proposal in zip(running, await drafter.propose(rows, TIMEOUT_SECONDS), strict=True):
             positions += 1
             right += proposal.tree.tokens[:1] == (text[step],)
     await drafter.release(names)

@@ -12,11 +12,11 @@ from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from pilotfish.v1 import common_pb2, generation_pb2
 
-PATIENCE_SECONDS = 3600.0
+TIMEOUT_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
-class Manner:
+class RequestOptions:
     """How to ask; answers are greedy and of full length unless it says otherwise."""
 
     temperature: float = 0.0
@@ -115,20 +115,22 @@ async def ask(
     prompt: Sequence[int],
     tokens: int,
     into: list[Answer] | None = None,
-    manner: Manner = Manner(),
+    request_options: RequestOptions = RequestOptions(),
     seed: int = 0,
 ) -> Answer:
     """An answer of at most `tokens` tokens; put into `into` at once, for who means to cancel it."""
     request = generation_pb2.GenerateRequest(
         token_ids=common_pb2.TokenIds(ids=prompt),
-        sampling=common_pb2.SamplingParameters(temperature=manner.temperature, top_p=manner.top_p, seed=seed),
-        stopping=generation_pb2.StoppingCriteria(max_tokens=tokens, ignore_eos=manner.ignore_eos),
-        max_draft_tokens=manner.max_draft_tokens,
+        sampling=common_pb2.SamplingParameters(
+            temperature=request_options.temperature, top_p=request_options.top_p, seed=seed
+        ),
+        stopping=generation_pb2.StoppingCriteria(max_tokens=tokens, ignore_eos=request_options.ignore_eos),
+        max_draft_tokens=request_options.max_draft_tokens,
     )
     answer = Answer(time.perf_counter())
     if into is not None:
         into.append(answer)
-    async for response in client.generate(request, PATIENCE_SECONDS):
+    async for response in client.generate(request, TIMEOUT_SECONDS):
         now = time.perf_counter()
         answer.is_lossless &= not response.lossy
         answer.first_tokens = answer.first_tokens or len(response.delta.token_ids)
@@ -144,7 +146,7 @@ async def ask_all(
     prompts: Sequence[Sequence[int]],
     tokens: int,
     batch: int,
-    manner: Manner = Manner(),
+    request_options: RequestOptions = RequestOptions(),
 ) -> Answers:
     """Answers to all prompts, `batch` in flight, over one connection; each prompt's seed is its place."""
     places = asyncio.Semaphore(batch)
@@ -153,7 +155,7 @@ async def ask_all(
 
         async def one(seed: int, prompt: Sequence[int]) -> Answer:
             async with places:
-                return await ask(client, prompt, tokens, manner=manner, seed=seed)
+                return await ask(client, prompt, tokens, request_options=request_options, seed=seed)
 
         begun = time.perf_counter()
         each = await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts)))

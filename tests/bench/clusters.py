@@ -70,7 +70,7 @@ class Process:
             self._process.stdout.close()
         self._errors.close()
 
-    def tell(self) -> dict[str, float]:
+    def collect(self) -> dict[str, float]:
         """What it did since it was last asked."""
         if self._process.stdin is not None:
             self._process.stdin.write(b"\n")
@@ -110,10 +110,10 @@ def draft(configuration: Configuration, cores: Sequence[int]) -> Process:
     return Process(Role("draft", with_acceptance(configuration).model_dump_json(), tuple(cores)))
 
 
-def front(configuration: Configuration, target: Process, draft: Process) -> Process:
+def coordinator(configuration: Configuration, target: Process, draft: Process) -> Process:
     """Coordinator and public services, wherever there is room."""
     settled = with_acceptance(configuration).model_dump_json()
-    return Process(Role("front", settled, tuple(all_cores()), 1, target.address, (draft.address,)))
+    return Process(Role("coordinator", settled, tuple(all_cores()), 1, target.address, (draft.address,)))
 
 
 def all_cores() -> list[int]:
@@ -122,8 +122,8 @@ def all_cores() -> list[int]:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a house did meanwhile."""
+class Activity:
+    """What a cluster did meanwhile."""
 
     ready: float
     """Nodes that were proposed and had been grown before they were asked for."""
@@ -141,26 +141,28 @@ class Work:
 
 
 @dataclass(frozen=True)
-class House:
+class ProcessCluster:
     """One way of serving: what is asked, and who works for it."""
 
-    front: Process
+    coordinator: Process
     target: Process
     draft: Process
 
-    def tell(self) -> Work:
+    def collect(self) -> Activity:
         """What was done since it was last asked."""
-        counts = self.front.tell()
-        return Work(counts["ready"], counts["nodes"], _idle(self.target.tell()), _idle(self.draft.tell()))
+        counts = self.coordinator.collect()
+        return Activity(
+            counts["ready"], counts["nodes"], _idle_share(self.target.collect()), _idle_share(self.draft.collect())
+        )
 
 
-def open_house(
+def start_cluster(
     stack: ExitStack, configuration: Configuration, target: Process, drafter: Process | None = None
-) -> House:
+) -> ProcessCluster:
     """Before a target that runs; with a drafter of its own, on any core, unless there is one."""
     drafter = drafter or stack.enter_context(draft(configuration, all_cores()))
-    return House(stack.enter_context(front(configuration, target, drafter)), target, drafter)
+    return ProcessCluster(stack.enter_context(coordinator(configuration, target, drafter)), target, drafter)
 
 
-def _idle(told: dict[str, float]) -> float:
-    return max(0.0, 1 - told["busy_seconds"] / told["wall_seconds"])
+def _idle_share(counters: dict[str, float]) -> float:
+    return max(0.0, 1 - counters["busy_seconds"] / counters["wall_seconds"])

@@ -10,8 +10,8 @@ from pathlib import Path
 from cluster.core.config import Configuration
 from cluster.core.errors import ModelLoadError
 from cluster.ingress.text.chat_template import Message
-from tests.bench.client import Answers, Manner, ask_all
-from tests.bench.clusters import House, Work
+from tests.bench.client import Answers, RequestOptions, ask_all
+from tests.bench.clusters import Activity, ProcessCluster
 from tests.bench.options import Options
 from tests.bench.report import write
 from tests.bench.tasks import read_tasks
@@ -25,12 +25,12 @@ ROOM = (
     "scheduler.max_sequences=32",
 )
 """Every pass asks the same prompts, and no sequence ever waits for memory."""
-GREEDY = Manner(ignore_eos=False)
-SAMPLED = Manner(temperature=0.7, top_p=0.9, ignore_eos=False)
+GREEDY = RequestOptions(ignore_eos=False)
+SAMPLED = RequestOptions(temperature=0.7, top_p=0.9, ignore_eos=False)
 
 
 @dataclass(frozen=True)
-class Questions:
+class TaskPrompts:
     """Prompts, task after task."""
 
     prompts: tuple[tuple[int, ...], ...]
@@ -51,14 +51,14 @@ class Questions:
         return (self.prompts * times)[: max(count, len(self.prompts))]
 
 
-def questions(options: Options) -> Questions:
+def read_task_prompts(options: Options) -> TaskPrompts:
     """Chat prompts of each task. Raises `ConfigurationError`, which names the file."""
     prompts: list[tuple[int, ...]] = []
     places: dict[str, slice] = {}
     for task, texts in read_tasks(options.prompts_file, options.per_task).items():
         places[task] = slice(len(prompts), len(prompts) + len(texts))
         prompts.extend(options.tokenizer.encode_chat([Message("user", text, None)]) for text in texts)
-    return Questions(tuple(prompts), places)
+    return TaskPrompts(tuple(prompts), places)
 
 
 def plain(options: Options) -> Configuration:
@@ -102,10 +102,10 @@ def describe(configuration: Configuration) -> str:
 
 @dataclass
 class Passes:
-    """What one house did at one batch size; one per repetition."""
+    """What one cluster did at one batch size; one per repetition."""
 
     answers: list[Answers] = field(default_factory=list)
-    work: list[Work] = field(default_factory=list)
+    activity: list[Activity] = field(default_factory=list)
 
     @property
     def rates(self) -> list[float]:
@@ -128,20 +128,20 @@ class Passes:
 
 
 def measure(
-    house: House,
+    cluster: ProcessCluster,
     prompts: Sequence[tuple[int, ...]],
     tokens: int,
     batch: int,
     into: Passes,
-    manner: Manner = GREEDY,
+    request_options: RequestOptions = GREEDY,
 ) -> None:
     """One pass through all prompts."""
-    house.tell()
-    into.answers.append(asyncio.run(ask_all(house.front.address, prompts, tokens, batch, manner)))
-    into.work.append(house.tell())
+    cluster.collect()
+    into.answers.append(asyncio.run(ask_all(cluster.coordinator.address, prompts, tokens, batch, request_options)))
+    into.activity.append(cluster.collect())
 
 
-def warm(house: House, prompts: Sequence[tuple[int, ...]], tokens: int, batches: Sequence[int]) -> None:
+def warm(cluster: ProcessCluster, prompts: Sequence[tuple[int, ...]], tokens: int, batches: Sequence[int]) -> None:
     """Let everybody see each width once, and the controller learn what things take."""
     for batch in batches:
-        asyncio.run(ask_all(house.front.address, prompts[: max(2, batch)], tokens, batch))
+        asyncio.run(ask_all(cluster.coordinator.address, prompts[: max(2, batch)], tokens, batch))

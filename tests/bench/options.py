@@ -13,7 +13,7 @@ from cluster.ingress.text.chat_template import Message
 from cluster.ingress.text.tokenizer import Tokenizer
 from deploy.models import Models, resolve_models
 from deploy.settings import Settings, load_settings
-from tests.bench.tasks import read_questions
+from tests.bench.tasks import read_user_prompts
 from tests.support.prompts import CHAT, PLAIN
 
 TOKENS, ANSWER_TOKENS, QUICK_TOKENS = 48, 64, 8
@@ -86,7 +86,7 @@ def own_prompts(most: int) -> list[str]:
 
 def file_prompts(file: Path, most: int) -> list[str]:
     """First turns of a file of prompts, evenly spread over it. Raises `ConfigurationError`, which names the file."""
-    lines = [prompt.turns[0] for prompt in read_questions(file)]
+    lines = [prompt.turns[0] for prompt in read_user_prompts(file)]
     return lines[:: max(1, len(lines) // most)][:most]
 
 

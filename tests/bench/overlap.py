@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from cluster.core.config import Configuration
 from deploy.lossless import NOT_LOSSLESS
 from tests.bench import clusters, drafting, theory
-from tests.bench.client import Manner
-from tests.bench.clusters import House
-from tests.bench.drafting import Passes, Questions
+from tests.bench.client import RequestOptions
+from tests.bench.clusters import ProcessCluster
+from tests.bench.drafting import Passes, TaskPrompts
 from tests.bench.options import Options
 from tests.bench.report import heading, ratios, spread, table, write
 
@@ -26,55 +26,55 @@ COSTS, QUICK_COSTS = (0.05, 0.1, 0.3), (0.1,)
 LENGTH = 4
 """Guesses in each synthetic proposal."""
 SYNTHETIC_PROMPTS = 6
-PLAIN, DRAFTED = Manner(max_draft_tokens=0), Manner()
+PLAIN, DRAFTED = RequestOptions(max_draft_tokens=0), RequestOptions()
 ALTERNATE = "enumerate, alternating halves"
 
 
 def run(options: Options) -> None:
     """Measure and report."""
     heading("Overlap: drafting while the target verifies")
-    questions = drafting.questions(options)
-    _with_model(options, questions)
-    _synthetic(options, questions)
+    task_prompts = drafting.read_task_prompts(options)
+    _with_model(options, task_prompts)
+    _synthetic(options, task_prompts)
 
 
 # --- a draft model ----------------------------------------------------------------------------
 
 
-def _with_model(options: Options, questions: Questions) -> None:
+def _with_model(options: Options, task_prompts: TaskPrompts) -> None:
     base = drafting.modelled(options)
     if base is None:
         return
-    write(f"{base.target.served_name}, {base.target.dtype}; {questions.describe(options.answer_tokens)}")
+    write(f"{base.target.served_name}, {base.target.dtype}; {task_prompts.describe(options.answer_tokens)}")
     write(drafting.describe(base))
     found: dict[tuple[str, int], Passes] = {}
     with ExitStack() as stack:
-        open_houses = _open(stack, base)
-        for house in open_houses.values():
-            drafting.warm(house, questions.prompts, options.answer_tokens, BATCHES)
+        clusters_by_name = _open(stack, base)
+        for cluster in clusters_by_name.values():
+            drafting.warm(cluster, task_prompts.prompts, options.answer_tokens, BATCHES)
         for repeat in range(options.repeats):
             for batch in BATCHES:
-                for name, house in open_houses.items():
+                for name, cluster in clusters_by_name.items():
                     if batch == 1 and name == ALTERNATE:
                         continue
                     passes = found.setdefault((name, batch), Passes())
-                    prompts = questions.at_least(2 * batch)
-                    drafting.measure(house, prompts, options.answer_tokens, batch, passes)
+                    prompts = task_prompts.at_least(2 * batch)
+                    drafting.measure(cluster, prompts, options.answer_tokens, batch, passes)
                     write(f"repetition {repeat + 1}, {name}, batch {batch}: {passes.rates[-1]:.1f} tokens/s")
     _report_modes(found)
 
 
-def _open(stack: ExitStack, base: Configuration) -> dict[str, House]:
+def _open(stack: ExitStack, base: Configuration) -> dict[str, ProcessCluster]:
     """One target on the first core; a drafter for each mode on the last."""
     cores = clusters.all_cores()
     target = stack.enter_context(clusters.target(base, cores[:1]))
-    opened = {"plain": clusters.open_house(stack, drafting.changed(base, method="none", model=None), target)}
+    opened = {"plain": clusters.start_cluster(stack, drafting.changed(base, method="none", model=None), target)}
     for mode in MODES:
         configuration = drafting.changed(base, mode=mode)
         drafter = stack.enter_context(clusters.draft(configuration, cores[-1:]))
-        opened[mode] = clusters.open_house(stack, configuration, target, drafter)
+        opened[mode] = clusters.start_cluster(stack, configuration, target, drafter)
     halves = drafting.changed(base, mode=MODES[-1], alternate="on")
-    opened[ALTERNATE] = clusters.open_house(stack, halves, target, opened[MODES[-1]].draft)
+    opened[ALTERNATE] = clusters.start_cluster(stack, halves, target, opened[MODES[-1]].draft)
     return opened
 
 
@@ -102,18 +102,18 @@ def _report_modes(found: dict[tuple[str, int], Passes]) -> None:
 def _shares(passes: Passes) -> list[str]:
     """Hit rate, and the idle shares of drafter and target."""
     columns = ("hit_rate", "draft_idle", "target_idle")
-    return [f"{spread([getattr(work, name) * 100 for work in passes.work], 0)} %" for name in columns]
+    return [f"{spread([getattr(activity, name) * 100 for activity in passes.activity], 0)} %" for name in columns]
 
 
 # --- synthetic acceptance ---------------------------------------------------------------------
 
 
-def _synthetic(options: Options, questions: Questions) -> None:
+def _synthetic(options: Options, task_prompts: TaskPrompts) -> None:
     """A chain of `LENGTH` guesses each round, whatever the controller would say."""
     write(f"\nSynthetic acceptance. {NOT_LOSSLESS}.")
     rows: list[list[str]] = []
     for acceptance in QUICK_ACCEPTANCES if options.quick else ACCEPTANCES:
-        rows.extend(_Experiment(options, questions, acceptance).rows())
+        rows.extend(_Experiment(options, task_prompts, acceptance).rows())
     write(f"\n{NOT_LOSSLESS}:")
     columns = (
         "α",
@@ -137,9 +137,9 @@ def _synthetic(options: Options, questions: Questions) -> None:
 class _Experiment:
     """One chance of acceptance: a target of its own for all costs."""
 
-    def __init__(self, options: Options, questions: Questions, acceptance: float) -> None:
+    def __init__(self, options: Options, task_prompts: TaskPrompts, acceptance: float) -> None:
         self._options = options
-        self._prompts = questions.prompts[:SYNTHETIC_PROMPTS]
+        self._prompts = task_prompts.prompts[:SYNTHETIC_PROMPTS]
         self._acceptance = acceptance
 
     def rows(self) -> list[list[str]]:
@@ -147,7 +147,7 @@ class _Experiment:
         costless = self._configuration("serial", 0.0)
         with ExitStack() as stack:
             target = stack.enter_context(clusters.target(costless, clusters.all_cores()))
-            free = clusters.open_house(stack, costless, target)
+            free = clusters.start_cluster(stack, costless, target)
             plain, undelayed = Passes(), Passes()
             drafting.warm(free, self._prompts, self._options.answer_tokens, (1,))
             for _ in range(self._options.repeats):
@@ -158,13 +158,17 @@ class _Experiment:
             costs = QUICK_COSTS if self._options.quick else COSTS
             return [self._row(target, free, cost, step, overhead) for cost in costs]
 
-    def _row(self, target: clusters.Process, free: House, cost: float, step: float, overhead: float) -> list[str]:
+    def _row(
+        self, target: clusters.Process, free: ProcessCluster, cost: float, step: float, overhead: float
+    ) -> list[str]:
         """Plain, serial and run-ahead in turn."""
         plain, serial, ahead = Passes(), Passes(), Passes()
         with ExitStack() as stack:
-            opened = [clusters.open_house(stack, self._configuration(mode, cost * step), target) for mode in MODES[:2]]
-            for house in opened:
-                drafting.warm(house, self._prompts, self._options.answer_tokens, (1,))
+            opened = [
+                clusters.start_cluster(stack, self._configuration(mode, cost * step), target) for mode in MODES[:2]
+            ]
+            for cluster in opened:
+                drafting.warm(cluster, self._prompts, self._options.answer_tokens, (1,))
             for _ in range(self._options.repeats):
                 self._measure(free, plain, PLAIN)
                 self._measure(opened[0], serial)
@@ -184,8 +188,8 @@ class _Experiment:
             *_shares(ahead),
         ]
 
-    def _measure(self, house: House, into: Passes, manner: Manner = DRAFTED) -> None:
-        drafting.measure(house, self._prompts, self._options.answer_tokens, 1, into, manner)
+    def _measure(self, cluster: ProcessCluster, into: Passes, request_options: RequestOptions = DRAFTED) -> None:
+        drafting.measure(cluster, self._prompts, self._options.answer_tokens, 1, into, request_options)
         if any(answer.is_lossless for answer in into.answers[-1].each):
             raise RuntimeError("a synthetic answer does not say that it is not lossless")
 

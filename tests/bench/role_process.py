@@ -27,14 +27,14 @@ from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import CoordinatorServer, fixed_address
 
 LOOPBACK = "127.0.0.1"
-Tell = Callable[[], dict[str, float]]
+CollectCounters = Callable[[], dict[str, float]]
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a process is told."""
+    """What one process runs."""
 
-    role: Literal["target", "draft", "front"]
+    role: Literal["target", "draft", "coordinator"]
     configuration: str
     """As JSON. Model paths are local directories."""
     cores: tuple[int, ...]
@@ -100,31 +100,31 @@ class Counting:
 
 
 @asynccontextmanager
-async def living(role: Role) -> AsyncIterator[tuple[str, Tell]]:
+async def running_role(role: Role) -> AsyncIterator[tuple[str, CollectCounters]]:
     """Its address, and who tells what it did since it was last asked."""
     configuration = Configuration.model_validate_json(role.configuration)
     async with AsyncExitStack() as stack:
-        start = {"target": _start_target, "draft": _start_draft, "front": _start_front}[role.role]
+        start = {"target": _start_target, "draft": _start_draft, "coordinator": _start_coordinator}[role.role]
         address, done = await start(role, configuration, stack)
         last, since = done(), time.perf_counter()
 
-        def tell() -> dict[str, float]:
+        def collect() -> dict[str, float]:
             nonlocal last, since
             (before, begun), (last, since) = (last, since), (done(), time.perf_counter())
             return {name: last[name] - before[name] for name in last} | {"wall_seconds": since - begun}
 
-        yield address, tell
+        yield address, collect
 
 
 async def live(role: Role) -> None:
     """Start, tell, end."""
-    async with living(role) as (address, tell):
+    async with running_role(role) as (address, collect):
         _say({"address": address})
         while await asyncio.to_thread(sys.stdin.readline):
-            _say(tell())
+            _say(collect())
 
 
-async def _start_target(role: Role, configuration: Configuration, stack: AsyncExitStack) -> tuple[str, Tell]:
+async def _start_target(role: Role, configuration: Configuration, stack: AsyncExitStack) -> tuple[str, CollectCounters]:
     from workers.serve.worker_server import host_target
     from workers.verify.build import build_engine
 
@@ -134,7 +134,7 @@ async def _start_target(role: Role, configuration: Configuration, stack: AsyncEx
     return host.address, lambda: {"busy_seconds": engine.seconds}
 
 
-async def _start_draft(role: Role, configuration: Configuration, stack: AsyncExitStack) -> tuple[str, Tell]:
+async def _start_draft(role: Role, configuration: Configuration, stack: AsyncExitStack) -> tuple[str, CollectCounters]:
     from workers.draft.registry import create
     from workers.serve.worker_server import host_draft
 
@@ -146,16 +146,18 @@ async def _start_draft(role: Role, configuration: Configuration, stack: AsyncExi
     return host.address, lambda: {"busy_seconds": method.seconds}
 
 
-async def _start_front(role: Role, configuration: Configuration, stack: AsyncExitStack) -> tuple[str, Tell]:
+async def _start_coordinator(
+    role: Role, configuration: Configuration, stack: AsyncExitStack
+) -> tuple[str, CollectCounters]:
     target = GrpcTarget(fixed_address(role.target))
     stack.push_async_callback(target.close)
     drafters = [Counting(GrpcDrafter(fixed_address(address))) for address in role.drafts]
     for drafter in drafters:
         stack.push_async_callback(drafter.inner.close)
-    frontend = CoordinatorServer(configuration, target, drafters)
-    stack.push_async_callback(frontend.stop, 0.0)
-    port = await frontend.start()
-    await frontend.wait_until_ready()
+    server = CoordinatorServer(configuration, target, drafters)
+    stack.push_async_callback(server.stop, 0.0)
+    port = await server.start()
+    await server.wait_until_ready()
     return f"{LOOPBACK}:{port}", lambda: {
         name: sum(drafter.counts[name] for drafter in drafters) for name in drafters[0].counts
     }

@@ -14,45 +14,45 @@ from dataclasses import dataclass, field
 from cluster.core.config import Configuration
 from tests.bench import clusters, drafting
 from tests.bench.agreement import Agreement, agreement
-from tests.bench.client import Answers, Manner
-from tests.bench.clusters import House
-from tests.bench.drafting import GREEDY, SAMPLED, Passes, Questions
+from tests.bench.client import Answers, RequestOptions
+from tests.bench.clusters import ProcessCluster
+from tests.bench.drafting import GREEDY, SAMPLED, Passes, TaskPrompts
 from tests.bench.options import Options
 from tests.bench.report import heading, ratios, spread, table, write
 
 BATCHES, QUICK_BATCHES = (1, 4, 8, 16, 32), (1, 4)
-WIDE, NARROW = "plain, all cores", "plain, one core"
-APART, LARGEST = "draft and target on a core each", "the same, always the largest tree"
-LOOKUP, SHARED = "ngram", "draft model"
-AGAIN = "plain, once more"
-IN_BATCHES = (WIDE, LOOKUP, SHARED, AGAIN)
+PLAIN, PLAIN_ONE_CORE = "plain, all cores", "plain, one core"
+SEPARATE_CORES, LARGEST_TREES = "draft and target on a core each", "the same, always the largest tree"
+NGRAM, DRAFT_MODEL = "ngram", "draft model"
+PLAIN_AGAIN = "plain, once more"
+BATCHED = (PLAIN, NGRAM, DRAFT_MODEL, PLAIN_AGAIN)
 
 
 @dataclass
 class Bench:
-    """Houses by name, and what was measured of them."""
+    """Clusters by name, and what was measured of them."""
 
-    questions: Questions
+    task_prompts: TaskPrompts
     tokens: int
-    houses: dict[str, House] = field(default_factory=dict)
-    passes: dict[tuple[str, int, Manner], Passes] = field(default_factory=dict)
+    clusters: dict[str, ProcessCluster] = field(default_factory=dict)
+    passes: dict[tuple[str, int, RequestOptions], Passes] = field(default_factory=dict)
 
     def parts(self, name: str, place: slice) -> list[Answers]:
-        """Some prompts' answers at batch 1, greedy; one per repetition, none where there is no such house."""
+        """Some prompts' answers at batch 1, greedy; one per repetition, none where there is no such cluster."""
         return [answers.part(place) for answers in self.passes.get((name, 1, GREEDY), Passes()).answers]
 
     def plain_rates(self, batch: int) -> list[float]:
         """Tokens per second of plain decoding with all cores: the mean of before and after, per repetition."""
-        before, after = (self.passes[name, batch, GREEDY].rates for name in (WIDE, AGAIN))
+        before, after = (self.passes[name, batch, GREEDY].rates for name in (PLAIN, PLAIN_AGAIN))
         return [(one + other) / 2 for one, other in zip(before, after, strict=True)]
 
-    def measure(self, name: str, batch: int, manner: Manner = GREEDY) -> None:
-        """One pass of one house, if there is such a house."""
-        if name not in self.houses:
+    def measure(self, name: str, batch: int, request_options: RequestOptions = GREEDY) -> None:
+        """One pass of one cluster, if there is such a cluster."""
+        if name not in self.clusters:
             return
-        prompts = self.questions.prompts if batch == 1 else self.questions.at_least(2 * batch)
-        passes = self.passes.setdefault((name, batch, manner), Passes())
-        drafting.measure(self.houses[name], prompts, self.tokens, batch, passes, manner)
+        prompts = self.task_prompts.prompts if batch == 1 else self.task_prompts.at_least(2 * batch)
+        passes = self.passes.setdefault((name, batch, request_options), Passes())
+        drafting.measure(self.clusters[name], prompts, self.tokens, batch, passes, request_options)
         last = passes.answers[-1]
         write(f"{name}, batch {batch}: {last.rate:.1f} tokens/s, {last.committed_per_step:.2f} per step")
 
@@ -60,27 +60,27 @@ class Bench:
 def run(options: Options) -> None:
     """Measure and report."""
     heading("Speculation: drafts against plain decoding, Spec-Bench's tasks")
-    questions = drafting.questions(options)
-    bench = Bench(questions, options.answer_tokens)
+    task_prompts = drafting.read_task_prompts(options)
+    bench = Bench(task_prompts, options.answer_tokens)
     batches = options.batches or (QUICK_BATCHES if options.quick else BATCHES)
     plain = drafting.plain(options)
     model = drafting.modelled(options)
-    write(f"{plain.target.served_name}, {plain.target.dtype}; {questions.describe(options.answer_tokens)}")
+    write(f"{plain.target.served_name}, {plain.target.dtype}; {task_prompts.describe(options.answer_tokens)}")
     write(drafting.describe(model or drafting.ngram(options)))
     with ExitStack() as stack:
         _open(stack, bench, options, plain, model, apart=1 in batches)
-        for name, house in bench.houses.items():
-            if name == AGAIN:
-                continue  # it is the same house
-            some = [batch for batch in batches if batch == 1 or name in IN_BATCHES]
-            drafting.warm(house, questions.prompts, options.answer_tokens, some)
+        for name, cluster in bench.clusters.items():
+            if name == PLAIN_AGAIN:
+                continue  # it is the same cluster
+            some = [batch for batch in batches if batch == 1 or name in BATCHED]
+            drafting.warm(cluster, task_prompts.prompts, options.answer_tokens, some)
         for repeat in range(options.repeats):
             write(f"repetition {repeat + 1}")
             way = 1 if repeat % 2 == 0 else -1  # what a machine grows slower by falls on all alike
             for batch in batches:
-                for name in (tuple(bench.houses) if batch == 1 else IN_BATCHES)[::way]:
+                for name in (tuple(bench.clusters) if batch == 1 else BATCHED)[::way]:
                     bench.measure(name, batch)
-            for name in (WIDE, NARROW, APART)[::way] if 1 in batches else ():
+            for name in (PLAIN, PLAIN_ONE_CORE, SEPARATE_CORES)[::way] if 1 in batches else ():
                 bench.measure(name, 1, SAMPLED)
         agreed = _agreements(bench) if 1 in batches else {}
     if 1 in batches:
@@ -102,38 +102,40 @@ def _open(
     cores = clusters.all_cores()
     wide = stack.enter_context(clusters.target(plain, cores))
     ngram = drafting.ngram(options)
-    opened = bench.houses
-    opened[WIDE] = clusters.open_house(stack, plain, wide)
-    opened[LOOKUP] = clusters.open_house(stack, ngram, wide)
+    opened = bench.clusters
+    opened[PLAIN] = clusters.start_cluster(stack, plain, wide)
+    opened[NGRAM] = clusters.start_cluster(stack, ngram, wide)
     if apart:
         drafted = model or ngram
         narrow = stack.enter_context(clusters.target(plain, cores[:1]))
         own = stack.enter_context(clusters.draft(drafted, cores[-1:]))
-        opened[NARROW] = clusters.open_house(stack, plain, narrow, opened[WIDE].draft)
-        opened[APART] = clusters.open_house(stack, drafted, narrow, own)
-        opened[LARGEST] = clusters.open_house(stack, drafting.changed(drafted, controller="off"), narrow, own)
+        opened[PLAIN_ONE_CORE] = clusters.start_cluster(stack, plain, narrow, opened[PLAIN].draft)
+        opened[SEPARATE_CORES] = clusters.start_cluster(stack, drafted, narrow, own)
+        opened[LARGEST_TREES] = clusters.start_cluster(stack, drafting.changed(drafted, controller="off"), narrow, own)
     if model is not None:
-        opened[SHARED] = clusters.open_house(stack, model, wide)
-    opened[AGAIN] = opened[WIDE]
+        opened[DRAFT_MODEL] = clusters.start_cluster(stack, model, wide)
+    opened[PLAIN_AGAIN] = opened[PLAIN]
 
 
 def _agreements(bench: Bench) -> dict[str, Agreement]:
     """Of the drafter with the target's own text."""
-    house, plain = bench.houses[APART], bench.passes[WIDE, 1, GREEDY].answers[0]
+    cluster, plain = bench.clusters[SEPARATE_CORES], bench.passes[PLAIN, 1, GREEDY].answers[0]
     texts = [tuple(answer.tokens) for answer in plain.each]
     return {
-        task: asyncio.run(agreement(house.draft.address, bench.questions.prompts[place], texts[place]))
-        for task, place in bench.questions.places.items()
+        task: asyncio.run(agreement(cluster.draft.address, bench.task_prompts.prompts[place], texts[place]))
+        for task, place in bench.task_prompts.places.items()
     }
 
 
 def _report_tasks(bench: Bench, agreed: dict[str, Agreement]) -> None:
     """Batch 1, greedy."""
-    places = bench.questions.places | {"overall": slice(None)}
+    places = bench.task_prompts.places | {"overall": slice(None)}
     shares = agreed | {"overall": sum(agreed.values(), Agreement())}
     rows: list[list[str]] = []
     for task, place in places.items():
-        wide, narrow, apart, largest = (bench.parts(name, place) for name in (WIDE, NARROW, APART, LARGEST))
+        wide, narrow, apart, largest = (
+            bench.parts(name, place) for name in (PLAIN, PLAIN_ONE_CORE, SEPARATE_CORES, LARGEST_TREES)
+        )
         rows.append(
             [
                 task,
@@ -155,20 +157,20 @@ def _report_tasks(bench: Bench, agreed: dict[str, Agreement]) -> None:
 
 
 def _report_alone(bench: Bench) -> None:
-    """Batch 1: every house, greedy and sampled."""
+    """Batch 1: every cluster, greedy and sampled."""
     rows: list[list[str]] = []
-    for (name, batch, manner), passes in bench.passes.items():
+    for (name, batch, request_options), passes in bench.passes.items():
         if batch != 1:
             continue
-        plain = bench.passes[WIDE, 1, manner]
+        plain = bench.passes[PLAIN, 1, request_options]
         rows.append(
             [
-                f"{name}, {'greedy' if manner == GREEDY else 'sampled'}",
+                f"{name}, {'greedy' if request_options == GREEDY else 'sampled'}",
                 spread(passes.rates, 1),
                 spread(ratios(passes.rates, plain.rates)),
                 spread(passes.committed),
-                spread([work.target_idle * 100 for work in passes.work], 0) + " %",
-                spread([work.draft_idle * 100 for work in passes.work], 0) + " %",
+                spread([activity.target_idle * 100 for activity in passes.activity], 0) + " %",
+                spread([activity.draft_idle * 100 for activity in passes.activity], 0) + " %",
                 passes.equal(plain),
             ]
         )
@@ -184,11 +186,11 @@ def _report_batches(bench: Bench, batches: tuple[int, ...]) -> None:
     """Both sides have all cores."""
     rows: list[list[str]] = []
     for batch in batches:
-        plain = bench.passes[WIDE, batch, GREEDY]
-        for name in IN_BATCHES[1:]:
+        plain = bench.passes[PLAIN, batch, GREEDY]
+        for name in BATCHED[1:]:
             passes = bench.passes.get((name, batch, GREEDY))
             if passes is not None:
-                below = plain.rates if name == AGAIN else bench.plain_rates(batch)
+                below = plain.rates if name == PLAIN_AGAIN else bench.plain_rates(batch)
                 rows.append(
                     [
                         name,
@@ -197,7 +199,7 @@ def _report_batches(bench: Bench, batches: tuple[int, ...]) -> None:
                         spread(passes.rates, 1),
                         spread(ratios(passes.rates, below)),
                         spread(passes.committed),
-                        spread([work.draft_idle * 100 for work in passes.work], 0) + " %",
+                        spread([activity.draft_idle * 100 for activity in passes.activity], 0) + " %",
                         passes.equal(plain),
                     ]
                 )

@@ -1,4 +1,4 @@
-"""The target's process by itself, for `memory`: loads, listens, steps and fills its pool if told to, says what it took.
+"""Measures the target's process by itself, for `memory`: it loads, listens, steps and, with `fill`, fills its pool.
 
     python -m tests.bench.target_process '{"target": …}' SPAWNED_AT [fill]
 

@@ -24,11 +24,11 @@ def read_tasks(file: Path | None, most: int) -> dict[str, list[str]]:
 
     Raises `ConfigurationError`, which names the file, the line and what was found there.
     """
-    tasks = by_task(read_questions(file or SPEC_BENCH))
+    tasks = by_task(read_user_prompts(file or SPEC_BENCH))
     return {NAMES.get(task, task): [prompt.turns[0] for prompt in some[:most]] for task, some in tasks.items()}
 
 
-def read_questions(file: Path) -> list[Prompt]:
+def read_user_prompts(file: Path) -> list[Prompt]:
     """The prompts of a file that say what is asked. Raises `ConfigurationError` where there are none."""
     prompts = [prompt for prompt in read_prompts(file) if prompt.turns]
     if not prompts:

@@ -1,0 +1,107 @@
+"""The arithmetic of the benchmarks and the engine that they step, without measuring anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.core.config import TargetSection
+from tests.bench import options, prefix, theory
+from tests.bench.client import Answer, Answers
+from tests.bench.decoding import Decoding
+from tests.bench.machine import weight_bytes
+from tests.bench.report import percentile, ratios, spread
+from tests.support import tiny
+from workers.verify.build import build_engine
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("bench"), tiny.llama())
+
+
+def section(directory: Path, **changes: object) -> TargetSection:
+    return TargetSection.model_validate(
+        {"path": str(directory), "device": "cpu", "kv": {"pool_bytes": 1 << 20}, "compile": "off"} | changes
+    )
+
+
+def test_a_figure_carries_its_spread() -> None:
+    assert spread([3.0, 1.0, 2.0], 1) == "2.0 (1.0–3.0)"
+    assert spread([2.346]) == "2.35"
+
+
+def test_a_ratio_is_of_neighbours() -> None:
+    assert ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
+    with pytest.raises(ValueError, match="longer"):
+        ratios([1.0], [1.0, 2.0])
+
+
+def test_a_percentile_is_one_of_the_values() -> None:
+    values = [float(value) for value in range(100, 0, -1)]
+    assert (percentile(values, 0.5), percentile(values, 0.99), percentile(values, 1.0)) == (50.0, 99.0, 100.0)
+    assert percentile([7.0], 0.01) == 7.0
+
+
+def test_growth_is_the_exponent() -> None:
+    assert prefix.growth({m: [3.0 * m**2] for m in (8, 16, 32, 64)}) == pytest.approx(2.0)
+
+
+def test_gaps_lie_between_tokens() -> None:
+    answer = Answer(1.0, [5, 6, 7], [1.5, 1.75, 2.5])
+    assert answer.first_token_seconds == 0.5
+    assert answer.gaps == [0.25, 0.75]
+
+
+def test_a_step_reads_each_weight_once(directory: Path, tmp_path: Path) -> None:
+    whole = weight_bytes(section(directory))
+    embeddings = 4 * tiny.VOCABULARY * 48
+    assert weight_bytes(section(directory), read_by_a_step=True) == whole - embeddings
+    assert weight_bytes(section(directory, dtype="bfloat16")) == whole // 2
+    tied = tiny.save(tmp_path, tiny.llama(tie_word_embeddings=True))
+    assert weight_bytes(section(tied), read_by_a_step=True) == weight_bytes(section(tied)) == whole - embeddings
+
+
+def test_int8_weights_take_a_byte_each(directory: Path) -> None:
+    linear = weight_bytes(section(directory), read_by_a_step=True) // 4 - 48 * (2 * 2 + 1)  # without the norms
+    assert weight_bytes(section(directory, quantization="int8"), read_by_a_step=True) == linear + 4 * 48 * (2 * 2 + 1)
+
+
+def test_prompts_of_any_number_are_distinct() -> None:
+    assert len(set(options.own_prompts(60))) == 60
+
+
+def test_theory_knows_its_limits() -> None:
+    assert theory.expected_tokens(0.0, 4) == 1
+    assert theory.expected_tokens(1.0, 4) == 5
+    assert theory.expected_tokens(0.8, 4) == pytest.approx(1 + 0.8 + 0.64 + 0.512 + 0.4096)
+    assert theory.serial_speedup(0.8, 4, 0.0, 0.0) == theory.overlapped_speedup(0.8, 4, 0.0, 0.0)
+    assert theory.serial_speedup(1.0, 4, 0.25, 0.5) == 5 / 2.5
+    assert theory.overlapped_speedup(1.0, 4, 0.25, 0.5) == 5 / 1.5
+    assert theory.overlapped_speedup(1.0, 4, 1.0, 0.5) == 5 / 4
+
+
+def test_an_answers_own_time_begins_with_its_question_and_decoding_with_its_first_tokens() -> None:
+    first = Answer(0.0, [1, 2, 3, 4], [1.0, 1.0, 2.0, 3.0], steps=3, first_tokens=2)
+    second = Answer(1.0, [1, 2], [2.0, 4.0], steps=1, first_tokens=1)
+    answers = Answers([first, second], seconds=4.0)
+    assert (answers.rate, answers.committed_per_step) == (1.5, 1.5)
+    assert answers.own_rate == 6 / (3 + 3)
+    assert answers.decoding_rate == 3 / (2 + 2)
+    assert answers.part(slice(1, 2)).own_rate == 2 / 3
+
+
+def test_a_stepped_engine_says_what_the_model_says(directory: Path) -> None:
+    """However many guesses ride along, and in however many chunks the prompt came."""
+    texts = []
+    for chunk, queries in ((64, 1), (3, 1), (64, 8)):
+        engine = build_engine(section(directory))
+        decoding = Decoding(engine, chunk)
+        assert decoding.add("a", range(3, 20)) > 0
+        while len(decoding.text("a")) < 30:
+            decoding.step(queries)
+        texts.append(decoding.text("a")[:30])
+        decoding.clear()
+        assert engine.info().kv.blocks_free == engine.info().kv.blocks_total
+    assert texts == [texts[0]] * 3

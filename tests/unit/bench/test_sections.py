@@ -1,0 +1,130 @@
+"""The benchmark sections that start processes, with tiny models: every table appears."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.core.config import Configuration, DraftSection, TargetSection
+from tests.bench import clusters, options, overlap, speculation
+from tests.bench.__main__ import SECTIONS
+from tests.bench.agreement import Agreement, agreement
+from tests.bench.options import Options
+from tests.bench.role_process import Role, running_role
+from tests.support import tiny, tiny_tokenizer
+from tests.unit.bench.test_task_prompts import write_prompts
+from workers.draft.registry import create
+from workers.serve.worker_server import host_draft
+
+
+async def test_agreement_is_of_first_guesses_with_the_text_itself() -> None:
+    """Prompt lookup knows a text that repeats itself, and nothing else."""
+    method = create("ngram", DraftSection(), TargetSection())
+    prompt, text = (5, 6, 7, 8, 5, 6), (7, 8, 5, 6, 9, 9)
+    async with host_draft("127.0.0.1", method) as host:
+        found = await agreement(host.address, [prompt, (3,)], [text, (4,)])
+    assert found == Agreement(4, 7)
+
+
+def test_a_process_tells_what_it_did_and_why_it_ended() -> None:
+    configuration = Configuration(draft=DraftSection(method="ngram"))
+    with clusters.draft(configuration, clusters.all_cores()[:1]) as process:
+        assert process.address.startswith("127.0.0.1:")
+        counters = process.collect()
+    assert counters["busy_seconds"] == 0
+    assert counters["wall_seconds"] > 0
+    with pytest.raises(RuntimeError, match="Invalid argument"), clusters.draft(configuration, cores=()):
+        pass
+
+
+def test_a_role_travels_as_it_is() -> None:
+    role = Role("coordinator", Configuration().model_dump_json(), (0, 1), 2, "a:1", ("b:2", "c:3"))
+    assert Role.from_json(role.to_json()) == role
+
+
+@pytest.fixture(scope="module")
+def spec_bench_options(tmp_path_factory: pytest.TempPathFactory) -> Options:
+    """The smallest models and prompts that a section takes."""
+    target = tiny_tokenizer.byte_level(tmp_path_factory.mktemp("target"))
+    tiny.save(target, tiny.llama(vocab_size=320))
+    draft = tiny.blur(target, tmp_path_factory.mktemp("draft"), noise=0.05)
+    prompts = write_prompts(tmp_path_factory.mktemp("prompts") / "spec.jsonl", ("qa", "hello"), ("rag", "fish swim"))
+    wishes = (f"target.path={target}", "target.kv.pool_bytes=4194304", "draft.kv.pool_bytes=4194304")
+    assigned = [part for wish in wishes for part in ("--set", wish)]
+    return options.parse(SECTIONS, ["--quick", "--prompts", str(prompts), "--draft", str(draft), *assigned])[1]
+
+
+class Thread:
+    """A role's process, without the process: all live on one event loop beside the test."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def __init__(self, role: Role) -> None:
+        self._living = running_role(role)
+
+    def __enter__(self) -> Thread:
+        self.address, self.collect = self._run(self._living.__aenter__())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._run(self._living.__aexit__(None, None, None))
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    Thread.loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=Thread.loop.run_forever)
+    thread.start()
+    monkeypatch.setattr(clusters, "Process", Thread)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    yield
+    Thread.loop.call_soon_threadsafe(Thread.loop.stop)
+    thread.join()
+    Thread.loop.close()
+
+
+@pytest.mark.usefixtures("threads")
+def test_speculation_shows_every_table(spec_bench_options: Options, capsys: pytest.CaptureFixture[str]) -> None:
+    speculation.run(spec_bench_options)
+    shown = capsys.readouterr().out
+    for words in (
+        "| question answering |",
+        "| overall |",
+        "sampled |",
+        "| ngram | 4 |",
+        "| draft model | 4 |",
+        "once more | 4 |",
+    ):
+        assert words in shown
+    assert "8 of 8" in shown
+    assert not [line for line in shown.splitlines() if "0 of" in line]
+
+
+@pytest.mark.usefixtures("threads")
+def test_speculation_in_batches_alone_opens_no_house_for_one(
+    spec_bench_options: Options, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speculation.run(replace(spec_bench_options, batches=(4,)))
+    shown = capsys.readouterr().out
+    assert "| draft model | 4 |" in shown
+    assert "batch 1" not in shown
+
+
+@pytest.mark.usefixtures("threads")
+def test_overlap_shows_every_table_and_what_is_not_lossless(
+    spec_bench_options: Options, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overlap.run(spec_bench_options)
+    shown = capsys.readouterr().out
+    for words in ("| enumerate | 1 |", "| enumerate, alternating halves | 8 |", "| 0.8 | 0.1 | 3.36 |"):
+        assert words in shown
+    assert shown.index("NOT LOSSLESS") < shown.index("| α | c |")

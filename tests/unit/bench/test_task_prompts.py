@@ -1,0 +1,70 @@
+"""The prompts and options of a benchmark run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.core.errors import ConfigurationError
+from tests.bench import options
+from tests.bench.__main__ import SECTIONS
+from tests.bench.tasks import CONVERSATION, read_tasks
+from tests.support import tiny
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("bench"), tiny.llama())
+
+
+def write_prompts(file: Path, *rows: tuple[str, str]) -> Path:
+    file.write_text("\n".join(json.dumps({"category": category, "turns": [turn]}) for category, turn in rows))
+    return file
+
+
+def test_the_first_of_every_category_comes_before_the_second(tmp_path: Path) -> None:
+    """MT-bench's categories are one task."""
+    file = write_prompts(
+        tmp_path / "spec.jsonl", ("writing", "w1"), ("writing", "w2"), ("qa", "q1"), ("coding", "c1"), ("qa", "q2")
+    )
+    assert read_tasks(file, 2) == {CONVERSATION: ["w1", "c1"], "question answering": ["q1", "q2"]}
+    assert read_tasks(file, 9)[CONVERSATION] == ["w1", "c1", "w2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "needed a readable JSONL file; .*No such file"),
+        ("", "at least one line"),
+        ('{"turns": ["a"]}\n{', "line 2: needed JSON"),
+        ('{"turns": []}', "line 1: turns: needed at least one text"),
+        ("[1]", "line 1: needed an object"),
+        ('{"system": "a"}', "at least one question, found system messages alone"),
+    ],
+)
+def test_prompts_that_cannot_be_read_are_told_by_file_and_line(tmp_path: Path, text: str | None, words: str) -> None:
+    file = tmp_path / "spec.jsonl"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        read_tasks(file, 1)
+    assert str(file) in str(caught.value)
+
+
+def test_what_is_asked_for_is_stronger_than_what_a_section_wants(directory: Path) -> None:
+    wished = [f"target.path={directory}", "draft.mode=serial"]
+    _, asked = options.parse(SECTIONS, ["overlap", *(part for wish in wished for part in ("--set", wish))])
+    configuration = asked.based_on("draft.mode=run_ahead", "draft.method=synthetic")
+    assert (configuration.draft.mode, configuration.draft.method) == ("serial", "synthetic")
+
+
+def test_sections_are_chosen_by_name() -> None:
+    assert options.parse(SECTIONS, [])[0] == list(SECTIONS)
+    names, asked = options.parse(SECTIONS, ["step", "--quick", "--set", "draft.method=none"])
+    assert (names, asked.repeats, asked.assignments) == (["step"], 1, ("draft.method=none",))
+    assert options.parse(SECTIONS, ["speculation", "--batches", "4,8,4"])[1].batches == (4, 8)
+    for wrong in (["sleep"], ["--batches", "0"], ["--batches", "4;8"]):
+        with pytest.raises(SystemExit):
+            options.parse(SECTIONS, wrong)
