@@ -1,4 +1,4 @@
-"""The model card: what the draft is, what it was made of, and how well it guesses."""
+"""The model card of a draft: what it is, how it was made, and how often it agrees with its target."""
 
 from __future__ import annotations
 
@@ -13,76 +13,97 @@ from workers.distill.checkpoints import Progress
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that the card tells."""
+    """What the card states."""
 
     target: str
+    """Name of the target."""
     target_dtype: str
-    """The type the target answered in."""
-    command: str
+    """The data type in which the target computed the answers."""
+    command_line: str
+    """The command that made the draft."""
     sources: Sequence[str]
     """Names of the prompt files."""
-    asks_itself: bool
+    has_generated_questions: bool
     """Whether the target wrote some of the questions."""
     answers: Sequence[Answer]
-    """What was trained on."""
+    """The answers that were trained on."""
     layers: Sequence[int]
+    """The target's layers that the draft started as; empty for random weights."""
     start: str
     """Name of the draft that was trained further; empty where there was none."""
     own_parameters: int
-    guessable: int
-    """Tokens that the head has rows for."""
+    """Parameters that were trained and are stored in the draft's directory."""
+    draft_vocabulary_size: int
+    """Tokens that the draft can propose."""
     progress: Progress
+    """The state of the training at its end."""
     device: str
+    """What the training ran on."""
     held_out: Counts
+    """Agreement on the held-out prompts, by category."""
     evaluation: Counts
+    """Agreement on the evaluation's prompts, by category."""
     evaluation_name: str
+    """Name of the evaluation's prompt file; empty where there was none."""
+    evaluation_prompts: int
+    """Prompts whose answers were evaluated."""
     curve: str
-    """File name of the loss curve."""
+    """File name of the loss curve; empty where none was drawn."""
     notes: str
+    """Markdown to append."""
 
 
 def write(facts: Facts) -> str:
     """The card, as Markdown."""
-    answered = sum(len(answer.answer) for answer in facts.answers)
+    answer_tokens = sum(len(answer.answer) for answer in facts.answers)
     progress = facts.progress
-    layers = ", ".join(map(str, facts.layers))
-    beginning = f"It began as layers {layers} of the target" if facts.layers else "It began at random"
-    if facts.start:
-        beginning += f", and was {facts.start} before"
     return f"""\
 # A draft for {facts.target}
 
-{facts.own_parameters:,} parameters of its own (bfloat16), between the embedding and the head of {facts.target}, which
-are read from the target's directory. {beginning}. It guesses among {facts.guessable:,} tokens. It is of use with this
-target alone, and only to guess: every token that a client reads is the target's own decision.
+This draft proposes tokens for {facts.target} and works with no other target. Every token that a client reads is the
+target's own decision. The draft has {facts.own_parameters:,} parameters of its own (bfloat16). It uses the target's
+embedding and head, which are read from the target's directory. {_origin(facts)} It can propose
+{facts.draft_vocabulary_size:,} different tokens.
 
 ## How it was made
 
 ```
-{facts.command}
+{facts.command_line}
 ```
 
-Seq-KD (Kim & Rush 2016): the target itself ({facts.target_dtype}) answered the prompts, and the student learned
-what the target thought at every token that it wrote.{_who_asked(facts)}
+The method is Seq-KD (Kim & Rush 2016). The target (in {facts.target_dtype}) answered the prompts. The student learned
+the target's probabilities at every token of the answers.{_question_origin(facts)}
 
 | | |
 |---|---|
-| answers trained on | {len(facts.answers):,}, {answered:,} tokens |
+| answers trained on | {len(facts.answers):,}, {answer_tokens:,} tokens |
 | sampled at | {_temperatures(facts.answers)} |
 | prompts | {_sources(facts)} |
 | training | {progress.seconds / 60:.0f} minutes on {facts.device}: {progress.step:,} steps, \
-{progress.answer_tokens:,} positions, {progress.answer_tokens / max(1, answered):.1f} epochs |
+{progress.answer_tokens:,} positions, {progress.answer_tokens / max(1, answer_tokens):.1f} epochs |
 
-{f"![Loss and agreement]({facts.curve})" if facts.curve else "No curve was drawn."}
+{f"![Loss and agreement]({facts.curve})" if facts.curve else "There is no loss curve."}
 
-## How well it guesses
+## Agreement with the target
 
-The share of positions in the target's own greedy answers where the draft's first guess is what the target wrote next.
-
+The share of positions in the target's own greedy answers at which the draft's most probable token is the target's.
+{_evaluation_size(facts)}
 | answers to | agreement | positions |
 |---|---|---|
-{_rows("prompts held out", facts.held_out)}{_evaluation(facts)}
+{_row("held-out prompts", facts.held_out)}{_evaluation(facts)}
 {_epochs(progress)}{_notes(facts)}"""
+
+
+def _origin(facts: Facts) -> str:
+    layers = ", ".join(map(str, facts.layers))
+    origin = f"It started as layers {layers} of the target" if facts.layers else "It started with random weights"
+    return f"{origin}, and continues the training of {facts.start}." if facts.start else f"{origin}."
+
+
+def _question_origin(facts: Facts) -> str:
+    if not facts.has_generated_questions:
+        return ""
+    return " Where a prompt was a system message alone, the target wrote the question as well."
 
 
 def _sources(facts: Facts) -> str:
@@ -90,23 +111,25 @@ def _sources(facts: Facts) -> str:
     return ", ".join(f"{name} ({counts[name]:,} answers)" for name in facts.sources)
 
 
-def _who_asked(facts: Facts) -> str:
-    return " Where only a system message was given, it had written the question as well." if facts.asks_itself else ""
-
-
 def _temperatures(answers: Sequence[Answer]) -> str:
     counts = Counter(answer.temperature for answer in answers)
     return ", ".join(f"temperature {value:g} ({counts[value]:,} answers)" for value in sorted(counts))
 
 
-def _rows(name: str, counts: Counts) -> str:
+def _row(name: str, counts: Counts) -> str:
     return f"| {name} | {share(counts):.1%} | {sum(total for _, total in counts.values()):,} |\n"
 
 
+def _evaluation_size(facts: Facts) -> str:
+    if not facts.evaluation_prompts:
+        return ""
+    return f"Of {facts.evaluation_name}, {facts.evaluation_prompts:,} prompts were answered.\n"
+
+
 def _evaluation(facts: Facts) -> str:
-    rows = [_rows(f"{facts.evaluation_name}: {name}", {name: counts}) for name, counts in facts.evaluation.items()]
+    rows = [_row(f"{facts.evaluation_name}: {name}", {name: counts}) for name, counts in facts.evaluation.items()]
     if len(rows) > 1:
-        rows.append(_rows(f"{facts.evaluation_name}: all", facts.evaluation))
+        rows.append(_row(f"{facts.evaluation_name}: all", facts.evaluation))
     return "".join(rows)
 
 
@@ -114,7 +137,8 @@ def _epochs(progress: Progress) -> str:
     rows = [f"| {step:,} | {seconds / 60:.1f} | {agreed:.1%} |\n" for step, seconds, agreed in progress.agreements]
     if not rows:
         return ""
-    return "On held-out prompts, after each epoch:\n\n| step | minutes | agreement |\n|---|---|---|\n" + "".join(rows)
+    heading = "On held-out prompts, after each epoch:\n\n| step | minutes | agreement |\n|---|---|---|\n"
+    return heading + "".join(rows)
 
 
 def _notes(facts: Facts) -> str:

@@ -168,7 +168,7 @@ def _check_size(size: int, vocabulary_size: int) -> None:
         raise ConfigurationError(f"vocabulary_size: {size} is refused; it must be within 1 and {vocabulary_size}")
 
 
-def keep_vocabulary(path: Path, tokens: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+def stored_vocabulary(path: Path, tokens: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
     """The tokens kept in the file, else those of `tokens()`, kept from now on: later answers do not change them."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

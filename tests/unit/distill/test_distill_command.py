@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 from cluster.core.errors import ConfigurationError
 from deploy import cli
-from deploy.commands.distill import DistillOptions, distill
+from deploy.commands.distill import distill
 from deploy.distillation import answers
+from deploy.distillation.options import DistillOptions
 from tests.support import tiny, tiny_tokenizer
 from workers.distill.answers import read_answers
 
@@ -114,7 +115,8 @@ def test_the_card_tells_the_command_and_no_path(made: Shop) -> None:
         "--prompts tasks.jsonl",
         "--layers 0,2",
         "--steps 4",
-        "prompts held out",
+        "held-out prompts",
+        "Of bench.jsonl, 4 prompts were answered.",
         "bench.jsonl: mt_bench",
         "## Notes",
     ):
@@ -146,7 +148,7 @@ def test_a_draft_can_be_trained_further(made: Shop) -> None:
     assert after.keys() == before.keys()
     assert all(value.equal(after[name]) for name, value in before.items())  # so small a step is below bfloat16
     card = (further.draft / "README.md").read_text()
-    assert "It began as layers 0, 2 of the target, and was draft before." in card
+    assert "It started as layers 0, 2 of the target, and continues the training of draft." in card
     assert "--start draft" in card
 
 
@@ -178,20 +180,15 @@ def test_options_that_cannot_be_followed_are_refused_at_once(
     assert message in capsys.readouterr().err
 
 
-def test_the_command_and_its_options_have_the_same_defaults() -> None:
+def test_every_field_of_the_options_is_an_option_of_the_command_with_the_same_default() -> None:
     written = {name: parameter.default for name, parameter in inspect.signature(distill).parameters.items()}
-    differently = {
-        "temperatures": "0,0.7,1.0",
-        "layers": "",
-        "prompts": inspect.Parameter.empty,
-        "out": inspect.Parameter.empty,
-        "work": None,
-    }
 
     for field in fields(DistillOptions):
-        assert written[field.name] == differently.get(field.name, field.default), field.name
+        required = field.default is MISSING
+        assert written.pop(field.name) == (inspect.Parameter.empty if required else field.default), field.name
+    assert written == {"config": None, "assignments": None}
 
 
 def test_prompts_are_needed() -> None:
     with pytest.raises(ConfigurationError, match="--prompts: needed at least one file"):
-        DistillOptions((), Path("out"), Path("work"), steps=1)
+        DistillOptions(prompts=(), out=Path("out"), work=Path("work"), steps=1)

@@ -17,9 +17,9 @@ from workers.distill.student import (
     Student,
     StudentPlan,
     frequent_tokens,
-    keep_vocabulary,
     load_target,
     make_student,
+    stored_vocabulary,
 )
 from workers.forward.attention import register
 from workers.model.distilled import read_distilled
@@ -178,8 +178,8 @@ class TestVocabulary:
     def test_what_was_chosen_once_stays(self, tmp_path: Path) -> None:
         path = tmp_path / "work" / "vocabulary.json"
 
-        assert keep_vocabulary(path, lambda: (1, 2)) == (1, 2)
-        assert keep_vocabulary(path, lambda: (3, 4)) == (1, 2)
+        assert stored_vocabulary(path, lambda: (1, 2)) == (1, 2)
+        assert stored_vocabulary(path, lambda: (3, 4)) == (1, 2)
 
 
 class TestExport:

@@ -1,0 +1,74 @@
+"""Declaring the options of a command once, as the annotated fields of a dataclass."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from types import GenericAlias
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from typer.models import OptionInfo
+
+from cluster.core.errors import ConfigurationError
+
+
+def command_with_options(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Turn a function whose first parameter is an instance of the dataclass `options` into a typer command.
+
+    Every field of the dataclass becomes an option of the command, with the field's type, default and annotation
+    (`typer.Option`). The function's other parameters stay options of their own. A field of type `tuple[T, ...]` may be
+    repeated on the command line, unless its annotation has a parser (see `number_list`).
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        _, *others = inspect.signature(function, eval_str=True).parameters.values()
+        declared = {parameter.name: parameter for parameter in _parameters(options)}
+        own = {parameter.name: parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in others}
+
+        def command(**values: Any) -> None:
+            chosen = {name: values.pop(name) for name in declared}
+            for name, value in chosen.items():
+                chosen[name] = tuple(value) if isinstance(value, list) else value
+            function(options(**chosen), **values)
+
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        parameters = [*declared.values(), *own.values()]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by typer
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate
+
+
+def number_list(option: str, kind: type[int] | type[float]) -> Callable[[Any], tuple[Any, ...]]:
+    """A typer parser of numbers with commas between them, for `option`. Raises `ConfigurationError`."""
+
+    def parse(value: Any) -> tuple[Any, ...]:
+        if isinstance(value, tuple):  # the default
+            return value
+        try:
+            return tuple(kind(part) for part in value.split(",") if part.strip())
+        except ValueError:
+            raise ConfigurationError(f"{option}: {value!r} is refused; it must be numbers with commas") from None
+
+    return parse
+
+
+def _parameters(options: type[Any]) -> list[inspect.Parameter]:
+    """One keyword-only parameter per field, as typer reads it."""
+    hints = get_type_hints(options, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    for field in fields(options):
+        kind, *metadata = (
+            get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else (hints[field.name],)
+        )
+        has_parser = any(isinstance(entry, OptionInfo) and entry.parser for entry in metadata)
+        if get_origin(kind) is tuple:
+            kind = str if has_parser else GenericAlias(list, get_args(kind)[:1])
+        annotation = Annotated[(kind, *metadata)] if metadata else kind
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        parameters.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        )
+    return parameters

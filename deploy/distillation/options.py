@@ -1,0 +1,161 @@
+"""The options of `pilotfish distill`: each is declared once, with its type, default and meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.core.errors import ConfigurationError
+from deploy.dataclass_options import number_list
+
+_POSITIVE = (
+    *("answer_tokens", "answer_minutes", "max_tokens", "learning_rate", "batch_tokens", "max_length"),
+    *("evaluate_prompts", "minutes", "steps"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillOptions:
+    """How one draft is made, from prompt files to its directory.
+
+    Raises `ConfigurationError` for a value out of bounds, for options that exclude each other, and for missing files.
+    """
+
+    prompts: Annotated[
+        tuple[Path, ...],
+        typer.Option(
+            help="A JSONL file of prompts, in the format of Spec-Bench, GSM8K, Self-Instruct, chat messages, plain "
+            "text, or system messages alone. May be repeated."
+        ),
+    ]
+    out: Annotated[Path, typer.Option(help="Directory to write the draft to.")]
+    work: Annotated[
+        Path | None,
+        typer.Option(help="Directory for answers and checkpoints, from which a later run continues. Unset: OUT.work"),
+    ] = None
+    evaluate: Annotated[
+        Path | None,
+        typer.Option(help="A JSONL file of prompts that are never trained on. Agreement is reported per category."),
+    ] = None
+    evaluate_prompts: Annotated[int, typer.Option(help="Evaluation prompts in each category.")] = 8
+    held_out: Annotated[
+        int, typer.Option(help="Prompts of each file that are not trained on (a tenth of the file at most).")
+    ] = 48
+    temperatures: Annotated[
+        tuple[float, ...],
+        typer.Option(
+            parser=number_list("--temperatures", float),
+            metavar="NUMBERS",
+            help="Temperatures of the first pass over a file, the second, and so on, with commas between them.",
+        ),
+    ] = (0.0, 0.7, 1.0)
+    answer_tokens: Annotated[int, typer.Option(help="Tokens of answers to train on.")] = 1_000_000
+    answer_minutes: Annotated[float, typer.Option(help="Most minutes that this run spends on answers.")] = 30.0
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of one answer.")] = 384
+    layers: Annotated[
+        tuple[int, ...],
+        typer.Option(
+            parser=number_list("--layers", int),
+            metavar="NUMBERS",
+            help="Layers of the target that the student starts as, with commas between them: 0,1,29",
+        ),
+    ] = ()
+    student_config: Annotated[
+        Path | None,
+        typer.Option(help="A transformers configuration with the target's vocabulary and width, for a new student."),
+    ] = None
+    start: Annotated[Path | None, typer.Option(help="Directory of a draft to train further, instead of --layers.")] = (
+        None
+    )
+    vocabulary_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens that the draft can propose: the most frequent ones in the answers. Unset: all of them, or "
+            "those of --start."
+        ),
+    ] = None
+    loss: Annotated[str, typer.Option(help="Divergence to minimise: forward_kl or reverse_kl.")] = "forward_kl"
+    on_policy: Annotated[float, typer.Option(help="Share of batches whose answers the student writes.")] = 0.0
+    minutes: Annotated[float | None, typer.Option(help="Minutes to train. The learning rate schedule spans them.")] = (
+        None
+    )
+    steps: Annotated[int | None, typer.Option(help="Steps to train, instead of --minutes.")] = None
+    learning_rate: Annotated[float, typer.Option(help="Highest learning rate of the schedule.")] = 1e-3
+    batch_tokens: Annotated[int, typer.Option(help="Tokens in a batch, prompts and padding included.")] = 4096
+    max_length: Annotated[int, typer.Option(help="Most tokens of one prompt and answer together.")] = 512
+    precision: Annotated[str, typer.Option(help="Precision of matrix products: bfloat16 or float32.")] = "bfloat16"
+    device: Annotated[str, typer.Option(help="Device to train on: auto, cpu or cuda.")] = "auto"
+    seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0
+    notes: Annotated[Path | None, typer.Option(help="A Markdown file to append to the model card.")] = None
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigurationError(f"{_option(name)}: {value} is refused; it must be above 0")
+        if self.held_out < 0:
+            raise ConfigurationError(f"--held-out: {self.held_out} is refused; it must be 0 or above")
+        if (self.minutes is None) == (self.steps is None):
+            raise ConfigurationError("--minutes and --steps: needed one of them")
+        if self.precision not in ("float32", "bfloat16"):
+            raise ConfigurationError(f"--precision: {self.precision!r} is refused; it must be float32 or bfloat16")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ConfigurationError(f"--device: {self.device!r} is refused; it must be auto, cpu or cuda")
+        if self.start is not None and (self.layers or self.student_config is not None):
+            raise ConfigurationError("--start: a draft has its layers; needed without --layers and --student-config")
+        self._check_files()
+
+    def _check_files(self) -> None:
+        if not self.prompts:
+            raise ConfigurationError("--prompts: needed at least one file, found none")
+        if self.work_directory.resolve().is_relative_to(self.out.resolve()):
+            raise ConfigurationError(
+                f"--work: {self.work_directory} is refused; it must not be inside --out, {self.out}"
+            )
+        if len({file.name for file in self.prompts}) < len(self.prompts):
+            raise ConfigurationError(
+                "--prompts: files of the same name are refused; answers are stored under their names"
+            )
+        single = ("evaluate", "student_config", "start", "notes")
+        named = [("prompts", file) for file in self.prompts] + [(name, getattr(self, name)) for name in single]
+        for name, file in named:
+            if file is not None and not file.exists():
+                raise ConfigurationError(f"{_option(name)} {file}: no such file")
+
+    @property
+    def work_directory(self) -> Path:
+        """Where answers and checkpoints are stored."""
+        return self.work or self.out.with_name(f"{self.out.name}.work")
+
+    def command_line(self, config: str | None, assignments: tuple[str, ...]) -> str:
+        """The command line with these options, for the model card: paths lose their directories."""
+        words = ["pilotfish distill"]
+        if config is not None:
+            words.append(f"--config {Path(config).name}")
+        words += [f"--set {_without_directories(assignment)}" for assignment in assignments]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value == field.default or field.name == "work":
+                continue
+            for part in value if field.name == "prompts" else (value,):
+                words.append(f"{_option(field.name)} {_written(part)}")
+        return " \\\n    ".join(words)
+
+
+def _without_directories(assignment: str) -> str:
+    key, _, value = assignment.partition("=")
+    return f"{key}={Path(value).name}"
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _written(value: object) -> str:
+    if isinstance(value, Path):
+        return value.name
+    parts = value if isinstance(value, tuple) else (value,)
+    return ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in parts)
