@@ -71,7 +71,7 @@ def _live(
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
     join_group(section, rank, "127.0.0.1", port)
-    with patch.object(loading, "tailor", lambda *_: None):
+    with patch.object(loading, "replace_linear_layers", lambda *_: None):
         engines = {FORMS[0]: build_engine(section, rank)}
     engines[FORMS[1]] = build_engine(section, rank)
     times: Times = {(form, batch): [] for form in FORMS for batch in BATCHES}

@@ -78,7 +78,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[KvPool]:
         def __init__(self, *arguments: Any, **keywords: Any) -> None:
             super().__init__(*arguments, **keywords)
             made.append(self)
-            self.note_compute(1 << 40, 1 << 40, float(1 << 40), awaited=True)
+            self.record_compute(1 << 40, 1 << 40, float(1 << 40), awaited=True)
 
     monkeypatch.setattr(build, "KvPool", Noted)
     return made
@@ -146,7 +146,7 @@ async def test_ten_pools_of_requests_through_one(directory: Path, tmp_path: Path
         await client.close()
         tiers = pools[-1].tiers
         assert tiers is not None
-        tiers.settle()
+        tiers.flush()
         assert pools[-1].blocks_free == pools[-1].blocks_total
         assert counts["vllm:num_preemptions_total"] > 0
         assert tiers.host.loaded > 0

@@ -12,7 +12,7 @@ from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvGroup, KvLayout
 from workers.kv.allocator import BlockAllocator
-from workers.kv.block_table import GONE, BlockTable
+from workers.kv.block_table import OUT_OF_WINDOW, BlockTable
 
 SIZE = 4
 LAYOUTS = [
@@ -184,7 +184,7 @@ class Lives(RuleBasedStateMachine):
 
 
 def all_blocks(table: BlockTable) -> list[BlockId]:
-    return [block for blocks in table.blocks for block in blocks if block != GONE]
+    return [block for blocks in table.blocks for block in blocks if block != OUT_OF_WINDOW]
 
 
 TestLives = Lives.TestCase

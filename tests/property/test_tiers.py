@@ -53,7 +53,7 @@ class Lives(RuleBasedStateMachine):
     @rule(number=few_blocks)
     def save(self, number: int) -> None:
         self.tiers.save(key(number), [torch.full((BLOCK_BYTES // 8,), number)])
-        self.tiers.settle()
+        self.tiers.flush()
         if not self.host_blocks:
             self._to_disk(number)
         elif not use(self.host, number):
@@ -136,8 +136,8 @@ class Unsettled(RuleBasedStateMachine):
         self.tiers.touch([key(number)])
 
     @rule()
-    def settle(self) -> None:
-        self.tiers.settle()
+    def flush(self) -> None:
+        self.tiers.flush()
         for number in range(10):
             assert self.tiers.find(key(number)) == self.tiers.load(key(number), [torch.empty(BLOCK_BYTES // 8).long()])
         files = Path(self.directory.name).glob("*/*.safetensors")

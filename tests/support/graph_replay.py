@@ -14,9 +14,9 @@ from cluster.core.config import KvSection, ModelSection
 from cluster.core.tree import TokenTree
 from tests.support import tiny
 from workers.forward import runner as runners
-from workers.forward.cuda_graphs import Compute, GraphedSteps
+from workers.forward.cuda_graphs import Compute, CudaGraphRunner
 from workers.forward.runner import ForwardRow, ModelRunner
-from workers.kv.block_table import GONE, BlockTable
+from workers.kv.block_table import OUT_OF_WINDOW, BlockTable
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 
@@ -66,15 +66,15 @@ CONFIGURATIONS = {
 class Bench:
     pool: KvPool
     runner: ModelRunner
-    graphs: GraphedSteps | None = None
+    graphs: CudaGraphRunner | None = None
 
-    def run(self, *rows: ForwardRow, keep: Sequence[int] = ()) -> torch.Tensor:
-        """Of a branching tree `keep` is accepted, of a chain the first two nodes."""
+    def run(self, *rows: ForwardRow, accepted: Sequence[int] = ()) -> torch.Tensor:
+        """Of a branching tree `accepted` is accepted, of a chain the first two nodes."""
         for row in rows:
             self.pool.reserve(row.table, row.end)
         logits = self.runner.forward(rows).clone()
         for row in rows:
-            self.runner.keep(row, range(len(row.tree))[:2] if row.tree.is_chain else keep)
+            self.runner.commit(row, range(len(row.tree))[:2] if row.tree.is_chain else accepted)
         return logits
 
     def stored(self, table: BlockTable) -> torch.Tensor:
@@ -83,7 +83,7 @@ class Bench:
             blocks[position // BLOCK] * BLOCK + position % BLOCK
             for blocks in table.blocks
             for position in range(table.stored_len)
-            if blocks[position // BLOCK] != GONE
+            if blocks[position // BLOCK] != OUT_OF_WINDOW
         ]
         return torch.cat([store.flatten(0, 1)[slots] for store in (*self.pool.keys, *self.pool.values)])
 
@@ -93,19 +93,19 @@ def open_bench(
 ) -> Bench:
     """As it is without a recorder, replaying with one."""
     model = replace(
-        load_model(ModelSection(path=str(directory), device="cpu", native="off")), replays=record is not None
+        load_model(ModelSection(path=str(directory), device="cpu", native="off")), uses_cuda_graphs=record is not None
     )
     pool = KvPool(model.kv_spec, KvSection(block_size=BLOCK), blocks=100)
-    made: list[GraphedSteps] = []
+    made: list[CudaGraphRunner] = []
 
-    def graphed(_: object, pool: KvPool, compute: Compute) -> GraphedSteps | None:
+    def graphed(_: object, pool: KvPool, compute: Compute) -> CudaGraphRunner | None:
         if record is None:
             return None
-        made.append(GraphedSteps(compute, record, pool.arrangement, pool.scratch, CPU, **options))
+        made.append(CudaGraphRunner(compute, record, pool.kv_groups, pool.scratch, CPU, **options))
         return made[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runners, "graphed_steps", graphed)
+        patch.setattr(runners, "make_graph_runner", graphed)
         runner = ModelRunner(model, pool)
     return Bench(pool, runner, made[0] if made else None)
 
@@ -128,10 +128,10 @@ def scenario(bench: Bench) -> tuple[list[torch.Tensor], list[BlockTable]]:
             ForwardRow(first, (10,), TokenTree.chain((4, 5, 6)), (0, 1, 2, 3)),
             ForwardRow(second, (11, 12), BRANCHING, tuple(range(1, 8))),
             ForwardRow(third, (13,), select=(0,)),
-            keep=(0, 3),
+            accepted=(0, 3),
         ),
     ]
     for token in range(20, 30):
         logits.append(bench.run(*(ForwardRow(table, (token,), select=(0,)) for table in tables)))
-        logits.append(bench.run(ForwardRow(second, (token,), BRANCHING, tuple(range(7))), keep=(0, 3, 5)))
+        logits.append(bench.run(ForwardRow(second, (token,), BRANCHING, tuple(range(7))), accepted=(0, 3, 5)))
     return logits, tables

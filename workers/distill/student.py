@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
-from workers.model.distilled import read_own
+from workers.model.distilled import read_draft_files
 
 _LAYER = re.compile(r"^(?P<before>.*\b(?:layers|h)\.)(?P<number>\d+)(?P<after>\..*)$")
 _EACH_LAYER = ("layer_types",)
@@ -46,7 +46,7 @@ class StudentPlan:
             config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             raise ModelLoadError(f"draft directory {str(directory)!r}: no configuration: {error}") from error
-        card, weights, vocabulary = read_own(directory, config)
+        card, weights, vocabulary = read_draft_files(directory, config)
         tokens = None if vocabulary is None else tuple(vocabulary.tolist())
         return cls(card.layers, directory / "config.json", tokens, weights)
 

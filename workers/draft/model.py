@@ -63,7 +63,7 @@ class ModelExpander:
         ]
         logits = self._runner.forward(rows)  # [places that are last, vocabulary]
         for row in rows:
-            self._runner.keep(row)
+            self._runner.commit(row)
         contexts = [
             DecisionContext(place.start.sampling, place.table.tokens, place.start.prompt_len)
             for place in places
@@ -114,6 +114,6 @@ def create_model(section: DraftSection, target_section: TargetSection) -> Growin
         raise ConfigurationError("draft.model: method 'model' needs draft.model.path")
     model = load_model(section.model, shared=Path(target_section.path))
     check_vocabularies(model, Path(section.model.path), target_section)
-    expander = ModelExpander(model, KvPool(model.kv_spec, section.kv, rewinds=True), section.candidates)
+    expander = ModelExpander(model, KvPool(model.kv_spec, section.kv, truncatable=True), section.candidates)
     expander.warm_up()
     return GrowingDrafter(expander, section)

@@ -24,7 +24,7 @@ from cluster.core.errors import ModelLoadError
 from workers.forward.layout import RowGroup, StepLayout
 from workers.forward.native.attention import Kernel, NativeStep
 from workers.forward.operators import define
-from workers.kv.groups import Place
+from workers.kv.groups import LayerPlacement
 from workers.kv.pool import KvPool
 
 ATTENTION_NAME = "pilotfish_paged"
@@ -53,38 +53,38 @@ class PagedAttention:
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """Returns `[1, tokens, heads, dim]`. The window is noted by the probe; the pool's arrangement obeys it."""
+        """Returns `[1, tokens, heads, dim]`. The window is noted by the probe; the pool's kv_groups obeys it."""
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         if self.probe is not None:
             self.probe[layer] = (key.shape[1], key.shape[3], window, query.shape[1] // key.shape[1])
             return torch.zeros_like(query).transpose(1, 2)
         if self.pool is None or self.layout is None:
             raise RuntimeError("a paged model was called outside of its runner")
-        place = self.pool.arrangement.places[layer]
+        placement = self.pool.kv_groups.placements[layer]
         if self.kernel is not None and isinstance(self.layout, NativeStep):
-            stored = self.pool.keys[place.slot], self.pool.values[place.slot]
+            stored = self.pool.keys[placement.block_layer], self.pool.values[placement.block_layer]
             scale = query.shape[3] ** -0.5 if scaling is None else scaling
-            return self.kernel.attend(self.layout, place, query, key, value, stored, scale)
+            return self.kernel.attend(self.layout, placement, query, key, value, stored, scale)
         if not isinstance(self.layout, StepLayout):
             raise TypeError("a step laid out for the kernel needs the kernel")
-        slots = self.layout.slots[place.table]
+        slots = self.layout.slots[placement.table]
         self.pool.write(layer, slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
         queries = query[0].transpose(0, 1)  # [tokens, heads, dim]
-        keys, values = self.pool.keys[place.slot], self.pool.values[place.slot]
+        keys, values = self.pool.keys[placement.block_layer], self.pool.values[placement.block_layer]
         if len(self.layout.groups) == 1:  # its tokens are the step's, in order
             group = self.layout.groups[0]
-            alone = attend_group(group, place, queries, keys, values, scaling).flatten(0, 1)
+            alone = attend_group(group, placement, queries, keys, values, scaling).flatten(0, 1)
             return (alone if group.is_whole else alone[group.scatter])[None]
         output = torch.empty_like(queries)
         for group in self.layout.groups:
-            attended = attend_group(group, place, queries, keys, values, scaling)
+            attended = attend_group(group, placement, queries, keys, values, scaling)
             output[group.targets] = attended.flatten(0, 1)[group.scatter]
         return output.unsqueeze(0)
 
 
 def attend_group(
     group: RowGroup,
-    place: Place,
+    placement: LayerPlacement,
     queries: torch.Tensor,  # [tokens, heads, dim]
     keys: torch.Tensor,  # [blocks, block_size, kv_heads, dim]
     values: torch.Tensor,
@@ -101,15 +101,15 @@ def attend_group(
         .permute(0, 2, 3, 1, 4)
         .reshape(rows, kv_heads, shared * width, dim)
     )
-    view = group.views.get((place.table, place.sight))
+    view = group.views.get((placement.table, placement.window))
     if view is not None:
         attended = view.attend(folded, keys, values, scaling)
     else:
-        flat_blocks = group.blocks[place.table, place.sight].flatten()
+        flat_blocks = group.blocks[placement.table, placement.window].flatten()
         stored_keys, stored_values = (
             store.index_select(0, flat_blocks).view(rows, -1, kv_heads, dim).transpose(1, 2) for store in (keys, values)
         )  # [rows, kv_heads, keys, dim]
-        mask = group.folded_mask(shared, place.sight, queries.dtype)
+        mask = group.folded_mask(shared, placement.window, queries.dtype)
         attended = scaled_dot_product_attention(folded, stored_keys, stored_values, attn_mask=mask, scale=scaling)
     return attended.view(rows, kv_heads, shared, width, dim).permute(0, 3, 1, 2, 4).reshape(rows, width, heads, dim)
 

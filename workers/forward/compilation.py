@@ -19,7 +19,7 @@ from cluster.core.config import ModelSection
 from workers.forward.replace_linear import decoder_layers
 
 
-def is_wanted(section: ModelSection) -> bool:
+def should_compile(section: ModelSection) -> bool:
     """Whether `section.compile` asks for it: `auto` does where the step is bound by memory, not by arithmetic."""
     return section.compile == "on" or (section.compile == "auto" and section.dtype != "float32")
 
@@ -31,18 +31,18 @@ def compile_layers(model: PreTrainedModel, directory: str | None) -> None:
         # The compiler asks the environment alone where to keep what it made.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", directory)
     layers = list(decoder_layers(model))
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * kinds(layers))
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * count_layer_kinds(layers))
     for layer in layers:
         layer.compile(dynamic=True, fullgraph=True)
 
 
-def leave_uncompiled(model: PreTrainedModel) -> None:
+def undo_compile(model: PreTrainedModel) -> None:
     """Undo `compile_layers`."""
     for layer in decoder_layers(model):
         layer._compiled_call_impl = None
 
 
-def kinds(layers: list[nn.Module]) -> int:
+def count_layer_kinds(layers: list[nn.Module]) -> int:
     """How many different layers there are, as far as a compiler cares: by their attributes that are plain values."""
     seen = {
         tuple(

@@ -18,16 +18,23 @@ import torch
 
 from cluster.core.ids import BlockId
 from workers.forward.flex_attention import Flex
-from workers.forward.flex_trial import trusted_flex
-from workers.forward.graph_buffers import BOUNDS, Frame, FrameBounds, FrameSize, decoding_sizes, frame_size
+from workers.forward.flex_trial import verified_flex_attention
+from workers.forward.graph_buffers import (
+    DEFAULT_LIMITS,
+    GraphBuffers,
+    GraphLimits,
+    GraphSize,
+    decode_graph_sizes,
+    graph_size,
+)
 from workers.forward.layout import RowShape, StepLayout
 from workers.forward.loaded_model import LoadedModel
-from workers.kv.groups import Arrangement
+from workers.kv.groups import KvCacheGroups
 from workers.kv.pool import KvPool
 
 logger = logging.getLogger(__name__)
 
-_SIGHTINGS = 8
+_CAPTURE_AFTER = 8
 _MOST_GRAPHS = 192
 _WARM_ROWS = 64
 _WARM_TOKENS = 2048  # of a row; longer ones are recorded when they are met
@@ -35,51 +42,51 @@ _WARM_TOKENS = 2048  # of a row; longer ones are recorded when they are met
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepLayout], torch.Tensor]
 """Tokens `[1, tokens]`, positions `[1, tokens]`, selected tokens `[selected]` and layout → logits `[selected, …]`."""
 Replay = Callable[[], None]
-Recorder = Callable[[Callable[[], None]], Replay]
+GraphCapture = Callable[[Callable[[], None]], Replay]
 """Runs a function at least once and returns what does the same again, on the same tensors."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Recording:
-    frame: Frame
+class _CapturedGraph:
+    frame: GraphBuffers
     replay: Replay
     logits: torch.Tensor  # [selected, vocabulary], written by each replay
 
 
-class GraphedSteps:
+class CudaGraphRunner:
     """Recorded passes of one model over one pool. One at a time, always from the same thread."""
 
     def __init__(
         self,
         compute: Compute,
-        record: Recorder,
-        arrangement: Arrangement,
+        record: GraphCapture,
+        kv_groups: KvCacheGroups,
         scratch: BlockId,
         device: torch.device,
-        bounds: FrameBounds = BOUNDS,
-        sightings: int = _SIGHTINGS,
+        bounds: GraphLimits = DEFAULT_LIMITS,
+        capture_after: int = _CAPTURE_AFTER,
         choose_flex: Callable[[], Flex | None] = lambda: None,
     ) -> None:
-        """A size is recorded when it is met for the `sightings`th time; `scratch` is a block that no sequence owns.
+        """A size is recorded when it is met for the `capture_after`th time; `scratch` is a block that no sequence owns.
 
         `choose_flex` is asked before the first recording, in the warm-up if there is one.
         """
         self._compute = compute
         self._record = record
-        self._arrangement = arrangement
+        self._kv_groups = kv_groups
         self._scratch = scratch
         self._device = device
         self._bounds = bounds
-        self._sightings = sightings
+        self._capture_after = capture_after
         self._choose_flex = choose_flex
         self._flex: Flex | None = None
         self._blocks = 0
         """Of every row, where attention reads the pool as it lies and skips what a row does not use."""
         self._has_chosen = False
-        self._met: Counter[FrameSize] = Counter()
-        self._recordings: dict[FrameSize, _Recording] = {}
+        self._times_seen: Counter[GraphSize] = Counter()
+        self._captured: dict[GraphSize, _CapturedGraph] = {}
         self._logits: torch.Tensor | None = None
-        self._refused: set[FrameSize] = set()
+        self._refused: set[GraphSize] = set()
         self._given_up = False
 
     def run(
@@ -87,15 +94,15 @@ class GraphedSteps:
     ) -> torch.Tensor | None:
         """Logits `[≥ selected, vocabulary]` of the step, until the next one; `None` where it is not for replaying."""
         self._choose()
-        block_size = self._arrangement.layout.block_size
-        size = frame_size(rows, len(selected), block_size, self._bounds, self._blocks)
+        block_size = self._kv_groups.layout.block_size
+        size = graph_size(rows, len(selected), block_size, self._bounds, self._blocks)
         if size is None:
             return None
-        if size not in self._recordings:
-            self._met[size] += 1
-            if self._met[size] < self._sightings or not self.prepare(size):
+        if size not in self._captured:
+            self._times_seen[size] += 1
+            if self._times_seen[size] < self._capture_after or not self.prepare(size):
                 return None
-        recording = self._recordings[size]
+        recording = self._captured[size]
         recording.frame.fill(rows, tokens, positions, selected)
         recording.replay()
         return recording.logits
@@ -104,8 +111,8 @@ class GraphedSteps:
         """Record the passes of plain decoding, for sequences of up to `longest` tokens."""
         begun = time.perf_counter()
         self._choose()
-        block_size = self._arrangement.layout.block_size
-        sizes = decoding_sizes(block_size, min(longest, _WARM_TOKENS), _WARM_ROWS, self._bounds, self._blocks)
+        block_size = self._kv_groups.layout.block_size
+        sizes = decode_graph_sizes(block_size, min(longest, _WARM_TOKENS), _WARM_ROWS, self._bounds, self._blocks)
         for number, size in enumerate(sizes, start=1):
             self.prepare(size)
             if self._given_up:
@@ -115,13 +122,13 @@ class GraphedSteps:
                 logger.info("recorded %d of %d passes of decoding in %.1f s", number, len(sizes), seconds)
 
     @torch.inference_mode()
-    def prepare(self, size: FrameSize) -> bool:
+    def prepare(self, size: GraphSize) -> bool:
         """Record a pass of this size, over nobody's tokens. False where that cannot be."""
-        if size in self._recordings:
+        if size in self._captured:
             return True
-        if self._given_up or size in self._refused or len(self._recordings) >= _MOST_GRAPHS:
+        if self._given_up or size in self._refused or len(self._captured) >= _MOST_GRAPHS:
             return False
-        frame = Frame(size, self._arrangement, self._scratch, self._device, self._flex)
+        frame = GraphBuffers(size, self._kv_groups, self._scratch, self._device, self._flex)
         frame.fill((), (), (), ())
         try:
             example = self._pass(frame)
@@ -129,13 +136,13 @@ class GraphedSteps:
             self._refused.add(size)
             logger.warning("passes of %s cannot be made and run without a frame: %r", size, error)
             return False
-        logits = self._room(size.selected, example)
+        logits = self._logits_buffer(size.selected, example)
 
         def write() -> None:
             logits.copy_(self._pass(frame))
 
         try:
-            self._recordings[size] = _Recording(frame, self._record(write), logits)
+            self._captured[size] = _CapturedGraph(frame, self._record(write), logits)
         except RuntimeError as error:
             self._given_up = True
             logger.warning("no further passes are recorded, they are started kernel by kernel: %s", error)
@@ -147,19 +154,19 @@ class GraphedSteps:
             self._has_chosen = True
             self._flex = self._choose_flex()
             if self._flex is not None:  # no row has more blocks than the pool
-                self._blocks = min(self._bounds.longest // self._arrangement.layout.block_size, self._scratch)
+                self._blocks = min(self._bounds.longest // self._kv_groups.layout.block_size, self._scratch)
 
-    def _pass(self, frame: Frame) -> torch.Tensor:
+    def _pass(self, frame: GraphBuffers) -> torch.Tensor:
         return self._compute(frame.tokens, frame.positions, frame.selected, frame.layout())
 
-    def _room(self, selected: int, example: torch.Tensor) -> torch.Tensor:
+    def _logits_buffer(self, selected: int, example: torch.Tensor) -> torch.Tensor:
         """Where the logits are left: all recordings share it, since a result is read before the next step."""
         if self._logits is None or len(self._logits) < selected:
             self._logits = example.new_empty(selected, *example.shape[1:])
         return self._logits[:selected]
 
 
-class CudaRecorder:
+class CudaGraphCapture:
     """CUDA graphs that share one memory pool: no two of them run at once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -169,7 +176,7 @@ class CudaRecorder:
         self._is_proven = False
 
     def __call__(self, function: Callable[[], None]) -> Replay:
-        """See `Recorder`. Raises `RuntimeError`, as a rule before anything is recorded."""
+        """See `GraphCapture`. Raises `RuntimeError`, as a rule before anything is recorded."""
         current = torch.cuda.current_stream(self._device)
         # The outer context restores the stream also where recording fails.
         with torch.cuda.device(self._device), torch.cuda.stream(current):
@@ -177,7 +184,7 @@ class CudaRecorder:
             with torch.cuda.stream(self._stream):
                 function()  # on the stream of the recording: libraries allocate per stream, once
                 if not self._is_proven:
-                    with _no_waiting():
+                    with _forbid_synchronization():
                         function()
                     self._is_proven = True
             current.wait_stream(self._stream)
@@ -189,7 +196,7 @@ class CudaRecorder:
 
 
 @contextmanager
-def _no_waiting() -> Iterator[None]:
+def _forbid_synchronization() -> Iterator[None]:
     """Where the host would wait for the device it raises `RuntimeError` instead: that cannot be recorded."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -199,15 +206,15 @@ def _no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def graphed_steps(model: LoadedModel, pool: KvPool, compute: Compute) -> GraphedSteps | None:
+def make_graph_runner(model: LoadedModel, pool: KvPool, compute: Compute) -> CudaGraphRunner | None:
     """For a model whose passes are replayed; `None` for others."""
-    if not model.replays:
+    if not model.uses_cuda_graphs:
         return None
-    return GraphedSteps(
+    return CudaGraphRunner(
         compute,
-        CudaRecorder(model.device),
-        pool.arrangement,
+        CudaGraphCapture(model.device),
+        pool.kv_groups,
         pool.scratch,
         model.device,
-        choose_flex=partial(trusted_flex, model, pool),
+        choose_flex=partial(verified_flex_attention, model, pool),
     )

@@ -76,13 +76,13 @@ class BlockView:
         return (start >= 0) & self.sees(row, query % self.queries, start + slot % self.block_size)
 
 
-def suits(shape: LayerShape, block_size: int) -> bool:
+def is_supported(shape: LayerShape, block_size: int) -> bool:
     """Whether the kernel can work with such heads and blocks."""
     return shape.head_dim >= _LEAST and block_size >= _LEAST and block_size & (block_size - 1) == 0
 
 
 @cache
-def fused() -> Flex:
+def compiled_flex_attention() -> Flex:
     """One kernel for each shape: the sizes of a frame are fixed."""
     # Beyond the limit the compiler would give up, and what is not compiled computes the whole pool.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_SHAPES)

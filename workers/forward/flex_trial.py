@@ -1,4 +1,4 @@
-"""The fused kernel is tried on this device, against the reference, before a model is given to it."""
+"""The compiled_flex_attention kernel is tried on this device, against the reference, before a model is given to it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.forward.attention import attend_group
-from workers.forward.flex_attention import Flex, fused, suits
-from workers.forward.graph_buffers import Frame, frame_size
+from workers.forward.flex_attention import Flex, compiled_flex_attention, is_supported
+from workers.forward.graph_buffers import GraphBuffers, graph_size
 from workers.forward.layout import RowShape
 from workers.forward.loaded_model import LoadedModel
-from workers.kv.groups import Arrangement, Place, Sight
+from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
 from workers.kv.pool import KvPool
 from workers.kv.spec import LayerShape
 
@@ -27,14 +27,17 @@ _BLOCKS = 12
 _TREE = TokenTree((1, 2, 3, 4, 5), (-1, -1, 0, 0, 3))
 
 
-def trusted_flex(model: LoadedModel, pool: KvPool, flex: Flex | None = None) -> Flex | None:
-    """`flex` (the fused kernel if unset), or `None` where it does not suit the model or computes something else."""
+def verified_flex_attention(model: LoadedModel, pool: KvPool, flex: Flex | None = None) -> Flex | None:
+    """Return `flex` if it supports the model and agrees with the reference attention, `None` otherwise.
+
+    `flex` defaults to the compiled kernel.
+    """
     layout = pool.layout
     if layout.tables * pool.blocks_total > _MOST_PLACES or not all(
-        suits(shape, layout.block_size) for shape in model.layers
+        is_supported(shape, layout.block_size) for shape in model.layers
     ):
         return None
-    chosen = fused() if flex is None else flex
+    chosen = compiled_flex_attention() if flex is None else flex
     try:
         shapes = {replace(shape, window=None) for shape in model.layers}
         wrong = [shape for shape in shapes if not _agrees(chosen, shape, layout.block_size, model)]
@@ -54,10 +57,10 @@ def _agrees(flex: Flex, shape: LayerShape, size: int, model: LoadedModel) -> boo
         RowShape([[BlockId(block) for block in (5, 11)]], size, 1, EMPTY_TREE),
         RowShape([[BlockId(3)]], 0, 5, EMPTY_TREE),
     ]
-    places = (Place(0, 0, Sight()), Place(0, 0, Sight(size + 4, sinks=2)))
-    arrangement = Arrangement(KvLayout(size), places, (shape,))
+    places = (LayerPlacement(0, 0, AttentionWindow()), LayerPlacement(0, 0, AttentionWindow(size + 4, sinks=2)))
+    kv_groups = KvCacheGroups(KvLayout(size), places, (shape,))
     tokens = sum(row.width for row in rows)
-    bounds = frame_size(rows, tokens, size, fixed_blocks=8)
+    bounds = graph_size(rows, tokens, size, fixed_blocks=8)
     if bounds is None:
         return False
     generator = torch.Generator().manual_seed(0)
@@ -69,10 +72,10 @@ def _agrees(flex: Flex, shape: LayerShape, size: int, model: LoadedModel) -> boo
     keys, values = (drawn(_BLOCKS + 1, size, shape.kv_heads, shape.head_dim) for _ in range(2))
     outputs: list[list[torch.Tensor]] = []
     for kernel in (None, flex):
-        frame = Frame(bounds, arrangement, BlockId(_BLOCKS), model.device, kernel)
+        frame = GraphBuffers(bounds, kv_groups, BlockId(_BLOCKS), model.device, kernel)
         frame.fill(rows, range(tokens), [position for row in rows for position in row.positions()], range(tokens))
         group = frame.layout().groups[0]
-        attended = [attend_group(group, place, queries, keys, values, None).flatten(0, 1) for place in places]
+        attended = [attend_group(group, placement, queries, keys, values, None).flatten(0, 1) for placement in places]
         outputs.append([part[group.scatter[:tokens]].float() for part in attended])
     tolerance = max(8 * torch.finfo(model.dtype).eps, 1e-3)
     return all(bool((one - other).abs().max() < tolerance) for one, other in zip(*outputs, strict=True))

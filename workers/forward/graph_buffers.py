@@ -18,7 +18,7 @@ from cluster.core.tree import ROOT
 from workers.forward.flex_attention import BlockView, Flex
 from workers.forward.layout import RowGroup, RowShape, StepLayout, blocks_read, slots_of
 from workers.forward.linear import padded_rows
-from workers.kv.groups import Arrangement, Sight
+from workers.kv.groups import AttentionWindow, KvCacheGroups
 from workers.kv.transfer import IntegerArray
 
 _WORD = 64  # which tokens of its own row a token sees is one word of bits
@@ -27,7 +27,7 @@ _TREE_WIDTH = 16
 
 
 @dataclass(frozen=True, slots=True)
-class FrameBounds:
+class GraphLimits:
     """What is larger takes longer than the starting of its kernels: there is nothing to gain."""
 
     rows: int = 128
@@ -39,11 +39,11 @@ class FrameBounds:
     """Tokens of a row, where none is padded."""
 
 
-BOUNDS = FrameBounds()
+DEFAULT_LIMITS = GraphLimits()
 
 
 @dataclass(frozen=True, slots=True)
-class FrameSize:
+class GraphSize:
     """One of few sizes. Numbers of rows, of a row's tokens and of its blocks are powers of two."""
 
     rows: int
@@ -57,9 +57,13 @@ class FrameSize:
     """Logits: one for each row, or one for each token."""
 
 
-def frame_size(
-    rows: Sequence[RowShape], selected: int, block_size: int, bounds: FrameBounds = BOUNDS, fixed_blocks: int = 0
-) -> FrameSize | None:
+def graph_size(
+    rows: Sequence[RowShape],
+    selected: int,
+    block_size: int,
+    bounds: GraphLimits = DEFAULT_LIMITS,
+    fixed_blocks: int = 0,
+) -> GraphSize | None:
     """The smallest frame for these rows, of whose tokens `selected` are decided at; `None` where they fit none.
 
     With `fixed_blocks` there is no smaller row, and none larger: for attention that skips what a row does not use.
@@ -74,54 +78,54 @@ def frame_size(
         return None
     if not fixed_blocks and number * blocks * block_size > bounds.keys:
         return None
-    return FrameSize(number, queries, tokens, blocks, number if selected <= number else tokens)
+    return GraphSize(number, queries, tokens, blocks, number if selected <= number else tokens)
 
 
-def decoding_sizes(
-    block_size: int, longest: int, most_rows: int, bounds: FrameBounds = BOUNDS, fixed_blocks: int = 0
-) -> list[FrameSize]:
+def decode_graph_sizes(
+    block_size: int, longest: int, most_rows: int, bounds: GraphLimits = DEFAULT_LIMITS, fixed_blocks: int = 0
+) -> list[GraphSize]:
     """Frames for up to `most_rows` rows of up to `longest` tokens, of which one is new; largest first.
 
-    With `fixed_blocks` (see `frame_size`) there are few, and a kernel has to be made for each number of new tokens:
+    With `fixed_blocks` (see `graph_size`) there are few, and a kernel has to be made for each number of new tokens:
     those of small trees are among them.
     """
     rows_met = _powers(1, min(most_rows, bounds.rows))
     if fixed_blocks:
         return [
-            FrameSize(rows, width, rows * width, fixed_blocks, rows * width)
+            GraphSize(rows, width, rows * width, fixed_blocks, rows * width)
             for width in _powers(1, _TREE_WIDTH)
             for rows in rows_met
             if rows * width <= bounds.tokens
         ][::-1]
     most_blocks = max(_FEWEST_BLOCKS, _power(-(-longest // block_size)))
     return [
-        FrameSize(rows, 1, rows, blocks, rows)
+        GraphSize(rows, 1, rows, blocks, rows)
         for blocks in _powers(_FEWEST_BLOCKS, most_blocks)
         for rows in rows_met
         if rows * blocks * block_size <= bounds.keys
     ][::-1]
 
 
-class Frame:
+class GraphBuffers:
     """The tensors of one size. `fill` puts a step's numbers in; what reads them is computed from `layout`'s."""
 
     def __init__(
         self,
-        size: FrameSize,
-        arrangement: Arrangement,
+        size: GraphSize,
+        kv_groups: KvCacheGroups,
         scratch: BlockId,
         device: torch.device,
         flex: Flex | None = None,
     ) -> None:
         """`scratch` is the block that no sequence owns, the last one. With `flex` nothing is gathered for attention."""
         self.size = size
-        self._arrangement = arrangement
-        self._block_size = arrangement.layout.block_size
+        self._kv_groups = kv_groups
+        self._block_size = kv_groups.layout.block_size
         self._scratch = scratch
         self._flex = flex
         self._places = {
-            sight: sorted({place.table for place in arrangement.places if place.sight == sight})
-            for sight in dict.fromkeys(place.sight for place in arrangement.places)
+            window: sorted({place.table for place in kv_groups.placements if place.window == window})
+            for window in dict.fromkeys(place.window for place in kv_groups.placements)
         }
         self._shapes = self._plan()
         self._pinned = device.type == "cuda"
@@ -135,17 +139,17 @@ class Frame:
         """Shapes of the parts, in the order in which `fill` and `layout` take them."""
         rows, tokens = self.size.rows, self.size.tokens
         shapes: list[tuple[int, ...]] = [(tokens,), (tokens,), (self.size.selected,)]
-        shapes += [(self._arrangement.layout.tables, tokens), (tokens,), (rows,), (rows,), (rows,)]
-        for sight, tables in self._places.items():
-            shapes += [(len(tables), rows, self._blocks_of(sight)), (rows,), (rows,), (rows,), (tokens,)]
+        shapes += [(self._kv_groups.layout.tables, tokens), (tokens,), (rows,), (rows,), (rows,)]
+        for window, tables in self._places.items():
+            shapes += [(len(tables), rows, self._blocks_of(window)), (rows,), (rows,), (rows,), (tokens,)]
         return shapes
 
-    def _blocks_of(self, sight: Sight) -> int:
+    def _blocks_of(self, window: AttentionWindow) -> int:
         """Most blocks of a row that its tokens see."""
-        if sight.window is None:
+        if window.size is None:
             return self.size.blocks
         size = self._block_size
-        return min(self.size.blocks, -(-sight.sinks // size) + (sight.window + self.size.queries) // size + 2)
+        return min(self.size.blocks, -(-window.sinks // size) + (window.size + self.size.queries) // size + 2)
 
     def fill(
         self, rows: Sequence[RowShape], tokens: Sequence[int], positions: Sequence[int], selected: Sequence[int]
@@ -161,8 +165,8 @@ class Frame:
             part[: len(values)] = values
             part[len(values) :] = 0
         self._fill_rows(rows, [next(parts) for _ in range(5)])
-        for sight, tables in self._places.items():
-            self._fill_sight(rows, sight, tables, [next(parts) for _ in range(5)])
+        for window, tables in self._places.items():
+            self._fill_window(rows, window, tables, [next(parts) for _ in range(5)])
         self._numbers.copy_(host, non_blocking=True)
 
     def _fill_rows(self, rows: Sequence[RowShape], parts: Sequence[IntegerArray]) -> None:
@@ -181,21 +185,21 @@ class Frame:
             for table, blocks in enumerate(row.blocks):
                 slots[table, mine] = slots_of(blocks, row.stored_len, row.end, self._block_size)
 
-    def _fill_sight(
-        self, rows: Sequence[RowShape], sight: Sight, tables: Sequence[int], parts: Sequence[IntegerArray]
+    def _fill_window(
+        self, rows: Sequence[RowShape], window: AttentionWindow, tables: Sequence[int], parts: Sequence[IntegerArray]
     ) -> None:
         blocks, sinks, skipped, counts, seen = parts
         for part, spare in ((blocks, self._scratch), (sinks, 0), (skipped, 0), (counts, 1), (seen, 1)):
             part.fill(spare)
         words: list[int] = []
         for index, row in enumerate(rows):
-            kept, begin, end = blocks_read(row, sight, self._block_size)
+            kept, begin, end = blocks_read(row, window, self._block_size)
             sinks[index], skipped[index], counts[index] = kept, begin - kept, kept + end - begin
             for place, table in enumerate(tables):
                 held = row.blocks[table]
                 blocks[place, index, :kept] = held[:kept]
                 blocks[place, index, kept : kept + end - begin] = held[begin:end]
-            words += _seen(row, sight)
+            words += _visible_bits(row, window)
         seen[: len(words)] = np.array(words, dtype=np.uint64).view(np.int64)
 
     def layout(self) -> StepLayout:
@@ -205,23 +209,23 @@ class Frame:
         gather = first[:, None] + torch.minimum(query, width[:, None] - 1)  # [rows, queries]
         group = RowGroup(gather, scatter, scatter, {}, {}, self.size.queries == 1)
         position = self._parts[1][gather]
-        for index, (sight, tables) in enumerate(self._places.items()):
+        for index, (window, tables) in enumerate(self._places.items()):
             blocks, sinks, skipped, counts, seen = self._parts[8 + 5 * index : 13 + 5 * index]
-            sees = _Sees(sight, stored, position, seen[gather])
+            sees = _VisibilityMask(window, stored, position, seen[gather])
             # Logical block of each block that is read, [rows, blocks].
             order = torch.arange(blocks.shape[2], device=blocks.device)
             order = order + torch.where(order >= sinks[:, None], skipped[:, None], 0)
             for place, table in enumerate(tables):
-                group.blocks[table, sight] = blocks[place]
+                group.blocks[table, window] = blocks[place]
                 if self._flex is not None:
-                    group.views[table, sight] = self._view(self._flex, sees, blocks[place], order, counts)
+                    group.views[table, window] = self._view(self._flex, sees, blocks[place], order, counts)
             if self._flex is None:
                 offset = torch.arange(self._block_size, device=blocks.device)
-                group.masks[sight] = sees.all((order[:, :, None] * self._block_size + offset).flatten(1))
+                group.masks[window] = sees.all((order[:, :, None] * self._block_size + offset).flatten(1))
         return StepLayout(slots, [group])
 
     def _view(
-        self, flex: Flex, sees: _Sees, blocks: torch.Tensor, order: torch.Tensor, counts: torch.Tensor
+        self, flex: Flex, sees: _VisibilityMask, blocks: torch.Tensor, order: torch.Tensor, counts: torch.Tensor
     ) -> BlockView:
         starts = torch.full((len(blocks), self._scratch + 1), -1, dtype=torch.int32, device=blocks.device)
         own = torch.arange(blocks.shape[1], device=blocks.device) < counts[:, None]
@@ -234,10 +238,10 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sees:
+class _VisibilityMask:
     """Which keys a query sees: stored ones by their position, those of this step by the query's word of bits."""
 
-    sight: Sight
+    window: AttentionWindow
     stored: torch.Tensor  # [rows]
     position: torch.Tensor  # [rows, queries]
     seen: torch.Tensor  # [rows, queries]
@@ -255,16 +259,16 @@ class _Sees:
     ) -> torch.Tensor:
         bit = key - stored  # which of the row's own tokens the key belongs to
         visible = bit < 0
-        if self.sight.window is not None:
-            visible = visible & ((position - key < self.sight.window) | (key < self.sight.sinks))
+        if self.window.size is not None:
+            visible = visible & ((position - key < self.window.size) | (key < self.window.sinks))
         own = (seen >> bit.clamp(0, _WORD - 1)) & 1
         return visible | ((own != 0) & (bit >= 0) & (bit < _WORD))
 
 
-def _seen(row: RowShape, sight: Sight) -> list[int]:
+def _visible_bits(row: RowShape, window: AttentionWindow) -> list[int]:
     """For each token of the row, as bits, those of the row that it sees: what leads to it, and itself."""
     words: list[int] = []
-    narrow = sight.window is not None and row.width > sight.window
+    narrow = window.size is not None and row.width > window.size
     positions = row.positions() if narrow else []
     parents = [
         *range(-1, row.fresh - 1),
@@ -272,9 +276,9 @@ def _seen(row: RowShape, sight: Sight) -> list[int]:
     ]
     for token, parent in enumerate(parents):
         word = (words[parent] if parent >= 0 else 0) | 1 << token
-        if narrow:  # what is out of sight here is so for all that follows
+        if narrow:  # what is out of the window here is so for all that follows
             for other in range(token):
-                if not sight.sees(positions[token], positions[other]):
+                if not window.sees(positions[token], positions[other]):
                     word &= ~(1 << other)
         words.append(word)
     return words

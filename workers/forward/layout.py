@@ -14,7 +14,7 @@ import torch
 from cluster.core.ids import BlockId
 from cluster.core.tree import ROOT, TokenTree
 from workers.forward.flex_attention import BlockView
-from workers.kv.groups import Arrangement, Sight
+from workers.kv.groups import AttentionWindow, KvCacheGroups
 from workers.kv.transfer import IntegerArray, to_device
 
 _LONGEST_PADDED_ROW = 32  # rows at least this wide are not padded against others
@@ -57,22 +57,22 @@ class RowGroup:
     gather: torch.Tensor  # [rows, queries] index into the step's tokens; padding repeats the row's last
     scatter: torch.Tensor  # [tokens] flat index into [rows * queries]
     targets: torch.Tensor  # [tokens] where those outputs belong in the step; not asked for where it has no other group
-    blocks: dict[tuple[int, Sight], torch.Tensor]  # (table, what is seen of it) → [rows, blocks]
-    masks: dict[Sight, torch.Tensor]  # [rows, queries, keys] true where a query sees a key
+    blocks: dict[tuple[int, AttentionWindow], torch.Tensor]  # (table, what is seen of it) → [rows, blocks]
+    masks: dict[AttentionWindow, torch.Tensor]  # [rows, queries, keys] true where a query sees a key
     is_whole: bool
     """Its rows are all of the step, in order and without padding: there is nothing to gather or to scatter."""
-    views: dict[tuple[int, Sight], BlockView] = field(default_factory=dict)
+    views: dict[tuple[int, AttentionWindow], BlockView] = field(default_factory=dict)
     """As `blocks`, for attention without gathering; where there are such there are no masks."""
-    _folded: dict[tuple[int, Sight, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    _folded: dict[tuple[int, AttentionWindow, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
-    def folded_mask(self, heads_per_kv: int, sight: Sight, dtype: torch.dtype) -> torch.Tensor:
+    def folded_mask(self, heads_per_kv: int, window: AttentionWindow, dtype: torch.dtype) -> torch.Tensor:
         """What to add to the logits of queries folded over the heads of one KV head.
 
         `[rows, 1, heads * queries, keys]`, 0 where a key is seen.
         """
-        key = (heads_per_kv, sight, dtype)
+        key = (heads_per_kv, window, dtype)
         if key not in self._folded:
-            mask = self.masks[sight]
+            mask = self.masks[window]
             rows, queries, keys = mask.shape
             added = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
             folded = added[:, None].expand(rows, heads_per_kv, queries, keys).reshape(rows, 1, -1, keys)
@@ -88,9 +88,9 @@ class StepLayout:
     groups: list[RowGroup]
 
 
-def lay_out(rows: Sequence[RowShape], arrangement: Arrangement, device: torch.device) -> StepLayout:
+def build_step_layout(rows: Sequence[RowShape], kv_groups: KvCacheGroups, device: torch.device) -> StepLayout:
     """Turn rows into index tensors. Tokens of the step are the rows' tokens, one row after another."""
-    size = arrangement.layout.block_size
+    size = kv_groups.layout.block_size
     first_token: list[int] = []
     tokens = 0
     for row in rows:
@@ -98,13 +98,15 @@ def lay_out(rows: Sequence[RowShape], arrangement: Arrangement, device: torch.de
         tokens += row.width
     slots = [
         slot
-        for table in range(arrangement.layout.tables)
+        for table in range(kv_groups.layout.tables)
         for row in rows
         for slot in slots_of(row.blocks[table], row.stored_len, row.end, size)
     ]
     drafts = [
-        _Draft([rows[index] for index in members], [first_token[index] for index in members], arrangement, len(rows))
-        for members in _similar(rows, size)
+        _RowGroupBuilder(
+            [rows[index] for index in members], [first_token[index] for index in members], kv_groups, len(rows)
+        )
+        for members in _bucket_rows(rows, size)
     ]
     arrays = [np.array(slots, dtype=np.int64).reshape(-1, tokens)]
     for draft in drafts:
@@ -118,13 +120,13 @@ def slots_of(blocks: Sequence[BlockId], start: int, end: int, size: int) -> list
     return [blocks[position // size] * size + position % size for position in range(start, end)]
 
 
-def blocks_read(row: RowShape, sight: Sight, size: int) -> tuple[int, int, int]:
+def blocks_read(row: RowShape, window: AttentionWindow, size: int) -> tuple[int, int, int]:
     """Which blocks of `size` tokens some token of this step sees: the first so many (sinks), then from … up to."""
-    first = sight.first_seen(row.stored_len) // size
-    return min(first, -(-sight.sinks // size)), first, -(-row.end // size)
+    first = window.first_visible(row.stored_len) // size
+    return min(first, -(-window.sinks // size)), first, -(-row.end // size)
 
 
-def _similar(rows: Sequence[RowShape], block_size: int) -> list[list[int]]:
+def _bucket_rows(rows: Sequence[RowShape], block_size: int) -> list[list[int]]:
     """Indices of rows that may be padded against each other without wasting more than half."""
     buckets: dict[tuple[int, int], list[int]] = {}
     for index, row in enumerate(rows):
@@ -145,15 +147,15 @@ def _send(arrays: Sequence[IntegerArray], device: torch.device) -> list[torch.Te
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
-class _Draft:
+class _RowGroupBuilder:
     """A `RowGroup` whose numbers are not on the device yet."""
 
-    def __init__(self, rows: list[RowShape], first_token: list[int], arrangement: Arrangement, step_rows: int) -> None:
+    def __init__(self, rows: list[RowShape], first_token: list[int], kv_groups: KvCacheGroups, step_rows: int) -> None:
         self._rows = rows
         self._step_rows = step_rows
-        self._size = arrangement.layout.block_size
-        self._places = list(dict.fromkeys((place.table, place.sight) for place in arrangement.places))
-        self._sights = list(dict.fromkeys(sight for _, sight in self._places))
+        self._size = kv_groups.layout.block_size
+        self._places = list(dict.fromkeys((place.table, place.window) for place in kv_groups.placements))
+        self._windows = list(dict.fromkeys(window for _, window in self._places))
         width = np.array([row.width for row in rows])
         queries = np.arange(width.max())
         # A padded query repeats the row's last one, so that it sees something, too.
@@ -169,15 +171,15 @@ class _Draft:
             position[place, nodes] = row.positions()[row.fresh :]
             limit[place, nodes] = row.base_len + ROOT
         self.arrays: list[IntegerArray] = [gather, np.flatnonzero(real), gather[real], position, limit]
-        for sight in self._sights:
-            self._read(sight)
+        for window in self._windows:
+            self._read(window)
 
-    def _read(self, sight: Sight) -> None:
+    def _read(self, window: AttentionWindow) -> None:
         """Which blocks of the rows are read: those that some query of this step sees."""
         size = self._size
-        read = [blocks_read(row, sight, size) for row in self._rows]
+        read = [blocks_read(row, window, size) for row in self._rows]
         most = max(kept + end - begin for kept, begin, end in read)
-        tables = [table for table, seen in self._places if seen == sight]
+        tables = [table for table, seen in self._places if seen == window]
         blocks = np.zeros((len(tables), len(self._rows), most), dtype=np.int64)
         for place, (row, (kept, begin, end)) in enumerate(zip(self._rows, read, strict=True)):
             for index, table in enumerate(tables):
@@ -186,9 +188,9 @@ class _Draft:
                     blocks[index, place, :kept] = held[:kept]
                 blocks[index, place, kept : kept + end - begin] = held[begin:end]
         sinks, first, _ = np.array(read, dtype=np.int64).T
-        self.arrays += [blocks, sinks, first - sinks, self._tree_keys(sight, most * size, first - sinks)]
+        self.arrays += [blocks, sinks, first - sinks, self._tree_keys(window, most * size, first - sinks)]
 
-    def _tree_keys(self, sight: Sight, keys: int, skipped: IntegerArray) -> IntegerArray:
+    def _tree_keys(self, window: AttentionWindow, keys: int, skipped: IntegerArray) -> IntegerArray:
         """Flat indices into `[rows, queries, keys]` where nodes of branching trees see their ancestors."""
         queries = self.arrays[0].shape[1]
         seen: list[int] = []
@@ -199,7 +201,7 @@ class _Draft:
                 line = (place * queries + row.fresh + node) * keys + row.base_len - int(skipped[place]) * self._size
                 other = node
                 while other != ROOT:
-                    if sight.sees(row.base_len + depth - 1, row.base_len + depths[other] - 1):
+                    if window.sees(row.base_len + depth - 1, row.base_len + depths[other] - 1):
                         seen.append(line + other)
                     other = parents[other]
         return np.array(seen, dtype=np.int64)
@@ -207,21 +209,21 @@ class _Draft:
     def build(self, tensors: list[torch.Tensor]) -> RowGroup:
         """`tensors` are `arrays`, on the device."""
         gather, scatter, targets, position, limit = tensors[:5]
-        found: dict[tuple[int, Sight], torch.Tensor] = {}
-        masks: dict[Sight, torch.Tensor] = {}
-        for index, sight in enumerate(self._sights):
+        found: dict[tuple[int, AttentionWindow], torch.Tensor] = {}
+        masks: dict[AttentionWindow, torch.Tensor] = {}
+        for index, window in enumerate(self._windows):
             blocks, sinks, skipped, tree_keys = tensors[5 + 4 * index : 9 + 4 * index]
-            tables = [table for table, seen in self._places if seen == sight]
-            found.update({(table, sight): blocks[place] for place, table in enumerate(tables)})
+            tables = [table for table, seen in self._places if seen == window]
+            found.update({(table, window): blocks[place] for place, table in enumerate(tables)})
             key = torch.arange(blocks.shape[2] * self._size, device=blocks.device)
-            if sight.window is None:
+            if window.size is None:
                 mask = key <= limit[:, :, None]
             else:
                 key = key + torch.where(key >= sinks[:, None] * self._size, skipped[:, None] * self._size, 0)
-                near = position[:, :, None] - key[:, None] < sight.window  # [rows, queries, keys]
-                mask = (key[:, None] <= limit[:, :, None]) & (near | (key[:, None] < sight.sinks))
+                near = position[:, :, None] - key[:, None] < window.size  # [rows, queries, keys]
+                mask = (key[:, None] <= limit[:, :, None]) & (near | (key[:, None] < window.sinks))
             if len(tree_keys):
                 mask.view(-1).index_fill_(0, tree_keys, True)
-            masks[sight] = mask
+            masks[window] = mask
         whole = len(self._rows) == self._step_rows and gather.numel() == len(targets)
         return RowGroup(gather, scatter, targets, found, masks, whole)

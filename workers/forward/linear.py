@@ -27,7 +27,7 @@ _ROWS_OF_EIGHT_BIT_KERNEL = 48  # beyond these, widening the weights once is che
 _PACKED_FOR_ROWS = 8  # the layout that oneDNN chooses serves other widths as well
 
 
-class Product(Protocol):
+class LinearKernel(Protocol):
     """What multiplies: weights in whatever layout."""
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -36,26 +36,26 @@ class Product(Protocol):
 
 
 @dataclass(slots=True)
-class Plain:
+class DenseKernel:
     """Weights as they came."""
 
     weight: torch.Tensor  # [out, in]
     bias: torch.Tensor | None
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Product`."""
+        """See `LinearKernel`."""
         return nn.functional.linear(x, self.weight, self.bias)
 
 
 @dataclass(slots=True)
-class Packed:
+class OneDnnKernel:
     """Weights in oneDNN's own layout."""
 
     weight: torch.Tensor  # opaque
     bias: torch.Tensor | None
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Product`."""
+        """See `LinearKernel`."""
         # oneDNN keeps code and scratch memory for every width it meets, so it meets few.
         shape = x.shape[:-1]
         rows = shape.numel()
@@ -75,7 +75,7 @@ def padded_rows(rows: int) -> int:
 
 
 @dataclass(slots=True)
-class EightBit:
+class Int8Kernel:
     """Symmetric weights of eight bits with one scale per output; activations stay as they are (weight-only)."""
 
     weight: torch.Tensor  # [out, in] int8
@@ -83,7 +83,7 @@ class EightBit:
     bias: torch.Tensor | None
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Product`. Both ways compute `(x @ integers) * scale`: eight bits are exact in every float type."""
+        """See `LinearKernel`. Both ways compute `(x @ integers) * scale`: eight bits are exact in every float type."""
         flat = x.flatten(0, -2)
         if flat.shape[0] <= _ROWS_OF_EIGHT_BIT_KERNEL and not x.is_cuda:
             product = torch._weight_int8pack_mm(flat, self.weight, self.scale)
@@ -98,7 +98,7 @@ class EightBit:
 class _Entry:
     """One product and what follows it."""
 
-    product: Product
+    product: LinearKernel
     reduce: bool = False
     bias_after: torch.Tensor | None = None
     """Added once, to the sum of the ranks' shares."""
@@ -111,7 +111,9 @@ _handles = count()
 class FastLinear(nn.Module):
     """Takes the place of an `nn.Linear`."""
 
-    def __init__(self, product: Product, width: int, reduce: bool = False, bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, product: LinearKernel, width: int, reduce: bool = False, bias: torch.Tensor | None = None
+    ) -> None:
         """With `reduce`, the ranks' shares are summed before `bias` is added."""
         super().__init__()
         self.out_features = width
@@ -123,7 +125,7 @@ class FastLinear(nn.Module):
         return output
 
 
-class _Joint:
+class _MergedProjection:
     """What siblings compute together: whoever is called first on an input leaves the others their parts."""
 
     def __init__(self, widths: Sequence[int]) -> None:
@@ -132,10 +134,10 @@ class _Joint:
         self.parts: list[torch.Tensor | None] = [None] * len(widths)
 
 
-class JoinedLinear(nn.Module):
+class MergedLinear(nn.Module):
     """Takes the place of one of several `nn.Linear` that are applied to the same input, each once per pass."""
 
-    def __init__(self, joint: _Joint, part: int, handle: torch.Tensor) -> None:
+    def __init__(self, joint: _MergedProjection, part: int, handle: torch.Tensor) -> None:
         super().__init__()
         self.out_features = joint.widths[part]
         self._joint = joint
@@ -156,23 +158,23 @@ class JoinedLinear(nn.Module):
         return mine
 
 
-def join(product: Product, widths: Sequence[int]) -> tuple[JoinedLinear, ...]:
+def merge_linears(product: LinearKernel, widths: Sequence[int]) -> tuple[MergedLinear, ...]:
     """Siblings over one product of all their weights, one after another. On different inputs they are right, too."""
-    joint = _Joint(widths)
+    joint = _MergedProjection(widths)
     handle = _enter(joint, _Entry(product))
-    return tuple(JoinedLinear(joint, part, handle) for part in range(len(widths)))
+    return tuple(MergedLinear(joint, part, handle) for part in range(len(widths)))
 
 
-def make_product(
+def make_linear_kernel(
     weight: torch.Tensor, bias: torch.Tensor | None, quantization: str = "none", cut_inputs: bool = False
-) -> Product:
+) -> LinearKernel:
     """The fastest product for these weights `[out, in]` where they are. `cut_inputs`: see `quantize`."""
     if quantization == "int8":
-        return EightBit(*quantize(weight, cut_inputs), bias)
+        return Int8Kernel(*quantize(weight, cut_inputs), bias)
     if weight.device.type == "cpu" and _can_pack(weight.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
-        return Packed(packed, bias)
-    return Plain(weight, bias)
+        return OneDnnKernel(packed, bias)
+    return DenseKernel(weight, bias)
 
 
 def quantize(weight: torch.Tensor, cut_inputs: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

@@ -51,7 +51,7 @@ class LoadedModel:
     tensor_parallel: int = 1
     native: NativeForward | None = None
     """The layers and the head in the kernels' form; `module` is without them then."""
-    replays: bool = False
+    uses_cuda_graphs: bool = False
     """Whether passes of recurring sizes are recorded and replayed."""
     vocabulary: torch.Tensor | None = None
     """The tokens of the logits' columns, int64, rising, where a draft's head knows only those; `None`: all."""
@@ -60,5 +60,5 @@ class LoadedModel:
     def kv_spec(self) -> KvCacheSpec:
         """What the KV pool must know about this model. Replayed passes need one scratch block."""
         return KvCacheSpec(
-            self.layers, self.max_context_len, self.dtype, self.device, self.tensor_parallel, int(self.replays)
+            self.layers, self.max_context_len, self.dtype, self.device, self.tensor_parallel, int(self.uses_cuda_graphs)
         )

@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from workers.forward.linear import FastLinear, join, make_product
+from workers.forward.linear import FastLinear, make_linear_kernel, merge_linears
 
 # Projections that modules of one kind apply to the same input, one after another.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _STYLES = ("colwise", "rowwise")
 
 
-def tailor(model: PreTrainedModel, quantization: str = "none") -> None:
+def replace_linear_layers(model: PreTrainedModel, quantization: str = "none") -> None:
     """Replace every linear layer by its fastest form; under tensor parallelism, by this rank's plain shard.
 
     What is cut in another way than by columns or rows stays as `transformers` made it.
@@ -64,17 +64,17 @@ def _join(parent: nn.Module, path: str, names: tuple[str, ...], plan: dict[str, 
     if len({bias is None for bias in biases}) > 1:
         return
     bias = None if biases[0] is None else torch.cat(biases)
-    product = make_product(torch.cat(weights), bias, quantization)
-    for name, fast in zip(names, join(product, [len(weight) for weight in weights]), strict=True):
+    product = make_linear_kernel(torch.cat(weights), bias, quantization)
+    for name, fast in zip(names, merge_linears(product, [len(weight) for weight in weights]), strict=True):
         setattr(parent, name, fast)
 
 
 def _replace(layer: nn.Module, style: str, quantization: str) -> FastLinear:
     weight, bias = _parameters(layer)
     if style == "rowwise":
-        product = make_product(weight, None, quantization, cut_inputs=True)
+        product = make_linear_kernel(weight, None, quantization, cut_inputs=True)
         return FastLinear(product, len(weight), reduce=True, bias=bias)
-    return FastLinear(make_product(weight, bias, quantization), len(weight))
+    return FastLinear(make_linear_kernel(weight, bias, quantization), len(weight))
 
 
 def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:

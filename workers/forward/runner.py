@@ -12,10 +12,10 @@ import torch
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.forward.attention import bind
-from workers.forward.cuda_graphs import graphed_steps
-from workers.forward.layout import RowShape, StepLayout, lay_out
+from workers.forward.cuda_graphs import make_graph_runner
+from workers.forward.layout import RowShape, StepLayout, build_step_layout
 from workers.forward.loaded_model import LoadedModel
-from workers.forward.native.attention import NativeStep, lay_out_natively, load_kernel
+from workers.forward.native.attention import NativeStep, build_native_step, load_kernel
 from workers.kv.block_table import BlockTable
 from workers.kv.pool import KvPool
 from workers.kv.transfer import to_device
@@ -53,7 +53,7 @@ class ModelRunner:
         self._kernel = self._paged.kernel = load_kernel(model.kv_spec, model.code_directory)
         if model.native is not None:
             model.native.bind(pool)
-        self._graphs = graphed_steps(model, pool, self._compute)
+        self._graphs = make_graph_runner(model, pool, self._compute)
 
     def warm_up(self) -> None:
         """Run steps of several widths, so that nothing is compiled while somebody waits. Leaves nothing behind."""
@@ -75,7 +75,7 @@ class ModelRunner:
     def forward(self, rows: Sequence[ForwardRow]) -> torch.Tensor:
         """Compute all rows at once; each row's table must have room for `row.end` tokens.
 
-        Stores keys and values of all tokens and nodes; nothing is committed until `keep`. Returns
+        Stores keys and values of all tokens and nodes; nothing is committed until `commit`. Returns
         the selected logits, row after row: `[selected, vocabulary (this rank's part)]`, good until the next pass.
         """
         device = self._model.device
@@ -97,9 +97,9 @@ class ModelRunner:
             if replayed is not None:
                 return replayed[:wanted]
         layout = (
-            lay_out(shapes, self._pool.arrangement, device)
+            build_step_layout(shapes, self._pool.kv_groups, device)
             if self._kernel is None
-            else lay_out_natively(shapes, self._pool.arrangement)
+            else build_native_step(shapes, self._pool.kv_groups)
         )
         ids, places, chosen = (to_device(values, device) for values in (tokens, positions, selected))
         return self._compute(ids[None], places[None], chosen, layout)[:wanted]
@@ -119,7 +119,7 @@ class ModelRunner:
         return logits
 
     @torch.inference_mode()
-    def keep(self, row: ForwardRow, nodes: Sequence[int] = ()) -> None:
+    def commit(self, row: ForwardRow, nodes: Sequence[int] = ()) -> None:
         """Commit the row's tokens and the accepted path `nodes`; free what the rest of the tree took.
 
         The path's keys and values move to the positions that follow the committed tokens.

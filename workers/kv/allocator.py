@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvGroup, KvLayout
-from workers.kv.block_table import GONE, BlockTable, Prefix, Search, Wanted
+from workers.kv.block_table import OUT_OF_WINDOW, BlockTable, Prefix, PrefixQuery, PrefixSearch
 from workers.kv.prefix_cache import PrefixIndex, block_key, next_key, root_key
 
 
@@ -35,7 +35,7 @@ class BlockLoad:
     destination: BlockId
 
 
-def ignore(_key: bytes, _block: BlockId) -> None:
+def discard(_key: bytes, _block: BlockId) -> None:
     """Content that is given up is lost."""
 
 
@@ -50,7 +50,7 @@ class BlockAllocator:
         blocks_total: int,
         layout: KvLayout,
         prefix_cache: bool = True,
-        on_evict: Callable[[bytes, BlockId], None] = ignore,
+        on_evict: Callable[[bytes, BlockId], None] = discard,
     ) -> None:
         self.blocks_total = blocks_total
         self.layout = layout
@@ -92,14 +92,14 @@ class BlockAllocator:
         self._check_free(len(shared) + sum(missing), length)
         copies = []
         for blocks, index in shared:
-            source, destination = blocks[index], self._take()
-            self._drop(source)
+            source, destination = blocks[index], self._allocate()
+            self._release_block(source)
             blocks[index] = destination
             copies.append(BlockCopy(source, destination))
         for blocks, index in written:
-            self._forget(blocks[index])
+            self._uncache(blocks[index])
         for blocks, count in zip(table.blocks, missing, strict=True):
-            blocks.extend(self._take() for _ in range(count))
+            blocks.extend(self._allocate() for _ in range(count))
         return tuple(copies)
 
     def commit(self, table: BlockTable, tokens: Sequence[int]) -> None:
@@ -111,8 +111,8 @@ class BlockAllocator:
         for group, blocks in zip(self._groups, table.blocks, strict=True):
             start = max(group.first_needed(before) // size, -(-group.sinks // size))
             for index in range(start, min(group.first_needed(table.stored_len) // size, len(blocks))):
-                self._drop(blocks[index])
-                blocks[index] = GONE
+                self._release_block(blocks[index])
+                blocks[index] = OUT_OF_WINDOW
         self._trim(table)
 
     def truncate(self, table: BlockTable, length: int) -> None:
@@ -143,7 +143,7 @@ class BlockAllocator:
         )
         for blocks in forked.blocks:
             for block in blocks:
-                if block != GONE:
+                if block != OUT_OF_WINDOW:
                     self._references[block] += 1  # somebody holds it, so it does not rest
         return forked
 
@@ -154,8 +154,8 @@ class BlockAllocator:
         """
         for index in reversed(range(max(map(len, table.blocks), default=0))):
             for blocks in table.blocks:
-                if index < len(blocks) and blocks[index] != GONE:
-                    self._drop(blocks[index])
+                if index < len(blocks) and blocks[index] != OUT_OF_WINDOW:
+                    self._release_block(blocks[index])
         table.blocks = [[] for _ in self._groups]
         table.tokens.clear()
         table.chain.clear()
@@ -175,8 +175,8 @@ class BlockAllocator:
         `chain`, which spares further searches for the same tokens the hashing.
         """
         most = len(tokens) if most is None else most
-        wanted = Wanted(root_key(salt), tokens, most, parent, [] if chain is None else chain)
-        return Search(self.layout, self._index, elsewhere).longest(wanted)
+        wanted = PrefixQuery(root_key(salt), tokens, most, parent, [] if chain is None else chain)
+        return PrefixSearch(self.layout, self._index, elsewhere).longest(wanted)
 
     def adopt(self, prefix: Prefix) -> tuple[BlockTable, tuple[BlockLoad, ...]]:
         """A table that begins with `prefix`: shares its blocks, and takes some for the content that is elsewhere.
@@ -188,13 +188,13 @@ class BlockAllocator:
         woken = sum(self._references[block] == 0 for block in hits)
         self._check_free(woken + len(missing), len(prefix))
         for block in hits:
-            self._share(block)
+            self._acquire(block)
         table = BlockTable(
             [list(blocks) for blocks in prefix.blocks], prefix.root, list(prefix.tokens), list(prefix.chain)
         )
         loads = []
         for key, place, index in missing:
-            table.blocks[place][index] = block = self._take()
+            table.blocks[place][index] = block = self._allocate()
             loads.append(BlockLoad(key, block))
         return table, tuple(loads)
 
@@ -217,7 +217,7 @@ class BlockAllocator:
             before = table.chain[-1] if table.chain else table.root
             table.chain.append(next_key(before, table.tokens[index * size : (index + 1) * size]))
             for place, blocks in enumerate(table.blocks):
-                if blocks[index] != GONE:
+                if blocks[index] != OUT_OF_WINDOW:
                     self._index.add(block_key(table.chain[index], place), blocks[index])
 
     def _trim(self, table: BlockTable) -> None:
@@ -225,8 +225,8 @@ class BlockAllocator:
         keep = self._blocks_for(table.stored_len)
         for blocks in table.blocks:
             for block in blocks[keep:]:
-                if block != GONE:
-                    self._drop(block)
+                if block != OUT_OF_WINDOW:
+                    self._release_block(block)
             del blocks[keep:]
 
     def _blocks_for(self, length: int) -> int:
@@ -239,7 +239,7 @@ class BlockAllocator:
                 f"{self.blocks_free} of {self.blocks_total} are free"
             )
 
-    def _take(self) -> BlockId:
+    def _allocate(self) -> BlockId:
         if self._free:
             block = self._free.pop()
         elif self._index is not None:
@@ -250,19 +250,19 @@ class BlockAllocator:
         self._references[block] = 1
         return block
 
-    def _share(self, block: BlockId) -> None:
+    def _acquire(self, block: BlockId) -> None:
         if self._references[block] == 0 and self._index is not None:
-            self._index.wake(block)
+            self._index.mark_used(block)
         self._references[block] += 1
 
-    def _drop(self, block: BlockId) -> None:
+    def _release_block(self, block: BlockId) -> None:
         if self._references[block] < 1:
             raise RuntimeError(f"KV block {block} is freed twice")
         self._references[block] -= 1
-        if self._references[block] == 0 and (self._index is None or not self._index.rest(block)):
+        if self._references[block] == 0 and (self._index is None or not self._index.mark_idle(block)):
             self._free.append(block)
 
-    def _forget(self, block: BlockId) -> None:
+    def _uncache(self, block: BlockId) -> None:
         """The block is about to be written into by its only holder."""
         key = self._index.forget(block) if self._index is not None else None
         if key is not None:

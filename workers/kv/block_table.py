@@ -9,9 +9,9 @@ from cluster.core.ids import BlockId
 from cluster.core.kv import KvGroup, KvLayout
 from workers.kv.prefix_cache import PrefixIndex, block_key, next_key
 
-GONE = BlockId(-1)
+OUT_OF_WINDOW = BlockId(-1)
 """In a table: the block that was here has left the window."""
-ELSEWHERE = BlockId(-2)
+OFFLOADED = BlockId(-2)
 """In a prefix: the block is not in the pool and can be had from outside of it."""
 
 
@@ -20,7 +20,7 @@ class BlockTable:
     """One sequence's blocks, and the committed tokens whose keys and values are in them."""
 
     blocks: list[list[BlockId]]
-    """For each of the layout's tables: position ÷ block size → block, or `GONE`."""
+    """For each of the layout's tables: position ÷ block size → block, or `OUT_OF_WINDOW`."""
     root: bytes
     """Where the sequence's chain of keys begins."""
     tokens: list[int] = field(default_factory=list)
@@ -35,7 +35,7 @@ class BlockTable:
     @property
     def held(self) -> int:
         """Blocks in this table, shared ones included."""
-        return sum(block != GONE for blocks in self.blocks for block in blocks)
+        return sum(block != OUT_OF_WINDOW for blocks in self.blocks for block in blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Prefix:
     root: bytes
     tokens: tuple[int, ...] = ()
     blocks: tuple[tuple[BlockId, ...], ...] = ()
-    """As in `BlockTable`, or `ELSEWHERE`."""
+    """As in `BlockTable`, or `OFFLOADED`."""
     chain: tuple[bytes, ...] = ()
 
     def __len__(self) -> int:
@@ -57,12 +57,12 @@ class Prefix:
             (block_key(self.chain[place], table), table, place)
             for table, blocks in enumerate(self.blocks)
             for place, block in enumerate(blocks)
-            if block == ELSEWHERE
+            if block == OFFLOADED
         ]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PrefixQuery:
     """The beginning that a new sequence would like to find."""
 
     root: bytes
@@ -75,7 +75,7 @@ class Wanted:
     """Keys of the full blocks of `tokens`, as far as a search has come: the next search need not hash them again."""
 
 
-class Search:
+class PrefixSearch:
     """Looks for the longest beginning that a table, the cache or `elsewhere` hold; changes nothing.
 
     A group of full attention needs every block; one with a window needs those that the next token sees.
@@ -87,11 +87,11 @@ class Search:
         self._index = index
         self._elsewhere = elsewhere
 
-    def longest(self, wanted: Wanted) -> Prefix:
+    def longest(self, wanted: PrefixQuery) -> Prefix:
         """At most `wanted.most` tokens."""
         size = self._size
         parent = wanted.parent if wanted.parent is not None and wanted.parent.root == wanted.root else None
-        alike = 0 if parent is None else _alike(parent.tokens, wanted.tokens, wanted.most)
+        alike = 0 if parent is None else _common_prefix_len(parent.tokens, wanted.tokens, wanted.most)
         chain = wanted.chain
         if parent is not None:
             chain.extend(parent.chain[len(chain) : alike // size])
@@ -102,7 +102,9 @@ class Search:
         for place in range(-(-wanted.most // size)):
             if parent is not None and alike % size and place == alike // size:
                 ends = [blocks[place] for blocks in parent.blocks]
-                if self._suffices(alike, [run + 1 if end != GONE else 0 for run, end in zip(runs, ends, strict=True)]):
+                if self._covers(
+                    alike, [run + 1 if end != OUT_OF_WINDOW else 0 for run, end in zip(runs, ends, strict=True)]
+                ):
                     best, half = alike, ends
             length = (place + 1) * size
             if length > wanted.most:
@@ -111,12 +113,14 @@ class Search:
                 before = chain[-1] if chain else wanted.root
                 chain.append(next_key(before, wanted.tokens[place * size : length]))
             for table, found in enumerate(sources):
-                shared = parent.blocks[table][place] if parent is not None and length <= alike else GONE
-                found.append(shared if shared != GONE else self._cached(chain, place, table))
-                runs[table] = runs[table] + 1 if found[-1] != GONE else 0
-            if any(found[-1] == GONE and self._must_have(table, place) for table, found in enumerate(sources)):
+                shared = parent.blocks[table][place] if parent is not None and length <= alike else OUT_OF_WINDOW
+                found.append(shared if shared != OUT_OF_WINDOW else self._cached(chain, place, table))
+                runs[table] = runs[table] + 1 if found[-1] != OUT_OF_WINDOW else 0
+            if any(
+                found[-1] == OUT_OF_WINDOW and self._is_required(table, place) for table, found in enumerate(sources)
+            ):
                 break
-            if self._suffices(length, runs):
+            if self._covers(length, runs):
                 best = length
         if best % size:
             for found, end in zip(sources, half, strict=True):
@@ -125,19 +129,19 @@ class Search:
 
     def _cached(self, chain: Sequence[bytes], place: int, table: int) -> BlockId:
         if self._index is None:
-            return GONE
+            return OUT_OF_WINDOW
         key = block_key(chain[place], table)
         block = self._index.find(key)
         if block is not None:
             return block
-        return ELSEWHERE if self._elsewhere is not None and self._elsewhere(key) else GONE
+        return OFFLOADED if self._elsewhere is not None and self._elsewhere(key) else OUT_OF_WINDOW
 
-    def _must_have(self, table: int, place: int) -> bool:
+    def _is_required(self, table: int, place: int) -> bool:
         """Whether no longer beginning can do without this block."""
         group = self._groups[table]
         return group.window is None or place < -(-group.sinks // self._size)
 
-    def _suffices(self, length: int, runs: Sequence[int]) -> bool:
+    def _covers(self, length: int, runs: Sequence[int]) -> bool:
         """Whether the blocks in a row that end at `length` reach back as far as each group sees."""
         places = -(-length // self._size)
         return all(
@@ -146,7 +150,7 @@ class Search:
         )
 
     def _prefix(
-        self, wanted: Wanted, length: int, sources: Sequence[Sequence[BlockId]], chain: Sequence[bytes]
+        self, wanted: PrefixQuery, length: int, sources: Sequence[Sequence[BlockId]], chain: Sequence[bytes]
     ) -> Prefix:
         """The blocks that a sequence of `length` tokens holds, and no others."""
         size = self._size
@@ -154,11 +158,11 @@ class Search:
         for group, found in zip(self._groups, sources, strict=True):
             first = group.first_needed(length) // size
             sinks = min(first, -(-group.sinks // size))
-            blocks.append((*found[:sinks], *[GONE] * (first - sinks), *found[first : -(-length // size)]))
+            blocks.append((*found[:sinks], *[OUT_OF_WINDOW] * (first - sinks), *found[first : -(-length // size)]))
         return Prefix(wanted.root, tuple(wanted.tokens[:length]), tuple(blocks), tuple(chain[: length // size]))
 
 
-def _alike(stored: Sequence[int], tokens: Sequence[int], most: int) -> int:
+def _common_prefix_len(stored: Sequence[int], tokens: Sequence[int], most: int) -> int:
     """How many leading tokens are the same, at most `most`."""
     most = min(len(stored), most)
     if stored[:most] == list(tokens[:most]):

@@ -100,7 +100,7 @@ class DiskTier:
             self._sizes.clear()
             self._bytes = 0
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Return once nothing waits to be written."""
         with self._changed:
             self._changed.wait_for(lambda: not self._queued)

@@ -1,8 +1,8 @@
-"""Which layers share a block table, and where each keeps its keys and values.
+"""KV cache groups: which layers share block tables, and where each layer stores its keys and values.
 
-Layers that see the same positions form a group. All blocks have one size, so that any of them can serve any
-group: each is `depth` layers deep, where `depth` divides every group's number of layers, and a group of n layers
-has n ÷ depth tables per sequence.
+Layers that see the same positions form a group. All blocks have the same size, so any block can serve any group.
+A block is `depth` layers deep; `depth` divides the number of layers of every group. A group of n layers has
+n / depth block tables per sequence.
 """
 
 from __future__ import annotations
@@ -15,86 +15,91 @@ from cluster.core.config import PoolSection
 from cluster.core.kv import KvGroup, KvLayout
 from workers.kv.spec import KvCacheSpec, LayerShape
 
-_MOST_TABLES = 64
-"""Beyond it the tables of a sequence cost more time than what a window frees is worth."""
+_MAX_TABLES = 64
+"""With more tables per sequence, handling them takes more time than the freed blocks are worth."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """Which positions a query sees: those at most `window - 1` before it, and the first `sinks`."""
+class AttentionWindow:
+    """The positions that a query sees: the last `size`, its own included, and the first `sinks`."""
 
-    window: int | None = None
+    size: int | None = None
+    """`None`: every position up to its own."""
     sinks: int = 0
 
-    def first_seen(self, position: int) -> int:
-        """First position that the query at `position` sees, sinks aside."""
-        return 0 if self.window is None else max(0, position - self.window + 1)
+    def first_visible(self, position: int) -> int:
+        """The first position inside the window of the query at `position`. Sinks are not considered."""
+        return 0 if self.size is None else max(0, position - self.size + 1)
 
     def sees(self, position: int, key: int) -> bool:
-        """Whether the query at `position` sees the position `key` before it."""
-        return key < self.sinks or key >= self.first_seen(position)
+        """Whether the query at `position` sees the earlier position `key`."""
+        return key < self.sinks or key >= self.first_visible(position)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where one layer keeps its keys and values, and what it sees of them."""
+class LayerPlacement:
+    """Where one layer stores its keys and values, and which of them its queries see."""
 
     table: int
-    """Of the sequence's tables."""
-    slot: int
-    """Of the pool's layers of blocks."""
-    sight: Sight
+    """Index of the layer's block table among the sequence's tables."""
+    block_layer: int
+    """Index of the layer inside a block."""
+    window: AttentionWindow
 
 
 @dataclass(frozen=True, slots=True)
-class Arrangement:
-    """All layers' places."""
+class KvCacheGroups:
+    """The placement of all layers of a model."""
 
     layout: KvLayout
-    places: tuple[Place, ...]
+    placements: tuple[LayerPlacement, ...]
     """One per layer of the model."""
-    slots: tuple[LayerShape, ...]
-    """What a block holds, one entry per layer of its depth."""
+    block_layers: tuple[LayerShape, ...]
+    """The contents of a block, one entry per layer of its depth."""
     is_lossless: bool = True
     """Whether every layer sees all positions that the model itself would see."""
 
 
-def arrange(spec: KvCacheSpec, section: PoolSection, rewinds: bool = False) -> Arrangement:
-    """Group the model's layers.
+def group_layers(spec: KvCacheSpec, section: PoolSection, truncatable: bool = False) -> KvCacheGroups:
+    """Group the model's layers by the positions they see.
 
-    With `rewinds` sequences may be cut back to any length: everything is kept and windows only mask. So it is,
-    too, where layers differ in shape or fit no common depth.
+    All layers share one table, and windows only mask, in three cases: the pool is `truncatable` (sequences may be
+    cut to any length, so nothing may be freed early), the layers differ in shape, or no common depth keeps the
+    number of tables small.
     """
-    sights = [_sight(shape, section, spec.max_context_len) for shape in spec.layers]
-    groups: dict[Sight, list[int]] = {}
-    for layer, sight in enumerate(sights):
-        groups.setdefault(sight, []).append(layer)
+    windows = [_visible_window(shape, section, spec.max_context_len) for shape in spec.layers]
+    groups: dict[AttentionWindow, list[int]] = {}
+    for layer, window in enumerate(windows):
+        groups.setdefault(window, []).append(layer)
     depth = gcd(*(len(layers) for layers in groups.values()))
-    is_lossless = not any(_hides(section, shape, spec.max_context_len) for shape in spec.layers)
-    alike = len({(shape.kv_heads, shape.head_dim) for shape in spec.layers}) == 1
-    if rewinds or not alike or len(spec.layers) // depth > _MOST_TABLES:
-        places = tuple(Place(0, layer, sight) for layer, sight in enumerate(sights))
-        return Arrangement(KvLayout(section.block_size), places, spec.layers, is_lossless)
-    found: dict[int, Place] = {}
+    is_lossless = not any(_hides_positions(section, shape, spec.max_context_len) for shape in spec.layers)
+    same_shape = len({(shape.kv_heads, shape.head_dim) for shape in spec.layers}) == 1
+    if truncatable or not same_shape or len(spec.layers) // depth > _MAX_TABLES:
+        placements = tuple(LayerPlacement(0, layer, window) for layer, window in enumerate(windows))
+        return KvCacheGroups(KvLayout(section.block_size), placements, spec.layers, is_lossless)
+    placed: dict[int, LayerPlacement] = {}
     table = 0
-    for sight, layers in groups.items():
+    for window, layers in groups.items():
         for index, layer in enumerate(layers):
-            found[layer] = Place(table + index // depth, index % depth, sight)
+            placed[layer] = LayerPlacement(table + index // depth, index % depth, window)
         table += len(layers) // depth
-    layout = KvLayout(section.block_size, tuple(_group(sight, layers, depth) for sight, layers in groups.items()))
-    return Arrangement(layout, tuple(found[layer] for layer in range(len(found))), spec.layers[:depth], is_lossless)
+    layout = KvLayout(section.block_size, tuple(_kv_group(window, layers, depth) for window, layers in groups.items()))
+    return KvCacheGroups(layout, tuple(placed[layer] for layer in sorted(placed)), spec.layers[:depth], is_lossless)
 
 
-def _group(sight: Sight, layers: Sequence[int], depth: int) -> KvGroup:
-    return KvGroup(len(layers) // depth, sight.window, sight.sinks)
+def _kv_group(window: AttentionWindow, layers: Sequence[int], depth: int) -> KvGroup:
+    return KvGroup(len(layers) // depth, window.size, window.sinks)
 
 
-def _sight(shape: LayerShape, section: PoolSection, max_context_len: int) -> Sight:
-    """What a layer sees: its own window, or else the configured one. A window as long as the context is none."""
-    sight = Sight(section.window, section.sinks) if shape.window is None and section.window else Sight(shape.window)
-    return Sight() if sight.window is not None and sight.window >= max_context_len else sight
+def _visible_window(shape: LayerShape, section: PoolSection, max_context_len: int) -> AttentionWindow:
+    """The layer's own window, or else the configured one. A window as long as the context counts as none."""
+    if shape.window is None and section.window:
+        window = AttentionWindow(section.window, section.sinks)
+    else:
+        window = AttentionWindow(shape.window)
+    return AttentionWindow() if window.size is not None and window.size >= max_context_len else window
 
 
-def _hides(section: PoolSection, shape: LayerShape, max_context_len: int) -> bool:
+def _hides_positions(section: PoolSection, shape: LayerShape, max_context_len: int) -> bool:
     """Whether the configured window hides positions of the longest sequence that this layer would see."""
     return shape.window is None and section.window is not None and section.window + section.sinks < max_context_len

@@ -8,11 +8,11 @@ import mmap
 
 import torch
 
-LINE = 64
+CACHE_LINE = 64
 """Bytes of a cache line."""
 
 
-def large_pages(size: int) -> torch.Tensor:
+def huge_pages(size: int) -> torch.Tensor:
     """`size` bytes of zeros: a step that reads all weights, or long contexts, must not wait for page tables."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has a rule of its own
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -25,18 +25,18 @@ class Arena:
     """Memory in large pages, given out piece by piece."""
 
     def __init__(self, size: int) -> None:
-        self._bytes = large_pages(size)
+        self._bytes = huge_pages(size)
         self._used = 0
 
     def keep(self, values: torch.Tensor) -> torch.Tensor:
         """A copy of `values` for good."""
         size = values.numel() * values.itemsize
         kept = self._bytes[self._used : self._used + size].view(values.dtype).view(values.shape)
-        self._used += -(-size // LINE) * LINE
+        self._used += -(-size // CACHE_LINE) * CACHE_LINE
         return kept.copy_(values)
 
 
-def give_memory_back() -> None:
+def release_free_memory() -> None:
     """What was freed goes back to the system: the C library would keep it, and a peak would count it twice."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not every C library has it
     if trim is not None:

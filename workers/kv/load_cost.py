@@ -62,11 +62,11 @@ class CostModel:
         self._computing = _Price(5e-5, 1.0)
         self._since = _Steps()
 
-    def note_load(self, medium: Medium, loaded_bytes: int, seconds: float) -> None:
+    def record_load(self, medium: Medium, loaded_bytes: int, seconds: float) -> None:
         """`loaded_bytes` were copied into the pool."""
         self._loading[medium].note(loaded_bytes, seconds)
 
-    def note_compute(self, tokens: int, prompt_tokens: int, seconds: float, *, awaited: bool = True) -> None:
+    def record_compute(self, tokens: int, prompt_tokens: int, seconds: float, *, awaited: bool = True) -> None:
         """A step of `seconds` computed `tokens` tokens, of which `prompt_tokens` belong to prompts (or replays).
 
         Only steps that are mostly prompt say what a prompt's token costs: others read all weights, and the memory of

@@ -16,8 +16,8 @@ from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout, KvOccupancy
 from workers.kv.allocator import BlockAllocator
 from workers.kv.block_table import BlockTable, Prefix
-from workers.kv.groups import Arrangement, arrange
-from workers.kv.huge_pages import large_pages
+from workers.kv.groups import KvCacheGroups, group_layers
+from workers.kv.huge_pages import huge_pages
 from workers.kv.spec import KvCacheSpec
 from workers.kv.tiers import Tiers, agreed_length
 from workers.kv.transfer import to_device
@@ -28,7 +28,7 @@ _Search = Callable[[int, Callable[[bytes], bool] | None], Prefix]
 """The longest beginning, of so many tokens at most, that the pool or something else has."""
 
 
-def blocks_that_fit(spec: KvCacheSpec, section: PoolSection, rewinds: bool = False) -> int:
+def blocks_that_fit(spec: KvCacheSpec, section: PoolSection, truncatable: bool = False) -> int:
     """How many blocks the configured bytes, or the fraction of free memory, hold on this rank.
 
     Raises `ConfigurationError` when not even one fits.
@@ -36,7 +36,7 @@ def blocks_that_fit(spec: KvCacheSpec, section: PoolSection, rewinds: bool = Fal
     budget = section.pool_bytes
     if budget is None:
         budget = int(_free_bytes(spec.device) * section.memory_fraction)
-    size = block_bytes(arrange(spec, section, rewinds), spec.dtype)
+    size = block_bytes(group_layers(spec, section, truncatable), spec.dtype)
     blocks = min(budget // size, _MOST_BLOCKS)
     if blocks < 1:
         raise ConfigurationError(
@@ -45,10 +45,10 @@ def blocks_that_fit(spec: KvCacheSpec, section: PoolSection, rewinds: bool = Fal
     return int(blocks)
 
 
-def block_bytes(arrangement: Arrangement, dtype: torch.dtype) -> int:
+def block_bytes(kv_groups: KvCacheGroups, dtype: torch.dtype) -> int:
     """Bytes of keys and values in one block on this rank."""
-    elements = sum(2 * shape.kv_heads * shape.head_dim for shape in arrangement.slots)
-    return elements * dtype.itemsize * arrangement.layout.block_size
+    elements = sum(2 * shape.kv_heads * shape.head_dim for shape in kv_groups.block_layers)
+    return elements * dtype.itemsize * kv_groups.layout.block_size
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -59,20 +59,20 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _stored(
-    spec: KvCacheSpec, arrangement: Arrangement, blocks: int
+    spec: KvCacheSpec, kv_groups: KvCacheGroups, blocks: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Keys and values of each slot, `[blocks, block_size, heads, dim]`, and the stacks of those alike that they are in.
 
     A stack is copied within in one go, however many layers there are.
     """
     alike: dict[tuple[int, int], list[int]] = {}
-    for slot, shape in enumerate(arrangement.slots):
+    for slot, shape in enumerate(kv_groups.block_layers):
         alike.setdefault((shape.kv_heads, shape.head_dim), []).append(slot)
-    keys, values = ([torch.empty(0)] * len(arrangement.slots) for _ in range(2))
+    keys, values = ([torch.empty(0)] * len(kv_groups.block_layers) for _ in range(2))
     stacks: list[torch.Tensor] = []
     for (heads, dim), slots in alike.items():
         # Zeros, not garbage: a masked position is multiplied by zero, and zero times NaN is NaN.
-        size = (2 * len(slots), blocks, arrangement.layout.block_size, heads, dim)
+        size = (2 * len(slots), blocks, kv_groups.layout.block_size, heads, dim)
         stacks.append(_zeros(size, spec.dtype, spec.device))
         for place, slot in enumerate(slots):
             keys[slot], values[slot] = stacks[-1][2 * place], stacks[-1][2 * place + 1]
@@ -82,32 +82,32 @@ def _stored(
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu" or not prod(size):
         return torch.zeros(size, dtype=dtype, device=device)
-    return large_pages(prod(size) * dtype.itemsize).view(dtype).view(size)
+    return huge_pages(prod(size) * dtype.itemsize).view(dtype).view(size)
 
 
 class KvPool:
     """Keys and values of all sequences on this rank; `keys[slot]` is `[blocks, block_size, heads, dim]`.
 
-    `arrangement.places[layer]` says which table and which slot are a layer's. Under tensor parallelism the heads
+    `kv_groups.placements[layer]` says which table and which slot are a layer's. Under tensor parallelism the heads
     are this rank's own, and `blocks` must be the same on every rank. Cached blocks that are taken for something
-    else go to the tiers, where some are configured; `close` frees those. A pool that `rewinds` can truncate
+    else go to the tiers, where some are configured; `close` frees those. A pool that `truncatable` can truncate
     sequences to any length, and caches nothing.
     """
 
     def __init__(
-        self, spec: KvCacheSpec, section: PoolSection, blocks: int | None = None, *, rewinds: bool = False
+        self, spec: KvCacheSpec, section: PoolSection, blocks: int | None = None, *, truncatable: bool = False
     ) -> None:
-        self.arrangement = arrange(spec, section, rewinds)
-        blocks_total = blocks_that_fit(spec, section, rewinds) if blocks is None else blocks
-        keeping = section if isinstance(section, KvSection) and section.prefix_cache and not rewinds else None
-        self._allocator = BlockAllocator(blocks_total, self.arrangement.layout, keeping is not None, self._save)
+        self.kv_groups = group_layers(spec, section, truncatable)
+        blocks_total = blocks_that_fit(spec, section, truncatable) if blocks is None else blocks
+        keeping = section if isinstance(section, KvSection) and section.prefix_cache and not truncatable else None
+        self._allocator = BlockAllocator(blocks_total, self.kv_groups.layout, keeping is not None, self._save)
         self._device = spec.device
         self._ranks = spec.tensor_parallel
 
-        self.keys, self.values, self._stacks = _stored(spec, self.arrangement, blocks_total + spec.scratch_blocks)
+        self.keys, self.values, self._stacks = _stored(spec, self.kv_groups, blocks_total + spec.scratch_blocks)
         self._tiers: Tiers | None = None  # last: whoever fails before has nothing to close
         if keeping is not None and (keeping.host_bytes or keeping.disk_directory):
-            self._tiers = Tiers(keeping, block_bytes(self.arrangement, spec.dtype), spec.device)
+            self._tiers = Tiers(keeping, block_bytes(self.kv_groups, spec.dtype), spec.device)
             self._tiers.start()
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class KvPool:
     @property
     def is_lossless(self) -> bool:
         """True unless a configured window hides positions that the model would see."""
-        return self.arrangement.is_lossless
+        return self.kv_groups.is_lossless
 
     @property
     def blocks_total(self) -> int:
@@ -185,10 +185,10 @@ class KvPool:
         """
         return self._allocator.fork(table, length)
 
-    def note_compute(self, tokens: int, prompt_tokens: int, seconds: float, *, awaited: bool) -> None:
-        """What loading blocks is to be compared with: see `CostModel.note_compute`."""
+    def record_compute(self, tokens: int, prompt_tokens: int, seconds: float, *, awaited: bool) -> None:
+        """What loading blocks is to be compared with: see `CostModel.record_compute`."""
         if self._tiers is not None:
-            self._tiers.costs.note_compute(tokens, prompt_tokens, seconds, awaited=awaited)
+            self._tiers.costs.record_compute(tokens, prompt_tokens, seconds, awaited=awaited)
 
     def reserve(self, table: BlockTable, length: int) -> None:
         """Make room for `length` tokens and own the part beyond `table.stored_len`.
@@ -214,7 +214,7 @@ class KvPool:
         self._allocator.commit(table, tokens)
 
     def truncate(self, table: BlockTable, length: int) -> None:
-        """Free what lies beyond `length` tokens. Below `table.stored_len` only where the pool rewinds."""
+        """Free what lies beyond `length` tokens. Below `table.stored_len` only where the pool truncatable."""
         self._allocator.truncate(table, length)
 
     def release(self, table: BlockTable) -> None:
@@ -226,7 +226,7 @@ class KvPool:
 
         What is no number is stored as one: a freed block may be read, masked, by the next sequence that gets it.
         """
-        slot = self.arrangement.places[layer].slot
+        slot = self.kv_groups.placements[layer].block_layer
         for store, fresh in ((self.keys[slot], keys), (self.values[slot], values)):
             store.view(-1, *store.shape[2:]).index_copy_(0, slots, fresh.nan_to_num())
 

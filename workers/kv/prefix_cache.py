@@ -58,14 +58,14 @@ class PrefixIndex:
             self._block_of[key] = block
             self._key_of[block] = key
 
-    def rest(self, block: BlockId) -> bool:
+    def mark_idle(self, block: BlockId) -> bool:
         """No table holds the block any more: keep it if it has a key, as the one most recently used."""
         if block not in self._key_of:
             return False
         self._idle[block] = None
         return True
 
-    def wake(self, block: BlockId) -> None:
+    def mark_used(self, block: BlockId) -> None:
         """An idle block is held again."""
         del self._idle[block]
 

@@ -119,10 +119,10 @@ class Tiers:
             if self._disk is not None:
                 self._disk.touch(key)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Return once nothing waits to be written to disk."""
         if self._disk is not None:
-            self._disk.settle()
+            self._disk.flush()
 
     def worth_loading(self, keys: Sequence[bytes], tokens: int) -> bool:
         """Whether copying these blocks back takes less time than computing the `tokens` they hold."""
@@ -158,7 +158,7 @@ class Tiers:
             with _CudaTimer(self._device, self._timings):
                 _scatter(self._host.load(key).to(self._device, non_blocking=True), parts)
             if self._device.type != "cuda":
-                self.costs.note_load(Medium.HOST, self._block_bytes, time.perf_counter() - begun)
+                self.costs.record_load(Medium.HOST, self._block_bytes, time.perf_counter() - begun)
             return True
         if self._disk is None:
             return False
@@ -167,7 +167,7 @@ class Tiers:
         if content is None or content.nbytes != self._block_bytes:
             return False
         _scatter(content.to(self._device), parts)
-        self.costs.note_load(Medium.DISK, self._block_bytes, time.perf_counter() - begun)
+        self.costs.record_load(Medium.DISK, self._block_bytes, time.perf_counter() - begun)
         return True
 
     def _medium(self, key: bytes) -> Medium | None:
@@ -183,7 +183,7 @@ class Tiers:
         """Note the copies that the device has finished."""
         while self._timings and self._timings[0][1].query():  # type: ignore[no-untyped-call]
             begun, ended = self._timings.popleft()
-            self.costs.note_load(Medium.HOST, self._block_bytes, begun.elapsed_time(ended) / 1000)
+            self.costs.record_load(Medium.HOST, self._block_bytes, begun.elapsed_time(ended) / 1000)
 
 
 class _HostTier:

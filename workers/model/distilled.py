@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Distilled:
+class DistilledDraft:
     """A draft as `transformers` would have loaded it, were its weights all in one place."""
 
     module: PreTrainedModel
@@ -38,7 +38,7 @@ class Distilled:
 
 
 @dataclass(frozen=True, slots=True)
-class _Skeleton:
+class _ModelOutline:
     """A model's class, its parameters without their values, and which of them are its ends."""
 
     kind: type[PreTrainedModel]
@@ -51,9 +51,9 @@ class _Skeleton:
         return not name.startswith((f"{self.embedding}.", f"{self.head}."))
 
 
-def read_distilled(
+def load_distilled_draft(
     directory: Path, target: Path | None, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
-) -> Distilled:
+) -> DistilledDraft:
     """Put a draft of this configuration together from its own directory and its target's.
 
     Raises `ConfigurationError` without a target, and `ModelLoadError`, which names the field or the tensor, where the
@@ -63,10 +63,10 @@ def read_distilled(
         raise ConfigurationError(
             f"draft.model.path: {directory.name!r} is a distilled draft, which is loaded together with its target only"
         )
-    card, tensors, vocabulary = read_own(directory, config)
+    card, tensors, vocabulary = read_draft_files(directory, config)
     if card.target != target.name:
         logger.warning("the draft %s was distilled from %s, the target is %s", directory.name, card.target, target.name)
-    skeleton = _skeleton(config)
+    skeleton = _outline(config)
     ends = _shared_ends(target, card)
     config = deepcopy(config)
     config.tie_word_embeddings = not any(end == "head" for end, _ in ends)
@@ -82,13 +82,13 @@ def read_distilled(
     )
     if vocabulary is not None:
         _reduce_head(module, vocabulary)
-    return Distilled(module, vocabulary)
+    return DistilledDraft(module, vocabulary)
 
 
-def read_own(
+def read_draft_files(
     directory: Path, config: PreTrainedConfig
 ) -> tuple[DraftCard, dict[str, torch.Tensor], torch.Tensor | None]:
-    """What a draft of this configuration has of its own: its card, its parameters, its vocabulary (see `Distilled`).
+    """Read what a draft has of its own: its card, its parameters, its vocabulary (see `DistilledDraft`).
 
     Raises `ModelLoadError`, which names the field or the tensor, where its directory does not hold what the card says.
     """
@@ -96,16 +96,16 @@ def read_own(
     _check_config(directory, "its config.json", config, card)
     tensors = _read_tensors(directory / WEIGHTS)
     vocabulary = _vocabulary(directory, tensors.pop(VOCABULARY, None), card)
-    _check_own(directory, tensors, _skeleton(config))
+    _check_own(directory, tensors, _outline(config))
     return card, tensors, vocabulary
 
 
-def _skeleton(config: PreTrainedConfig) -> _Skeleton:
+def _outline(config: PreTrainedConfig) -> _ModelOutline:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     names = {module: name for name, module in model.named_modules()}
     shapes = {name: tuple(values.shape) for name, values in model.state_dict().items()}
-    return _Skeleton(type(model), shapes, names[model.get_input_embeddings()], names[model.get_output_embeddings()])
+    return _ModelOutline(type(model), shapes, names[model.get_input_embeddings()], names[model.get_output_embeddings()])
 
 
 def _check_config(directory: Path, what: str, config: PreTrainedConfig, card: DraftCard) -> None:
@@ -143,7 +143,7 @@ def _vocabulary(directory: Path, tokens: torch.Tensor | None, card: DraftCard) -
     return tokens
 
 
-def _check_own(directory: Path, tensors: dict[str, torch.Tensor], skeleton: _Skeleton) -> None:
+def _check_own(directory: Path, tensors: dict[str, torch.Tensor], skeleton: _ModelOutline) -> None:
     """The file must hold each of the draft's own parameters, and nothing else."""
     wanted = {name: shape for name, shape in skeleton.shapes.items() if skeleton.is_own(name)}
     where = f"draft directory {str(directory)!r}: {WEIGHTS}"
@@ -162,7 +162,7 @@ def _shared_ends(target: Path, card: DraftCard) -> dict[tuple[str, str], torch.T
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"target directory {str(target)!r}: its configuration cannot be read: {error}") from error
     _check_config(target, f"the config.json of the target {target.name!r}", config, card)
-    skeleton = _skeleton(config)
+    skeleton = _outline(config)
     found: dict[tuple[str, str], torch.Tensor] = {}
     for file in sorted(target.glob("*.safetensors")):
         for name, values in _read_tensors(file).items():

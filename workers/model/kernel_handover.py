@@ -9,7 +9,7 @@ import torch
 
 from cluster.core.config import PoolSection
 from workers.forward.loaded_model import LoadedModel
-from workers.forward.native.decoder import NativeDecoder, pack, recognise
+from workers.forward.native.decoder import NativeDecoder, pack_decoder, supported_shape
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 
@@ -20,20 +20,20 @@ _STRIDE = 7919  # a prime, so that the trial's tokens are spread over the vocabu
 _LEAST_COSINE = {torch.float32: 0.99999, torch.bfloat16: 0.99, torch.int8: 0.95}
 
 
-class Broken(Exception):
+class KernelMismatch(Exception):
     """The weights were taken and something else came out: the model must be loaded again."""
 
 
-def hand_over(model: LoadedModel, quantization: str) -> NativeDecoder | None:
+def try_native_kernels(model: LoadedModel, quantization: str) -> NativeDecoder | None:
     """The model in the kernels' form, or `None`, with the model as it was, where they do not know it.
 
-    Raises `Broken` when the kernels turn out to compute something else.
+    Raises `KernelMismatch` when the kernels turn out to compute something else.
     """
-    shape = recognise(model.module, model.dtype)
+    shape = supported_shape(model.module, model.dtype)
     if shape is None:
         return None
     expected = _trial(model)
-    native = pack(model.module, shape, model.dtype, quantization, model.code_directory)
+    native = pack_decoder(model.module, shape, model.dtype, quantization, model.code_directory)
     if native is None:
         return None
     found = _trial(replace(model, native=native))
@@ -42,7 +42,7 @@ def hand_over(model: LoadedModel, quantization: str) -> NativeDecoder | None:
     if cosine >= least:
         return native
     logger.warning("%s: the kernels compute something else (cosine %.5f); a slower path is taken", model.name, cosine)
-    raise Broken
+    raise KernelMismatch
 
 
 def _trial(model: LoadedModel) -> torch.Tensor:

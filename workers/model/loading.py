@@ -21,14 +21,14 @@ from transformers.distributed.utils import TransformersDeviceMesh
 from cluster.core.config import ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from workers.forward.attention import ATTENTION_NAME, Probed, bind, register
-from workers.forward.compilation import compile_layers, is_wanted, leave_uncompiled
+from workers.forward.compilation import compile_layers, should_compile, undo_compile
 from workers.forward.loaded_model import LoadedModel
-from workers.forward.replace_linear import tailor
+from workers.forward.replace_linear import replace_linear_layers
 from workers.forward.runner import WARM_UP_WIDTHS
 from workers.kv.spec import LayerShape
-from workers.model.distilled import read_distilled
+from workers.model.distilled import load_distilled_draft
 from workers.model.draft_card import is_distilled
-from workers.model.kernel_handover import Broken, hand_over
+from workers.model.kernel_handover import KernelMismatch, try_native_kernels
 from workers.model.model_files import end_of_sequence_ids
 
 logger = logging.getLogger(__name__)
@@ -75,20 +75,20 @@ def load_model(
         dtype=dtype,
         code_directory=section.compile_directory,
         tensor_parallel=tensor_parallel,
-        replays=device.type == "cuda" and section.compile != "off",
+        uses_cuda_graphs=device.type == "cuda" and section.compile != "off",
         vocabulary=vocabulary,
     )
     if section.native == "auto" and section.compile != "on" and device.type == "cpu" and tensor_parallel == 1:
         try:
-            native = hand_over(model, section.quantization)
-        except Broken:
+            native = try_native_kernels(model, section.quantization)
+        except KernelMismatch:
             model = replace(model, module=read()[0])
         else:
             if native is not None:
                 return replace(model, native=native)
-    tailor(model.module, section.quantization)
+    replace_linear_layers(model.module, section.quantization)
     _measure_layers(model.module, device)  # what replaced the layers is bound and tried
-    if is_wanted(section):
+    if should_compile(section):
         _compile(model.module, section, device)
     return model
 
@@ -108,7 +108,7 @@ def _read(
     if is_distilled(directory):
         if tensor_parallel > 1:
             raise ConfigurationError(f"tensor_parallel: {tensor_parallel} is asked for and a distilled draft takes 1")
-        draft = read_distilled(directory, shared, config, dtype, device)
+        draft = load_distilled_draft(directory, shared, config, dtype, device)
         draft.module.eval().requires_grad_(False)
         return draft.module, draft.vocabulary
     arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION_NAME, "use_safetensors": True}
@@ -225,7 +225,7 @@ def _compile(module: PreTrainedModel, section: ModelSection, device: torch.devic
         if section.compile == "on":
             raise ModelLoadError(f"model type {module.config.model_type!r} cannot be compiled: {error}") from error
         logger.warning("model type %r cannot be compiled and is served as it is: %s", module.config.model_type, error)
-        leave_uncompiled(module)
+        undo_compile(module)
 
 
 def _context_len(config: PreTrainedConfig, wanted: int | None) -> int:

@@ -231,7 +231,7 @@ class TargetEngine:
                 self._pool.truncate(sequence.table, stored)
                 return fault_verdict(row, RowFaultCode.INVALID, "all logits of the model are NaN or -inf here", stored)
             logprobs = path_logprobs(decisions, indices, accepted, sequence.start.sampling.logprobs)
-        self._runner.keep(entry.forward, accepted.nodes)
+        self._runner.commit(entry.forward, accepted.nodes)
         verdict = Verdict(row.sequence_id, row.base_len, accepted.tokens, len(row.tree), logprobs)
         sequence.last_row, sequence.last_verdict = row, verdict
         return verdict
@@ -243,4 +243,4 @@ class TargetEngine:
         """
         prompt_tokens = sum(len(row.pending) for row in rows if len(row.pending) > 1)
         awaited = self._model.device.type == "cpu" or any(row.decide for row in rows)
-        self._pool.note_compute(sum(row.width for row in rows), prompt_tokens, seconds, awaited=awaited)
+        self._pool.record_compute(sum(row.width for row in rows), prompt_tokens, seconds, awaited=awaited)

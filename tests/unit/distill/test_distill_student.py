@@ -22,7 +22,7 @@ from workers.distill.student import (
     stored_vocabulary,
 )
 from workers.forward.attention import register
-from workers.model.distilled import read_distilled
+from workers.model.distilled import load_distilled_draft
 
 CPU = torch.device("cpu")
 
@@ -230,7 +230,7 @@ class TestExport:
 
         register()
         config = AutoConfig.from_pretrained(tmp_path / "draft")
-        loaded = read_distilled(tmp_path / "draft", directory, config, torch.float32, CPU)
+        loaded = load_distilled_draft(tmp_path / "draft", directory, config, torch.float32, CPU)
         loaded.module.set_attn_implementation("sdpa")
         with torch.no_grad():
             for parameter in student.own_parameters().values():

@@ -88,7 +88,7 @@ class Bench:
         candidates: int = 1,
         mode: Mode = "serial",
     ) -> None:
-        self.pool = KvPool(loaded.kv_spec, KvSection(block_size=BLOCK), blocks=blocks, rewinds=True)
+        self.pool = KvPool(loaded.kv_spec, KvSection(block_size=BLOCK), blocks=blocks, truncatable=True)
         section = DraftSection(
             method="none", max_nodes=16, max_depth=16, candidates=candidates, mode=mode, lookup="off"
         )

@@ -48,7 +48,7 @@ def logits(model: LoadedModel) -> torch.Tensor:
             pool.reserve(row.table, row.end)
         found.append(runner.forward(rows))
         for row in rows:
-            runner.keep(row)
+            runner.commit(row)
     return torch.cat(found)
 
 

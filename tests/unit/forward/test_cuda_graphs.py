@@ -30,9 +30,9 @@ from tests.support.graph_replay import (
 )
 from tests.support.host_waits import OnGpu
 from workers.forward import runner as runners
-from workers.forward.cuda_graphs import Compute, GraphedSteps
+from workers.forward.cuda_graphs import Compute, CudaGraphRunner
 from workers.forward.flex_attention import Flex
-from workers.forward.graph_buffers import FrameBounds
+from workers.forward.graph_buffers import GraphLimits
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
@@ -56,14 +56,14 @@ def unfused(monkeypatch: pytest.MonkeyPatch) -> Flex:
 
 def open_engine(directory: Path, record: Tape | None) -> TargetEngine:
     model = replace(
-        load_model(ModelSection(path=str(directory), device="cpu", native="off")), replays=record is not None
+        load_model(ModelSection(path=str(directory), device="cpu", native="off")), uses_cuda_graphs=record is not None
     )
 
-    def graphed(_: object, pool: KvPool, compute: Compute) -> GraphedSteps | None:
-        return record and GraphedSteps(compute, record, pool.arrangement, pool.scratch, CPU, sightings=2)
+    def graphed(_: object, pool: KvPool, compute: Compute) -> CudaGraphRunner | None:
+        return record and CudaGraphRunner(compute, record, pool.kv_groups, pool.scratch, CPU, capture_after=2)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runners, "graphed_steps", graphed)
+        patch.setattr(runners, "make_graph_runner", graphed)
         return TargetEngine(model, KvPool(model.kv_spec, KvSection(block_size=BLOCK), blocks=100), LocalDecider())
 
 
@@ -92,8 +92,8 @@ def converse(
 @pytest.mark.parametrize("gathers", [True, False])
 def test_replayed_steps_compute_and_store_what_others_do(directory: Path, gathers: bool, unfused: Flex) -> None:
     tape = Tape()
-    options = {} if gathers else {"choose_flex": lambda: unfused, "bounds": FrameBounds(longest=128)}
-    plain, replaying = open_bench(directory), open_bench(directory, tape, sightings=1, **options)
+    options = {} if gathers else {"choose_flex": lambda: unfused, "bounds": GraphLimits(longest=128)}
+    plain, replaying = open_bench(directory), open_bench(directory, tape, capture_after=1, **options)
     (expected, tables), (actual, mirrored) = scenario(plain), scenario(replaying)
     assert tape.replayed == len(actual)  # every step had a frame
     assert tape.recorded < len(actual)
@@ -107,7 +107,7 @@ def test_replayed_steps_compute_and_store_what_others_do(directory: Path, gather
 
 def test_a_size_is_recorded_when_it_recurs(tmp_path: Path) -> None:
     tape = Tape()
-    bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, sightings=3)
+    bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, capture_after=3)
     table = bench.pool.new_table()
     recorded = []
     for token in range(3, 8):
@@ -118,7 +118,7 @@ def test_a_size_is_recorded_when_it_recurs(tmp_path: Path) -> None:
 
 def test_after_the_warm_up_decoding_replays_at_once(tmp_path: Path) -> None:
     tape = Tape()
-    bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, bounds=FrameBounds(rows=4, keys=256))
+    bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, bounds=GraphLimits(rows=4, keys=256))
     free = bench.pool.blocks_free
     bench.runner.warm_up()
     assert bench.pool.blocks_free == free
@@ -131,7 +131,7 @@ def test_after_the_warm_up_decoding_replays_at_once(tmp_path: Path) -> None:
 
 def test_a_step_beyond_all_frames_runs_as_it_is(tmp_path: Path) -> None:
     tape = Tape()
-    bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, sightings=1)
+    bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, capture_after=1)
     logits = bench.run(ForwardRow(bench.pool.new_table(), some_tokens(65), select=(64,)))
     assert logits.shape == (1, tiny.VOCABULARY)
     assert tape.recorded == 0
@@ -145,7 +145,7 @@ def test_a_model_that_cannot_be_recorded_is_served_without(tmp_path: Path, caplo
         raise RuntimeError("called a synchronizing CUDA operation")
 
     directory = tiny.save(tmp_path, tiny.llama())
-    plain, bench = open_bench(directory), open_bench(directory, refuse, sightings=1)
+    plain, bench = open_bench(directory), open_bench(directory, refuse, capture_after=1)
     (expected, _), (actual, _) = scenario(plain), scenario(bench)
     assert all((one - other).abs().max() < TOLERANCE for one, other in zip(expected, actual, strict=True))
     assert len(asked) == 1
@@ -159,16 +159,20 @@ def test_a_size_whose_kernel_cannot_be_made_runs_without_a_frame(
         raise RuntimeError("no kernel fits")
 
     directory = tiny.save(tmp_path, tiny.llama())
-    plain, bench = open_bench(directory), open_bench(directory, Tape(), sightings=1, choose_flex=lambda: unbuilt)
+    plain, bench = open_bench(directory), open_bench(directory, Tape(), capture_after=1, choose_flex=lambda: unbuilt)
     (expected, _), (actual, _) = scenario(plain), scenario(bench)
     assert all((one - other).abs().max() < TOLERANCE for one, other in zip(expected, actual, strict=True))
     assert "no kernel fits" in caplog.text
 
 
-@pytest.mark.parametrize("replays", [False, True])
-def test_a_pass_asks_the_device_for_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch, replays: bool) -> None:
+@pytest.mark.parametrize("uses_cuda_graphs", [False, True])
+def test_a_pass_asks_the_device_for_nothing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, uses_cuda_graphs: bool
+) -> None:
     monkeypatch.setattr(runners, "load_kernel", lambda *_: None)
-    bench = open_bench(directory, Tape() if replays else None, **({"sightings": 1} if replays else {}))
+    bench = open_bench(
+        directory, Tape() if uses_cuda_graphs else None, **({"capture_after": 1} if uses_cuda_graphs else {})
+    )
     first, second = bench.pool.new_table(), bench.pool.new_table()
     bench.run(ForwardRow(first, some_tokens(19)), ForwardRow(second, some_tokens(50, seed=1)))
     rows = [ForwardRow(first, (4, 5), BRANCHING, tuple(range(1, 8))), ForwardRow(second, (6,), select=(0,))]

@@ -10,8 +10,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from cluster.core.config import KvSection, ModelSection
 from tests.support import tiny
-from workers.forward.flex_attention import Flex, fused, suits
-from workers.forward.flex_trial import trusted_flex
+from workers.forward.flex_attention import Flex, compiled_flex_attention, is_supported
+from workers.forward.flex_trial import verified_flex_attention
 from workers.forward.loaded_model import LoadedModel
 from workers.kv.pool import KvPool
 from workers.kv.spec import LayerShape
@@ -35,7 +35,7 @@ def suited(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, KvPoo
 def test_a_kernel_that_computes_what_the_reference_does_is_trusted(
     suited: tuple[LoadedModel, KvPool], unfused: Flex
 ) -> None:
-    assert trusted_flex(*suited, unfused) is unfused
+    assert verified_flex_attention(*suited, unfused) is unfused
 
 
 def test_a_kernel_that_computes_something_else_is_not(
@@ -55,7 +55,7 @@ def test_a_kernel_that_computes_something_else_is_not(
         )
         return unfused(*stored, block_mask=short, **options)
 
-    assert trusted_flex(*suited, one_slot_short) is None
+    assert verified_flex_attention(*suited, one_slot_short) is None
     assert "computes something else" in caplog.text
 
 
@@ -65,15 +65,15 @@ def test_a_kernel_that_cannot_be_built_is_not(
     def unbuilt(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("no compiler")
 
-    assert trusted_flex(*suited, unbuilt) is None
+    assert verified_flex_attention(*suited, unbuilt) is None
     assert "no compiler" in caplog.text
 
 
 def test_small_blocks_and_narrow_heads_do_not_suit_it() -> None:
-    assert suits(LayerShape(2, 64), 16)
-    assert not suits(LayerShape(2, 64), 8)
-    assert not suits(LayerShape(2, 64), 24)
-    assert not suits(LayerShape(2, 8), 16)
+    assert is_supported(LayerShape(2, 64), 16)
+    assert not is_supported(LayerShape(2, 64), 8)
+    assert not is_supported(LayerShape(2, 64), 24)
+    assert not is_supported(LayerShape(2, 8), 16)
 
 
 @pytest.mark.cuda
@@ -83,4 +83,7 @@ def test_small_blocks_and_narrow_heads_do_not_suit_it() -> None:
 def test_the_fused_kernel_is_trusted_on_a_gpu(tmp_path: Path, dtype: str, block_size: int) -> None:
     directory = tiny.save(tmp_path, tiny.llama(head_dim=64))
     model = load_model(ModelSection(path=str(directory), device="cuda", dtype=dtype))
-    assert trusted_flex(model, KvPool(model.kv_spec, KvSection(block_size=block_size), blocks=50)) is fused()
+    assert (
+        verified_flex_attention(model, KvPool(model.kv_spec, KvSection(block_size=block_size), blocks=50))
+        is compiled_flex_attention()
+    )

@@ -12,10 +12,10 @@ from cluster.core.ids import BlockId
 from cluster.core.kv import KvGroup, KvLayout
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from tests.support.graph_replay import BLOCK, CPU, WINDOW
-from workers.forward.graph_buffers import Frame, FrameBounds, FrameSize, decoding_sizes, frame_size
-from workers.forward.layout import RowShape, StepLayout, lay_out
-from workers.kv.block_table import GONE
-from workers.kv.groups import Arrangement, Place, Sight
+from workers.forward.graph_buffers import GraphBuffers, GraphLimits, GraphSize, decode_graph_sizes, graph_size
+from workers.forward.layout import RowShape, StepLayout, build_step_layout
+from workers.kv.block_table import OUT_OF_WINDOW
+from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
 from workers.kv.spec import LayerShape
 
 
@@ -26,13 +26,13 @@ def shape(stored_len: int = 0, fresh: int = 1, tree: TokenTree = EMPTY_TREE, fir
 
 def test_a_frame_is_a_little_larger_than_its_step() -> None:
     rows = [shape(70), shape(3), shape(9)]
-    assert frame_size(rows, 3, BLOCK) == FrameSize(rows=4, queries=1, tokens=4, blocks=32, selected=4)
+    assert graph_size(rows, 3, BLOCK) == GraphSize(rows=4, queries=1, tokens=4, blocks=32, selected=4)
     rows = [shape(10, tree=TokenTree.chain((3, 4, 5, 6))) for _ in range(3)]
-    assert frame_size(rows, 15, BLOCK) == FrameSize(rows=4, queries=8, tokens=16, blocks=8, selected=16)
+    assert graph_size(rows, 15, BLOCK) == GraphSize(rows=4, queries=8, tokens=16, blocks=8, selected=16)
 
 
 def test_a_step_that_decides_once_per_row_computes_no_other_logits() -> None:
-    size = frame_size([shape(10, fresh=20), shape(5)], 1, BLOCK)
+    size = graph_size([shape(10, fresh=20), shape(5)], 1, BLOCK)
     assert size is not None
     assert (size.tokens, size.selected) == (24, 2)
 
@@ -43,26 +43,26 @@ def test_a_step_that_decides_once_per_row_computes_no_other_logits() -> None:
     ids=["long row", "rows", "tokens", "keys of one", "keys of all"],
 )
 def test_a_large_step_has_no_frame(rows: list[RowShape]) -> None:
-    assert frame_size(rows, 1, BLOCK, FrameBounds(rows=4, tokens=16, keys=128)) is None
+    assert graph_size(rows, 1, BLOCK, GraphLimits(rows=4, tokens=16, keys=128)) is None
 
 
 def test_the_frames_of_decoding_are_those_that_its_steps_ask_for_largest_first() -> None:
-    sizes = decoding_sizes(BLOCK, longest=60, most_rows=5, bounds=FrameBounds(keys=200))
+    sizes = decode_graph_sizes(BLOCK, longest=60, most_rows=5, bounds=GraphLimits(keys=200))
     assert [(size.rows, size.blocks) for size in sizes] == [(2, 16), (1, 16), (4, 8), (2, 8), (1, 8)]
     for size in sizes:
-        assert frame_size([shape(size.blocks * BLOCK - 1)] * size.rows, size.rows, BLOCK) == size
+        assert graph_size([shape(size.blocks * BLOCK - 1)] * size.rows, size.rows, BLOCK) == size
 
 
 def test_where_rows_have_one_length_the_frames_of_small_trees_are_among_them() -> None:
-    sizes = decoding_sizes(BLOCK, longest=60, most_rows=4, bounds=FrameBounds(tokens=16), fixed_blocks=25)
+    sizes = decode_graph_sizes(BLOCK, longest=60, most_rows=4, bounds=GraphLimits(tokens=16), fixed_blocks=25)
     assert {(size.rows, size.queries) for size in sizes} == {
         (rows, width) for rows in (1, 2, 4) for width in (1, 2, 4, 8, 16) if rows * width <= 16
     }
-    assert frame_size([shape(90)], 1, BLOCK, FrameBounds(keys=4), fixed_blocks=25) in sizes
-    assert frame_size([shape(100)], 1, BLOCK, fixed_blocks=25) is None
+    assert graph_size([shape(90)], 1, BLOCK, GraphLimits(keys=4), fixed_blocks=25) in sizes
+    assert graph_size([shape(100)], 1, BLOCK, fixed_blocks=25) is None
 
 
-SIGHTS = (Sight(), Sight(WINDOW), Sight(WINDOW, sinks=3), Sight(70))
+WINDOWS = (AttentionWindow(), AttentionWindow(WINDOW), AttentionWindow(WINDOW, sinks=3), AttentionWindow(70))
 
 
 @st.composite
@@ -83,25 +83,25 @@ def steps(draw: st.DrawFn, most_width: int = 24) -> list[RowShape]:
         held = -(-(stored + fresh + len(tree)) // BLOCK)
         whole, windowed = range(block, block + held), list(range(block + held, block + 2 * held))
         for index in range(-(-3 // BLOCK), max(0, stored - WINDOW + 1) // BLOCK):
-            windowed[index] = GONE
+            windowed[index] = OUT_OF_WINDOW
         rows.append(RowShape([whole, windowed], stored, fresh, tree))
         block += 2 * held
     return rows
 
 
-def arrangement(sight: Sight) -> Arrangement:
+def kv_groups(window: AttentionWindow) -> KvCacheGroups:
     layout = KvLayout(BLOCK, (KvGroup(), KvGroup(window=WINDOW, sinks=3)))
-    places = (Place(0, 0, sight), Place(1, 0, Sight(WINDOW, 3)))
-    return Arrangement(layout, places, (LayerShape(1, 8),))
+    groups = (LayerPlacement(0, 0, window), LayerPlacement(1, 0, AttentionWindow(WINDOW, 3)))
+    return KvCacheGroups(layout, groups, (LayerShape(1, 8),))
 
 
-def seen_slots(layout: StepLayout, place: Place, tokens: int) -> dict[int, set[int]]:
+def seen_slots(layout: StepLayout, place: LayerPlacement, tokens: int) -> dict[int, set[int]]:
     """Token of the step → the slots that it sees in one layer."""
     found: dict[int, set[int]] = {}
     for group in layout.groups:
-        blocks = group.blocks[place.table, place.sight]
+        blocks = group.blocks[place.table, place.window]
         slots = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK)).flatten(1)  # [rows, keys]
-        mask = group.masks[place.sight]
+        mask = group.masks[place.window]
         targets = range(tokens) if len(layout.groups) == 1 else group.targets.tolist()
         for target, flat in zip(targets, group.scatter.tolist()[: len(targets)], strict=True):
             row, query = divmod(flat, group.gather.shape[1])
@@ -112,10 +112,10 @@ def seen_slots(layout: StepLayout, place: Place, tokens: int) -> dict[int, set[i
     return found
 
 
-def visited_slots(layout: StepLayout, place: Place, tokens: int) -> dict[int, set[int]]:
+def visited_slots(layout: StepLayout, place: LayerPlacement, tokens: int) -> dict[int, set[int]]:
     """As `seen_slots`, where nothing is gathered: of the blocks to visit, the slots that are seen."""
     group = layout.groups[0]
-    view = group.views[place.table, place.sight]
+    view = group.views[place.table, place.window]
     found: dict[int, set[int]] = {}
     for token, flat in enumerate(group.scatter.tolist()[:tokens]):
         row, query = divmod(flat, group.gather.shape[1])
@@ -129,27 +129,27 @@ def visited_slots(layout: StepLayout, place: Place, tokens: int) -> dict[int, se
     return found
 
 
-@given(steps(), steps(), st.sampled_from(SIGHTS))
+@given(steps(), steps(), st.sampled_from(WINDOWS))
 def test_a_token_sees_in_its_frame_what_it_sees_without(
-    first: list[RowShape], second: list[RowShape], sight: Sight
+    first: list[RowShape], second: list[RowShape], window: AttentionWindow
 ) -> None:
-    places = arrangement(sight)
+    groups = kv_groups(window)
     scratch = BlockId(300)
-    sizes = [frame_size(rows, 1, BLOCK) for rows in (first, second)]
-    largest = FrameSize(*(max(getattr(size, name) for size in sizes) for name in FrameSize.__slots__))
-    frame = Frame(largest, places, scratch, CPU)
-    visiting = Frame(largest, places, scratch, CPU, flex_attention)
+    sizes = [graph_size(rows, 1, BLOCK) for rows in (first, second)]
+    largest = GraphSize(*(max(getattr(size, name) for size in sizes) for name in GraphSize.__slots__))
+    frame = GraphBuffers(largest, groups, scratch, CPU)
+    visiting = GraphBuffers(largest, groups, scratch, CPU, flex_attention)
     for rows in (first, second):  # what the first leaves in the frame does not reach the second
         count = sum(row.width for row in rows)
         positions = [position for row in rows for position in row.positions()]
         frame.fill(rows, range(count), positions, [count - 1])
-        here, there = frame.layout(), lay_out(rows, places, CPU)
-        for place in places.places:
+        here, there = frame.layout(), build_step_layout(rows, groups, CPU)
+        for place in groups.placements:
             assert seen_slots(here, place, count) == seen_slots(there, place, count)
         visiting.fill(rows, range(count), positions, [count - 1])
-        for place in places.places:
+        for place in groups.placements:
             assert visited_slots(visiting.layout(), place, count) == seen_slots(there, place, count)
         assert torch.equal(here.slots[:, :count], there.slots)
         assert (here.slots[:, count:] // BLOCK == scratch).all()
-        assert (here.groups[0].blocks[0, sight][len(rows) :] == scratch).all()
+        assert (here.groups[0].blocks[0, window][len(rows) :] == scratch).all()
         assert all(mask.any(dim=-1).all() for mask in here.groups[0].masks.values())  # no softmax over nothing

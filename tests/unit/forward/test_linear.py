@@ -15,17 +15,17 @@ from transformers.pytorch_utils import Conv1D
 from tests.support import tiny
 from workers.forward import linear
 from workers.forward.linear import (
-    EightBit,
+    DenseKernel,
     FastLinear,
-    Packed,
-    Plain,
-    Product,
-    join,
-    make_product,
+    Int8Kernel,
+    LinearKernel,
+    OneDnnKernel,
+    make_linear_kernel,
+    merge_linears,
     padded_rows,
     quantize,
 )
-from workers.forward.replace_linear import decoder_layers, tailor
+from workers.forward.replace_linear import decoder_layers, replace_linear_layers
 
 DTYPES = (torch.float32, torch.bfloat16)
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
@@ -59,23 +59,25 @@ class TestPacked:
     @pytest.mark.parametrize("biased", [False, True])
     def test_it_multiplies_as_plain_weights_do_at_every_width(self, dtype: torch.dtype, biased: bool) -> None:
         weight, bias = numbers(OUT, IN, dtype=dtype), numbers(OUT, dtype=dtype, seed=1) if biased else None
-        product = make_product(weight, bias)
+        product = make_linear_kernel(weight, bias)
         can_pack = dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        assert isinstance(product, Packed if can_pack else Plain)  # oneDNN packs what the processor multiplies
+        assert isinstance(
+            product, OneDnnKernel if can_pack else DenseKernel
+        )  # oneDNN packs what the processor multiplies
         for width in WIDTHS:
             x = numbers(width, IN, dtype=dtype, seed=width)
             check(product.multiply(x), x, weight, bias, roundings=2)
 
     def test_leading_axes_are_kept(self, dtype: torch.dtype) -> None:
         weight, bias = numbers(OUT, IN, dtype=dtype), numbers(OUT, dtype=dtype, seed=1)
-        product = make_product(weight, bias)
+        product = make_linear_kernel(weight, bias)
         for shape in ((1, 1), (1, 7), (1, 9), (1, 33), (3, 5), (2, 3, 4)):
             x = numbers(*shape, IN, dtype=dtype)
             check(product.multiply(x), x, weight, bias, roundings=2)
 
     def test_inputs_need_not_lie_side_by_side(self, dtype: torch.dtype) -> None:
         weight = numbers(OUT, IN, dtype=dtype)
-        product = make_product(weight.t().contiguous().t(), None)
+        product = make_linear_kernel(weight.t().contiguous().t(), None)
         for width in (5, 11):
             x = numbers(IN, width, dtype=dtype).t()
             check(product.multiply(x), x, weight, None, roundings=2)
@@ -112,8 +114,8 @@ class TestEightBit:
     @pytest.mark.parametrize("biased", [False, True])
     def test_it_multiplies_integers_times_scale_at_every_width(self, dtype: torch.dtype, biased: bool) -> None:
         weight, bias = numbers(OUT, IN, dtype=dtype), numbers(OUT, dtype=dtype, seed=1) if biased else None
-        product = make_product(weight, bias, "int8")
-        assert isinstance(product, EightBit)
+        product = make_linear_kernel(weight, bias, "int8")
+        assert isinstance(product, Int8Kernel)
         whole = product.weight.double() * product.scale.double()[:, None]
         for width in WIDTHS:
             x = numbers(width, IN, dtype=dtype, seed=width)
@@ -128,14 +130,14 @@ def together(widths: tuple[int, ...] = (16, 8, 8)) -> tuple[tuple[nn.Module, ...
     asked: list[int] = []
 
     class Counting:
-        def __init__(self, product: Product) -> None:
+        def __init__(self, product: LinearKernel) -> None:
             self.product = product
 
         def multiply(self, x: torch.Tensor) -> torch.Tensor:
             asked.append(x.shape[-2])
             return self.product.multiply(x)
 
-    return join(Counting(make_product(torch.cat(weights), None)), widths), weights, asked
+    return merge_linears(Counting(make_linear_kernel(torch.cat(weights), None)), widths), weights, asked
 
 
 class TestJoined:
@@ -200,7 +202,7 @@ def test_a_tailored_model_computes_what_it_computed_before(family: str, dtype: t
     with torch.inference_mode():
         expected = model(tokens, use_cache=False).logits.float()
         rounding = (expected - exact(tokens, use_cache=False).logits).abs().max()
-        tailor(model)
+        replace_linear_layers(model)
         found = model(tokens, use_cache=False).logits.float()
     assert not linears(model)
     assert (found - expected).abs().max() <= max(2 * float(rounding), 1e-5)
@@ -211,16 +213,16 @@ def test_a_transposed_layer_is_turned_round() -> None:
     nn.init.normal_(parent["projection"].bias)
     weight, bias, x = parent["projection"].weight.detach().t(), parent["projection"].bias.detach(), numbers(1, 7, IN)
     expected = parent["projection"](x)
-    tailor_alone(parent)
+    replace_in(parent)
     assert isinstance(parent["projection"], FastLinear)
     torch.testing.assert_close(parent["projection"](x), expected)
     check(parent["projection"](x), x, weight, bias, roundings=2)
 
 
-def tailor_alone(module: nn.Module) -> None:
-    """`tailor` for a module that is no whole model."""
+def replace_in(module: nn.Module) -> None:
+    """`replace_linear_layers` for a module that is no whole model."""
     module.tp_plan = None
-    tailor(module)  # type: ignore[arg-type]
+    replace_linear_layers(module)  # type: ignore[arg-type]
 
 
 class Attention(nn.Module):
@@ -241,8 +243,8 @@ def test_siblings_are_joined_where_all_have_a_bias_or_none(biases: tuple[bool, b
     parent = Attention(biases)
     x = numbers(1, 6, IN)
     expected = parent(x)
-    tailor_alone(parent)
-    joined = isinstance(parent.q_proj, linear.JoinedLinear)
+    replace_in(parent)
+    joined = isinstance(parent.q_proj, linear.MergedLinear)
     assert joined == (len(set(biases)) == 1)
     torch.testing.assert_close(parent(x), expected)
 
@@ -260,7 +262,7 @@ def test_nothing_of_the_old_weights_stays_and_nothing_of_the_new_ones_outlives_t
     weights = [
         weakref.ref(module.weight) for module in linears(model) if module.weight.data_ptr() != shared
     ]  # a tied head's are the embedding's, too
-    tailor(model, quantization)
+    replace_linear_layers(model, quantization)
     gc.collect()
     assert [reference() for reference in layers] == [None] * len(layers)
     assert [reference() for reference in weights] == [None] * len(weights)
@@ -276,9 +278,9 @@ def test_eight_bits_take_the_memory_of_eight_bits(tmp_path: Path) -> None:
     known = set(linear._entries)
     model = loaded(tmp_path, "llama", torch.bfloat16)
     whole = sum(module.weight.numel() for module in linears(model))
-    tailor(model, "int8")
+    replace_linear_layers(model, "int8")
     products = [linear._entries[handle].product for handle in linear._entries.keys() - known]
-    assert all(isinstance(product, EightBit) for product in products)
+    assert all(isinstance(product, Int8Kernel) for product in products)
     held = sum(tensor.nbytes for product in products for tensor in (product.weight, product.scale))
     assert whole <= held < 1.06 * whole
 
@@ -286,15 +288,15 @@ def test_eight_bits_take_the_memory_of_eight_bits(tmp_path: Path) -> None:
 def test_what_cannot_be_packed_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     weight, x = numbers(OUT, IN), numbers(3, IN)
-    product = make_product(weight, None)
-    assert isinstance(product, Plain)
+    product = make_linear_kernel(weight, None)
+    assert isinstance(product, DenseKernel)
     assert product.weight is weight
     check(product.multiply(x), x, weight, None, roundings=1)
 
 
 def test_an_operator_is_known_to_the_compiler_by_its_shape() -> None:
     siblings, _, _ = together()
-    layer = FastLinear(make_product(numbers(OUT, IN), None), OUT)
+    layer = FastLinear(make_linear_kernel(numbers(OUT, IN), None), OUT)
     x = torch.empty(2, 3, IN, device="meta")
     assert torch.ops.pilotfish.linear(x, layer.handle, OUT).shape == (2, 3, OUT)
     assert [part.shape[-1] for part in torch.ops.pilotfish.joined(x, siblings[0].handle, [16, 8, 8])] == [16, 8, 8]

@@ -25,11 +25,11 @@ from cluster.core.ids import BlockId
 from cluster.core.tree import TokenTree
 from tests.support import tiny
 from workers.forward.attention import PagedAttention
-from workers.forward.layout import RowShape, blocks_read, lay_out
+from workers.forward.layout import RowShape, blocks_read, build_step_layout
 from workers.forward.native import build
-from workers.forward.native.attention import lay_out_natively, load_kernel
+from workers.forward.native.attention import build_native_step, load_kernel
 from workers.forward.runner import ForwardRow, ModelRunner
-from workers.kv.block_table import GONE
+from workers.kv.block_table import OUT_OF_WINDOW
 from workers.kv.pool import KvPool
 from workers.kv.spec import KvCacheSpec, LayerShape
 from workers.model.loading import load_model
@@ -156,10 +156,10 @@ class Bench:
 
     def _blocks(self, row: Row, table: int, count: int, order: Iterator[int]) -> list[BlockId]:
         """Anywhere in the pool; what fell out of every window is gone."""
-        (sight,) = {place.sight for place in self.pool.arrangement.places if place.table == table}
+        (window,) = {place.window for place in self.pool.kv_groups.placements if place.table == table}
         whole = RowShape([], row.stored, row.fresh, row.tree)
-        sinks, begin, _ = blocks_read(whole, sight, self.case.section.block_size)
-        return [GONE if sinks <= index < begin else BlockId(next(order)) for index in range(count)]
+        sinks, begin, _ = blocks_read(whole, window, self.case.section.block_size)
+        return [OUT_OF_WINDOW if sinks <= index < begin else BlockId(next(order)) for index in range(count)]
 
     def attend(self, layer: int, chosen: Sequence[int] | None = None, *, natively: bool = True) -> list[torch.Tensor]:
         """Each chosen row's result `[width, heads, dim]`, all in one step."""
@@ -169,9 +169,9 @@ class Bench:
         paged.pool = self.pool
         if natively:
             paged.kernel = self.kernel
-            paged.layout = lay_out_natively(shapes, self.pool.arrangement)
+            paged.layout = build_native_step(shapes, self.pool.kv_groups)
         else:
-            paged.layout = lay_out(shapes, self.pool.arrangement, CPU)
+            paged.layout = build_step_layout(shapes, self.pool.kv_groups, CPU)
         query, key, value = (torch.cat(parts, dim=2) for parts in zip(*(self.fresh[i] for i in chosen), strict=True))
         output = paged.attend(SimpleNamespace(layer_idx=layer), query, key, value, None, None)  # type: ignore[arg-type]
         return list(output[0].split([shape.width for shape in shapes]))
@@ -318,7 +318,7 @@ def test_without_a_compiler_the_logits_are_the_same(
         ):
             pool.reserve(prompt, row.end)
             found.append(runner.forward([row]))
-            runner.keep(row)
+            runner.commit(row)
         return torch.cat(found)
 
     expected = logits(code)

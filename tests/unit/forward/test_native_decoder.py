@@ -15,7 +15,7 @@ from cluster.core.tree import EMPTY_TREE, TokenTree
 from tests.support import tiny
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.native import build
-from workers.forward.native.decoder import NativeDecoder, recognise
+from workers.forward.native.decoder import NativeDecoder, supported_shape
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model import kernel_handover
@@ -61,7 +61,7 @@ class Bench:
             self.pool.reserve(table, len(stored))
             row = ForwardRow(table, stored)
             self.runner.forward([row])
-            self.runner.keep(row)
+            self.runner.commit(row)
         row = ForwardRow(table, text[len(text) - fresh :], tree, tuple(range(fresh + len(tree))))
         self.pool.reserve(table, row.end)
         return row
@@ -159,7 +159,7 @@ def test_no_bit_depends_on_whether_a_token_was_guessed(
         # One token after another, as plain decoding has it.
         plain = bench.row(text[:-1], 1)
         bench.logits(plain)
-        bench.runner.keep(plain)
+        bench.runner.commit(plain)
         last = ForwardRow(plain.table, text[-1:], select=(0,))
         bench.pool.reserve(plain.table, last.end)
         (decoded,) = bench.logits(last)
@@ -172,7 +172,7 @@ def test_no_bit_depends_on_whether_a_token_was_guessed(
         path.append(deepest)
         deepest = tree.parents[deepest]
     path.reverse()
-    bench.runner.keep(row, path)
+    bench.runner.commit(row, path)
     after = ForwardRow(row.table, (5,), select=(0,))
     bench.pool.reserve(row.table, after.end)
     (kept,) = bench.logits(after)
@@ -190,7 +190,7 @@ def test_forks_go_on_as_if_each_were_alone(native: str, load: Load) -> None:
         row = ForwardRow(branch, (token,))
         bench.pool.reserve(branch, row.end)
         bench.runner.forward([row])
-        bench.runner.keep(row)
+        bench.runner.commit(row)
     rows = [ForwardRow(branch, (9,), select=(0,)) for branch in branches]
     for row in rows:
         bench.pool.reserve(row.table, row.end)
@@ -211,7 +211,7 @@ PER_LAYER = Gemma3TextConfig(
 
 @pytest.mark.parametrize("config", [DYNAMIC, PER_LAYER], ids=["hangs on the text", "one for each kind of layer"])
 def test_rotations_that_are_not_the_positions_own_are_left_to_torch(config: PreTrainedConfig) -> None:
-    assert recognise(AutoModelForCausalLM.from_config(config), torch.float32) is None
+    assert supported_shape(AutoModelForCausalLM.from_config(config), torch.float32) is None
 
 
 def test_positions_beyond_those_known_so_far_are_rotated_as_they_should(load: Load, tmp_path: Path) -> None:

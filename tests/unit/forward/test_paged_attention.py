@@ -38,12 +38,12 @@ class Bench:
             self.run(ForwardRow(table, tuple(tokens[first : first + chunk])))
         return table
 
-    def run(self, *rows: ForwardRow, keep: tuple[int, ...] = ()) -> torch.Tensor:
+    def run(self, *rows: ForwardRow, accepted: tuple[int, ...] = ()) -> torch.Tensor:
         for row in rows:
             self.pool.reserve(row.table, row.end)
         logits = self.runner.forward(rows)
         for row in rows:
-            self.runner.keep(row, keep)
+            self.runner.commit(row, accepted)
         return logits
 
 
@@ -90,7 +90,7 @@ def test_a_chain(bench: Bench) -> None:
     tokens = some_tokens(30, seed=2)
     table = bench.store(tokens[:20])
     row = ForwardRow(table, tuple(tokens[20:22]), TokenTree.chain(tokens[22:]), tuple(range(10)))
-    logits = bench.run(row, keep=(0, 1, 2))
+    logits = bench.run(row, accepted=(0, 1, 2))
     for index in range(10):
         assert close(logits[index], bench.expected(tokens[: 21 + index]))
     assert table.stored_len == 25
@@ -101,7 +101,7 @@ def test_a_tree_sees_its_ancestors_and_nothing_else(bench: Bench) -> None:
     tree = TokenTree(tokens=(5, 6, 7, 8, 5, 9, 10), parents=(-1, -1, 0, 0, 1, 3, 5))
     table = bench.store(tokens)
     row = ForwardRow(table, (11,), tree, tuple(range(8)))
-    logits = bench.run(row, keep=(0, 3, 5))
+    logits = bench.run(row, accepted=(0, 3, 5))
     for node in range(len(tree)):
         assert close(logits[node + 1], bench.expected([*tokens, 11, *tree.path_tokens(node)]))
 
@@ -110,7 +110,7 @@ def test_an_accepted_path_is_compacted(bench: Bench) -> None:
     tokens = some_tokens(29, seed=4)
     tree = TokenTree(tokens=(5, 6, 7, 8, 9), parents=(-1, -1, 1, 1, 3))
     table = bench.store(tokens)
-    bench.run(ForwardRow(table, (11,), tree), keep=(1, 3, 4))
+    bench.run(ForwardRow(table, (11,), tree), accepted=(1, 3, 4))
     history = [*tokens, 11, 6, 8, 9]
     assert table.stored_len == len(history)
     logits = bench.run(ForwardRow(table, (12, 13), select=(0, 1)))

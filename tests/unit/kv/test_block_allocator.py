@@ -10,7 +10,7 @@ from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvGroup, KvLayout
 from workers.kv.allocator import BlockAllocator
-from workers.kv.block_table import GONE, BlockTable
+from workers.kv.block_table import OUT_OF_WINDOW, BlockTable
 
 FULL = KvLayout(8)
 WINDOW = KvLayout(8, (KvGroup(window=10),))
@@ -246,23 +246,23 @@ def test_what_left_the_window_is_freed_at_commit_and_not_before() -> None:
     allocator.reserve(table, 26)
     assert table.held == 4
     allocator.commit(table, range(16, 25))  # the next token sees positions 16 to 25
-    assert table.blocks[0][:2] == [GONE, GONE]
+    assert table.blocks[0][:2] == [OUT_OF_WINDOW, OUT_OF_WINDOW]
     assert (table.held, allocator.blocks_free) == (2, 4)
 
 
 def test_sinks_stay() -> None:
     allocator = BlockAllocator(8, KvLayout(8, (KvGroup(window=10, sinks=9),)))
     table = stored(allocator, range(40))
-    assert [block != GONE for block in table.blocks[0]] == [True, True, False, True, True]
+    assert [block != OUT_OF_WINDOW for block in table.blocks[0]] == [True, True, False, True, True]
 
 
 def test_every_group_has_its_own_blocks() -> None:
     layout = KvLayout(8, (KvGroup(2), KvGroup(3, window=10)))
     allocator = BlockAllocator(40, layout)
     table = stored(allocator, range(40))
-    assert [sum(block != GONE for block in blocks) for blocks in table.blocks] == [5, 5, 2, 2, 2]
+    assert [sum(block != OUT_OF_WINDOW for block in blocks) for blocks in table.blocks] == [5, 5, 2, 2, 2]
     assert table.held == layout.held(40)
-    assert len({block for blocks in table.blocks for block in blocks if block != GONE}) == table.held
+    assert len({block for blocks in table.blocks for block in blocks if block != OUT_OF_WINDOW}) == table.held
 
 
 def test_a_shorter_beginning_is_hit_only_where_its_window_is_still_there() -> None:
@@ -275,7 +275,7 @@ def test_a_shorter_beginning_is_hit_only_where_its_window_is_still_there() -> No
     allocator.reserve(other, 24)  # takes the free block, the third and the second
     assert opened(allocator, [*range(16), 0]).stored_len == 8
     again = opened(allocator, range(40))
-    assert again.blocks[0][:3] == [GONE, GONE, GONE]
+    assert again.blocks[0][:3] == [OUT_OF_WINDOW, OUT_OF_WINDOW, OUT_OF_WINDOW]
     assert again.stored_len == 40
 
 

@@ -11,7 +11,7 @@ from cluster.core.config import KvSection, ModelSection
 from cluster.core.kv import KvGroup
 from tests.support import tiny
 from workers.forward.loaded_model import LoadedModel
-from workers.kv.groups import Arrangement, Place, Sight, arrange
+from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement, group_layers
 from workers.kv.pool import KvPool, block_bytes, blocks_that_fit
 from workers.kv.spec import KvCacheSpec, LayerShape
 from workers.model.loading import load_model
@@ -29,28 +29,28 @@ def spec(*layers: LayerShape) -> KvCacheSpec:
     return KvCacheSpec(layers, max_context_len=1000, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def arranged(*layers: LayerShape, rewinds: bool = False, **section: int) -> Arrangement:
-    return arrange(spec(*layers), KvSection(**section), rewinds)
+def grouped(*layers: LayerShape, truncatable: bool = False, **section: int) -> KvCacheGroups:
+    return group_layers(spec(*layers), KvSection(**section), truncatable)
 
 
 def test_layers_that_see_the_same_share_one_table() -> None:
-    found = arranged(FULL, FULL, FULL)
+    found = grouped(FULL, FULL, FULL)
     assert found.layout.groups == (KvGroup(),)
-    assert found.places == tuple(Place(0, layer, Sight()) for layer in range(3))
-    assert len(found.slots) == 3
+    assert found.placements == tuple(LayerPlacement(0, layer, AttentionWindow()) for layer in range(3))
+    assert len(found.block_layers) == 3
 
 
 def test_groups_are_cut_into_tables_of_one_depth() -> None:
-    found = arranged(*([LOCAL] * 5 + [FULL]) * 3)
+    found = grouped(*([LOCAL] * 5 + [FULL]) * 3)
     assert found.layout.groups == (KvGroup(5, window=100), KvGroup(1))
-    assert len(found.slots) == 3
-    assert found.places[:7] == (
-        *(Place(0, slot, Sight(100)) for slot in range(3)),
-        *(Place(1, slot, Sight(100)) for slot in range(2)),
-        Place(5, 0, Sight()),
-        Place(1, 2, Sight(100)),
+    assert len(found.block_layers) == 3
+    assert found.placements[:7] == (
+        *(LayerPlacement(0, slot, AttentionWindow(100)) for slot in range(3)),
+        *(LayerPlacement(1, slot, AttentionWindow(100)) for slot in range(2)),
+        LayerPlacement(5, 0, AttentionWindow()),
+        LayerPlacement(1, 2, AttentionWindow(100)),
     )
-    assert len({(place.table, place.slot) for place in found.places}) == 18
+    assert len({(place.table, place.block_layer) for place in found.placements}) == 18
 
 
 @pytest.mark.parametrize(
@@ -59,32 +59,32 @@ def test_groups_are_cut_into_tables_of_one_depth() -> None:
     ids=["head dimension", "heads", "too many tables"],
 )
 def test_layers_that_do_not_fit_keep_everything_and_their_masks(layers: tuple[LayerShape, ...]) -> None:
-    found = arranged(*layers)
+    found = grouped(*layers)
     assert found.layout.groups == (KvGroup(),)
-    assert [place.sight for place in found.places] == [Sight(shape.window) for shape in layers]
-    assert found.slots == layers
+    assert [place.window for place in found.placements] == [AttentionWindow(shape.window) for shape in layers]
+    assert found.block_layers == layers
 
 
 def test_where_sequences_rewind_windows_only_mask() -> None:
-    found = arranged(LOCAL, LOCAL, rewinds=True)
+    found = grouped(LOCAL, LOCAL, truncatable=True)
     assert found.layout.groups == (KvGroup(),)
-    assert found.places[1] == Place(0, 1, Sight(100))
+    assert found.placements[1] == LayerPlacement(0, 1, AttentionWindow(100))
 
 
 def test_a_window_as_long_as_the_context_is_none() -> None:
-    assert arranged(FULL, LayerShape(2, 8, window=1000)).layout.groups == (KvGroup(),)
+    assert grouped(FULL, LayerShape(2, 8, window=1000)).layout.groups == (KvGroup(),)
 
 
 def test_a_configured_window_is_for_layers_that_have_none() -> None:
-    found = arranged(FULL, LOCAL, window=32, sinks=4)
+    found = grouped(FULL, LOCAL, window=32, sinks=4)
     assert found.layout.groups == (KvGroup(1, window=32, sinks=4), KvGroup(1, window=100))
-    assert arranged(FULL, FULL, window=1000).layout.groups == (KvGroup(),)
+    assert grouped(FULL, FULL, window=1000).layout.groups == (KvGroup(),)
 
 
 def test_the_pools_bytes_are_those_of_its_blocks(model: LoadedModel) -> None:
     section = KvSection(block_size=4, pool_bytes=1 << 20)
     pool = KvPool(model.kv_spec, section)
-    each = block_bytes(pool.arrangement, model.dtype)
+    each = block_bytes(pool.kv_groups, model.dtype)
     assert pool.blocks_total == blocks_that_fit(model.kv_spec, section) == (1 << 20) // each
     assert sum(store.nbytes for store in (*pool.keys, *pool.values)) == pool.blocks_total * each
 

@@ -78,7 +78,7 @@ def save(tiers: Tiers, *numbers: int) -> None:
     """One after another, each written before the next."""
     for number in numbers:
         tiers.save(key(number), block(number))
-        tiers.settle()
+        tiers.flush()
 
 
 def test_a_block_comes_back_bit_by_bit(host: Tiers) -> None:
@@ -277,7 +277,7 @@ class TestWriter:
             assert not list(tmp_path.glob("*/*.safetensors"))
             assert all(holds(tiers, number) for number in range(4))
             gate.opened.set()
-            tiers.settle()
+            tiers.flush()
             assert len(list(tmp_path.glob("*/*.safetensors"))) == 3
             assert all(holds(tiers, number) for number in range(4))
 
@@ -291,7 +291,7 @@ class TestWriter:
         assert [number for number in range(5) if key(number) in tier] == [0, 1]
         assert tier.counts.dropped == 3
         gate.opened.set()
-        tier.settle()
+        tier.flush()
         assert tier.wants(key(3))
         tier.save(key(3), content)
         loaded = tier.load(key(3))
@@ -450,40 +450,40 @@ class TestCosts:
 
     def test_measurements_outweigh_the_beginning(self) -> None:
         costs = CostModel()
-        costs.note_compute(512, 512, 1.0)
+        costs.record_compute(512, 512, 1.0)
         assert costs.worth_loading(16 * 1_000_000, 0, 16)
         for _ in range(20):
-            costs.note_load(Medium.HOST, MIB, 0.5)
+            costs.record_load(Medium.HOST, MIB, 0.5)
         assert not costs.worth_loading(16 * 100_000, 0, 16)
         assert costs.worth_loading(0, 16 * 1_000, 16), "the other medium has its own price"
 
     def test_passes_over_few_tokens_say_nothing(self) -> None:
         costs = CostModel()
         for _ in range(100):
-            costs.note_compute(1, 1, 0.05)
+            costs.record_compute(1, 1, 0.05)
         assert not costs.worth_loading(16 * 100_000, 0, 16)
 
     def test_steps_of_many_decoding_sequences_say_nothing_about_prompts(self) -> None:
         costs = CostModel()
         for _ in range(100):
-            costs.note_compute(96, 32, 0.5)
+            costs.record_compute(96, 32, 0.5)
         assert not costs.worth_loading(16 * 100_000, 0, 16)
-        costs.note_compute(96, 64, 0.5)
+        costs.record_compute(96, 64, 0.5)
         assert costs.worth_loading(16 * 100_000, 0, 16)
 
     def test_a_step_that_was_not_waited_for_counts_with_the_next_that_was(self) -> None:
         costs = CostModel()
         for _ in range(100):
-            costs.note_compute(512, 512, 0.001, awaited=False)
+            costs.record_compute(512, 512, 0.001, awaited=False)
         assert not costs.worth_loading(16 * 100_000, 0, 16), "nothing is known yet"
-        costs.note_compute(512, 512, 101.0)
+        costs.record_compute(512, 512, 101.0)
         assert costs.worth_loading(16 * 1_000_000, 0, 16)
         assert not costs.worth_loading(16 * 3_000_000, 0, 16)
 
     def test_a_slow_copy_is_forgiven_in_time(self) -> None:
         costs = CostModel()
-        costs.note_compute(512, 512, 1.0)
-        costs.note_load(Medium.DISK, MIB, 60.0)
+        costs.record_compute(512, 512, 1.0)
+        costs.record_load(Medium.DISK, MIB, 60.0)
         refusals = 0
         while not costs.worth_loading(0, MIB, 64):
             refusals += 1
@@ -493,10 +493,10 @@ class TestCosts:
     def test_a_block_costs_what_the_place_costs_where_it_lies(self, tmp_path: Path) -> None:
         with tiers_of(1, tmp_path, 100) as tiers:
             save(tiers, 1, 2)  # the second one displaced the first
-            tiers.costs.note_compute(512, 512, 512.0)
+            tiers.costs.record_compute(512, 512, 512.0)
             assert tiers.worth_loading([key(1), key(2)], 8)
-            tiers.costs.note_load(Medium.HOST, MIB, 1e6)
+            tiers.costs.record_load(Medium.HOST, MIB, 1e6)
             assert tiers.worth_loading([key(1)], 8)
             assert not tiers.worth_loading([key(2)], 8)
-            tiers.costs.note_load(Medium.DISK, MIB, 1e6)
+            tiers.costs.record_load(Medium.DISK, MIB, 1e6)
             assert not tiers.worth_loading([key(1)], 8)

@@ -52,7 +52,7 @@ def load(target: Path, code: Path) -> Load:
 
 def logits(model: LoadedModel) -> torch.Tensor:
     """After each token of the text: `[tokens, what the head knows]`."""
-    pool = KvPool(model.kv_spec, PoolSection(pool_bytes=1 << 20), rewinds=True)
+    pool = KvPool(model.kv_spec, PoolSection(pool_bytes=1 << 20), truncatable=True)
     table = pool.new_table()
     pool.reserve(table, len(TEXT))
     return ModelRunner(model, pool).forward([ForwardRow(table, TEXT, select=tuple(range(len(TEXT))))]).float().clone()

@@ -20,7 +20,7 @@ from cluster.core.verification import OpenRow, RowFaultCode, StepBatch, VerifyRo
 from tests.support import tiny
 from workers.forward.loaded_model import LoadedModel
 from workers.kv import block_table
-from workers.kv.groups import arrange
+from workers.kv.groups import group_layers
 from workers.kv.load_cost import Medium
 from workers.kv.pool import KvPool
 from workers.kv.tiers import Tiers
@@ -61,11 +61,11 @@ class Case:
         """To them a token is so dear to compute (a second) that whatever is stored is brought back."""
         model = self.model()
         pool = KvPool(model.kv_spec, KvSection(block_size=BLOCK, **changes), blocks)
-        pool.note_compute(1 << 40, 1 << 40, float(1 << 40), awaited=True)
+        pool.record_compute(1 << 40, 1 << 40, float(1 << 40), awaited=True)
         return TargetEngine(model, pool, LocalDecider()), pool
 
     def layout(self) -> KvLayout:
-        return arrange(self.model().kv_spec, KvSection(block_size=BLOCK)).layout
+        return group_layers(self.model().kv_spec, KvSection(block_size=BLOCK)).layout
 
     def reference(self, prompt: Sequence[int], count: int) -> list[int]:
         """Greedy tokens by `transformers` alone."""
@@ -364,7 +364,7 @@ def test_a_preempted_sequence_goes_on_where_it_was_or_is_computed_whichever_is_c
     for seed in (3, 4):
         answer(engine, some_tokens(90, seed), 2)  # takes nearly every block
     if cheaper == "computing":
-        tiers_of(pool).costs.note_load(Medium.HOST, 1 << 20, 1e9)
+        tiers_of(pool).costs.record_load(Medium.HOST, 1 << 20, 1e9)
     assert conversation.open() == (44 if cheaper == "loading" else 0)
     assert (tiers_of(pool).host.loaded > 0) == (cheaper == "loading")
     conversation.decode(35)
@@ -377,7 +377,7 @@ def test_the_price_of_computing_is_that_of_the_steps(full: Case, monkeypatch: py
     engine, pool = full.engine_and_pool(300, host_bytes=1 << 20)
     costs = tiers_of(pool).costs
     monkeypatch.setattr(
-        costs, "note_compute", lambda tokens, prompt_tokens, seconds, awaited: noted.append((tokens, prompt_tokens))
+        costs, "record_compute", lambda tokens, prompt_tokens, seconds, awaited: noted.append((tokens, prompt_tokens))
     )
     conversation = replace(talk(engine, some_tokens(50)), chunk=40)
     conversation.open()

@@ -12,7 +12,7 @@ import torch
 
 from workers.forward.layout import RowShape
 from workers.forward.native.build import load_library
-from workers.kv.groups import Arrangement, Place
+from workers.kv.groups import KvCacheGroups, LayerPlacement
 from workers.kv.spec import KvCacheSpec
 
 _NAMES = {torch.bfloat16: "pilotfish_attend_bfloat16", torch.float32: "pilotfish_attend_float32"}
@@ -64,7 +64,7 @@ class Kernel:
     def attend(
         self,
         step: NativeStep,
-        place: Place,
+        placement: LayerPlacement,
         query: torch.Tensor,  # [1, heads, tokens, dim]
         key: torch.Tensor,  # [1, kv_heads, tokens, dim]
         value: torch.Tensor,
@@ -83,9 +83,9 @@ class Kernel:
             heads,
             key.shape[1],
             dim,
-            place.table,
-            place.sight.window or 0,
-            place.sight.sinks,
+            placement.table,
+            placement.window.size or 0,
+            placement.window.sinks,
             scale,
         )
         self._attend(ctypes.byref(step.header), ctypes.byref(layer))
@@ -97,9 +97,9 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def lay_out_natively(rows: Sequence[RowShape], arrangement: Arrangement) -> NativeStep:
+def build_native_step(rows: Sequence[RowShape], kv_groups: KvCacheGroups) -> NativeStep:
     """Tokens of the step are the rows' tokens, one row after another."""
-    layout = arrangement.layout
+    layout = kv_groups.layout
     size, tables = layout.block_size, layout.tables
     most_blocks = max(-(-row.end // size) for row in rows)
     blocks = np.full((tables, len(rows), most_blocks), -1, dtype=np.int32)

@@ -34,15 +34,15 @@ def load_library(directory: str | None) -> ctypes.CDLL | None:
         return None
     try:
         if directory is not None:
-            return ctypes.CDLL(str(_built(compiler, Path(directory))))
+            return ctypes.CDLL(str(_build(compiler, Path(directory))))
         with tempfile.TemporaryDirectory(prefix="pilotfish-") as temporary:
-            return ctypes.CDLL(str(_built(compiler, Path(temporary))))
+            return ctypes.CDLL(str(_build(compiler, Path(temporary))))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("the kernels for this CPU cannot be built, a slower path is taken: %s", error)
         return None
 
 
-def _built(compiler: str, directory: Path) -> Path:
+def _build(compiler: str, directory: Path) -> Path:
     """The shared library for these sources, these flags and this processor. OpenMP is the one that torch has loaded."""
     code = {name: resources.files(__package__).joinpath(name).read_bytes() for name in (*_HEADERS, *_SOURCES)}
     identity = hashlib.sha256(b"\0".join((*code.values(), " ".join(_FLAGS).encode(), _processor()))).hexdigest()[:24]

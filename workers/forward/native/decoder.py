@@ -18,14 +18,14 @@ from torch.nn.functional import pad
 
 from workers.forward.layout import RowShape
 from workers.forward.linear import quantize
-from workers.forward.native.attention import KINDS, MOST_DIM, MOST_VECTORS, StepHeader, lay_out_natively
+from workers.forward.native.attention import KINDS, MOST_DIM, MOST_VECTORS, StepHeader, build_native_step
 from workers.forward.native.build import load_library
 from workers.forward.replace_linear import decoder_layers
-from workers.kv.groups import Arrangement
-from workers.kv.huge_pages import LINE, Arena, give_memory_back
+from workers.kv.groups import KvCacheGroups
+from workers.kv.huge_pages import CACHE_LINE, Arena, release_free_memory
 from workers.kv.pool import KvPool
 
-_LINE_FLOATS = LINE // 4
+_LINE_FLOATS = CACHE_LINE // 4
 _LEAST_ANGLES = 1024
 _CHANGING_ROTATIONS = {"dynamic", "longrope"}
 """Those whose angles depend on the longest text in a step."""
@@ -110,9 +110,9 @@ class NativeDecoder:
         layers = list(decoder_layers(model))
         self._layers = (_DecoderLayer * len(layers))()
         for index, layer in enumerate(layers):
-            self._layers[index] = self._take(layer)
+            self._layers[index] = self._pack_layer(layer)
             _forget_weights(layer)
-            give_memory_back()
+            release_free_memory()
         head = self._matrix(model.lm_head.weight, model.lm_head.bias)
         _forget_weights(model.model.norm)
         model.model.layers = nn.ModuleList()
@@ -122,22 +122,25 @@ class NativeDecoder:
             *(shape.epsilon, shape.scale, self._layers, final, head),
             *(KINDS[self._embedding.dtype], self._embedding.data_ptr()),
         )
-        self._arrangement: Arrangement | None = None
+        self._kv_groups: KvCacheGroups | None = None
         self._angles: tuple[torch.Tensor, ...] = ()
         self._scratch = torch.empty(0)
 
     def bind(self, pool: KvPool) -> None:
         """Use this pool's blocks from now on."""
-        self._arrangement = pool.arrangement
-        for layer, place in zip(self._layers, pool.arrangement.places, strict=True):
-            layer.keys, layer.values = pool.keys[place.slot].data_ptr(), pool.values[place.slot].data_ptr()
-            layer.table, layer.window, layer.sinks = place.table, place.sight.window or 0, place.sight.sinks
+        self._kv_groups = pool.kv_groups
+        for layer, placement in zip(self._layers, pool.kv_groups.placements, strict=True):
+            layer.keys, layer.values = (
+                pool.keys[placement.block_layer].data_ptr(),
+                pool.values[placement.block_layer].data_ptr(),
+            )
+            layer.table, layer.window, layer.sinks = placement.table, placement.window.size or 0, placement.window.sinks
 
     def compute(self, tokens: Sequence[int], selected: Sequence[int], rows: Sequence[RowShape]) -> torch.Tensor:
         """See `NativeForward`. Raises `IndexError` for a token that the model does not have."""
-        if self._arrangement is None:
+        if self._kv_groups is None:
             raise RuntimeError("the kernels compute over a pool: bind one first")
-        step = lay_out_natively(rows, self._arrangement)
+        step = build_native_step(rows, self._kv_groups)
         ids, places = np.array(tokens, dtype=np.int64), np.array(selected, dtype=np.int64)
         if not 0 <= ids.min() <= ids.max() < len(self._embedding):
             raise IndexError(f"tokens {ids.min()} to {ids.max()}: the model has {len(self._embedding)}")
@@ -146,7 +149,7 @@ class NativeDecoder:
         work = _Pass(
             *(array.ctypes.data for array in (ids, places)),
             *(len(places), logits.data_ptr()),
-            *self._room(len(ids), len(places)),
+            *self._work_buffers(len(ids), len(places)),
         )
         self._decode(ctypes.byref(self._decoder), ctypes.byref(step.header), ctypes.byref(work))
         return logits
@@ -158,7 +161,7 @@ class NativeDecoder:
             self._angles = tuple(part[0].contiguous() for part in self._rotary(torch.empty(1), positions))
             self._decoder.cos, self._decoder.sin = (part.data_ptr() for part in self._angles)
 
-    def _room(self, tokens: int, wanted: int) -> list[int]:
+    def _work_buffers(self, tokens: int, wanted: int) -> list[int]:
         """Addresses of what a pass needs for itself, from `x` on. It is kept, and overwritten by the next."""
         shape = self._shape
         queries, stored = shape.heads * shape.dim, shape.kv_heads * shape.dim
@@ -169,9 +172,9 @@ class NativeDecoder:
         if places[-1] > len(self._scratch):
             self._scratch = torch.empty(places[-1])
         base = self._scratch.data_ptr()
-        return [base + 4 * place for place in places[:-1]]
+        return [base + 4 * placement for placement in places[:-1]]
 
-    def _take(self, layer: Any) -> _DecoderLayer:
+    def _pack_layer(self, layer: Any) -> _DecoderLayer:
         """Pack one layer."""
         attention, mlp = layer.self_attn, layer.mlp
         siblings = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -215,7 +218,7 @@ class NativeDecoder:
         return kept.data_ptr()
 
 
-def recognise(model: Any, dtype: torch.dtype) -> DecoderShape | None:
+def supported_shape(model: Any, dtype: torch.dtype) -> DecoderShape | None:
     """The shape of a model that the kernels may compute, or `None`.
 
     That it is built of the right parts is necessary, not sufficient: compare what both compute before trusting it.
@@ -237,7 +240,7 @@ def recognise(model: Any, dtype: torch.dtype) -> DecoderShape | None:
     return shape if all(width % 2 == 0 for width in (shape.hidden, shape.inner, shape.heads * shape.dim)) else None
 
 
-def pack(
+def pack_decoder(
     model: Any, shape: DecoderShape, dtype: torch.dtype, quantization: str, directory: str | None
 ) -> NativeDecoder | None:
     """Pack the model's weights, leaving the model without them; `None` (and the model as it was) without kernels."""
@@ -285,7 +288,7 @@ def _packed_bytes(model: Any, shape: DecoderShape, dtype: torch.dtype, columns: 
     matrices = [*layer, (shape.hidden, shape.inner)] * len(list(decoder_layers(model)))
     matrices.append((model.lm_head.out_features, shape.hidden))
     sizes = [(outputs + -outputs % columns) * inputs * dtype.itemsize for outputs, inputs in matrices]
-    return sum(-(-size // LINE) * LINE for size in sizes)
+    return sum(-(-size // CACHE_LINE) * CACHE_LINE for size in sizes)
 
 
 def _is_trivial(module: nn.Module) -> bool:
