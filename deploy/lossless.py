@@ -1,32 +1,45 @@
-"""How the target accepts guesses: by right, unless an experiment was asked for."""
+"""How the target accepts drafts, as far as the drafting method decides it."""
 
 from __future__ import annotations
 
-from cluster.core.config import Configuration
-from cluster.core.errors import ConfigurationError
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any
 
-SYNTHETIC = "synthetic"
-NOT_LOSSLESS = "NOT LOSSLESS: guesses are accepted by chance, so answers are not the model's"
-"""What is written wherever an experiment's answers are."""
+from cluster.core.config import Configuration
+from cluster.core.errors import ConfigurationError, shorten
+from workers.draft.registry import METHODS
+from workers.serve.configuration import load_configuration
+
+NOT_LOSSLESS = "NOT LOSSLESS: drafts are accepted by chance, so answers are not the model's"
+"""The notice that accompanies every answer of such an experiment."""
 
 
 def with_acceptance(configuration: Configuration) -> Configuration:
-    """The target told what `draft.method: synthetic` implies: it, not the drafter, accepts by chance.
+    """The configuration with the settings of `target` that the drafting method implies.
 
-    Raises `ConfigurationError` for a target that would accept by chance what a real drafter guesses.
+    Raises `ConfigurationError` where such a setting was chosen without the method that it belongs to.
     """
-    target, draft = configuration.target, configuration.draft
-    if draft.method == SYNTHETIC:
-        rule = {"acceptance": SYNTHETIC, "acceptance_rates": draft.synthetic_acceptance}
-        return configuration.model_copy(update={"target": target.model_copy(update=rule)})
-    if target.acceptance == SYNTHETIC or target.acceptance_rates:
-        raise ConfigurationError(
-            f"target.acceptance: {target.acceptance} with rates {list(target.acceptance_rates)} is refused; "
-            "draft.method: synthetic sets both"
-        )
+    values = configuration.model_dump(mode="json")
+    defaults = load_configuration({}).model_dump(mode="json")
+    for name, plugin in METHODS.items():
+        if plugin.target_settings is None:
+            continue
+        settings = configuration.draft.settings(name, plugin.settings)
+        implied = {f"target.{key}": value for key, value in plugin.target_settings(settings).items()}
+        if name == configuration.draft.method:
+            return load_configuration(values, implied)
+        for key in implied:
+            if _at(values, key) != _at(defaults, key):
+                raise ConfigurationError(f"{key}: {shorten(_at(values, key))} is refused; draft.method={name} sets it")
     return configuration
 
 
 def is_lossless(configuration: Configuration) -> bool:
-    """Whether answers are what the model alone would have written."""
-    return configuration.draft.method != SYNTHETIC
+    """Whether the drafting method leaves answers as the model alone would have written them."""
+    return METHODS.get(configuration.draft.method).target_settings is None
+
+
+def _at(values: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted key."""
+    return reduce(lambda section, name: section[name], key.split("."), values)

@@ -38,8 +38,8 @@ def resolve_models(configuration: Configuration, cache_directory: Path, report: 
     """Find, fetch or convert the configured models. Raises `ModelLoadError`, which says what to do."""
     target = _resolve(configuration.target, cache_directory, report)
     draft = None
-    if configuration.draft.model is not None:
-        draft = _resolve(configuration.draft.model, cache_directory, report)
+    if configuration.draft.weights is not None:
+        draft = _resolve(configuration.draft.weights, cache_directory, report)
     return Models(_with_paths(configuration, target, draft, str(cache_directory / COMPILED)), target, draft)
 
 
@@ -69,9 +69,8 @@ def _with_paths(configuration: Configuration, target: Path, draft: Path | None, 
             update=settled(configuration.target, target) | {"served_name": served_name(configuration)}
         )
     }
-    if draft is not None and configuration.draft.model is not None:
-        model = configuration.draft.model.model_copy(update=settled(configuration.draft.model, draft))
-        return configuration.model_copy(
-            update=sections | {"draft": configuration.draft.model_copy(update={"model": model})}
-        )
-    return configuration.model_copy(update=sections)
+    weights = configuration.draft.weights
+    if draft is None or weights is None:
+        return configuration.model_copy(update=sections)
+    drafting = configuration.draft.with_weights(**settled(weights, draft))
+    return configuration.model_copy(update=sections | {"draft": drafting})

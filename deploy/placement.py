@@ -82,22 +82,23 @@ class Placement:
 def plan(configuration: Configuration, resources: Resources) -> Placement:
     """Place every role. Never fails: `preflight` reports what the node lacks.
 
-    A drafter with a model computes; any other drafter only looks up. On CPU, the target has a thread on every core
-    and so have the drafters: drafting and verifying mostly alternate, and a core that waits for a resting drafter
-    would slow plain decoding down. The bundles divide Ray's logical cores and have no influence on threads.
+    A drafter computes if its method loads a model; any other drafter claims next to nothing. On CPU, the target has a
+    thread on every core and so have the drafters: drafting and verifying mostly alternate, and a core that waits for a
+    resting drafter would slow plain decoding down. The bundles divide Ray's logical cores and have no influence on
+    threads.
     """
     target, draft = configuration.target, configuration.draft
     ranks = target.tensor_parallel
     target_device = _device(target.device, resources.gpus)
     gpus_left = resources.gpus - (ranks if target_device == "cuda" else 0)
     # Several drafters are alike: all of them have a GPU, or none.
-    draft_device = _device(draft.model.device, gpus_left // draft.replicas) if draft.model is not None else "cpu"
+    draft_device = _device(draft.weights.device, gpus_left // draft.replicas) if draft.weights is not None else "cpu"
 
-    drafts_on_cpu = draft.model is not None and draft_device == "cpu"
-    helpers = 2 if draft.model is not None else 2 + draft.replicas
+    drafts_on_cpu = draft.weights is not None and draft_device == "cpu"
+    helpers = 2 if draft.weights is not None else 2 + draft.replicas
     cpus_left = max(0.0, resources.cpus - helpers * HELPER_CPUS)
     draft_bundle = Bundle(HELPER_CPUS)
-    if draft.model is not None:
+    if draft.weights is not None:
         share = _draft_share(target_device) / draft.replicas
         draft_bundle = Bundle(1.0, 1) if draft_device == "cuda" else Bundle(_share(cpus_left, share))
         cpus_left = max(0.0, cpus_left - draft_bundle.cpus * draft.replicas)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import socket
 from collections.abc import Iterator
@@ -10,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.core.config import Configuration, DraftSection, PoolSection, ServerSection
-from cluster.core.errors import ConfigurationError, shorten
+from cluster.core.config import Configuration, PoolSection, ServerSection
+from cluster.core.errors import ConfigurationError
 from cluster.wire.address import join_host_port
 from deploy.placement import Placement, Resources, RolePlacement
 from workers.model.draft_card import is_distilled, read_card
@@ -44,18 +43,8 @@ def check(problems: Iterator[Problem]) -> None:
 
 def machine_problems(configuration: Configuration, placement: Placement, resources: Resources) -> Iterator[Problem]:
     """What the machine lacks, seen without touching any model."""
-    yield from method_problems(configuration.draft)
     yield from capacity_problems(placement, resources)
     yield from port_problems(configuration.server)
-
-
-def method_problems(draft: DraftSection) -> Iterator[Problem]:
-    """A drafting method that nobody registered."""
-    from workers.draft.registry import names
-
-    if draft.method not in names():
-        nearest = difflib.get_close_matches(draft.method, names(), n=1, cutoff=0.0)[0]
-        yield Problem("draft.method", f"one of {', '.join(names())}", shorten(draft.method), f"did you mean {nearest}?")
 
 
 def capacity_problems(placement: Placement, resources: Resources) -> Iterator[Problem]:
@@ -65,7 +54,7 @@ def capacity_problems(placement: Placement, resources: Resources) -> Iterator[Pr
             "GPUs",
             f"{placement.gpus} ({_claims(placement)})",
             str(resources.gpus),
-            "lower target.tensor_parallel, set draft.method=ngram and draft.model=null, or set device: cpu",
+            "lower target.tensor_parallel, set draft.method to one that loads no model, or set device: cpu",
         )
     cpus = round(placement.cpus, 2)
     if cpus > resources.cpus:
@@ -102,7 +91,7 @@ def model_problems(
         return
     yield from head_problems(target, configuration.target.tensor_parallel)
     if draft is not None:
-        yield from vocabulary_problems(target, draft)
+        yield from vocabulary_problems(target, draft, f"draft.{configuration.draft.method}.path")
     yield from memory_problems(configuration, placement, resources, target, draft)
 
 
@@ -121,8 +110,8 @@ def head_problems(directory: Path, tensor_parallel: int) -> Iterator[Problem]:
         )
 
 
-def vocabulary_problems(target: Path, draft: Path) -> Iterator[Problem]:
-    """A draft whose tokens mean something else than the target's."""
+def vocabulary_problems(target: Path, draft: Path, key: str) -> Iterator[Problem]:
+    """A draft whose vocabulary is not the target's. `key` is the setting that names the draft."""
     target_tokens, draft_tokens = _vocabulary(target), _vocabulary(draft)
     if target_tokens is None or draft_tokens is None:
         # Without tokenizers to compare, sizes must do.
@@ -136,7 +125,7 @@ def vocabulary_problems(target: Path, draft: Path) -> Iterator[Problem]:
         different = sum(1 for token, index in target_tokens.items() if draft_tokens.get(token) != index)
         needed = f"the target's vocabulary of {len(target_tokens)} tokens"
         found = f"{len(draft_tokens)} tokens, {different} of the target's missing or numbered otherwise"
-    yield Problem("draft.model.path", needed, found, "choose a draft with the target's tokenizer")
+    yield Problem(key, needed, found, "choose a draft with the target's tokenizer")
 
 
 def memory_problems(
@@ -145,18 +134,19 @@ def memory_problems(
     """Weights and KV pools that do not fit into free memory."""
     ranks = configuration.target.tensor_parallel
     weights = weight_bytes(target, configuration.target.dtype)
-    roles: list[tuple[str, RolePlacement, int, PoolSection]] = [
-        ("target", placement.target, -(-weights // ranks), configuration.target.kv)
+    roles: list[tuple[str, str, RolePlacement, int, PoolSection]] = [
+        ("target", "target", placement.target, -(-weights // ranks), configuration.target.kv)
     ]
-    if draft is not None and configuration.draft.model is not None:
-        weights = weight_bytes(draft, configuration.draft.model.dtype)
-        roles.append(("draft", placement.draft, weights, configuration.draft.kv))
+    section = configuration.draft.weights
+    if draft is not None and section is not None:
+        weights = weight_bytes(draft, section.dtype)
+        roles.append(("draft", f"draft.{configuration.draft.method}", placement.draft, weights, section.kv))
     main_memory = 0
-    for name, role, per_rank, kv in roles:
+    for name, key, role, per_rank, kv in roles:
         if role.device == "cpu":
             main_memory += (per_rank + (kv.pool_bytes or 0)) * len(role.bundles)
         elif resources.gpu_memory_bytes:
-            yield from _gpu_memory_problems(name, per_rank, kv, resources.gpu_memory_bytes)
+            yield from _gpu_memory_problems(name, key, per_rank, kv, resources.gpu_memory_bytes)
     if main_memory > resources.memory_bytes:
         yield Problem(
             "memory",
@@ -195,13 +185,13 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     return text if isinstance(text, dict) else config
 
 
-def _gpu_memory_problems(name: str, weights: int, kv: PoolSection, free: int) -> Iterator[Problem]:
+def _gpu_memory_problems(name: str, key: str, weights: int, kv: PoolSection, free: int) -> Iterator[Problem]:
     if weights + (kv.pool_bytes or 0) > free:
         yield Problem(
             f"{name} GPU memory",
             f"{_gib(weights + (kv.pool_bytes or 0))} per GPU for weights and KV",
             f"{_gib(free)} free",
-            f"lower {name}.kv.pool_bytes, raise target.tensor_parallel, or choose a smaller model",
+            f"lower {key}.kv.pool_bytes, raise target.tensor_parallel, or choose a smaller model",
         )
 
 

@@ -18,8 +18,9 @@ from typing import Any
 
 import yaml
 
-from cluster.core.config import Configuration, load
+from cluster.core.config import Configuration
 from cluster.core.errors import ConfigurationError
+from workers.serve.configuration import load_configuration
 
 DEFAULT_PRESET = "cpu"
 
@@ -71,7 +72,7 @@ def _settle(config: str | None, overrides: Mapping[str, Any], environment: Mappi
     values = read_values(config or environment.get("PILOTFISH_CONFIG") or DEFAULT_PRESET)
     cache = environment.get("PILOTFISH_CACHE_DIR") or "~/.cache/pilotfish"
     return Settings(
-        configuration=load(values, overrides),
+        configuration=load_configuration(values, overrides),
         cache_directory=Path(cache).expanduser(),
         ray_address=environment.get("PILOTFISH_RAY_ADDRESS") or None,
     )

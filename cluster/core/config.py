@@ -1,35 +1,17 @@
-"""The configuration, declared once: frozen, every key known, every bound checked before use.
+"""The sections of the configuration. Each setting is declared once, with its type, bounds, default and meaning.
 
-A file (YAML), `--set` overrides and presets all end here; `load` is the only door.
+`cluster.core.load_config` builds a configuration from the values of a file and from overrides.
 """
 
 from __future__ import annotations
 
-import difflib
-import types
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from cluster.core.errors import ConfigurationError, shorten
+from cluster.core.section import Choice, PluginHost, PluginSettings, Port, Positive, Rate, Seconds, Section
 
-
-def _as_written(value: object) -> object:
-    """YAML reads a bare `on` or `off` as a truth value."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-
-Port = Annotated[int, Field(ge=0, le=65535)]
-Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
 MIB = 1024 * 1024
-
-
-class Section(BaseModel):
-    """A part of the configuration."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, strict=False)
 
 
 class ModelSection(Section):
@@ -43,9 +25,9 @@ class ModelSection(Section):
     """The type weights and KV are held in."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a GPU where there is one."""
-    compile: Annotated[Literal["off", "on", "auto"], BeforeValidator(_as_written)] = "auto"
+    compile: Choice[Literal["off", "on", "auto"]] = "auto"
     """Compile the model's layers at start: `auto` does in reduced precision, where no kernels of our own serve."""
-    native: Literal["auto", "off"] = "auto"
+    native: Choice[Literal["auto", "off"]] = "auto"
     """On CPU: compute known kinds of models by Pilotfish's own kernels, built by the machine's C compiler."""
     compile_directory: str | None = None
     """Where compiled code is kept between starts; unset takes a folder in Pilotfish's cache."""
@@ -87,7 +69,7 @@ class KvSection(PoolSection):
         return self
 
 
-class TargetSection(ModelSection):
+class TargetSection(ModelSection, PluginHost):
     """The large model, whose word is the answer."""
 
     served_name: str | None = None
@@ -98,7 +80,7 @@ class TargetSection(ModelSection):
     """Longest sequence, in tokens; unset takes the model's own bound."""
     acceptance: str = "coupled"
     """The registered acceptance rule: `coupled`, or `synthetic`: NOT LOSSLESS, and set by `draft.method` alone."""
-    acceptance_rates: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(max_length=64)] = ()
+    acceptance_rates: Annotated[tuple[Rate, ...], Field(max_length=64)] = ()
     """Set by `draft.method: synthetic`: `draft.synthetic_acceptance`."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Intra-op threads of each rank on CPU; 0 divides the cores among the roles."""
@@ -108,57 +90,50 @@ class TargetSection(ModelSection):
     """The pool on each rank."""
 
 
-class DraftSection(Section):
-    """Who guesses."""
+class DraftModelSection(ModelSection, PluginSettings):
+    """A model that a drafting method loads. A method whose settings derive from this section is given a device."""
+
+    path: str = ""
+    """A draft with the target's tokenizer: a local directory, a hub id, a `.gguf` file, or a packaged model's name."""
+    kv: PoolSection = PoolSection()
+    """The draft model's KV pool."""
+
+    def check_selected(self) -> None:
+        """See `PluginSettings`."""
+        if not self.path:
+            raise ValueError("path must be set to a draft with the target's tokenizer")
+
+
+class DraftSection(PluginHost):
+    """The drafter: the method, and what all methods have in common. Each method has a subsection of its own."""
 
     method: str = "ngram"
-    """A registered drafting method: `none`, `ngram`, `model`, `synthetic`."""
-    model: ModelSection | None = None
-    """The draft model, for methods that have one."""
+    """Name of the drafting method; `none` decodes without drafts."""
     max_nodes: Annotated[int, Field(ge=0, le=256)] = 8
-    """Most nodes in one tree."""
+    """Most nodes in one draft tree."""
     max_depth: Annotated[int, Field(ge=0, le=64)] = 8
-    """Most tokens on one path."""
-    mode: Literal["serial", "run_ahead", "enumerate"] = "enumerate"
-    """When a draft model's trees grow: only when asked, also past the guesses that were sent, or also off them."""
-    width: Annotated[int, Field(ge=1, le=32)] = 4
-    """Most nodes of one tree that a draft model's forward pass expands."""
-    candidates: Annotated[int, Field(ge=1, le=16)] = 3
-    """Guesses that a draft model makes below each expanded node."""
-    lookup: Annotated[Literal["off", "on"], BeforeValidator(_as_written)] = "on"
-    """Put into a draft model's trees also what followed the same words before, as method `ngram` looks it up."""
-    controller: Annotated[Literal["off", "auto"], BeforeValidator(_as_written)] = "auto"
-    """`auto` sizes each tree by what it is expected to gain, down to none; `off` always asks for the most."""
-    alternate: Annotated[Literal["off", "on"], BeforeValidator(_as_written)] = "off"
-    """Split the running sequences into halves: one is verified while the other is drafted for."""
+    """Most tokens on one path of a draft tree."""
+    controller: Choice[Literal["off", "auto"]] = "auto"
+    """`auto` sizes each tree by its expected gain, down to no tree at all; `off` always requests the largest tree."""
+    alternate: Choice[Literal["off", "on"]] = "off"
+    """`on` splits the running sequences into halves: one is verified while the other is drafted for."""
     replicas: Annotated[int, Field(ge=1, le=64)] = 1
     """Drafters that share the target's sequences; each has the resources of one."""
-    synthetic_acceptance: Annotated[
-        tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(min_length=1, max_length=64)
-    ] = (0.8,)
-    """NOT LOSSLESS, for method `synthetic`: the chance that a guess counts as right, by depth; the last one repeats."""
-    synthetic_seconds: Annotated[float, Field(ge=0, le=10)] = 0.001
-    """How long a forward pass of the `synthetic` drafter takes."""
-    ngram_max: Annotated[int, Field(ge=1, le=16)] = 8
-    """Longest suffix that is looked up."""
-    ngram_min: Annotated[int, Field(ge=1, le=16)] = 2
-    """Shortest suffix that is looked up."""
-    ngram_candidates: Annotated[int, Field(ge=1, le=16)] = 2
-    """Most earlier occurrences that `ngram` merges into a tree."""
     threads: Annotated[int, Field(ge=0)] = 0
-    """Intra-op threads on CPU; 0 divides the cores among the roles."""
+    """Intra-op threads of each drafter on CPU; 0 divides the cores among the roles."""
     timeout_seconds: Seconds = 0.5
-    """A proposal later than this is not waited for: the round goes on without it."""
-    kv: PoolSection = PoolSection()
-    """The draft model's pool."""
+    """Longest wait for a proposal, in seconds; a round whose proposal is later goes on without drafts."""
 
-    @model_validator(mode="after")
-    def _check(self) -> DraftSection:
-        if self.ngram_min > self.ngram_max:
-            raise ValueError(f"ngram_min ({self.ngram_min}) must be at most ngram_max ({self.ngram_max})")
-        if self.method == "model" and self.model is None:
-            raise ValueError("method 'model' needs draft.model.path: a draft with the target's tokenizer")
-        return self
+    @property
+    def weights(self) -> DraftModelSection | None:
+        """The model that the selected method loads, or `None` for a method without a model."""
+        found = self.__pydantic_extra__.get(self.method)
+        return found if isinstance(found, DraftModelSection) else None
+
+    def with_weights(self, **changes: object) -> DraftSection:
+        """A copy in which fields of `weights` are changed; the same section where the method has no model."""
+        weights = self.weights
+        return self if weights is None else self.model_copy(update={self.method: weights.model_copy(update=changes)})
 
 
 class SchedulerSection(Section):
@@ -233,62 +208,3 @@ class Configuration(Section):
     """Addresses and ports."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message that is logged."""
-
-
-def load(values: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Configuration:
-    """Build the configuration from nested values and dotted overrides (`{"target.dtype": "bfloat16"}`).
-
-    Raises `ConfigurationError`, which names the key, its value and the bound; for an unknown key,
-    the nearest valid one.
-    """
-    merged = _deep_copy(values)
-    for key, value in (overrides or {}).items():
-        _assign(merged, key, value)
-    try:
-        return Configuration.model_validate(merged)
-    except ValidationError as error:
-        raise ConfigurationError("; ".join(_explain(part) for part in error.errors())) from None
-
-
-def known_keys(section: type[BaseModel] = Configuration, prefix: str = "") -> tuple[str, ...]:
-    """Every settable key, dotted, in order of declaration."""
-    keys: list[str] = []
-    for name, info in section.model_fields.items():
-        inner = _section_of(info.annotation)
-        keys.extend(known_keys(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"])
-    return tuple(keys)
-
-
-def _section_of(annotation: Any) -> type[Section] | None:
-    """The section class inside an annotation such as `ModelSection | None`."""
-    options = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-    for option in options:
-        if isinstance(option, type) and issubclass(option, Section):
-            return option
-    return None
-
-
-def _deep_copy(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _deep_copy(value) if isinstance(value, Mapping) else value for key, value in values.items()}
-
-
-def _assign(values: dict[str, Any], key: str, value: Any) -> None:
-    *sections, last = key.split(".")
-    for section in sections:
-        inner = values.get(section)
-        if inner is None:
-            inner = values[section] = {}
-        if not isinstance(inner, dict):
-            raise ConfigurationError(f"{key}: {section} is not a section")
-        values = inner
-    values[last] = value
-
-
-def _explain(part: Any) -> str:
-    key = ".".join(str(step) for step in part["loc"])
-    if part["type"] == "extra_forbidden":
-        nearest = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.0)
-        return f"{key}: unknown key; the nearest valid one is {nearest[0]}"
-    if part["type"] == "value_error":
-        return f"{key}: {part['msg'].removeprefix('Value error, ')}"
-    return f"{key}: {shorten(part['input'])} is refused; {part['msg'][0].lower()}{part['msg'][1:]}"

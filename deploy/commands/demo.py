@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cluster.core.config import Configuration, DraftSection
+from cluster.core.config import Configuration
 from cluster.core.errors import WorkerUnavailable
 from cluster.ingress.text.tokenizer import Tokenizer
 from deploy.commands.options import ConfigOption, SetOption
@@ -50,7 +50,7 @@ def run(settings: Settings, output: Console, notices: Console) -> None:
     from deploy.ray.serve_cluster import ServeCluster
 
     drafting = _demo_configuration(settings.configuration)
-    plain = drafting.model_copy(update={"draft": DraftSection(method="none")})
+    plain = drafting.model_copy(update={"draft": drafting.draft.model_copy(update={"method": "none"})})
     with ExitStack() as stack:
         status = stack.enter_context(notices.status("starting"))
         started = replace(settings, configuration=drafting)

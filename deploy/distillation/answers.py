@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.core.config import Configuration, DraftSection
+from cluster.core.config import Configuration
 from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishError
 from cluster.ingress.text.chat_template import Message
 from cluster.ingress.text.tokenizer import Tokenizer
@@ -49,7 +49,8 @@ class Quota:
 def for_answers(configuration: Configuration) -> Configuration:
     """The configuration without drafts, on ports of its own."""
     server = configuration.server.model_copy(update={"grpc_port": 0})
-    return configuration.model_copy(update={"server": server, "draft": DraftSection(method="none")})
+    draft = configuration.draft.model_copy(update={"method": "none"})
+    return configuration.model_copy(update={"server": server, "draft": draft})
 
 
 async def answer_all(

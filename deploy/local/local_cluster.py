@@ -78,9 +78,7 @@ class LocalCluster:
         target = await enter(host_target(LOOPBACK, engine))
         draft = configuration.draft
         hosts = [
-            await enter(
-                host_draft(LOOPBACK, await asyncio.to_thread(create, draft.method, draft, configuration.target))
-            )
+            await enter(host_draft(LOOPBACK, await asyncio.to_thread(create, draft, configuration.target)))
             for _ in range(draft.replicas)
         ]
         step_timeout = configuration.target.step_timeout_seconds

@@ -53,11 +53,12 @@ def bind(configuration: Configuration, placement: Placement, worker_host: str | 
     Workers listen on `worker_host`, or on their node's address when it is `None`.
     """
     configuration = with_acceptance(configuration)
-    values = configuration.model_dump(mode="json")
     # The device that was planned, not what a process finds: one that claims no GPU may still see them all.
-    values["target"]["device"] = placement.target.device
-    if values["draft"]["model"] is not None:
-        values["draft"]["model"]["device"] = placement.draft.device
+    planned = {
+        "target": configuration.target.model_copy(update={"device": placement.target.device}),
+        "draft": configuration.draft.with_weights(device=placement.draft.device),
+    }
+    values = configuration.model_copy(update=planned).model_dump(mode="json")
     target = serve.deployment(
         name="Target",
         placement_group_bundles=[bundle.claims() for bundle in placement.target.bundles],

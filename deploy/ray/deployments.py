@@ -11,7 +11,6 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from cluster.core.config import load
 from cluster.core.errors import DrafterUnavailable, NotReady, PilotfishError, TargetUnavailable
 from cluster.ingress.http import create_app
 from cluster.wire.address import join_host_port
@@ -21,6 +20,7 @@ from cluster.wire.generation_client import GenerationClient
 from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import CoordinatorServer
 from workers.serve.actors import node_address
+from workers.serve.configuration import load_configuration
 from workers.serve.worker_server import set_log_level
 
 _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared with, never bound to
@@ -32,7 +32,7 @@ class CoordinatorReplica:
     def __init__(
         self, values: Mapping[str, Any], target: DeploymentHandle[Any], *drafts: DeploymentHandle[Any]
     ) -> None:
-        configuration = load(values)
+        configuration = load_configuration(values)
         self._drain_seconds = configuration.server.drain_timeout_seconds
         self._host = configuration.server.grpc_host
         self._target = GrpcTarget(
@@ -74,7 +74,7 @@ class IngressReplica:
     """The HTTP door, a gRPC client of the coordinator."""
 
     def __init__(self, values: Mapping[str, Any], coordinator: DeploymentHandle[Any]) -> None:
-        configuration = load(values)
+        configuration = load_configuration(values)
         set_log_level({"log_level": configuration.log_level})
         self._limits = configuration.limits
         self._client = GenerationClient(resolver(coordinator, NotReady))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,13 +15,14 @@ from tests.bench.clusters import Activity, ProcessCluster
 from tests.bench.options import Options
 from tests.bench.report import write
 from tests.bench.tasks import read_tasks
+from workers.draft.model import DraftModelSettings
 
 SHIPPED = "smollm2-135m-draft"
 """The packaged name of the draft that comes with Pilotfish."""
 ROOM = (
     "target.kv.prefix_cache=false",
     "target.kv.pool_bytes=1610612736",
-    "draft.kv.pool_bytes=402653184",
+    "draft.model.kv.pool_bytes=402653184",
     "scheduler.max_sequences=32",
 )
 """Every pass asks the same prompts, and no sequence ever waits for memory."""
@@ -71,9 +72,12 @@ def ngram(options: Options) -> Configuration:
     return options.based_on(*ROOM, "draft.method=ngram")
 
 
-def changed(configuration: Configuration, **changes: object) -> Configuration:
-    """With another `draft` section."""
-    return configuration.model_copy(update={"draft": configuration.draft.model_copy(update=changes)})
+def changed(
+    configuration: Configuration, model_changes: Mapping[str, object] | None = None, **changes: object
+) -> Configuration:
+    """With changes of the `draft` section, and of the settings of its draft model."""
+    draft = configuration.draft.with_weights(**(model_changes or {})).model_copy(update=changes)
+    return configuration.model_copy(update={"draft": draft})
 
 
 def modelled(options: Options, *assignments: str) -> Configuration | None:
@@ -94,9 +98,10 @@ def describe(configuration: Configuration) -> str:
     """The drafts, as the reader of a table wants to know them."""
     draft = configuration.draft
     words = [f"drafts: {draft.method}", f"at most {draft.max_nodes} nodes, {draft.max_depth} deep"]
-    if draft.model is not None:
-        words[0] += f", {Path(draft.model.path).name} in {draft.model.dtype}"
-        words += [f"mode {draft.mode}", f"width {draft.width}", f"{draft.candidates} candidates"]
+    if draft.weights is not None:
+        words[0] += f", {Path(draft.weights.path).name} in {draft.weights.dtype}"
+        model = draft.settings(draft.method, DraftModelSettings)
+        words += [f"mode {model.mode}", f"width {model.width}", f"{model.candidates} candidates"]
     return "; ".join([*words, f"controller {draft.controller}"])
 
 

@@ -68,12 +68,12 @@ def _open(stack: ExitStack, base: Configuration) -> dict[str, ProcessCluster]:
     """One target on the first core; a drafter for each mode on the last."""
     cores = clusters.all_cores()
     target = stack.enter_context(clusters.target(base, cores[:1]))
-    opened = {"plain": clusters.start_cluster(stack, drafting.changed(base, method="none", model=None), target)}
+    opened = {"plain": clusters.start_cluster(stack, drafting.changed(base, method="none"), target)}
     for mode in MODES:
-        configuration = drafting.changed(base, mode=mode)
+        configuration = drafting.changed(base, model_changes={"mode": mode})
         drafter = stack.enter_context(clusters.draft(configuration, cores[-1:]))
         opened[mode] = clusters.start_cluster(stack, configuration, target, drafter)
-    halves = drafting.changed(base, mode=MODES[-1], alternate="on")
+    halves = drafting.changed(base, model_changes={"mode": MODES[-1]}, alternate="on")
     opened[ALTERNATE] = clusters.start_cluster(stack, halves, target, opened[MODES[-1]].draft)
     return opened
 
@@ -197,9 +197,9 @@ class _Experiment:
         return self._options.based_on(
             *drafting.ROOM,
             "draft.method=synthetic",
-            f"draft.mode={mode}",
-            f"draft.synthetic_acceptance=[{self._acceptance}]",
-            f"draft.synthetic_seconds={seconds}",
+            f"draft.synthetic.mode={mode}",
+            f"draft.synthetic.acceptance=[{self._acceptance}]",
+            f"draft.synthetic.seconds={seconds}",
             f"draft.max_nodes={LENGTH}",
             f"draft.max_depth={LENGTH}",
             "draft.controller=off",

@@ -25,6 +25,7 @@ from cluster.core.ids import SequenceId
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import CoordinatorServer, fixed_address
+from workers.serve.configuration import load_configuration
 
 LOOPBACK = "127.0.0.1"
 CollectCounters = Callable[[], dict[str, float]]
@@ -102,7 +103,7 @@ class Counting:
 @asynccontextmanager
 async def running_role(role: Role) -> AsyncIterator[tuple[str, CollectCounters]]:
     """Its address, and who tells what it did since it was last asked."""
-    configuration = Configuration.model_validate_json(role.configuration)
+    configuration = load_configuration(json.loads(role.configuration))
     async with AsyncExitStack() as stack:
         start = {"target": _start_target, "draft": _start_draft, "coordinator": _start_coordinator}[role.role]
         address, done = await start(role, configuration, stack)
@@ -139,9 +140,9 @@ async def _start_draft(role: Role, configuration: Configuration, stack: AsyncExi
     from workers.serve.worker_server import host_draft
 
     draft = configuration.draft
-    if draft.model is not None:  # who only looks up needs no torch
+    if draft.weights is not None:  # who only looks up needs no torch
         _set_threads(role.threads)
-    method = Timed(await asyncio.to_thread(create, draft.method, draft, configuration.target), ("propose", "grow"))
+    method = Timed(await asyncio.to_thread(create, draft, configuration.target), ("propose", "grow"))
     host = await stack.enter_async_context(host_draft(LOOPBACK, method))
     return host.address, lambda: {"busy_seconds": method.seconds}
 

@@ -23,6 +23,7 @@ from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LOOPBACK
 from tests.bench.decoding import Decoding
 from tests.bench.machine import peak_resident_bytes, resident_bytes
+from workers.serve.configuration import load_configuration
 from workers.serve.worker_server import host_target
 from workers.verify.build import build_engine
 
@@ -90,7 +91,7 @@ def fill(decoding: Decoding) -> None:
 def main() -> None:
     """See the module."""
     logging.disable(logging.WARNING)
-    configuration = Configuration.model_validate_json(sys.argv[1])
+    configuration = load_configuration(json.loads(sys.argv[1]))
     footprint = asyncio.run(measure(configuration, float(sys.argv[2]), fills="fill" in sys.argv[3:]))
     sys.stdout.write(f"{json.dumps(asdict(footprint))}\n")
 

@@ -20,12 +20,13 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
-from cluster.core.config import Configuration, load
+from cluster.core.config import Configuration
 from cluster.wire.generation_client import GenerationClient
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support import tiny, tiny_tokenizer
 from tests.support.live_cluster import Ask, Server, ask_grpc
+from workers.serve.configuration import load_configuration
 
 TOO_LONG_SECONDS = 120.0
 """No test takes this long; it only turns a hang into a failure."""
@@ -80,7 +81,7 @@ def configure(directory: Path, **overrides: object) -> Configuration:
         "server.http_port": 0,
         "server.grpc_port": 0,
     }
-    return load({}, values | {key.replace("__", "."): value for key, value in overrides.items()})
+    return load_configuration({}, values | {key.replace("__", "."): value for key, value in overrides.items()})
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from cluster.core.config import Configuration, load
+from cluster.core.config import Configuration
 from deploy.local.local_cluster import LocalCluster
 from tests.support.live_cluster import Ask, Server, ask_all
+from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.weights
 
@@ -27,8 +28,8 @@ def configure(target: Path, draft: Path, method: str, ranks: int) -> Configurati
     drafting: dict[str, Any] = {"method": method, "max_nodes": 6, "max_depth": 3, "timeout_seconds": 60.0}
     drafting["controller"] = "off"  # guesses are verified whether they pay here or not
     if method == "model":
-        drafting |= {"model": {"path": str(draft), "device": "cpu"}, "kv": {"pool_bytes": 300 << 20}}
-    return load(
+        drafting["model"] = {"path": str(draft), "device": "cpu", "kv": {"pool_bytes": 300 << 20}}
+    return load_configuration(
         {
             "target": {
                 "path": str(target),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.core.config import MIB, Configuration, load
+from cluster.core.config import MIB, Configuration
 from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
@@ -19,6 +19,7 @@ from pilotfish.v1 import common_pb2, generation_pb2
 from tests.soak.watch import read_counts
 from tests.support import tiny, tiny_tokenizer
 from workers.kv.pool import KvPool
+from workers.serve.configuration import load_configuration
 from workers.verify import build
 
 SHAPE = {"vocab_size": 320, "num_key_value_heads": 6, "head_dim": 16, "num_hidden_layers": 4}
@@ -85,7 +86,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[KvPool]:
 
 
 def configure(directory: Path, **memory: object) -> Configuration:
-    return load(
+    return load_configuration(
         {
             "target": {"path": str(directory), "device": "cpu", "kv": {"block_size": 8, **memory}},
             "draft": {"method": "ngram", "max_nodes": 4, "max_depth": 4, "timeout_seconds": 60.0},

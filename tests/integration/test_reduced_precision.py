@@ -19,13 +19,14 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from cluster.core.config import Configuration, load
+from cluster.core.config import Configuration
 from deploy.local.local_cluster import LocalCluster
 from deploy.models import COMPILED
 from deploy.settings import load_settings
 from tests.support.live_cluster import Answer, Ask, Reference, Server, answer_grpc
 from workers.forward.linear import quantize
 from workers.forward.native.build import load_library
+from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.weights
 
@@ -78,8 +79,8 @@ def configure(target: Path, draft: Path, method: str, quantization: str, way: st
     drafting: dict[str, Any] = {"method": method, "max_nodes": 6, "max_depth": 3, "timeout_seconds": 60.0}
     drafting["controller"] = "off"  # guesses are verified whether they pay here or not
     if method == "model":
-        drafting |= {"model": {"path": str(draft), "device": "cpu"}, "kv": {"pool_bytes": 100 << 20}}
-    return load(
+        drafting["model"] = {"path": str(draft), "device": "cpu", "kv": {"pool_bytes": 100 << 20}}
+    return load_configuration(
         {
             "target": {
                 "path": str(target),

@@ -17,13 +17,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cluster.core.config import Configuration, load
+from cluster.core.config import Configuration
 from cluster.core.errors import ConfigurationError, WorkerUnavailable
 from deploy.local.local_cluster import LocalCluster
 from deploy.ray.serve_cluster import ServeCluster
 from deploy.settings import Settings
 from tests.support import tiny, tiny_tokenizer
 from tests.support.live_cluster import Ask, Server, ask_grpc
+from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.ray
 
@@ -52,7 +53,7 @@ def settings(model: Path, **changes: object) -> Settings:
         "draft.timeout_seconds": 5.0,
     }
     overrides.update({key.replace("__", "."): value for key, value in changes.items()})
-    return Settings(load({}, overrides), model.parent)
+    return Settings(load_configuration({}, overrides), model.parent)
 
 
 @pytest.fixture(scope="module")

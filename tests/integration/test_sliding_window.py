@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.core.config import load
 from cluster.core.errors import ModelLoadError
 from cluster.core.kv import KvGroup, KvLayout
 from cluster.core.verification import StepBatch, StepResult
@@ -18,6 +17,7 @@ from deploy.local import local_cluster
 from deploy.settings import load_settings
 from tests.support.live_cluster import Ask, Reference, Server, ask_grpc
 from workers.model.model_files import resolve_model_directory
+from workers.serve.configuration import load_configuration
 from workers.verify.build import build_engine
 from workers.verify.engine import TargetEngine
 
@@ -82,7 +82,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
 async def test_the_text_is_the_same_past_the_window_and_what_fell_out_of_it_is_free(
     method: str, gemma_directory: Path, expected: dict[Ask, tuple[int, ...]], watched: list[Watched]
 ) -> None:
-    configuration = load(
+    configuration = load_configuration(
         {
             "target": {"path": str(gemma_directory), "device": "cpu", "kv": {"pool_bytes": 128 << 20}},
             "draft": {"method": method, "max_nodes": 6, "max_depth": 6, "timeout_seconds": 60.0, "controller": "off"},

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cluster.core.config import Configuration, load
+from cluster.core.config import Configuration
 from cluster.core.errors import DrafterUnavailable
 from cluster.core.request import SamplingParameters
 from cluster.wire.drafter_client import GrpcDrafter
@@ -32,6 +32,7 @@ from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support import tiny, tiny_tokenizer
 from tests.support.plain_generation import write_alone
 from workers.draft.registry import create
+from workers.serve.configuration import load_configuration
 from workers.serve.worker_server import WorkerHost, host_draft, host_target
 from workers.verify.build import build_engine
 
@@ -200,11 +201,12 @@ def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configure(target: Path, draft: Path, **drafting: Any) -> Configuration:
-    methods = {"model": {"path": str(draft), "device": "cpu", "compile": "off"}}
     drafting = {"method": "model", "max_nodes": 6, "max_depth": 4, "timeout_seconds": 5.0} | drafting
-    if drafting["method"] == "model":
-        drafting |= {"model": methods["model"], "kv": {"pool_bytes": 4 << 20}}
-    return load(
+    model = {"path": str(draft), "device": "cpu", "compile": "off", "kv": {"pool_bytes": 4 << 20}}
+    if "mode" in drafting:
+        model["mode"] = drafting.pop("mode")
+    drafting["model"] = model
+    return load_configuration(
         {
             "target": {
                 "path": str(target),
@@ -294,7 +296,7 @@ async def test_with_synthetic_acceptance_every_answer_says_that_it_is_not_lossle
     mode: str, target: Path, draft: Path, alone: list[tuple[int, ...]]
 ) -> None:
     """And with one rate it is the same answer, drafted or not: what chance accepts belongs to seed and position."""
-    drafting = {"synthetic_acceptance": (0.7,), "synthetic_seconds": 0.0, "controller": "off", "mode": mode}
+    drafting = {"controller": "off", "synthetic": {"acceptance": (0.7,), "seconds": 0.0, "mode": mode}}
     asks = [Ask(asked.seed, asked.sampling, most) for asked in ASKS[:4] for most in (None, 0, 2)]
     async with (
         asyncio.timeout(PATIENCE_SECONDS),

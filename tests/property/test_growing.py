@@ -17,6 +17,7 @@ from cluster.core.verification import RowFaultCode
 from tests.support.fake_expander import BLOCK, FakeExpander, ranked
 from workers.draft.expansion.draft_tree import GrowingTree
 from workers.draft.expansion.drafter import GrowingDrafter
+from workers.draft.expansion.settings import ExpansionSettings
 
 NAMES = "abc"
 SAMPLINGS = (SamplingParameters(temperature=0.0), SamplingParameters(seed=1))
@@ -42,8 +43,8 @@ class Growing(RuleBasedStateMachine):
     def begin(self, mode: Any, blocks: int, width: int, guesses: int, chunk: int, lookup: Any) -> None:
         self.looks_up = lookup == "on"
         self.expander = FakeExpander(blocks, CONTEXT, sure=(0.6, 0.2, 0.1)[:guesses])
-        section = DraftSection(method="none", mode=mode, width=width, max_nodes=8, max_depth=6, lookup=lookup)
-        self.drafter = GrowingDrafter(self.expander, section, chunk, clock=lambda: 0.0)
+        settings, draft = ExpansionSettings(mode=mode, width=width), DraftSection(max_nodes=8, max_depth=6)
+        self.drafter = GrowingDrafter(self.expander, settings, draft, self.looks_up, chunk, clock=lambda: 0.0)
         self.tokens: dict[str, list[int]] = {}
         self.told: dict[str, int] = {}
         self.sent: dict[str, Proposal] = {}

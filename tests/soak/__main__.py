@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from cluster.core.config import MIB, Configuration, load
+from cluster.core.config import MIB, Configuration
 from cluster.ingress.text.tokenizer import Tokenizer
 from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
@@ -31,6 +31,7 @@ from tests.soak.watch import Resident, read_counts
 from tests.support import tiny, tiny_tokenizer
 from tests.support.prompts import PLAIN
 from workers.model.model_files import resolve_model_directory
+from workers.serve.configuration import load_configuration
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 """Of the tiny model; `mistral` has a sliding window."""
@@ -89,7 +90,7 @@ def configure(model: Path, disk: Path, assignments: list[str]) -> Configuration:
         "scheduler.max_waiting": 1000,
         "server.grpc_port": 0,
     }
-    return load({}, chosen | parse_assignments(assignments))
+    return load_configuration({}, chosen | parse_assignments(assignments))
 
 
 async def soak(configuration: Configuration, asked: argparse.Namespace) -> bool:

@@ -8,8 +8,9 @@ from contextlib import aclosing, asynccontextmanager
 
 from cluster.coordinator.loop import Coordinator
 from cluster.coordinator.metrics import Metrics
-from cluster.core.config import Configuration, load
+from cluster.core.config import Configuration
 from cluster.core.ids import RequestId
+from cluster.core.load_config import load
 from cluster.core.request import BeamParameters, Commit, GenerationRequest, SamplingParameters, StoppingCriteria
 from tests.support.fake_drafters import FakeDrafter, FakeTarget
 

@@ -1,119 +1,46 @@
-"""An independent draft model: a small language model that guesses with the target's own noise.
+"""An independent draft model: a small language model that drafts with the target's own noise.
 
-It ranks tokens as the target would, with the sequence's parameters, seed and position, so that wherever the two
-distributions are alike, so are the tokens.
+It ranks tokens as the target would, with the sequence's parameters, seed and position. Where the two distributions are
+alike, the tokens are alike as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, ClassVar, Literal
 
-from tokenizers import Tokenizer
-from transformers import AutoConfig
+from pydantic import Field
 
-from cluster.core.config import DraftSection, TargetSection
-from cluster.core.errors import ConfigurationError
-from workers.draft.expansion.draft_tree import Guess
+from cluster.core.config import DraftModelSection, DraftSection, TargetSection
+from cluster.core.section import Choice
 from workers.draft.expansion.drafter import GrowingDrafter
-from workers.draft.expansion.expander import Place
+from workers.draft.expansion.settings import ExpansionSettings
 from workers.draft.registry import register
-from workers.forward.loaded_model import LoadedModel
-from workers.forward.runner import ForwardRow, ModelRunner
-from workers.kv.pool import KvPool
-from workers.model.loading import load_model
-from workers.sampling.candidates import candidates
-from workers.sampling.context import DecisionContext
 
 
-class ModelExpander:
-    """Expands nodes by forward passes of a loaded model; `pool` must rewind."""
+class DraftModelSettings(DraftModelSection, ExpansionSettings):
+    """The draft model, and how its trees are expanded."""
 
-    def __init__(self, model: LoadedModel, pool: KvPool, count: int) -> None:
-        self._model = model
-        self._pool = pool
-        self._count = count
-        """Guesses after each node."""
-        self._runner = ModelRunner(model, pool)
+    renamed: ClassVar[dict[str, str]] = {name: name for name in ("mode", "width", "candidates", "lookup", "kv")}
 
-    @property
-    def memory(self) -> KvPool:
-        """See `Expander`."""
-        return self._pool
-
-    @property
-    def max_context_len(self) -> int:
-        """See `Expander`."""
-        return self._model.max_context_len
-
-    @property
-    def vocabulary_size(self) -> int:
-        """See `Expander`."""
-        return self._model.vocabulary_size
-
-    def warm_up(self) -> None:
-        """Pay now for what the first proposals would wait for."""
-        self._runner.warm_up()
-
-    def expand(self, places: Sequence[Place]) -> list[tuple[Guess, ...]]:
-        """See `Expander`."""
-        rows = [
-            ForwardRow(place.table, place.tokens, select=(len(place.tokens) - 1,) if place.is_last else ())
-            for place in places
-        ]
-        logits = self._runner.forward(rows)  # [places that are last, vocabulary]
-        for row in rows:
-            self._runner.commit(row)
-        contexts = [
-            DecisionContext(place.start.sampling, place.table.tokens, place.start.prompt_len)
-            for place in places
-            if place.is_last
-        ]
-        if not contexts:
-            return [()] * len(places)
-        found = iter(candidates(logits, contexts, self._count, self._model.vocabulary))
-        return [
-            tuple((guess.token, guess.probability) for guess in next(found)) if place.is_last else ()
-            for place in places
-        ]
+    candidates: Annotated[int, Field(ge=1, le=16)] = 3
+    """Drafted tokens below each expanded node."""
+    lookup: Choice[Literal["off", "on"]] = "on"
+    """`on` adds to the trees what followed the same tokens earlier in the sequence; these nodes cost no pass."""
 
 
-def check_vocabularies(draft: LoadedModel, draft_directory: Path, target_section: TargetSection) -> None:
-    """Raise `ConfigurationError` unless the draft has as many tokens as the target, or at least its tokenizer.
+@register("model", DraftModelSettings)
+def create_model(settings: DraftModelSettings, draft: DraftSection, target: TargetSection) -> GrowingDrafter:
+    """Create the method `model`: load the weights and warm up.
 
-    Models of one family pad their embeddings differently: sizes may differ where the tokenizers are the same, and
-    the coordinator drops guesses beyond the target's. A target whose directory is not on this machine cannot be
-    looked at, and is not.
+    Raises `ConfigurationError` when the draft's vocabulary is not the target's, and `ModelLoadError`.
     """
-    directory = Path(target_section.path)
-    if not (directory / "config.json").is_file():
-        return
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False).get_text_config()
-    if draft.vocabulary_size != config.vocab_size and not _same_tokenizer(draft_directory, directory):
-        raise ConfigurationError(
-            f"draft.model.path: {draft.name!r} has a vocabulary of {draft.vocabulary_size} tokens and the target "
-            f"{directory.name!r} one of {config.vocab_size}; a draft must share the target's tokenizer"
-        )
+    from workers.draft.expansion.model_expander import ModelExpander, check_vocabularies
+    from workers.kv.pool import KvPool
+    from workers.model.loading import load_model
 
-
-def _same_tokenizer(one: Path, other: Path) -> bool:
-    files = [directory / "tokenizer.json" for directory in (one, other)]
-    if not all(file.is_file() for file in files):
-        return False
-    first, second = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
-    return bool(first == second)
-
-
-@register("model")
-def create_model(section: DraftSection, target_section: TargetSection) -> GrowingDrafter:
-    """The method `model`: loads `section.model`.
-
-    Raises `ConfigurationError` when there is none or its vocabulary is not the target's, `ModelLoadError`.
-    """
-    if section.model is None:
-        raise ConfigurationError("draft.model: method 'model' needs draft.model.path")
-    model = load_model(section.model, shared=Path(target_section.path))
-    check_vocabularies(model, Path(section.model.path), target_section)
-    expander = ModelExpander(model, KvPool(model.kv_spec, section.kv, truncatable=True), section.candidates)
+    model = load_model(settings, shared=Path(target.path))
+    check_vocabularies(model, Path(settings.path), target)
+    expander = ModelExpander(model, KvPool(model.kv_spec, settings.kv, truncatable=True), settings.candidates)
     expander.warm_up()
-    return GrowingDrafter(expander, section)
+    return GrowingDrafter(expander, settings, draft, has_lookup=settings.lookup == "on")

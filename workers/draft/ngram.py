@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import Annotated, ClassVar
+
+from pydantic import Field, model_validator
 
 from cluster.core.config import DraftSection, TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
+from cluster.core.section import PluginSettings
 from cluster.core.tree import TokenTree
 from cluster.core.verification import RowFault
 from workers.draft.registry import register
@@ -17,6 +21,25 @@ from workers.draft.suffix_index import SuffixIndex
 
 LOOKS_PER_CANDIDATE = 8
 """Earlier occurrences of one suffix that are looked at for each candidate wanted: most are alike."""
+
+
+class NgramSettings(PluginSettings):
+    """Prompt lookup."""
+
+    renamed: ClassVar[dict[str, str]] = {"ngram_max": "max", "ngram_min": "min", "ngram_candidates": "candidates"}
+
+    max: Annotated[int, Field(ge=1, le=16)] = 8
+    """Longest suffix that is looked up, in tokens."""
+    min: Annotated[int, Field(ge=1, le=16)] = 2
+    """Shortest suffix that is looked up, in tokens."""
+    candidates: Annotated[int, Field(ge=1, le=16)] = 2
+    """Most earlier occurrences that are merged into one tree."""
+
+    @model_validator(mode="after")
+    def _check(self) -> NgramSettings:
+        if self.min > self.max:
+            raise ValueError(f"min ({self.min}) must be at most max ({self.max})")
+        return self
 
 
 class IndexedSession(Session):
@@ -57,9 +80,11 @@ class IndexedSession(Session):
 class NgramDrafter:
     """Looks every row's last tokens up in that row's own context."""
 
-    def __init__(self, section: DraftSection) -> None:
-        self._section = section
-        self._sessions = Sessions(lambda start: IndexedSession(start, section.ngram_min, section.ngram_max))
+    def __init__(self, settings: NgramSettings, draft: DraftSection) -> None:
+        self._candidates = settings.candidates
+        self._max_nodes = draft.max_nodes
+        self._max_depth = draft.max_depth
+        self._sessions = Sessions(lambda start: IndexedSession(start, settings.min, settings.max))
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
         """See `DraftMethod`."""
@@ -88,15 +113,15 @@ class NgramDrafter:
         return Proposal(row.sequence_id, row.base_len, self._look_up(session, row.budget))
 
     def _look_up(self, session: IndexedSession, budget: DraftBudget) -> TokenTree:
-        max_nodes = min(budget.max_nodes, self._section.max_nodes)
-        max_depth = min(budget.max_depth, self._section.max_depth, max_nodes)
+        max_nodes = min(budget.max_nodes, self._max_nodes)
+        max_depth = min(budget.max_depth, self._max_depth, max_nodes)
         if max_depth == 0:
             return TokenTree()
-        candidates = session.continuations(self._section.ngram_candidates, max_depth)
+        candidates = session.continuations(self._candidates, max_depth)
         return TokenTree.from_candidates(candidates, max_nodes)
 
 
-@register("ngram")
-def create_ngram(section: DraftSection, target_section: TargetSection) -> NgramDrafter:  # noqa: ARG001
-    """The method `ngram`, with the section's `ngram_*` settings."""
-    return NgramDrafter(section)
+@register("ngram", NgramSettings)
+def create_ngram(settings: NgramSettings, draft: DraftSection, target: TargetSection) -> NgramDrafter:  # noqa: ARG001
+    """Create the method `ngram`."""
+    return NgramDrafter(settings, draft)

@@ -1,4 +1,4 @@
-"""No guesses: plain decoding. It remembers nothing, so nothing is ever out of sync."""
+"""Plain decoding: every proposal is an empty tree. The method stores nothing, so nothing is ever out of sync."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from cluster.core.config import DraftSection, TargetSection
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
+from cluster.core.section import PluginSettings
 from workers.draft.registry import register
 
 
@@ -32,7 +33,7 @@ class NoDrafter:
         """Nothing is held."""
 
 
-@register("none")
-def create_none(section: DraftSection, target_section: TargetSection) -> NoDrafter:  # noqa: ARG001
-    """The method `none`; it has no settings."""
+@register("none", PluginSettings)
+def create_none(settings: PluginSettings, draft: DraftSection, target: TargetSection) -> NoDrafter:  # noqa: ARG001
+    """Create the method `none`; it has no settings."""
     return NoDrafter()

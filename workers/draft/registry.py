@@ -1,22 +1,21 @@
-"""What every drafting method is, and the registry of them.
+"""What a drafting method is, and the registry of all methods.
 
-A new method is one file in this package with one `@register(name)` on its factory; nothing else
-names it. `create` imports the package's files, so that they register themselves.
+A method is one file of this package: a settings class and a factory decorated with `@register(name, settings)`.
+`draft.method` selects it, and its settings are the section `draft.<name>`. Files of this package import torch only
+inside their factories: whoever reads the settings alone need not wait for it.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import pkgutil
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-import workers.draft
 from cluster.core.config import DraftSection, TargetSection
 from cluster.core.drafting import DraftRow, Proposal
-from cluster.core.errors import ConfigurationError, shorten
 from cluster.core.ids import SequenceId
+from cluster.core.registry import Registry
+from cluster.core.section import PluginSettings
 
 
 class DraftMethod(Protocol):
@@ -53,49 +52,50 @@ class DraftMethod(Protocol):
         ...
 
 
-Factory = Callable[[DraftSection, TargetSection], DraftMethod]
-FactoryType = TypeVar("FactoryType", bound=Factory)
-
-_factories: dict[str, Factory] = {}
+Factory = Callable[[Any, DraftSection, TargetSection], DraftMethod]
+"""Makes a method from its own settings, the common settings of drafting, and the target's settings."""
 
 
-def register(name: str) -> Callable[[FactoryType], FactoryType]:
-    """Make a factory known under `name`. Raises `ValueError` when the name is taken."""
+@dataclass(frozen=True, slots=True)
+class MethodPlugin:
+    """A registered drafting method."""
 
-    def add(factory: FactoryType) -> FactoryType:
-        if name in _factories:
-            raise ValueError(f"drafting method {name!r} is registered twice")
-        _factories[name] = factory
-        return factory
+    settings: type[PluginSettings]
+    """Class of the section `draft.<name>`. One that derives from `DraftModelSection` loads a model."""
+    create: Factory
+    target_settings: Callable[[Any], Mapping[str, Any]] | None = None
+    """Computes the settings of `target`, by dotted key, that the method needs; only a lossy method needs any."""
+
+
+METHODS: Registry[MethodPlugin] = Registry("draft.method", "workers.draft")
+
+SettingsType = TypeVar("SettingsType", bound=PluginSettings)
+MethodType = TypeVar("MethodType", bound=DraftMethod)
+
+
+def register(
+    name: str,
+    settings: type[SettingsType],
+    target_settings: Callable[[SettingsType], Mapping[str, Any]] | None = None,
+) -> Callable[
+    [Callable[[SettingsType, DraftSection, TargetSection], MethodType]],
+    Callable[[SettingsType, DraftSection, TargetSection], MethodType],
+]:
+    """Make the decorated factory known as `name`. Raises `ValueError` when the name is taken."""
+
+    def add(
+        create: Callable[[SettingsType, DraftSection, TargetSection], MethodType],
+    ) -> Callable[[SettingsType, DraftSection, TargetSection], MethodType]:
+        METHODS.register(name, MethodPlugin(settings, create, target_settings))
+        return create
 
     return add
 
 
-def names() -> tuple[str, ...]:
-    """The registered methods, sorted."""
-    for file in _files():
-        importlib.import_module(f"workers.draft.{file}")
-    return tuple(sorted(_factories))
-
-
-def _files() -> tuple[str, ...]:
-    return tuple(module.name for module in pkgutil.iter_modules(workers.draft.__path__))
-
-
-def create(name: str, section: DraftSection, target_section: TargetSection) -> DraftMethod:
-    """Make the method; slow where it loads weights.
+def create(draft: DraftSection, target: TargetSection) -> DraftMethod:
+    """Create the method that `draft.method` selects. This is slow where it loads weights.
 
     Raises `ConfigurationError` for an unknown name, and whatever the factory raises.
     """
-    if name in _files():
-        # A method lives in the file of its name: one that only looks up need not load what the others compute with.
-        importlib.import_module(f"workers.draft.{name}")
-    if name not in _factories:
-        known = names()
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise ConfigurationError(
-                f"draft.method: {shorten(name)} is unknown; it must be one of {', '.join(known)} "
-                f"(the nearest is {nearest})"
-            )
-    return _factories[name](section, target_section)
+    plugin = METHODS.get(draft.method)
+    return plugin.create(draft.settings(draft.method, plugin.settings), draft, target)

@@ -9,21 +9,35 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
-from transformers import AutoConfig
+from pydantic import Field
 
 from cluster.core.config import DraftSection, TargetSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.kv import KvLayout
+from cluster.core.section import Rate
 from workers.draft.expansion.calibration import Calibration
 from workers.draft.expansion.draft_tree import Guess
 from workers.draft.expansion.drafter import GrowingDrafter
 from workers.draft.expansion.expander import Place
+from workers.draft.expansion.settings import ExpansionSettings
 from workers.draft.registry import register
 from workers.kv.allocator import BlockAllocator
 from workers.sampling.accept import synthetic_token
 
 _LONGEST = 1 << 30
+
+
+class SyntheticSettings(ExpansionSettings):
+    """NOT LOSSLESS: drafts whose acceptance rate and cost are set instead of found."""
+
+    renamed: ClassVar[dict[str, str]] = {"synthetic_acceptance": "acceptance", "synthetic_seconds": "seconds"}
+
+    acceptance: Annotated[tuple[Rate, ...], Field(min_length=1, max_length=64)] = (0.8,)
+    """Probability that a drafted token is accepted, by depth from 1; the last value holds for all deeper tokens."""
+    seconds: Annotated[float, Field(ge=0, le=10)] = 0.001
+    """Time of one forward pass of the drafter, in seconds."""
 
 
 class SyntheticExpander:
@@ -70,16 +84,22 @@ class SyntheticExpander:
         return found
 
 
-@register("synthetic")
-def create_synthetic(section: DraftSection, target_section: TargetSection) -> GrowingDrafter:
-    """The method `synthetic`, with the section's `synthetic_*` settings.
+def _target_settings(settings: SyntheticSettings) -> dict[str, Any]:
+    """The target, not the drafter, accepts by chance."""
+    return {"acceptance": "synthetic", "acceptance_rates": settings.acceptance}
+
+
+@register("synthetic", SyntheticSettings, target_settings=_target_settings)
+def create_synthetic(settings: SyntheticSettings, draft: DraftSection, target: TargetSection) -> GrowingDrafter:
+    """Create the method `synthetic`.
 
     Raises `ConfigurationError` when the target's configuration is not on this machine.
     """
-    directory = Path(target_section.path)
+    from transformers import AutoConfig
+
+    directory = Path(target.path)
     if not (directory / "config.json").is_file():
         raise ConfigurationError(f"target.path: {str(directory)!r} must hold the config.json of the target")
     vocabulary_size = AutoConfig.from_pretrained(directory, trust_remote_code=False).get_text_config().vocab_size
-    expander = SyntheticExpander(section.synthetic_acceptance, section.synthetic_seconds, vocabulary_size)
-    section = section.model_copy(update={"lookup": "off"})  # no text of its ever comes again
-    return GrowingDrafter(expander, section, calibration=Calibration(trust=1.0))
+    expander = SyntheticExpander(settings.acceptance, settings.seconds, vocabulary_size)
+    return GrowingDrafter(expander, settings, draft, calibration=Calibration(trust=1.0))

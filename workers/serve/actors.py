@@ -18,10 +18,10 @@ import ray
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.core.config import DraftSection, TargetSection
 from cluster.core.errors import TargetUnavailable
 from cluster.wire.address import socket_family
 from workers.draft.registry import DraftMethod, create
+from workers.serve.configuration import load_configuration
 from workers.serve.target_servicer import StepEngine
 from workers.serve.worker_server import WorkerHost, host_draft, host_target, set_log_level
 
@@ -44,7 +44,7 @@ class WorkerRank:
         from workers.verify.build import build_engine
         from workers.verify.group import join_group, leave_group, run_worker_rank
 
-        target = TargetSection.model_validate(section)
+        target = load_configuration({"target": section}).target
         set_threads(threads)
         join_group(target, rank, address, port)
         try:
@@ -57,7 +57,7 @@ class TargetReplica:
     """The driver rank: starts the worker ranks, loads its own part, serves `TargetService` at an address of its own."""
 
     def __init__(self, section: Mapping[str, Any], threads: int, address: str | None) -> None:
-        self._section = TargetSection.model_validate(section)
+        self._section = load_configuration({"target": section}).target
         self._threads = threads
         self._address = address or node_address()
         self._worker_ranks: dict[asyncio.Future[None], int] = {}
@@ -149,8 +149,7 @@ class DraftReplica:
     def __init__(
         self, section: Mapping[str, Any], target_section: Mapping[str, Any], threads: int, address: str | None
     ) -> None:
-        self._section = DraftSection.model_validate(section)
-        self._target_section = TargetSection.model_validate(target_section)
+        self._configuration = load_configuration({"draft": section, "target": target_section})
         self._threads = threads
         self._address = address or node_address()
         self._host: WorkerHost | None = None
@@ -178,9 +177,9 @@ class DraftReplica:
             await self._host.stop()
 
     def _load(self) -> DraftMethod:
-        if self._section.model is not None:
+        if self._configuration.draft.weights is not None:
             set_threads(self._threads)
-        return create(self._section.method, self._section, self._target_section)
+        return create(self._configuration.draft, self._configuration.target)
 
 
 def set_threads(threads: int) -> None:

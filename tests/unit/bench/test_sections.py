@@ -25,7 +25,7 @@ from workers.serve.worker_server import host_draft
 
 async def test_agreement_is_of_first_guesses_with_the_text_itself() -> None:
     """Prompt lookup knows a text that repeats itself, and nothing else."""
-    method = create("ngram", DraftSection(), TargetSection())
+    method = create(DraftSection(method="ngram"), TargetSection())
     prompt, text = (5, 6, 7, 8, 5, 6), (7, 8, 5, 6, 9, 9)
     async with host_draft("127.0.0.1", method) as host:
         found = await agreement(host.address, [prompt, (3,)], [text, (4,)])
@@ -55,7 +55,7 @@ def spec_bench_options(tmp_path_factory: pytest.TempPathFactory) -> Options:
     tiny.save(target, tiny.llama(vocab_size=320))
     draft = tiny.blur(target, tmp_path_factory.mktemp("draft"), noise=0.05)
     prompts = write_prompts(tmp_path_factory.mktemp("prompts") / "spec.jsonl", ("qa", "hello"), ("rag", "fish swim"))
-    wishes = (f"target.path={target}", "target.kv.pool_bytes=4194304", "draft.kv.pool_bytes=4194304")
+    wishes = (f"target.path={target}", "target.kv.pool_bytes=4194304", "draft.model.kv.pool_bytes=4194304")
     assigned = [part for wish in wishes for part in ("--set", wish)]
     return options.parse(SECTIONS, ["--quick", "--prompts", str(prompts), "--draft", str(draft), *assigned])[1]
 

@@ -12,6 +12,7 @@ from tests.bench import options
 from tests.bench.__main__ import SECTIONS
 from tests.bench.tasks import CONVERSATION, read_tasks
 from tests.support import tiny
+from workers.draft.synthetic import SyntheticSettings
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +55,11 @@ def test_prompts_that_cannot_be_read_are_told_by_file_and_line(tmp_path: Path, t
 
 
 def test_what_is_asked_for_is_stronger_than_what_a_section_wants(directory: Path) -> None:
-    wished = [f"target.path={directory}", "draft.mode=serial"]
+    wished = [f"target.path={directory}", "draft.synthetic.mode=serial"]
     _, asked = options.parse(SECTIONS, ["overlap", *(part for wish in wished for part in ("--set", wish))])
-    configuration = asked.based_on("draft.mode=run_ahead", "draft.method=synthetic")
-    assert (configuration.draft.mode, configuration.draft.method) == ("serial", "synthetic")
+    configuration = asked.based_on("draft.synthetic.mode=run_ahead", "draft.method=synthetic")
+    assert configuration.draft.settings("synthetic", SyntheticSettings).mode == "serial"
+    assert configuration.draft.method == "synthetic"
 
 
 def test_sections_are_chosen_by_name() -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
-from pydantic import ValidationError
+import pickle
+from collections.abc import Iterator
+from typing import get_args
 
-from cluster.core.config import Configuration, Section, known_keys, load
+import pytest
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from cluster.core.config import Configuration
 from cluster.core.errors import ConfigurationError
+from cluster.core.load_config import known_keys, load
+from workers.draft.ngram import NgramSettings
+from workers.serve.configuration import PLUGINS
 
 
 def refusal(values: dict[str, object], overrides: dict[str, object] | None = None) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        load(values, overrides)
+        load(values, overrides, PLUGINS)
     return str(caught.value)
 
 
@@ -32,7 +40,7 @@ def test_values_are_taken_and_the_rest_stays_as_it_is() -> None:
         ({"draft": {"max_node": 4}}, "draft.max_node", "draft.max_nodes"),
         ({"target": {"kv": {"blocksize": 4}}}, "target.kv.blocksize", "target.kv.block_size"),
         ({"log_levle": "info"}, "log_levle", "log_level"),
-        ({"draft": {"kv": {"host_bytes": 1}}}, "draft.kv.host_bytes", "draft.kv.pool_bytes"),
+        ({"draft": {"model": {"kv": {"host_bytes": 1}}}}, "draft.model.kv.host_bytes", "draft.model.kv.pool_bytes"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_named(values: dict[str, object], key: str, nearest: str) -> None:
@@ -69,9 +77,10 @@ def test_overrides_win_over_the_file_and_leave_it_untouched() -> None:
 
 
 def test_an_override_can_make_a_section_that_the_file_lacks() -> None:
-    configuration = load({"draft": {"model": None}}, {"draft.model.path": "somewhere", "draft.method": "model"})
-    assert configuration.draft.model is not None
-    assert configuration.draft.model.path == "somewhere"
+    overrides = {"draft.model.path": "somewhere", "draft.method": "model"}
+    configuration = load({"draft": {"model": None}}, overrides, PLUGINS)
+    assert configuration.draft.weights is not None
+    assert configuration.draft.weights.path == "somewhere"
 
 
 def test_an_override_below_a_plain_value_is_refused() -> None:
@@ -83,9 +92,10 @@ def test_an_override_with_an_unknown_key_is_refused_with_the_nearest_named() -> 
 
 
 def test_values_at_odds_with_one_another_are_refused() -> None:
-    message = refusal({"draft": {"ngram_min": 5, "ngram_max": 2}})
-    assert message == "draft: ngram_min (5) must be at most ngram_max (2)"
-    assert "draft.model.path" in refusal({"draft": {"method": "model"}})
+    message = refusal({"draft": {"ngram": {"min": 5, "max": 2}}})
+    assert message == "draft.ngram: min (5) must be at most max (2)"
+    message = refusal({"draft": {"method": "model"}})
+    assert message.startswith("draft.model: path must be set to a draft with the target's tokenizer")
     assert "prefix_cache (False) must be true" in refusal({"target": {"kv": {"prefix_cache": False, "host_bytes": 1}}})
 
 
@@ -103,15 +113,89 @@ def test_a_configuration_cannot_be_changed() -> None:
         Configuration().log_level = "debug"  # type: ignore[misc]
 
 
+def test_a_plugins_settings_are_typed_and_have_their_defaults() -> None:
+    configuration = load({"draft": {"ngram": {"max": 3}}}, {}, PLUGINS)
+    assert configuration.draft.settings("ngram", NgramSettings) == NgramSettings(max=3)
+    assert load({}, {}, PLUGINS).draft.settings("ngram", NgramSettings) == NgramSettings()
+    assert Configuration().draft.settings("ngram", NgramSettings) == NgramSettings()
+
+
+def test_a_configuration_with_plugins_passes_between_processes() -> None:
+    overrides = {"draft.ngram.max": 3, "draft.method": "model", "draft.model.path": "somewhere"}
+    configuration = load({}, overrides, PLUGINS)
+    assert load(configuration.model_dump(mode="json"), {}, PLUGINS) == configuration
+    assert pickle.loads(pickle.dumps(configuration)) == configuration  # noqa: S301 - what was just written
+
+
+def test_only_a_selected_method_has_weights() -> None:
+    chosen = {"draft.method": "model", "draft.model.path": "somewhere"}
+    assert load({}, chosen, PLUGINS).draft.weights is not None
+    assert load({}, chosen | {"draft.method": "ngram"}, PLUGINS).draft.weights is None
+
+
+def test_a_section_of_a_plugin_that_is_not_registered_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"^draft\.ngram: unknown key"):
+        load({"draft": {"ngram": {"max": 3}}})
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("ngram_max", "ngram.max"),
+        ("ngram_min", "ngram.min"),
+        ("ngram_candidates", "ngram.candidates"),
+        ("mode", "model.mode"),
+        ("width", "model.width"),
+        ("candidates", "model.candidates"),
+        ("lookup", "model.lookup"),
+        ("kv", "model.kv"),
+        ("synthetic_acceptance", "synthetic.acceptance"),
+        ("synthetic_seconds", "synthetic.seconds"),
+    ],
+)
+def test_a_key_of_an_earlier_version_is_refused_with_its_new_name(old: str, new: str) -> None:
+    assert refusal({"draft": {old: 1}}) == f"draft.{old}: unknown key; it is now draft.{new}"
+    assert f"draft.{new.removesuffix('.kv')}" in " ".join(known_keys(PLUGINS))
+
+
+def fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in section.model_fields.items():
+        yield f"{prefix}{name}", field
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from fields(field.annotation, f"{prefix}{name}.")
+
+
+def all_fields() -> dict[str, FieldInfo]:
+    found = dict(fields(Configuration))
+    for registry in PLUGINS:
+        for name, plugin in registry.items():
+            found |= dict(fields(plugin.settings, f"{registry.section}.{name}."))
+    return found
+
+
+SWITCHES = {
+    key: set(get_args(field.annotation))
+    for key, field in all_fields().items()
+    if {"on", "off"} & set(get_args(field.annotation))
+}
+
+
+@pytest.mark.parametrize("key", SWITCHES)
+def test_every_choice_among_on_and_off_takes_the_booleans_of_yaml(key: str) -> None:
+    for word, truth in (("on", True), ("off", False)):
+        if word in SWITCHES[key]:
+            assert load({}, {key: truth}, PLUGINS) == load({}, {key: word}, PLUGINS)
+        else:
+            assert refusal({}, {key: truth}).startswith(f"{key}: {word!r} is refused; input should be ")
+
+
+def test_the_kernels_can_be_switched_off() -> None:
+    assert "target.native" in SWITCHES
+    assert load({}, {"target.native": False}).target.native == "off"
+
+
 def test_every_key_is_known_and_described() -> None:
-    keys = known_keys()
-    assert {"target.path", "draft.model.path", "target.kv.pool_bytes", "log_level"} <= set(keys)
+    keys = known_keys(PLUGINS)
+    assert {"target.path", "draft.model.path", "draft.ngram.max", "target.kv.pool_bytes", "log_level"} <= set(keys)
     assert len(keys) == len(set(keys))
-    sections: list[type[Section]] = [Configuration, *Section.__subclasses__()]
-    undescribed = [
-        f"{section.__name__}.{name}"
-        for section in sections
-        for name, field in section.model_fields.items()
-        if not field.description
-    ]
-    assert undescribed == []
+    assert [key for key, field in all_fields().items() if not field.description] == []

@@ -13,6 +13,7 @@ from cluster.core.errors import ConfigurationError
 from cluster.ingress.openai.requests import ChatRequest, parse
 from deploy import cli, settings
 from deploy.commands.serve import usage_examples
+from deploy.placement import Resources
 from pilotfish.v1 import generation_pb2
 
 
@@ -118,6 +119,19 @@ class TestCommands:
 
         assert run(monkeypatch, "plan", *arguments) == 0
         assert "would not start: GPUs: needed 64" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(("method", "gpus"), [("model", 5), ("ngram", 4), ("none", 4)])
+    def test_only_a_method_that_loads_a_model_claims_a_gpu(
+        self, method: str, gpus: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        node = Resources(cpus=64, gpus=8, memory_bytes=1 << 40, gpu_memory_bytes=1 << 37)
+        monkeypatch.setattr("deploy.machine.local_resources", lambda: node)
+
+        assert run(monkeypatch, "plan", "--config", "gpu", "--set", f"draft.method={method}") == 0
+
+        printed = capsys.readouterr().out
+        assert printed.count("cuda") == gpus
+        assert ("Llama-3.2" in "".join(printed.split())) == (method == "model")
 
     @pytest.mark.parametrize("command", ["plan", "serve", "demo", "prepare"])
     def test_a_bad_setting_is_one_line_and_exit_code_2(

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config import load
+from cluster.core.config import Configuration
 from cluster.core.errors import ModelLoadError
 from deploy import models
+from workers.serve.configuration import load_configuration
 
 
 def model_directory(path: Path) -> Path:
@@ -18,23 +19,28 @@ def model_directory(path: Path) -> Path:
     return path
 
 
+def drafted(target: Path, draft: str) -> Configuration:
+    overrides = {"target.path": str(target), "draft.method": "model", "draft.model.path": draft}
+    return load_configuration({}, overrides)
+
+
 def test_directories_are_written_into_the_configuration(tmp_path: Path) -> None:
     target, draft = model_directory(tmp_path / "target"), model_directory(tmp_path / "draft")
-    written = load({}, {"target.path": str(target), "draft.method": "model", "draft.model.path": str(draft)})
+    written = drafted(target, str(draft))
 
     found = models.resolve_models(written, tmp_path, lambda _: None)
 
     assert (found.target, found.draft) == (target, draft)
     assert found.configuration.target.served_name == "target"
-    assert found.configuration.draft.model is not None
-    assert found.configuration.draft.model.path == str(draft)
-    assert found.configuration.draft.model.compile_directory == str(tmp_path / models.COMPILED)
+    assert found.configuration.draft.weights is not None
+    assert found.configuration.draft.weights.path == str(draft)
+    assert found.configuration.draft.weights.compile_directory == str(tmp_path / models.COMPILED)
 
 
 def test_a_draft_that_comes_with_pilotfish_is_known_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "__file__", str(tmp_path / "models.py"))
     target, draft = model_directory(tmp_path / "t"), model_directory(tmp_path / "drafts" / "smollm2-135m-instruct")
-    written = load({}, {"target.path": str(target), "draft.method": "model", "draft.model.path": "smollm2-135m-draft"})
+    written = drafted(target, "smollm2-135m-draft")
 
     assert models.resolve_models(written, tmp_path, lambda _: None).draft == draft
 
@@ -42,7 +48,18 @@ def test_a_draft_that_comes_with_pilotfish_is_known_by_name(tmp_path: Path, monk
 def test_a_draft_whose_files_are_missing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "__file__", str(tmp_path / "models.py"))
     target = model_directory(tmp_path / "t")
-    written = load({}, {"target.path": str(target), "draft.method": "model", "draft.model.path": "smollm2-135m-draft"})
+    written = drafted(target, "smollm2-135m-draft")
 
     with pytest.raises(ModelLoadError, match="'smollm2-135m-draft': its files are not in"):
         models.resolve_models(written, tmp_path, lambda _: None)
+
+
+def test_a_draft_model_that_the_method_does_not_load_is_not_looked_for(tmp_path: Path) -> None:
+    target = model_directory(tmp_path / "target")
+    overrides = {"target.path": str(target), "draft.model.path": str(tmp_path / "absent"), "draft.method": "ngram"}
+    looked: list[str] = []
+
+    found = models.resolve_models(load_configuration({}, overrides), tmp_path, looked.append)
+
+    assert found.draft is None
+    assert not any("absent" in line for line in looked)

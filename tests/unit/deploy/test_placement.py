@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.core.config import Configuration, load
+from cluster.core.config import Configuration
 from deploy.placement import Bundle, Resources, RolePlacement, plan
+from workers.serve.configuration import load_configuration
 
 LAPTOP = Resources(cpus=2, gpus=0, memory_bytes=8 << 30)
 SERVER = Resources(cpus=64, gpus=0, memory_bytes=256 << 30)
@@ -15,7 +16,7 @@ DRAFT_MODEL = {"draft.method": "model", "draft.model.path": "somewhere"}
 
 
 def configured(**changes: object) -> Configuration:
-    return load({}, {key.replace("__", "."): value for key, value in changes.items()})
+    return load_configuration({}, {key.replace("__", "."): value for key, value in changes.items()})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -24,7 +25,7 @@ def configured(**changes: object) -> Configuration:
 def test_every_cpu_placement_fits_the_machine(resources: Resources, with_draft_model: bool, ranks: int) -> None:
     overrides = {"target.tensor_parallel": ranks} | (DRAFT_MODEL if with_draft_model else {})
 
-    placement = plan(load({}, overrides), resources)
+    placement = plan(load_configuration({}, overrides), resources)
 
     assert placement.cpus <= resources.cpus
     assert placement.gpus == 0
@@ -50,20 +51,20 @@ def test_a_rank_has_a_thread_even_where_cores_are_fewer_than_ranks() -> None:
 def test_a_target_computes_with_all_cores_beside_a_draft_model_and_the_draft_model_shares_them(
     resources: Resources,
 ) -> None:
-    placement = plan(load({}, DRAFT_MODEL), resources)
+    placement = plan(load_configuration({}, DRAFT_MODEL), resources)
 
     assert placement.target.threads == resources.cpus
     assert placement.draft.threads == resources.cpus
 
 
 def test_configured_threads_are_taken_as_they_are() -> None:
-    placement = plan(load({}, DRAFT_MODEL | {"target.threads": 5, "draft.threads": 4}), LAPTOP)
+    placement = plan(load_configuration({}, DRAFT_MODEL | {"target.threads": 5, "draft.threads": 4}), LAPTOP)
 
     assert (placement.target.threads, placement.draft.threads) == (5, 4)
 
 
 def test_ranks_take_a_gpu_each_and_the_draft_another() -> None:
-    placement = plan(load({}, DRAFT_MODEL | {"target.tensor_parallel": 4}), GPU_NODE)
+    placement = plan(load_configuration({}, DRAFT_MODEL | {"target.tensor_parallel": 4}), GPU_NODE)
 
     assert placement.target == RolePlacement("target", "cuda", (Bundle(1.0, 1),) * 4, threads=1)
     assert placement.draft == RolePlacement("draft", "cuda", (Bundle(1.0, 1),), threads=1)
@@ -78,7 +79,7 @@ def test_a_lookup_drafter_takes_no_gpu() -> None:
 
 
 def test_a_draft_model_computes_on_cores_when_the_target_has_the_last_gpu() -> None:
-    placement = plan(load({}, DRAFT_MODEL | {"target.tensor_parallel": 8}), GPU_NODE)
+    placement = plan(load_configuration({}, DRAFT_MODEL | {"target.tensor_parallel": 8}), GPU_NODE)
 
     assert (placement.target.device, placement.draft.device) == ("cuda", "cpu")
     assert placement.draft.threads == 95
@@ -87,7 +88,8 @@ def test_a_draft_model_computes_on_cores_when_the_target_has_the_last_gpu() -> N
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("with_draft_model", [False, True])
 def test_each_of_several_drafters_has_its_share(replicas: int, with_draft_model: bool) -> None:
-    placement = plan(load({}, {"draft.replicas": replicas} | (DRAFT_MODEL if with_draft_model else {})), SERVER)
+    overrides = {"draft.replicas": replicas} | (DRAFT_MODEL if with_draft_model else {})
+    placement = plan(load_configuration({}, overrides), SERVER)
 
     assert len(placement.draft.bundles) == replicas
     assert placement.cpus <= SERVER.cpus
@@ -97,7 +99,7 @@ def test_each_of_several_drafters_has_its_share(replicas: int, with_draft_model:
 @pytest.mark.parametrize(("ranks", "device"), [(6, "cuda"), (7, "cpu")])
 def test_several_drafters_have_a_gpu_each_or_none(ranks: int, device: str) -> None:
     overrides = {"draft.replicas": 2, "target.tensor_parallel": ranks}
-    placement = plan(load({}, DRAFT_MODEL | overrides), GPU_NODE)
+    placement = plan(load_configuration({}, DRAFT_MODEL | overrides), GPU_NODE)
 
     assert placement.draft.device == device
     assert placement.gpus == (8 if device == "cuda" else 7)

@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cluster.core.config import ServerSection, load
+from cluster.core.config import ServerSection
 from cluster.core.errors import ConfigurationError
 from deploy import preflight
 from deploy.machine import free_memory_limit, usable_cores
 from deploy.placement import Resources, plan
 from workers.model.draft_card import DraftCard
+from workers.serve.configuration import load_configuration
 
 LAPTOP = Resources(cpus=2, gpus=0, memory_bytes=8 << 30)
 TOKENS = {"a": 0, "b": 1, "c": 2}
@@ -43,7 +44,7 @@ def only(problems: Iterator[preflight.Problem]) -> str:
 
 
 def test_missing_gpus_are_counted_by_role() -> None:
-    configuration = load({}, {"target.device": "cuda", "target.tensor_parallel": 2})
+    configuration = load_configuration({}, {"target.device": "cuda", "target.tensor_parallel": 2})
 
     line = only(preflight.capacity_problems(plan(configuration, LAPTOP), Resources(4, 1, 8 << 30)))
 
@@ -51,17 +52,18 @@ def test_missing_gpus_are_counted_by_role() -> None:
 
 
 def test_missing_cores_are_told() -> None:
-    configuration = load({}, {"target.device": "cuda", "target.tensor_parallel": 4})
+    configuration = load_configuration({}, {"target.device": "cuda", "target.tensor_parallel": 4})
     small = Resources(cpus=2, gpus=4, memory_bytes=8 << 30)
 
     assert "CPU cores: needed 4.3, found 2" in only(preflight.capacity_problems(plan(configuration, small), small))
 
 
-def test_an_unknown_drafting_method_is_told_the_nearest() -> None:
-    line = only(preflight.method_problems(load({}, {"draft.method": "ngrams"}).draft))
+def test_an_unknown_drafting_method_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_configuration({}, {"draft.method": "ngrams"})
 
-    assert line.startswith("draft.method: needed one of ")
-    assert line.endswith("found 'ngrams'; did you mean ngram?")
+    assert str(caught.value).startswith("draft.method: 'ngrams' is unknown; it must be one of ")
+    assert str(caught.value).endswith("(the nearest is ngram)")
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -115,13 +117,13 @@ def test_a_model_without_grouped_heads_divides_by_its_heads(tmp_path: Path) -> N
 def test_a_draft_with_the_same_tokens_is_no_problem(tmp_path: Path) -> None:
     target, draft = model_directory(tmp_path / "t"), model_directory(tmp_path / "d", heads=2, kv_heads=1)
 
-    assert not list(preflight.vocabulary_problems(target, draft))
+    assert not list(preflight.vocabulary_problems(target, draft, "draft.model.path"))
 
 
 def test_a_draft_that_numbers_tokens_otherwise_is_refused(tmp_path: Path) -> None:
     target, draft = model_directory(tmp_path / "t"), model_directory(tmp_path / "d", tokens={"a": 0, "b": 2, "c": 1})
 
-    line = only(preflight.vocabulary_problems(target, draft))
+    line = only(preflight.vocabulary_problems(target, draft, "draft.model.path"))
 
     assert line.startswith("draft.model.path: needed the target's vocabulary of 3 tokens, found 3 tokens, 2 of")
 
@@ -130,7 +132,7 @@ def test_without_tokenizers_the_sizes_of_the_vocabularies_decide(tmp_path: Path)
     target, draft = model_directory(tmp_path / "t"), model_directory(tmp_path / "d", tokens={"a": 0})
     (draft / "tokenizer.json").unlink()
 
-    assert "needed 3 tokens, found 1 tokens" in only(preflight.vocabulary_problems(target, draft))
+    assert "needed 3 tokens, found 1 tokens" in only(preflight.vocabulary_problems(target, draft, "draft.model.path"))
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
@@ -151,7 +153,7 @@ def test_a_distilled_draft_is_weighed_with_what_it_takes_of_its_target(
 def test_a_distilled_draft_is_no_target(tmp_path: Path) -> None:
     draft = model_directory(tmp_path / "d")
     DraftCard("t", 3, 4, (0,), None).write(draft)
-    configuration = load({}, {})
+    configuration = load_configuration({}, {})
 
     line = only(preflight.model_problems(configuration, plan(configuration, LAPTOP), LAPTOP, draft, None))
 
@@ -160,7 +162,7 @@ def test_a_distilled_draft_is_no_target(tmp_path: Path) -> None:
 
 def test_weights_and_pools_beyond_the_memory_are_refused(tmp_path: Path) -> None:
     directory = model_directory(tmp_path / "m")
-    configuration = load({}, {"target.kv.pool_bytes": 3 << 30, "target.tensor_parallel": 3})
+    configuration = load_configuration({}, {"target.kv.pool_bytes": 3 << 30, "target.tensor_parallel": 3})
 
     line = only(preflight.memory_problems(configuration, plan(configuration, LAPTOP), LAPTOP, directory, None))
 
@@ -169,7 +171,7 @@ def test_weights_and_pools_beyond_the_memory_are_refused(tmp_path: Path) -> None
 
 def test_what_fits_is_no_problem(tmp_path: Path) -> None:
     directory = model_directory(tmp_path / "m")
-    configuration = load({}, {"target.kv.pool_bytes": 1 << 30})
+    configuration = load_configuration({}, {"target.kv.pool_bytes": 1 << 30})
 
     assert not list(preflight.model_problems(configuration, plan(configuration, LAPTOP), LAPTOP, directory, None))
 

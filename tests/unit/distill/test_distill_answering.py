@@ -9,7 +9,7 @@ from typing import Self
 
 import pytest
 
-from cluster.core.config import Configuration, load
+from cluster.core.config import Configuration
 from cluster.core.errors import ConfigurationError, InvalidRequest, NotReady, PilotfishError
 from cluster.ingress.text.chat_template import Message
 from cluster.ingress.text.tokenizer import Tokenizer
@@ -19,6 +19,7 @@ from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support import tiny_tokenizer
 from workers.distill.answers import Answer, AnswerFile, read_answers
 from workers.distill.prompts import Prompt, Task, schedule
+from workers.serve.configuration import load_configuration
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 ANSWER = (70, 71, 72)
@@ -76,7 +77,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def configuration(directory: Path) -> Configuration:
-    return load({}, {"target.path": str(directory), "scheduler.max_sequences": 2})
+    return load_configuration({}, {"target.path": str(directory), "scheduler.max_sequences": 2})
 
 
 async def ask(
@@ -139,7 +140,7 @@ async def test_a_template_that_changes_what_users_say_cannot_be_written_into(
     (loud / "chat_template.jinja").write_text(TEMPLATE.replace("message['content']", "message['content'] | upper"))
 
     with pytest.raises(ConfigurationError, match="the chat template changes what the user says"):
-        await ask(load({}, {"target.path": str(loud)}), [task()], tmp_path / "a.jsonl")
+        await ask(load_configuration({}, {"target.path": str(loud)}), [task()], tmp_path / "a.jsonl")
 
 
 async def test_what_the_target_thought_is_kept_of_answers_to_train_on(

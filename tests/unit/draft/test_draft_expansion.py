@@ -17,6 +17,7 @@ from tests.support.fake_expander import SURE, FakeExpander, continued, ranked
 from workers.draft.expansion.draft_tree import Guess
 from workers.draft.expansion.drafter import GrowingDrafter
 from workers.draft.expansion.expander import Place
+from workers.draft.expansion.settings import ExpansionSettings
 
 PROMPT = (1, 2, 3, 4, 5)
 GREEDY = SamplingParameters(temperature=0.0)
@@ -39,8 +40,8 @@ class Swimmer:
     ) -> None:
         self.expander = FakeExpander(blocks, max_context_len, sure)
         self.now = 0.0
-        section = DraftSection(method="none", mode=mode, max_nodes=16, max_depth=8, lookup=lookup, **changes)
-        self.drafter = GrowingDrafter(self.expander, section, clock=lambda: self.now)
+        settings, draft = ExpansionSettings(mode=mode, **changes), DraftSection(max_nodes=16, max_depth=8)
+        self.drafter = GrowingDrafter(self.expander, settings, draft, has_lookup=lookup == "on", clock=lambda: self.now)
         self.tokens: dict[str, list[int]] = {}
 
     def ask(self, name: str = "a", *committed: int, budget: DraftBudget = BUDGET) -> Proposal:

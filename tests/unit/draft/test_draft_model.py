@@ -22,13 +22,15 @@ from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
 from cluster.core.verification import RowFaultCode
 from tests.support import tiny, tiny_tokenizer
 from workers.draft.expansion.drafter import GrowingDrafter
-from workers.draft.model import ModelExpander
+from workers.draft.expansion.model_expander import ModelExpander
+from workers.draft.expansion.settings import ExpansionSettings
 from workers.draft.registry import create
 from workers.forward.loaded_model import LoadedModel
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.sampling.context import DecisionContext
 from workers.sampling.decide import decide
+from workers.serve.configuration import load_configuration
 
 GREEDY = SamplingParameters(temperature=0.0)
 SAMPLED = SamplingParameters(temperature=0.9, top_p=0.95, seed=7)
@@ -89,11 +91,11 @@ class Bench:
         mode: Mode = "serial",
     ) -> None:
         self.pool = KvPool(loaded.kv_spec, KvSection(block_size=BLOCK), blocks=blocks, truncatable=True)
-        section = DraftSection(
-            method="none", max_nodes=16, max_depth=16, candidates=candidates, mode=mode, lookup="off"
-        )
+        settings, draft = ExpansionSettings(mode=mode), DraftSection(max_nodes=16, max_depth=16)
         self.expander = ModelExpander(loaded, self.pool, candidates)
-        self.drafter = GrowingDrafter(self.expander, section, most_forward_tokens, clock=lambda: 0.0)
+        self.drafter = GrowingDrafter(
+            self.expander, settings, draft, most_forward_tokens=most_forward_tokens, clock=lambda: 0.0
+        )
         self.widths: list[list[int]] = []
         """Tokens of each row in each forward pass."""
         runner = self.expander._runner
@@ -408,27 +410,28 @@ def test_whatever_was_accepted_rejected_rewound_or_pushed_out_every_guess_is_the
     assert bench.blocks_held == 0
 
 
+def drafted_by(directory: Path, **settings: object) -> DraftSection:
+    model = {"path": str(directory), "device": "cpu"} | settings
+    return load_configuration({"draft": {"method": "model", "model": model}}).draft
+
+
 def test_a_draft_that_only_pads_its_embeddings_differently_is_taken(tmp_path: Path) -> None:
     target = tiny.save(tmp_path / "target", tiny.llama(vocab_size=320))
     draft = tiny.save(tmp_path / "draft", tiny.llama(vocab_size=352), seed=1)
     for directory in (target, draft):
         tiny_tokenizer.byte_level(directory)
-    section = DraftSection(method="model", model=ModelSection(path=str(draft), device="cpu"))
-    create("model", section, TargetSection(path=str(target), device="cpu")).close()
+    create(drafted_by(draft), TargetSection(path=str(target), device="cpu")).close()
 
 
 def test_a_draft_with_another_vocabulary_is_refused_with_both_sizes(directory: Path, tmp_path: Path) -> None:
     target = tiny.save(tmp_path, tiny.llama(vocab_size=100))
-    section = DraftSection(method="model", model=ModelSection(path=str(directory), device="cpu"))
     with pytest.raises(ConfigurationError, match=r"96 tokens and the target .* one of 100"):
-        create("model", section, TargetSection(path=str(target)))
+        create(drafted_by(directory), TargetSection(path=str(target)))
 
 
 def test_the_method_is_made_from_its_configuration(directory: Path, plain: Plain) -> None:
-    kv = KvSection(pool_bytes=1 << 20)
-    model = ModelSection(path=str(directory), device="cpu")
-    section = DraftSection(method="model", model=model, kv=kv, candidates=1)
-    method = create("model", section, TargetSection(path=str(directory)))
+    section = drafted_by(directory, kv={"pool_bytes": 1 << 20}, candidates=1)
+    method = create(section, TargetSection(path=str(directory)))
     assert method.propose([first(PROMPT)])[0].tree == TokenTree.chain(plain.continued(PROMPT, 8, GREEDY, 8))
     method.close()
 

@@ -14,14 +14,13 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from cluster.core.verification import RowFaultCode
-from workers.draft.ngram import LOOKS_PER_CANDIDATE, NgramDrafter
+from workers.draft.ngram import LOOKS_PER_CANDIDATE, NgramDrafter, NgramSettings
 
 NAME = SequenceId("a")
 ROOMY = DraftBudget(16, 4)
 
 
-def section(**changes: int) -> DraftSection:
-    return DraftSection.model_validate({"max_nodes": 16, "max_depth": 4} | changes)
+DRAFT = DraftSection(max_nodes=16, max_depth=4)
 
 
 def whole(tokens: Sequence[int], budget: DraftBudget = ROOMY) -> DraftRow:
@@ -29,25 +28,25 @@ def whole(tokens: Sequence[int], budget: DraftBudget = ROOMY) -> DraftRow:
 
 
 def tree(tokens: Sequence[int], budget: DraftBudget = ROOMY, **settings: int) -> TokenTree:
-    return NgramDrafter(section(**settings)).propose([whole(tokens, budget)])[0].tree
+    return NgramDrafter(NgramSettings(**settings), DRAFT).propose([whole(tokens, budget)])[0].tree
 
 
-def scan(tokens: Sequence[int], settings: DraftSection, budget: DraftBudget) -> TokenTree:
+def scan(tokens: Sequence[int], settings: NgramSettings, draft: DraftSection, budget: DraftBudget) -> TokenTree:
     """The definition: longest suffix first, latest match first, a repetition goes on."""
-    max_nodes = min(budget.max_nodes, settings.max_nodes)
-    depth = min(budget.max_depth, settings.max_depth, max_nodes)
+    max_nodes = min(budget.max_nodes, draft.max_nodes)
+    depth = min(budget.max_depth, draft.max_depth, max_nodes)
     found: list[tuple[int, ...]] = []
-    for size in range(min(settings.ngram_max, len(tokens)), settings.ngram_min - 1, -1):
+    for size in range(min(settings.max, len(tokens)), settings.min - 1, -1):
         suffix = list(tokens[len(tokens) - size :])
         ends = [end for end in range(len(tokens) - 1, size - 1, -1) if list(tokens[end - size : end]) == suffix]
-        for end in ends[: LOOKS_PER_CANDIDATE * settings.ngram_candidates]:
+        for end in ends[: LOOKS_PER_CANDIDATE * settings.candidates]:
             repeated = list(tokens)
             while len(repeated) < end + depth:
                 repeated.append(repeated[end + (len(repeated) - len(tokens))])
             continuation = tuple(repeated[end : end + depth])
             if continuation not in found:
                 found.append(continuation)
-    return TokenTree.from_candidates(found[: settings.ngram_candidates] if depth else [], max_nodes)
+    return TokenTree.from_candidates(found[: settings.candidates] if depth else [], max_nodes)
 
 
 def test_what_followed_the_suffix_before_is_proposed() -> None:
@@ -55,11 +54,11 @@ def test_what_followed_the_suffix_before_is_proposed() -> None:
 
 
 def test_the_latest_match_comes_first() -> None:
-    assert tree([1, 2, 3, 3, 3, 1, 2, 4, 4, 4, 1, 2], ngram_candidates=1).tokens[0] == 4
+    assert tree([1, 2, 3, 3, 3, 1, 2, 4, 4, 4, 1, 2], candidates=1).tokens[0] == 4
 
 
 def test_a_longer_match_comes_before_a_later_one() -> None:
-    assert tree([9, 1, 2, 3, 3, 3, 1, 2, 4, 4, 4, 9, 1, 2], ngram_candidates=1).tokens[0] == 3
+    assert tree([9, 1, 2, 3, 3, 3, 1, 2, 4, 4, 4, 9, 1, 2], candidates=1).tokens[0] == 3
 
 
 def test_several_continuations_merge_into_one_tree() -> None:
@@ -69,11 +68,11 @@ def test_several_continuations_merge_into_one_tree() -> None:
 
 def test_shorter_suffixes_fill_the_room_that_is_left() -> None:
     tokens = [8, 2, 5, 5, 1, 2, 3, 3, 1, 2]
-    assert tree(tokens, DraftBudget(16, 2), ngram_min=1, ngram_max=2).candidates() == ((3, 3), (5, 5))
+    assert tree(tokens, DraftBudget(16, 2), min=1, max=2).candidates() == ((3, 3), (5, 5))
 
 
 def test_a_repetition_goes_on_beyond_the_end_of_the_context() -> None:
-    assert tree([7, 1, 2, 1, 2], ngram_candidates=1) == TokenTree.chain([1, 2, 1, 2])
+    assert tree([7, 1, 2, 1, 2], candidates=1) == TokenTree.chain([1, 2, 1, 2])
 
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2, 3, 4], [1, 2, 1]])
@@ -83,24 +82,25 @@ def test_without_a_match_the_tree_is_empty(tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("budget", [DraftBudget(0, 4), DraftBudget(4, 0)])
 def test_a_budget_of_nothing_only_commits(budget: DraftBudget) -> None:
-    drafter = NgramDrafter(section())
+    drafter = NgramDrafter(NgramSettings(), DRAFT)
     assert drafter.propose([whole([1, 2, 3, 1, 2], budget)])[0].tree == EMPTY_TREE
     assert drafter.propose([DraftRow(NAME, 5, (), DraftBudget(1, 1))])[0].tree == TokenTree.chain([3])
 
 
 def test_the_operators_bounds_hold_whatever_is_asked_for() -> None:
-    assert tree([1, 1, 1, 1, 1], DraftBudget(256, 64), max_nodes=3, max_depth=2) == TokenTree.chain([1, 1])
+    drafter = NgramDrafter(NgramSettings(), DraftSection(max_nodes=3, max_depth=2))
+    assert drafter.propose([whole([1, 1, 1, 1, 1], DraftBudget(256, 64))])[0].tree == TokenTree.chain([1, 1])
 
 
 def test_a_row_that_is_out_of_sync_faults_alone() -> None:
     lost = DraftRow(SequenceId("b"), 9, (1,), DraftBudget(4, 4))
-    fault, fine = NgramDrafter(section()).propose([lost, whole([1, 2, 3, 1, 2])])
+    fault, fine = NgramDrafter(NgramSettings(), DRAFT).propose([lost, whole([1, 2, 3, 1, 2])])
     assert fault.fault is not None and fault.fault.code is RowFaultCode.OUT_OF_SYNC
     assert fine.fault is None and fine.tree.tokens[0] == 3
 
 
 def test_a_released_sequence_is_forgotten() -> None:
-    drafter = NgramDrafter(section())
+    drafter = NgramDrafter(NgramSettings(), DRAFT)
     drafter.propose([whole([1, 2, 3, 1, 2])])
     drafter.release([NAME])
     assert drafter.propose([DraftRow(NAME, 6, (3,), DraftBudget(4, 4))])[0].fault is not None
@@ -109,20 +109,15 @@ def test_a_released_sequence_is_forgotten() -> None:
 edits = st.lists(
     st.tuples(st.integers(0, 6), st.lists(st.integers(0, 2), max_size=8)), min_size=1, max_size=8
 )  # tokens taken away, tokens added
-settings = st.builds(
-    section,
-    ngram_min=st.integers(1, 2),
-    ngram_max=st.integers(2, 4),
-    ngram_candidates=st.integers(1, 4),
-    max_nodes=st.integers(0, 12),
-)
+settings = st.builds(NgramSettings, min=st.integers(1, 2), max=st.integers(2, 4), candidates=st.integers(1, 4))
+drafts = st.builds(DraftSection, max_nodes=st.integers(0, 12), max_depth=st.just(4))
 
 
-@given(edits, settings, st.builds(DraftBudget, st.integers(0, 12), st.integers(0, 5)))
+@given(edits, settings, drafts, st.builds(DraftBudget, st.integers(0, 12), st.integers(0, 5)))
 def test_the_index_finds_what_a_scan_finds_after_any_edits(
-    changes: list[tuple[int, list[int]]], configured: DraftSection, budget: DraftBudget
+    changes: list[tuple[int, list[int]]], configured: NgramSettings, draft: DraftSection, budget: DraftBudget
 ) -> None:
-    drafter = NgramDrafter(configured)
+    drafter = NgramDrafter(configured, draft)
     tokens = [0]
     drafter.propose([whole(tokens)])
     for taken, added in changes:
@@ -130,4 +125,4 @@ def test_the_index_finds_what_a_scan_finds_after_any_edits(
         tokens = tokens[:known_len] + added
         proposal = drafter.propose([DraftRow(NAME, len(tokens), tuple(added), budget)])[0]
         assert proposal.fault is None
-        assert (proposal.base_len, proposal.tree) == (len(tokens), scan(tokens, configured, budget))
+        assert (proposal.base_len, proposal.tree) == (len(tokens), scan(tokens, configured, draft, budget))

@@ -16,8 +16,9 @@ from cluster.core.tree import TokenTree
 from workers.draft.expansion.calibration import Calibration
 from workers.draft.expansion.drafter import GrowingDrafter
 from workers.draft.registry import create
-from workers.draft.synthetic import SyntheticExpander
+from workers.draft.synthetic import SyntheticExpander, SyntheticSettings
 from workers.sampling.accept import synthetic_token
+from workers.serve.configuration import load_configuration
 
 VOCABULARY = 50
 SEED = 11
@@ -39,8 +40,10 @@ class Slept:
 
 def drafter(slept: Slept, rates: tuple[float, ...] = (0.8,), mode: str = "serial") -> GrowingDrafter:
     expander = SyntheticExpander(rates, 0.25, VOCABULARY, slept.sleep)
-    section = DraftSection.model_validate({"method": "none", "mode": mode})
-    return GrowingDrafter(expander, section, clock=lambda: slept.now, calibration=Calibration(trust=1.0))
+    settings = SyntheticSettings.model_validate({"mode": mode})
+    return GrowingDrafter(
+        expander, settings, DraftSection(), clock=lambda: slept.now, calibration=Calibration(trust=1.0)
+    )
 
 
 def row(tokens: tuple[int, ...], known: int = 0, nodes: int = 5) -> DraftRow:
@@ -83,12 +86,12 @@ def test_what_was_grown_ahead_is_ready_after_full_acceptance() -> None:
 
 def test_the_method_learns_the_vocabulary_from_the_targets_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": VOCABULARY}))
-    section = DraftSection(method="synthetic", synthetic_acceptance=(0.9,), synthetic_seconds=0.0)
-    method = create("synthetic", section, TargetSection(path=str(tmp_path)))
+    values = {"method": "synthetic", "synthetic": {"acceptance": (0.9,), "seconds": 0.0}}
+    method = create(load_configuration({"draft": values}).draft, TargetSection(path=str(tmp_path)))
     assert method.propose([row(PROMPT)])[0].tree == TokenTree.chain(guessed(3, 5))
     method.close()
 
 
 def test_a_target_that_is_not_on_this_machine_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"target\.path: .*config\.json"):
-        create("synthetic", DraftSection(method="synthetic"), TargetSection(path=str(tmp_path)))
+        create(DraftSection(method="synthetic"), TargetSection(path=str(tmp_path)))

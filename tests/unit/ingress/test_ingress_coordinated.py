@@ -11,7 +11,8 @@ import pytest
 
 from cluster.coordinator.loop import Coordinator
 from cluster.coordinator.metrics import Metrics
-from cluster.core.config import LimitsSection, load
+from cluster.core.config import LimitsSection
+from cluster.core.load_config import load
 from cluster.core.request import FinishReason
 from cluster.ingress.service import Generation
 from cluster.ingress.text.output import Delta, Event, Finished, Started

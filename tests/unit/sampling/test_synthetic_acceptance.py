@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config import Configuration, TargetSection, load
+from cluster.core.config import Configuration, TargetSection
 from cluster.core.errors import ConfigurationError, WorkerUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
@@ -17,6 +17,7 @@ from deploy.commands.streamed_answer import TimedAnswer
 from deploy.lossless import NOT_LOSSLESS, is_lossless, with_acceptance
 from tests.support import tiny
 from workers.sampling.accept import synthetic_token
+from workers.serve.configuration import load_configuration
 from workers.verify.build import build_engine
 from workers.verify.engine import TargetEngine
 
@@ -77,11 +78,11 @@ def test_a_target_says_whether_it_is_lossless(directory: Path) -> None:
 
 
 def configured(**draft: object) -> Configuration:
-    return load({"draft": draft})
+    return load_configuration({"draft": draft})
 
 
 def test_a_synthetic_drafter_makes_its_target_accept_by_chance() -> None:
-    plain, experiment = configured(method="ngram"), configured(method="synthetic", synthetic_acceptance=(0.9, 0.6))
+    plain, experiment = configured(method="ngram"), configured(method="synthetic", synthetic={"acceptance": (0.9, 0.6)})
     assert with_acceptance(plain) == plain
     assert is_lossless(plain)
     settled = with_acceptance(experiment)
@@ -96,10 +97,10 @@ def test_a_demo_of_an_experiment_compares_nothing() -> None:
     assert conclusion(configured(method="ngram"), mine, mine) == "Both answers are the same 2 tokens."
     with pytest.raises(WorkerUnavailable, match="must not happen in float32"):
         conclusion(configured(method="ngram"), mine, other)
-    assert "differ" in conclusion(load({"target": {"dtype": "bfloat16"}}), mine, other)
+    assert "differ" in conclusion(load_configuration({"target": {"dtype": "bfloat16"}}), mine, other)
 
 
 @pytest.mark.parametrize("target", [{"acceptance": "synthetic"}, {"acceptance_rates": [0.5]}])
 def test_nothing_else_may_accept_by_chance(target: dict[str, object]) -> None:
-    with pytest.raises(ConfigurationError, match=r"draft\.method: synthetic sets both"):
-        with_acceptance(load({"target": target}))
+    with pytest.raises(ConfigurationError, match=r"is refused; draft\.method=synthetic sets it"):
+        with_acceptance(load_configuration({"target": target}))

@@ -38,7 +38,7 @@ from cluster.wire.server import WireServer
 from cluster.wire.target_client import GrpcTarget
 from pilotfish.v1 import draft_pb2, draft_pb2_grpc, target_pb2_grpc
 from tests.support import tiny
-from workers.draft.ngram import NgramDrafter
+from workers.draft.ngram import NgramDrafter, NgramSettings
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.serve import actors
@@ -236,8 +236,8 @@ async def target_at(servicer: TargetServicer) -> AsyncIterator[GrpcTarget]:
 
 async def test_proposals_cross_the_wire_as_the_method_made_them() -> None:
     rows = [draft_row("a", 1, 2, 3, 1, 2), draft_row("b", 1, 2), DraftRow(SequenceId("c"), 5, (1,), DraftBudget(1, 1))]
-    async with drafter_at(DraftServicer(NgramDrafter(DraftSection()))) as drafter:
-        assert await drafter.propose(rows, 10) == NgramDrafter(DraftSection()).propose(rows)
+    async with drafter_at(DraftServicer(NgramDrafter(NgramSettings(), DraftSection()))) as drafter:
+        assert await drafter.propose(rows, 10) == NgramDrafter(NgramSettings(), DraftSection()).propose(rows)
         await drafter.release([SequenceId("a")])
         forgotten = await drafter.propose([DraftRow(SequenceId("a"), 6, (3,), DraftBudget(1, 1))], 10)
         assert forgotten[0].fault is not None and forgotten[0].fault.code is RowFaultCode.OUT_OF_SYNC
@@ -492,7 +492,7 @@ async def test_a_call_that_spoils_a_shared_batch_spoils_no_other_clients(
 
 
 async def test_sequences_of_different_clients_do_not_touch_each_other_whatever_they_are_called() -> None:
-    servicer = DraftServicer(NgramDrafter(DraftSection()))
+    servicer = DraftServicer(NgramDrafter(NgramSettings(), DraftSection()))
     async with drafter_at(servicer) as one:
         await one.propose([draft_row("a", 1, 2)], 10)
         further = DraftRow(SequenceId("a"), 3, (3,), DraftBudget(1, 1))

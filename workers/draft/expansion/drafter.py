@@ -21,11 +21,14 @@ from workers.draft.expansion.pass_gain import Pace
 from workers.draft.expansion.row import Work
 from workers.draft.expansion.run_ahead import Frontier
 from workers.draft.expansion.session import GrowingSession, Pick
+from workers.draft.expansion.settings import ExpansionSettings
 from workers.draft.sessions import Sessions
 from workers.kv.block_table import BlockTable
 
 MOST_FORWARD_TOKENS = 512
 """Tokens in one forward pass: a long prompt goes in chunks, beside the other rows' guesses."""
+LOOKUP_SIZES = range(2, 9)
+"""Lengths of the suffixes that are looked up, in tokens."""
 _BACKGROUND_NODES = 8
 """Nodes that a pass between calls expands: about as many as cost no more than one."""
 _BACKGROUND_TOKENS = 64
@@ -47,22 +50,25 @@ class GrowingDrafter:
     def __init__(
         self,
         expander: Expander,
-        section: DraftSection,
+        settings: ExpansionSettings,
+        draft: DraftSection,
+        has_lookup: bool = False,
         most_forward_tokens: int = MOST_FORWARD_TOKENS,
         clock: Callable[[], float] = time.perf_counter,
         calibration: Calibration | None = None,
     ) -> None:
         self._expander = expander
         self._memory = expander.memory
-        self._section = section
+        self._width = settings.width
+        self._draft = draft
         self._most_forward_tokens = most_forward_tokens
         self._clock = clock
         self._calibration = Calibration() if calibration is None else calibration
         self._pace = Pace()
-        self._frontier = Frontier(section, expander.max_context_len)
-        lookups = range(section.ngram_min, section.ngram_max + 1) if section.lookup == "on" else None
+        self._frontier = Frontier(settings, draft.max_nodes, expander.max_context_len)
+        lookups = LOOKUP_SIZES if has_lookup else None
         self._sessions = Sessions(
-            lambda start: GrowingSession(start, self._memory, self._calibration, lookups, section.max_depth),
+            lambda start: GrowingSession(start, self._memory, self._calibration, lookups, draft.max_depth),
             GrowingSession.forget,
             expander.vocabulary_size,
         )
@@ -81,7 +87,7 @@ class GrowingDrafter:
             else:
                 session.note_asked(now, self._pace)
                 session.tree.look_ahead(self._calls)
-                works[row.sequence_id] = Work(session, row, self._section, self._expander.max_context_len)
+                works[row.sequence_id] = Work(session, row, self._draft, self._width, self._expander.max_context_len)
         self._serve(works)
         proposals = tuple(
             Proposal(row.sequence_id, row.base_len, fault=faults[row.sequence_id])

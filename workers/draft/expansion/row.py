@@ -12,13 +12,15 @@ from workers.draft.expansion.session import GrowingSession, Pick
 class Work:
     """A row that is served. `picks` tells what to expand next, and what that is worth."""
 
-    def __init__(self, session: GrowingSession, row: DraftRow, section: DraftSection, max_context_len: int) -> None:
+    def __init__(
+        self, session: GrowingSession, row: DraftRow, draft: DraftSection, width: int, max_context_len: int
+    ) -> None:
         self.session = session
         self._row = row
-        self._width = section.width
+        self._width = width
         self._max_context_len = max_context_len
-        self._max_depth = min(row.budget.max_depth, section.max_depth)
-        self._max_nodes = min(row.budget.max_nodes, section.max_nodes) if self._max_depth else 0
+        self._max_depth = min(row.budget.max_depth, draft.max_depth)
+        self._max_nodes = min(row.budget.max_nodes, draft.max_nodes) if self._max_depth else 0
         session.is_asked = self._max_nodes > 0
         self._passes_left = self._max_depth
         self.is_short = False

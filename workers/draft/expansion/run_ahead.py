@@ -6,9 +6,9 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 
-from cluster.core.config import DraftSection
 from workers.draft.expansion.draft_tree import Node
 from workers.draft.expansion.session import GrowingSession, Pick
+from workers.draft.expansion.settings import ExpansionSettings
 
 BEYOND = 4
 """Nodes of a tree that may be expanded before the next call, in units of the largest tree."""
@@ -22,10 +22,10 @@ _Entry = tuple[float, int, int, GrowingSession, Node]
 class Frontier:
     """Nodes that the mode allows to expand ahead; an entry is void once its session has been told anything."""
 
-    def __init__(self, section: DraftSection, max_context_len: int) -> None:
-        self._mode = section.mode
-        self._width = section.width
-        self._most_ahead = BEYOND * section.max_nodes
+    def __init__(self, settings: ExpansionSettings, max_nodes: int, max_context_len: int) -> None:
+        self._mode = settings.mode
+        self._width = settings.width
+        self._most_ahead = BEYOND * max_nodes
         self._max_context_len = max_context_len
         self._entries: list[_Entry] = []
         self._count = 0

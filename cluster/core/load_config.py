@@ -1,0 +1,134 @@
+"""From the values of a file and dotted overrides to a checked `Configuration`."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from cluster.core.config import Configuration
+from cluster.core.errors import ConfigurationError, shorten
+from cluster.core.registry import Plugin, Registry
+from cluster.core.section import Section
+
+_LONGEST_KEY = 200
+"""Characters of an unknown key that are compared with known ones and shown."""
+
+
+def load(
+    values: Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    plugins: Sequence[Registry[Plugin]] = (),
+) -> Configuration:
+    """Build the configuration from nested values and dotted overrides (`{"target.dtype": "bfloat16"}`).
+
+    `plugins` are the registries whose plug-ins have sections and may be selected. Raises `ConfigurationError`, which
+    names each refused key, its value and the bound; for an unknown key, the nearest valid one.
+    """
+    merged = _deep_copy(values)
+    for key, value in (overrides or {}).items():
+        _assign(merged, key, value)
+    problems = [problem for registry in plugins for problem in _build_plugin_settings(merged, registry)]
+    try:
+        configuration = Configuration.model_validate(merged)
+    except ValidationError as error:
+        problems = [*_explain(error, plugins), *problems]
+    if problems:
+        raise ConfigurationError("; ".join(problems))
+    for registry in plugins:
+        _check_selection(getattr(configuration, registry.section), registry)
+    return configuration
+
+
+def known_keys(plugins: Sequence[Registry[Plugin]] = ()) -> tuple[str, ...]:
+    """Every settable key, dotted: those of the sections in order of declaration, then those of plug-ins."""
+    keys = list(_keys(Configuration))
+    for registry in plugins:
+        for name, plugin in registry.items():
+            keys.extend(_keys(plugin.settings, f"{registry.section}.{name}."))
+    return tuple(keys)
+
+
+def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, info in section.model_fields.items():
+        inner = _section_of(info.annotation)
+        if inner is None:
+            yield f"{prefix}{name}"
+        else:
+            yield from _keys(inner, f"{prefix}{name}.")
+
+
+def _build_plugin_settings(values: dict[str, Any], registry: Registry[Plugin]) -> Iterator[str]:
+    """Replace the values of each plug-in's section by its settings. Yields what is refused."""
+    section = values.setdefault(registry.section, {})
+    if not isinstance(section, dict):
+        return  # refused together with the other sections
+    for name, plugin in registry.items():
+        given = section.pop(name, None)
+        try:
+            section[name] = plugin.settings.model_validate({} if given is None else given)
+        except ValidationError as error:
+            yield from _explain(error, (registry,), (registry.section, name))
+
+
+def _check_selection(section: Any, registry: Registry[Plugin]) -> None:
+    """Raise `ConfigurationError` unless the selected plug-in exists and has all that it needs."""
+    name = getattr(section, registry.key)
+    settings = section.settings(name, registry.get(name).settings)
+    try:
+        settings.check_selected()
+    except ValueError as error:
+        raise ConfigurationError(f"{registry.section}.{name}: {error}, since {registry.selector} is {name}") from None
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    """The section class inside an annotation such as `ModelSection | None`."""
+    options = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    for option in options:
+        if isinstance(option, type) and issubclass(option, Section):
+            return option
+    return None
+
+
+def _deep_copy(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _deep_copy(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+
+
+def _assign(values: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        inner = values.get(section)
+        if inner is None:
+            inner = values[section] = {}
+        if not isinstance(inner, dict):
+            raise ConfigurationError(f"{key}: {section} is not a section")
+        values = inner
+    values[last] = value
+
+
+def _explain(
+    error: ValidationError, plugins: Sequence[Registry[Plugin]], prefix: tuple[str, ...] = ()
+) -> Iterator[str]:
+    for part in error.errors():
+        key = ".".join((*prefix, *(str(step) for step in part["loc"])))
+        match part["type"]:
+            case "extra_forbidden" | "is_instance_of":
+                yield _unknown(key, plugins)
+            case "value_error":
+                yield f"{key}: {part['msg'].removeprefix('Value error, ')}"
+            case _:
+                yield f"{key}: {shorten(part['input'])} is refused; {part['msg'][0].lower()}{part['msg'][1:]}"
+
+
+def _unknown(key: str, plugins: Sequence[Registry[Plugin]]) -> str:
+    for registry in plugins:
+        for name, plugin in registry.items():
+            for old, new in plugin.settings.renamed.items():
+                if key == f"{registry.section}.{old}":
+                    return f"{key}: unknown key; it is now {registry.section}.{name}.{new}"
+    key = key[:_LONGEST_KEY]
+    nearest = difflib.get_close_matches(key, known_keys(plugins), n=1, cutoff=0.0)
+    return f"{key}: unknown key; the nearest valid one is {nearest[0]}"

@@ -1,0 +1,54 @@
+"""Building blocks of the configuration: the base of every section, and the types that several fields share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, SerializeAsAny
+
+
+class Section(BaseModel):
+    """A part of the configuration. It is frozen and refuses unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, strict=False)
+
+
+class PluginSettings(Section):
+    """Settings that a plug-in brings. The plug-in's name is the name of the subsection: `draft.ngram`."""
+
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Keys of earlier versions, relative to the enclosing section, to keys of this one. Errors name the new key."""
+
+    def check_selected(self) -> None:
+        """Raise `ValueError` when the plug-in is selected but a setting that it needs is missing."""
+
+
+Settings = TypeVar("Settings", bound=PluginSettings)
+
+
+class PluginHost(Section):
+    """A section that has one subsection for each registered plug-in of a kind, in addition to its own fields."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, SerializeAsAny[InstanceOf[PluginSettings]]]
+
+    def settings(self, plugin: str, kind: type[Settings]) -> Settings:
+        """Settings of the plug-in, or the defaults of `kind` when the section was built without plug-ins."""
+        found = self.__pydantic_extra__.get(plugin)
+        return found if isinstance(found, kind) else kind()
+
+
+def _yaml_choice(value: object) -> object:
+    """Map the booleans that YAML 1.1 reads for bare `on` and `off` back to these words."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+ChoiceType = TypeVar("ChoiceType")
+Choice = Annotated[ChoiceType, BeforeValidator(_yaml_choice)]
+"""A `Literal` among whose values is `on` or `off`. It accepts YAML's booleans as well."""
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Positive = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(gt=0)]

@@ -1,0 +1,19 @@
+"""The configuration with the sections of all plug-ins that the workers have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.core.config import Configuration
+from cluster.core.load_config import load
+from cluster.core.registry import Plugin, Registry
+from workers.draft.registry import METHODS
+
+PLUGINS: tuple[Registry[Plugin], ...] = (METHODS,)
+"""The registries of all kinds of plug-ins."""
+
+
+def load_configuration(values: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Configuration:
+    """See `cluster.core.load_config.load`. Plug-ins have their sections and are checked when selected."""
+    return load(values, overrides, PLUGINS)
