@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.coordinator.loop import Coordinator
+from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core.config import Configuration
 from cluster.core.ports import Drafter, Target

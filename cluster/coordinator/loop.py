@@ -1,278 +1,173 @@
-"""The loop: admit, plan, propose, verify, commit, emit. Every effect of the control plane happens here."""
+"""The loop: plan, propose, verify, commit, emit, round after round."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable
 
-from cluster.coordinator.admit import Desk
-from cluster.coordinator.clients.drafter_pool import Drafting
-from cluster.coordinator.clients.target import TargetLink
-from cluster.coordinator.isolate import Suspects
+from cluster.coordinator.admit import AdmissionController
+from cluster.coordinator.clients.target import TargetClient
+from cluster.coordinator.commit import CommitResult, Committer
+from cluster.coordinator.emit import Emitter
 from cluster.coordinator.metrics import Metrics
-from cluster.coordinator.plan import Arranger
-from cluster.coordinator.propose import Guessing
-from cluster.coordinator.running import Lane
-from cluster.coordinator.verify import build_rows, is_sound
-from cluster.coordinator.wait import Rest
-from cluster.core.config import Configuration
-from cluster.core.errors import InvalidRequest, NotReady, TargetUnavailable
-from cluster.core.ids import RequestId, SequenceId
-from cluster.core.ports import Drafter, Target
-from cluster.core.request import Commit, GenerationRequest
+from cluster.coordinator.plan import Planner
+from cluster.coordinator.propose import Proposer
+from cluster.coordinator.requests.request_table import RequestTable
+from cluster.coordinator.round_timer import RoundTimer
+from cluster.coordinator.verify import Verifier
+from cluster.coordinator.wakeup import Wakeup
+from cluster.core.errors import NotReady, TargetUnavailable
 from cluster.core.scheduler import Plan
-from cluster.core.verification import RowFaultCode, StepResult, TargetInfo, Verdict, VerifyRow
+from cluster.core.verification import VerifyRow
 
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5.0
-"""How long a lost target may be away before new requests are turned to other replicas."""
-FAREWELL_SECONDS = 2.0
-"""How long the last releases may take when stopping."""
+"""How long a lost target may be away before new requests are refused; also how often an idle target is checked."""
 RESTART_SECONDS = 1.0
-"""How long a loop that died of a bug lies still."""
+"""Pause before the loop starts again after a bug, in seconds."""
 
 
-class Coordinator:
-    """Answers requests with one target and its drafters. `start()` works, `stop()` ends; also a context manager."""
+class Loop:
+    """Serves the requests of the table between `start()` and `stop()`."""
 
     def __init__(
         self,
-        target: Target,
-        drafters: Sequence[Drafter],
-        configuration: Configuration,
+        table: RequestTable,
+        target: TargetClient,
+        admission: AdmissionController,
+        planner: Planner,
+        proposer: Proposer,
+        verifier: Verifier,
+        committer: Committer,
+        emitter: Emitter,
+        wakeup: Wakeup,
         metrics: Metrics,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
-        section = configuration.draft
-        limits = configuration.scheduler
+        self._table = table
+        self._target = target
+        self._admission = admission
+        self._planner = planner
+        self._proposer = proposer
+        self._verifier = verifier
+        self._committer = committer
+        self._emitter = emitter
+        self._wakeup = wakeup
         self._metrics = metrics
         self._clock = clock
-        self._rest = Rest()
-        self._desk = Desk(limits, metrics, clock, self._rest.wake)
-        self._roster = self._desk.roster
-        self._link = TargetLink(target, configuration.target.step_timeout_seconds, self._rest.wake)
-        drafting = Drafting(drafters, section, metrics, clock)
-        self._guessing = Guessing(drafting, section, limits.max_sequences, metrics, clock)
-        self._suspects = Suspects(self._desk.fail)
-        self._arranger = Arranger(self._roster, self._link, self._suspects, metrics, limits, self._guessing.most)
-        self._is_alive = False
-        self._is_draining = False
-        self._lost_at: float | None = None
+        self._is_running = False
+        self._target_lost_at: float | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop(0.0)
+    @property
+    def is_started(self) -> bool:
+        """Whether `start()` was called."""
+        return self._task is not None
 
     @property
-    def info(self) -> TargetInfo:
-        """What the target is. Raises `NotReady` before `start()` is through."""
-        return self._link.info
+    def is_serving(self) -> bool:
+        """Whether the loop runs and its target is there, or has been away for only a moment."""
+        lost_at = self._target_lost_at
+        return self._is_running and (lost_at is None or self._clock() - lost_at < GRACE_SECONDS)
 
-    @property
-    def ready(self) -> bool:
-        """Whether new requests are taken: not while starting, draining, or without a target for long."""
-        is_away = self._lost_at is not None and self._clock() - self._lost_at >= GRACE_SECONDS
-        return self._is_alive and not self._is_draining and not is_away
-
-    async def start(self) -> None:
-        """Wait for the target, however long that takes, then take requests."""
-        await self._link.take_over()
-        self._guessing.begin(self.info)
-        self._metrics.begin(
-            self.info.model,
-            self.info.is_lossless,
-            running=lambda: len(self._roster.running),
-            waiting=lambda: self._roster.waiting_count,
-            kv_usage=lambda: 1 - self._link.kv.blocks_free / max(1, self._link.kv.blocks_total),
-        )
-        self._is_alive = True
+    def start(self) -> None:
+        """Serve in a task of its own."""
+        self._is_running = True
         self._task = asyncio.create_task(self._supervise(), name="coordinator")
 
-    async def stop(self, drain_seconds: float) -> None:
-        """Take no new requests, let the accepted ones end within `drain_seconds`, then end the rest and stop."""
-        self._is_draining = True
-        if self._task is None:
-            return
-        try:
-            async with asyncio.timeout(drain_seconds):
-                await self._desk.drained()
-        except TimeoutError:
-            log.warning("%d requests were not complete after draining for %g s", len(self._roster), drain_seconds)
-        self._is_alive = False
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self._desk.fail_all(NotReady("the server is shutting down"))
-        self._let_go()
-        await asyncio.gather(self._guessing.close(FAREWELL_SECONDS), self._link.close(FAREWELL_SECONDS))
+    async def stop(self) -> None:
+        """Cancel the task."""
+        self._is_running = False
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit, None]:
-        """The request's answers, commit by commit, each told by `Commit.index`; each ends with `finish`.
-
-        Closing it frees what they hold within one step. Raises `NotReady`, `Overloaded`, `InvalidRequest` at the
-        first step, `DeadlineExceeded` later.
-        """
-        if not self.ready:
-            raise NotReady("the server is starting, draining, or without a target")
-        stream = self._desk.enter(request, self.info)
-        try:
-            async with aclosing(stream.read()) as commits:
-                async for commit in commits:
-                    yield commit
-        finally:
-            self._desk.leave(stream)
-
-    def abort(self, request_id: RequestId) -> bool:
-        """End a live request's answers with `ABORT`; whether there was one."""
-        return self._desk.abort(request_id)
-
-    def conclude(self, request_id: RequestId, index: int = 0) -> bool:
-        """The reader found the end of an answer by itself (a stop string): it is computed no further.
-
-        Whether the answer was live; it counts as `STOP`. A last commit without tokens still ends it in the stream.
-        """
-        return self._desk.conclude(request_id, index)
-
-    # --- the loop -----------------------------------------------------------------------------
+    def release_ended(self) -> None:
+        """Release ended sequences on the workers. Between steps only: a step would create them again."""
+        released = self._table.take_released()
+        self._target.release(live.id for live in released if live.is_open)
+        self._proposer.release(live.id for live in released)
 
     async def _supervise(self) -> None:
-        """Keep the loop alive: a bug in it ends the answers of the moment, loudly, and not the server."""
+        """Keep the loop running: a bug in it ends the live requests and logs an error, but the server goes on."""
         while True:
             try:
                 await self._run()
             except Exception:
-                log.exception("the loop died of a bug: every answer is ended, and it starts again")
-                self._is_alive = False
+                log.exception("the loop failed because of a bug: all requests are ended and the loop starts again")
+                self._is_running = False
                 self._metrics.loop_died()
-                self._desk.fail_all(NotReady("the coordinator failed and starts again"))
+                self._emitter.fail_all(NotReady("the coordinator failed and starts again"))
                 await asyncio.sleep(RESTART_SECONDS)
-                self._is_alive = True
+                self._is_running = True
 
     async def _run(self) -> None:
-        """Round after round. A lost target is waited for, and sent again what it held."""
         while True:
             try:
-                self._let_go()
-                begun = self._clock()
-                self._guessing.wish(self._roster.lanes())
-                plan = await self._arranger.plan()
+                self.release_ended()
+                timer = RoundTimer(self._clock)
+                wanted = self._proposer.size_trees(self._table.sequences())
+                plan = await self._planner.plan(wanted)
                 if plan.rows:
-                    await self._round(plan, begun)
+                    await self._round(plan, timer)
                 else:
                     await self._idle()
             except TargetUnavailable as error:
                 await self._recover(error)
 
-    async def _round(self, plan: Plan, begun: float) -> None:
-        """Propose, verify, commit and emit."""
-        plan, later = self._guessing.turn(plan)
-        running = self._roster.running
-        guesses = await self._guessing.gather(plan, running)
-        rows = self._suspects.isolate(build_rows(plan, running, guesses.trees), running)
+    async def _round(self, plan: Plan, timer: RoundTimer) -> None:
+        """Propose, verify, commit and emit one plan."""
+        plan, next_half = self._proposer.split(plan)
+        drafts = await self._proposer.propose(plan)
+        rows = self._verifier.rows(plan, drafts.trees)
         if not rows:
             return
-        proposed = self._clock()
-        self._guessing.meanwhile(later, running)
-        try:
-            result = await self._link.step(rows)
-        except TargetUnavailable:
-            self._suspects.lost(running.get(row.sequence_id) for row in rows)
-            raise
-        stepped = self._clock() - proposed
-        await self._take(rows, result)
-        total = self._clock() - begun
-        committed = sum(len(verdict.tokens) for verdict in result.verdicts)
-        self._guessing.stepped(rows, guesses, total, committed)
+        timer.step_begins()
+        self._proposer.work_during_step(next_half)
+        step = await self._verifier.verify(rows)
+        timer.step_ends()
+        result = self._committer.commit(rows, step)
+        self._emitter.emit(result.commits)
+        await self._repair(rows, result)
+        seconds = timer.total_seconds()
+        self._proposer.observe_round(rows, drafts, seconds, sum(len(verdict.tokens) for verdict in step.verdicts))
         self._metrics.round(
             tokens=sum(row.width for row in rows),
-            total=total,
-            propose=guesses.waited if guesses.asked else None,
-            step=stepped,
-            target=result.step_seconds,
+            total=seconds,
+            propose=drafts.waited if drafts.asked else None,
+            step=timer.step_seconds,
+            target=step.step_seconds,
         )
 
-    def _let_go(self) -> None:
-        """Tell the workers, in the background, who has left. Between steps: a step must not revive what left."""
-        leaving = self._roster.take_leaving()
-        self._link.forget(lane.id for lane in leaving if lane.is_open)
-        self._guessing.forget(lane.id for lane in leaving)
+    async def _repair(self, rows: tuple[VerifyRow, ...], result: CommitResult) -> None:
+        if result.faults:
+            await self._planner.repair(result.faults)
+        if len(result.faults) == len(rows):
+            await self._wakeup.back_off()
+        else:
+            self._wakeup.made_progress()
 
     async def _idle(self) -> None:
-        """Nothing can be done now: sleep until something changes, or until blocks may have been freed."""
-        if self._link.is_stale:
-            await self._link.refresh()
-        elif len(self._roster):
-            await self._rest.pause()
-            await self._link.refresh()
-        elif not await self._rest.until_news(GRACE_SECONDS):
-            await self._link.refresh()  # a target that died while nobody asked must be noticed too
-
-    async def _take(self, rows: tuple[VerifyRow, ...], result: StepResult) -> None:
-        """Commit and emit each verdict by itself; what is wrong with one row stays with its request."""
-        verdicts = {verdict.sequence_id: verdict for verdict in result.verdicts}
-        faults: dict[SequenceId, RowFaultCode] = {}
-        for row in rows:
-            lane = self._roster.running.get(row.sequence_id)
-            if lane is None:
-                continue  # it left while the target computed
-            try:
-                fault = self._commit(lane, row, verdicts.get(row.sequence_id))
-            except Exception:
-                log.exception("request %s failed", lane.stream.id)
-                self._desk.fail(lane.stream, NotReady("the request failed for a reason of the server's own"))
-                continue
-            if fault is not None:
-                faults[row.sequence_id] = fault
-        if faults:
-            await self._mend(faults)
-        if len(faults) == len(rows):
-            await self._rest.pause()
-        else:
-            self._rest.worked()
-
-    def _commit(self, lane: Lane, row: VerifyRow, verdict: Verdict | None) -> RowFaultCode | None:
-        """Take the target's word on one row; returns the fault that the loop must mend."""
-        if verdict is None or not is_sound(row, verdict):
-            log.error("the target's verdict on %s does not answer its row: it is asked again", row.sequence_id)
-            return RowFaultCode.OUT_OF_SYNC
-        if verdict.fault is not None and verdict.fault.code is RowFaultCode.INVALID:
-            self._desk.fail(lane.stream, InvalidRequest("prompt", verdict.fault.message, "what the target can compute"))
-            return None
-        lane.losses = 0
-        commit = lane.sequence.commit(verdict)
-        if commit is not None:
-            self._desk.take(lane, commit)
-        return None if verdict.fault is None else verdict.fault.code
-
-    async def _mend(self, faults: Mapping[SequenceId, RowFaultCode]) -> None:
-        """Free what was lost, to send it anew; where blocks ran out, the latest arrival makes room."""
-        lost = [sequence_id for sequence_id, code in faults.items() if code is RowFaultCode.OUT_OF_SYNC]
-        if lost:
-            await self._arranger.reopen(lost)
-        if RowFaultCode.KV_EXHAUSTED in faults.values() and self._roster.running:
-            latest = max(self._roster.running.values(), key=lambda lane: lane.sequence.arrival)
-            await self._arranger.put_back((latest.id,))
+        """Nothing can be computed now: sleep until something changes, or until blocks may have been freed."""
+        if self._target.is_stale:
+            await self._target.refresh()
+        elif len(self._table):
+            await self._wakeup.back_off()
+            await self._target.refresh()
+        elif not await self._wakeup.wait(GRACE_SECONDS):
+            await self._target.refresh()  # notices a target that was lost while no request ran
 
     async def _recover(self, error: TargetUnavailable) -> None:
-        """Wait for the target; whatever it may have held is released and will be opened anew."""
-        log.warning("the target is lost, %d sequences wait for it: %s", len(self._roster.running), error)
-        self._lost_at = self._clock()
+        """Wait for the target and release what it may still hold. All sequences are opened again."""
+        log.warning("the target is lost, %d sequences wait for it: %s", len(self._table.running), error)
+        self._target_lost_at = self._clock()
         try:
-            await self._rest.pause()
-            await self._link.connect(self._arranger.held)
+            await self._wakeup.back_off()
+            await self._target.connect(self._planner.open_ids)
         finally:
-            self._lost_at = None
-        self._arranger.lost()
-        self._guessing.begin(self.info)
-        self._desk.fail_misfits(self.info)
+            self._target_lost_at = None
+        self._planner.target_lost()
+        self._proposer.start(self._target.info)
+        self._admission.fail_misfits(self._target.info)

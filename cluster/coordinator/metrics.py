@@ -78,13 +78,13 @@ class Metrics:
         self._ready_nodes = self._counter(
             "pilotfish:proposed_nodes_ready", "Those that were there before they were asked for."
         )
-        self._chosen = self._histogram(
+        self._pruned = self._histogram(
             "pilotfish:chosen_nodes", "Guesses that the controller kept of one proposal.", (0, *_TOKENS)
         )
-        self._foreseen = self._counter(
+        self._predicted = self._counter(
             "pilotfish:foreseen_round_seconds", "What the controller thought that rounds would take."
         )
-        self._controlled = self._counter("pilotfish:controlled_round_seconds", "What these rounds took.")
+        self._measured = self._counter("pilotfish:controlled_round_seconds", "What these rounds took.")
         self._drafter_seconds = self._counter(
             "pilotfish:drafter_call_seconds", "Time in which drafters were computing proposals, waited for or not."
         )
@@ -117,9 +117,9 @@ class Metrics:
         self._waiting.labels(model_name).set_function(waiting)
         self._kv_usage.labels(model_name).set_function(kv_usage)
 
-    def opened(self, tokens: int, stored: int, *, again: bool, from_parent: bool) -> None:
+    def opened(self, tokens: int, stored: int, *, resumed: bool, from_parent: bool) -> None:
         """The target was asked for the KV of `tokens` tokens and had that of `stored`."""
-        if again:
+        if resumed:
             self._resume_queries.labels(self.model_name).inc(tokens)
             self._resume_hits.labels(self.model_name).inc(stored)
         elif from_parent:
@@ -187,14 +187,14 @@ class Metrics:
             self._nodes.labels(self.model_name).inc(nodes)
             self._ready_nodes.labels(self.model_name).inc(ready)
 
-    def chose(self, nodes: int) -> None:
+    def pruned(self, nodes: int) -> None:
         """The controller kept so many nodes of a proposal."""
-        self._chosen.labels(self.model_name).observe(nodes)
+        self._pruned.labels(self.model_name).observe(nodes)
 
-    def foreseen(self, expected: float, actual: float) -> None:
+    def predicted_round(self, expected: float, actual: float) -> None:
         """A round with guesses: the seconds it was expected to take, and took."""
-        self._foreseen.labels(self.model_name).inc(expected)
-        self._controlled.labels(self.model_name).inc(actual)
+        self._predicted.labels(self.model_name).inc(expected)
+        self._measured.labels(self.model_name).inc(actual)
 
     def drafter_worked(self, seconds: float) -> None:
         """A call to a drafter has ended."""

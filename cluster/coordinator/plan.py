@@ -1,127 +1,133 @@
-"""Who runs, and what the target holds of whom: preempt, admit, open, until a plan asks for none of it."""
+"""Plan: choose the rows of the next step, and preempt, admit and open sequences until the plan asks for none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from cluster.coordinator.clients.target import TargetLink
-from cluster.coordinator.isolate import Suspects
+from cluster.coordinator.clients.target import TargetClient
 from cluster.coordinator.metrics import Metrics
-from cluster.coordinator.registry import Roster
-from cluster.coordinator.running import Lane
+from cluster.coordinator.quarantine import Quarantine
+from cluster.coordinator.requests.live_sequence import LiveSequence
+from cluster.coordinator.requests.request_table import RequestTable
 from cluster.core import scheduler
 from cluster.core.config import SchedulerSection
 from cluster.core.drafting import DraftBudget
 from cluster.core.errors import TargetUnavailable
 from cluster.core.ids import SequenceId
-from cluster.core.scheduler import Plan, State
-from cluster.core.verification import OpenRow
+from cluster.core.scheduler import Plan, State, WantedDrafts
+from cluster.core.verification import OpenRow, RowFaultCode
 
 
-class Arranger:
-    """Moves lanes between waiting and running, and the target's memory with them."""
+class Planner:
+    """Moves sequences between waiting and running, and the target's memory with them."""
 
     def __init__(
         self,
-        roster: Roster,
-        link: TargetLink,
-        suspects: Suspects,
+        table: RequestTable,
+        target: TargetClient,
+        quarantine: Quarantine,
         metrics: Metrics,
         limits: SchedulerSection,
-        draft: DraftBudget,
+        max_draft: DraftBudget,
     ) -> None:
-        self._roster = roster
-        self._link = link
-        self._suspects = suspects
+        self._table = table
+        self._target = target
+        self._quarantine = quarantine
         self._metrics = metrics
         self._limits = limits
-        self._draft = draft
+        self._max_draft = max_draft
 
-    async def plan(self) -> Plan:
-        """The next step. Its rows start where the stored KV of their sequences ends. Raises `TargetUnavailable`.
+    async def plan(self, wanted: WantedDrafts) -> Plan:
+        """The next step. Each row starts where the stored KV of its sequence ends. Raises `TargetUnavailable`.
 
-        Planning is pure and cheap, so it is done again whenever the target has given or taken memory: what a
-        preempted sequence shared stays taken, and what an opened one shares was free. Each turn preempts, admits or
-        opens somebody, so there are few.
+        Planning is pure and cheap, so it is repeated whenever blocks were allocated or freed on the target: the blocks
+        that a preempted sequence shared stay allocated, and those that an opened one shares were free. Each repetition
+        preempts, admits or opens a sequence, so there are few.
         """
         while True:
-            plan = scheduler.plan(self._state())
-            if (plan.preempt or not plan.rows) and (ended := self._roster.dismiss_ended()):
-                await self._evict(ended)  # they give way before anyone who runs
+            plan = scheduler.plan(self._state(wanted))
+            if (plan.preempt or not plan.rows) and (finished := self._table.drop_finished()):
+                await self._evict(finished)  # before any running sequence is preempted
             elif plan.preempt:
-                await self.put_back(plan.preempt)
+                await self._preempt(plan.preempt)
             else:
                 for sequence_id in plan.admit:
-                    self._roster.admit(sequence_id)
-                fresh = [lane for lane in self._roster.running.values() if self._is_to_open(lane)]
-                if not fresh:
+                    self._table.admit(sequence_id)
+                running = self._table.running.values()
+                unopened = [live for live in running if not live.is_open and not live.is_quarantined]
+                if not unopened:
                     return plan
-                await self._open(fresh)
+                await self._open(unopened)
 
-    async def put_back(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """Preempt running sequences: others take their blocks, and what is stored still is found again later."""
-        lanes = [lane for sequence_id in sequence_ids if (lane := self._roster.put_back(sequence_id)) is not None]
-        self._metrics.preempted(len(lanes))
-        await self._evict(lanes)
+    async def repair(self, faults: Mapping[SequenceId, RowFaultCode]) -> None:
+        """Evict sequences that the target lost, to open them again; preempt the latest arrival if blocks ran out.
 
-    async def reopen(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """The target and the books disagree on running sequences: they are freed, to be opened anew."""
-        lanes = [lane for sequence_id in sequence_ids if (lane := self._roster.running.get(sequence_id)) is not None]
-        self._metrics.replayed(len(lanes))
-        await self._evict(lanes)
+        Raises `TargetUnavailable`.
+        """
+        lost = [
+            live
+            for sequence_id, code in faults.items()
+            if code is RowFaultCode.OUT_OF_SYNC and (live := self._table.running.get(sequence_id)) is not None
+        ]
+        if lost:
+            self._metrics.replayed(len(lost))
+            await self._evict(lost)
+        if RowFaultCode.KV_EXHAUSTED in faults.values() and self._table.running:
+            latest = max(self._table.running.values(), key=lambda live: live.sequence.arrival)
+            await self._preempt((latest.id,))
 
-    def held(self) -> list[SequenceId]:
-        """The live sequences of which the target may hold something."""
-        return [lane.id for lane in self._roster.lanes() if lane.is_open]
+    def open_ids(self) -> list[SequenceId]:
+        """The live sequences of which the target may hold KV."""
+        return [live.id for live in self._table.sequences() if live.is_open]
 
-    def lost(self) -> None:
-        """The target holds nothing of the live sequences any more."""
-        self._roster.dismiss_ended()
-        self._metrics.replayed(len(self._roster.running))
-        for lane in self._roster.lanes():
-            lane.sequence.opened(0)
-            lane.is_open = False
+    def target_lost(self) -> None:
+        """The target holds nothing of the live sequences any more: all are sent again."""
+        self._table.drop_finished()
+        self._metrics.replayed(len(self._table.running))
+        for live in self._table.sequences():
+            live.mark_released()
 
-    def _state(self) -> State:
-        """What the plan depends on, frozen."""
-        info = self._link.info
+    def _state(self, wanted: WantedDrafts) -> State:
+        info = self._target.info
+        waiting = self._table.waiting(self._limits.max_sequences)
         return State(
-            waiting=self._roster.waiting_views(self._limits.max_sequences),
-            running=self._roster.running_views(),
-            kv=self._link.kv,
+            waiting=tuple([live.view(wanted.of(live.id)) for live in waiting]),
+            running=tuple([live.view(wanted.of(live.id)) for live in self._table.running.values()]),
+            kv=self._target.kv,
             layout=info.layout,
             max_context_len=info.max_context_len,
             limits=self._limits,
-            draft=self._draft,
+            max_draft=self._max_draft,
         )
 
-    def _is_to_open(self, lane: Lane) -> bool:
-        return not lane.is_open and not self._suspects.is_suspect(lane)
+    async def _preempt(self, sequence_ids: Iterable[SequenceId]) -> None:
+        """Free the blocks of running sequences for older ones. What stays in the prefix cache is found again later."""
+        preempted = [live for sequence_id in sequence_ids if (live := self._table.preempt(sequence_id)) is not None]
+        self._metrics.preempted(len(preempted))
+        await self._evict(preempted)
 
-    async def _open(self, lanes: Sequence[Lane]) -> None:
-        """Ask the target for what it has of them."""
-        rows = tuple(_row(lane) for lane in lanes)
-        known = [lane.was_open for lane in lanes]
-        for lane in lanes:
-            lane.touch()
+    async def _open(self, sequences: Sequence[LiveSequence]) -> None:
+        """Open sequences on the target, which says how much of their KV it has stored."""
+        rows = tuple(_open_row(live) for live in sequences)
+        resumed = [live.has_been_open for live in sequences]
+        for live in sequences:
+            live.mark_sent()
         try:
-            lens = await self._link.open(rows)
+            stored_lens = await self._target.open(rows)
         except TargetUnavailable:
-            self._suspects.lost(lanes)
+            self._quarantine.record_loss(sequences)
             raise
-        for lane, row, was_open, stored_len in zip(lanes, rows, known, lens, strict=True):
-            lane.sequence.opened(stored_len)
-            self._metrics.opened(len(row.tokens), stored_len, again=was_open, from_parent=row.parent is not None)
+        for live, row, is_resumed, stored_len in zip(sequences, rows, resumed, stored_lens, strict=True):
+            live.mark_stored(stored_len)
+            self._metrics.opened(len(row.tokens), stored_len, resumed=is_resumed, from_parent=row.parent is not None)
 
-    async def _evict(self, lanes: Sequence[Lane]) -> None:
-        """Free what the target holds of them, before anything else is sent."""
-        for lane in lanes:
-            lane.sequence.opened(0)
-        await self._link.evict([lane.id for lane in lanes if lane.is_open])
-        for lane in lanes:
-            lane.is_open = False
+    async def _evict(self, sequences: Sequence[LiveSequence]) -> None:
+        """Free what the target holds of the sequences before anything else is sent."""
+        await self._target.evict([live.id for live in sequences if live.is_open])
+        for live in sequences:
+            live.mark_released()
 
 
-def _row(lane: Lane) -> OpenRow:
-    sequence, source = lane.sequence, lane.source
+def _open_row(live: LiveSequence) -> OpenRow:
+    sequence, source = live.sequence, live.kv_source
     return OpenRow(sequence.id, tuple(sequence.tokens), sequence.start, None if source is None else source.id)

@@ -1,8 +1,7 @@
-"""Guesses for the rows of a round: whom to ask and when, whom not to wait for, and what goes to the target.
+"""Propose: get draft trees for the rows of a round, and choose the nodes to verify.
 
-Three ways of asking share one call. Who is verified now is asked and waited for. With halves that take turns, who is
-verified next is asked while the target computes. And where guessing does not pay, a few are asked in the shadow of a
-step, now and then: nobody waits, nothing is verified, the guess is held against what the target decides anyway.
+The rows of a round are drafted for before their step, and the round waits for the proposals. With alternating halves,
+the rows of the next round are drafted for while the target computes this one.
 """
 
 from __future__ import annotations
@@ -11,270 +10,200 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.coordinator.clients.drafter import Ask
-from cluster.coordinator.clients.drafter_pool import Calls, Drafting
+from cluster.coordinator.clients.drafter_pool import DrafterPool, ProposeCalls
 from cluster.coordinator.metrics import Metrics
-from cluster.coordinator.running import Lane
+from cluster.coordinator.probe import BackgroundProbes
+from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.core.config import DraftSection
-from cluster.core.drafting import NO_DRAFT, DraftBudget
+from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftRequest
 from cluster.core.ids import SequenceId
-from cluster.core.scheduler import Plan, PlannedRow
-from cluster.core.sequence import Sequence as Answer
+from cluster.core.scheduler import Plan, PlannedRow, WantedDrafts
 from cluster.core.tree import TokenTree
 from cluster.core.verification import TargetInfo, VerifyRow
-from cluster.speculation.controller import Judge, Weighed
-
-SHADOW_SHARE = 0.01
-"""Most of the time that may go into asking those for whom guessing does not pay; as much goes into telling them."""
-SHADOWED = 4
-"""Sequences asked at a time in a step's shadow."""
-LONGEST_PAUSE = 8.0
-"""While it goes on not to pay, they are asked so many times as seldom at last."""
-FIRST_PAUSE = 1 / 16
-"""And so many times as seldom at first, when nothing is known."""
-
-Asked = dict[SequenceId, tuple[Answer, DraftBudget]]
+from cluster.speculation.controller import SpeculationController
 
 
 @dataclass(frozen=True, slots=True)
-class Guesses:
-    """What a round takes to the target."""
+class RoundDrafts:
+    """The drafts of one round."""
 
     trees: Mapping[SequenceId, TokenTree]
+    """The trees to verify."""
     asked: int = 0
-    """Sequences that were asked for, and waited for."""
+    """Number of sequences that were drafted for."""
     waited: float = 0.0
-    """Seconds."""
-    expected: Weighed | None = None
-    """What the controller thinks will come of it, where there is one."""
+    """Time that the round waited for proposals, in seconds."""
+    expected_step_seconds: float | None = None
+    """Time that the step is expected to take, in seconds; `None` without a speculation controller."""
 
 
-@dataclass(slots=True)
-class _Allowance:
-    """Time for what brings nothing now: after so many seconds of it there is none for many times as long."""
-
-    spent: Calls | None = None
-    """What is under way."""
-    due: float = float("-inf")
-
-    def is_left(self, now: float) -> bool:
-        """Whether more may be spent."""
-        return self.spent is None and now >= self.due
-
-    def settle(self, now: float, pause: float) -> float | None:
-        """The seconds that it took, if it is over since the last call."""
-        if self.spent is None or not self.spent.done:
-            return None
-        seconds, self.spent = self.spent.seconds, None
-        self.due = now + pause * seconds / SHADOW_SHARE
-        return seconds
-
-
-@dataclass(frozen=True, slots=True)
-class _Asking:
-    calls: Calls
-    asked: Asked
-
-    @property
-    def depth(self) -> int:
-        return max((budget.max_depth for _, budget in self.asked.values()), default=0)
-
-
-class Guessing:
-    """Decides with its judge, asks through `drafting`."""
+class Proposer:
+    """Drafts through the pool, as the speculation controller decides; without a controller, always the most."""
 
     def __init__(
         self,
-        drafting: Drafting,
+        pool: DrafterPool,
         section: DraftSection,
-        most_rows: int,
+        max_sequences: int,
+        running: Mapping[SequenceId, LiveSequence],
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
-        self._drafting = drafting
-        self._most_rows = most_rows
+        self._pool = pool
+        self._max_sequences = max_sequences
+        self._running = running
         self._metrics = metrics
         self._clock = clock
-        self.most = NO_DRAFT if section.method == "none" else DraftBudget(section.max_nodes, section.max_depth)
-        """The largest tree."""
-        self._judge = Judge(self.most) if section.controller == "auto" and self.most.max_nodes else None
+        self.max_draft = NO_DRAFT if section.method == "none" else DraftBudget(section.max_nodes, section.max_depth)
+        """The largest tree that any sequence may have."""
+        has_controller = section.controller == "auto" and self.max_draft.max_nodes > 0
+        self._controller = SpeculationController(self.max_draft) if has_controller else None
+        self._probes = (
+            None if self._controller is None else BackgroundProbes(pool, self._controller, self.max_draft, clock)
+        )
         self._alternates = section.alternate == "on"
-        self._vocabulary_size = 0
-        self._ahead: _Asking | None = None
-        self._shadow: _Asking | None = None
-        self._asking, self._telling = _Allowance(), _Allowance()
-        self._pause = FIRST_PAUSE
-        self._turn = 0
-        self._rows = 1
+        self._next_calls: ProposeCalls | None = None
+        self._wanted = WantedDrafts({}, None)
         self._deciding: frozenset[SequenceId] = frozenset()
+        self._expected_rows = 1
 
-    def begin(self, info: TargetInfo) -> None:
-        """The target was met, for the first time or again."""
-        self._vocabulary_size = info.vocabulary_size
-        if self._judge is not None:
-            self._judge.begin(info.profile)
+    def start(self, info: TargetInfo) -> None:
+        """Draft for this target, which was reached for the first time or again."""
+        self._pool.start(info.vocabulary_size)
+        if self._controller is not None:
+            self._controller.start(info.profile)
 
-    def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """The sequences are over."""
+    def release(self, sequence_ids: Iterable[SequenceId]) -> None:
+        """Release sequences that are over."""
         sequence_ids = tuple(sequence_ids)
-        self._drafting.forget(sequence_ids)
-        if self._judge is not None:
-            self._judge.forget(sequence_ids)
+        self._pool.release(sequence_ids)
+        if self._controller is not None:
+            self._controller.forget(sequence_ids)
 
     async def close(self, timeout_seconds: float) -> None:
-        """End what is under way with the drafters."""
-        await self._drafting.close(timeout_seconds)
+        """Cancel the calls under way and send the last releases."""
+        await self._pool.close(timeout_seconds)
 
     # --- before the plan ---
 
-    def wish(self, lanes: Iterable[Lane]) -> None:
-        """Say how large a tree each lane should be granted; those that wait or still fill, none."""
-        if self._judge is None:
-            return
-        lanes = tuple(lane for lane in lanes if lane.sequence.finish is None)  # parents of beams stay for their heirs
-        deciding = [lane for lane in lanes if lane.sequence.missing == 1]
-        names = frozenset([lane.sequence.id for lane in deciding])
-        if not names <= self._deciding:
-            self._pause = min(1.0, self._pause)  # of the new ones nothing is known yet
-        # Who waits or fills will decide soon: what pays for a few until then is not worth beginning with.
-        self._rows = max(1, len(deciding), min(len(lanes), self._most_rows))
-        if names != self._deciding or self._judge.is_due:
-            able = [
-                (lane.sequence, most)
-                for lane in deciding
-                if (most := lane.most(self.most)).max_nodes and (self._judge.is_resting or self._is_worth_telling(lane))
+    def size_trees(self, sequences: Iterable[LiveSequence]) -> WantedDrafts:
+        """How large a tree each sequence should have. With a controller, only sequences that decode have any."""
+        controller = self._controller
+        if controller is None:
+            return self._wanted
+        unfinished = [live for live in sequences if live.sequence.finish is None]
+        deciding = [live for live in unfinished if live.sequence.missing == 1]
+        ids = frozenset([live.id for live in deciding])
+        if self._probes is not None and not ids <= self._deciding:
+            self._probes.expect_new_sequences()
+        # Sequences that wait or prefill will decide soon: what pays only until then is not worth starting.
+        self._expected_rows = max(1, len(deciding), min(len(unfinished), self._max_sequences))
+        if ids != self._deciding or controller.needs_sizing:
+            requests = [
+                DraftRequest(live.sequence, largest)
+                for live in deciding
+                if (largest := live.largest_draft(self.max_draft)).max_nodes
+                and (controller.is_idle or self._is_worth_prefilling(live))
             ]
-            self._judge.choose(able, rows=self._rows, halves=self._alternates)
-        self._deciding = names
-        sizes = self._judge.sizes(len(deciding))
-        for lane in lanes:
-            lane.draft = sizes.get(lane.sequence.id, NO_DRAFT) if sizes else NO_DRAFT
+            controller.size_trees(requests, rows=self._expected_rows, halves=self._alternates)
+        self._deciding = ids
+        self._wanted = WantedDrafts(controller.next_budgets(len(deciding)), NO_DRAFT)
+        return self._wanted
 
-    def turn(self, plan: Plan) -> tuple[Plan, Plan]:
-        """Who goes now, and who goes next and is to be asked for meanwhile. Prompts go whenever they can."""
-        wanting = [row for row in plan.rows if row.decide and row.draft.max_nodes]
-        if not self._alternates or len(wanting) < 2:
+    def split(self, plan: Plan) -> tuple[Plan, Plan]:
+        """With alternating halves, the rows of this round and those of the next; prompts are always in this round."""
+        drafted = [row for row in plan.rows if _wants_draft(row)]
+        if not self._alternates or len(drafted) < 2:
             return plan, Plan()
-        ahead = {} if self._ahead is None else self._ahead.asked
-        now = [row.sequence_id for row in wanting if row.sequence_id in ahead] or [
-            row.sequence_id for row in wanting[: len(wanting) // 2]
+        ready = {} if self._next_calls is None else self._next_calls.requests
+        now = [row.sequence_id for row in drafted if row.sequence_id in ready] or [
+            row.sequence_id for row in drafted[: len(drafted) // 2]
         ]
-        later = {row.sequence_id for row in wanting}.difference(now)
+        later = {row.sequence_id for row in drafted}.difference(now)
         first = tuple(row for row in plan.rows if row.sequence_id not in later)
         return replace(plan, rows=first), Plan(rows=tuple(row for row in plan.rows if row.sequence_id in later))
 
     # --- the round ---
 
-    async def gather(self, plan: Plan, running: Mapping[SequenceId, Lane]) -> Guesses:
-        """Trees for the rows that decide and have room for one. Raises nothing."""
+    async def propose(self, plan: Plan) -> RoundDrafts:
+        """Get trees for the rows that decide and have tokens for one. Raises nothing."""
         begun = self._clock()
-        asking, self._ahead = self._ahead, None
-        wanting = {row.sequence_id for row in plan.rows if row.decide and row.draft.max_nodes}
-        if asking is None or wanting.isdisjoint(asking.asked):
-            asking = self._ask(plan.rows, running)
-        if asking is None:
-            return Guesses({})
-        patience = float("inf") if self._judge is None else self._judge.patience(len(asking.asked), asking.depth)
-        await asking.calls.wait(patience)
+        calls, self._next_calls = self._next_calls, None
+        if calls is None or not any(_wants_draft(row) and row.sequence_id in calls.requests for row in plan.rows):
+            calls = self._call(plan.rows)
+        if calls is None:
+            return RoundDrafts({})
+        controller, asked = self._controller, len(calls.requests)
+        await calls.wait(float("inf") if controller is None else controller.patience(asked, calls.depth))
         proposals = {
-            name: proposal
-            for name, proposal in asking.calls.take().items()
-            if name in running and proposal.base_len == len(running[name].sequence)
+            sequence_id: proposal
+            for sequence_id, proposal in calls.take().items()
+            if (live := self._running.get(sequence_id)) is not None and proposal.base_len == len(live.sequence)
         }
         waited = self._clock() - begun
         for proposal in proposals.values():
             self._metrics.proposed(len(proposal.tree), proposal.ready)
-        if self._judge is None:
-            trees = {name: proposal.tree for name, proposal in proposals.items()}
-            return Guesses(trees, len(asking.asked), waited)
-        if proposals or not asking.calls.done:  # who refuses at once tells nothing of how long proposals take
-            self._judge.waited(len(proposals) or len(asking.asked), asking.depth, waited)
-        deciding, tokens = sum(row.decide for row in plan.rows), sum(row.pending for row in plan.rows)
-        weighed = self._judge.weigh(asking.asked, proposals, rows=deciding, tokens=tokens, waited=waited)
-        for name in proposals:
-            self._metrics.chose(len(weighed.trees.get(name, ())))
-        return Guesses(weighed.trees, len(asking.asked), waited, weighed)
+        if controller is None:
+            trees = {sequence_id: proposal.tree for sequence_id, proposal in proposals.items()}
+            return RoundDrafts(trees, asked, waited)
+        if proposals or not calls.done:  # an immediate refusal says nothing of how long proposals take
+            controller.observe_wait(len(proposals) or asked, calls.depth, waited)
+        rows, tokens = sum(row.decide for row in plan.rows), sum(row.pending for row in plan.rows)
+        pruned = controller.prune(calls.requests, proposals, rows=rows, tokens=tokens, waited=waited)
+        for sequence_id in proposals:
+            self._metrics.pruned(len(pruned.trees.get(sequence_id, ())))
+        return RoundDrafts(pruned.trees, asked, waited, pruned.step_seconds)
 
-    def meanwhile(self, later: Plan, running: Mapping[SequenceId, Lane]) -> None:
-        """Use the time in which the target computes: ask for who goes next, learn, look what others would have got.
+    def work_during_step(self, later: Plan) -> None:
+        """Use the time in which the target computes: draft for the next round, prefill drafters, probe.
 
-        Called with the step; it begins two turns of the event loop later, when the step is on its way.
+        Call it just before the step. The work starts two turns of the event loop later, when the step has been sent.
         """
         loop = asyncio.get_running_loop()
-        loop.call_soon(loop.call_soon, self._use_time, later, running)
+        loop.call_soon(loop.call_soon, self._work_during_step, later)
 
-    def stepped(self, rows: Sequence[VerifyRow], guesses: Guesses, seconds: float, committed: int) -> None:
-        """A round took so long from plan to plan. Prompts teach nothing: they are not what is to be compared."""
-        if self._judge is None or any(len(row.pending) > 1 for row in rows):
+    def observe_round(self, rows: Sequence[VerifyRow], drafts: RoundDrafts, seconds: float, committed: int) -> None:
+        """Learn from a round of `seconds` that committed so many tokens.
+
+        Rounds with prompts are left out, because they cannot be compared with others.
+        """
+        if self._controller is None or any(len(row.pending) > 1 for row in rows):
             return
-        width, rest = sum(row.width for row in rows), max(0.0, seconds - guesses.waited)
-        self._judge.stepped(len(rows), width, rest, waited=guesses.waited, committed=committed)
-        if guesses.expected is not None:
-            self._metrics.foreseen(guesses.expected.step_seconds + guesses.waited, seconds)
+        tokens, rest = sum(row.width for row in rows), max(0.0, seconds - drafts.waited)
+        self._controller.observe_round(len(rows), tokens, rest, waited=drafts.waited, committed=committed)
+        if drafts.expected_step_seconds is not None:
+            self._metrics.predicted_round(drafts.expected_step_seconds + drafts.waited, seconds)
 
-    def _ask(self, rows: Iterable[PlannedRow], running: Mapping[SequenceId, Lane]) -> _Asking | None:
-        asked = {
-            row.sequence_id: (lane.sequence, row.draft)
+    def _call(self, rows: Iterable[PlannedRow]) -> ProposeCalls | None:
+        requests = {
+            row.sequence_id: DraftRequest(live.sequence, row.draft)
             for row in rows
-            if row.decide and row.draft.max_nodes and (lane := running.get(row.sequence_id))
+            if _wants_draft(row) and (live := self._running.get(row.sequence_id)) is not None
         }
-        return self._start(asked) if asked else None
-
-    def _start(self, asked: Asked) -> _Asking:
-        asks = [Ask(answer, budget) for answer, budget in asked.values()]
-        return _Asking(self._drafting.start(asks, self._vocabulary_size), asked)
+        return self._pool.propose(requests) if requests else None
 
     # --- while the target computes ---
 
-    def _use_time(self, later: Plan, running: Mapping[SequenceId, Lane]) -> None:
-        self._ahead = self._ask(later.rows, running)
-        able = [lane for lane in running.values() if lane.most(self.most).max_nodes]
-        if self._judge is None or not self._judge.is_resting:
-            worth = (lane.sequence for lane in able if self._is_worth_telling(lane))
-            self._drafting.tell(worth, self._vocabulary_size)
-        if self._judge is not None:
-            self._judge.settle()
-            self._end_shadow()
-            self._begin_shadow([lane for lane in able if lane.sequence.missing == 1 and lane.draft == NO_DRAFT])
+    def _work_during_step(self, later: Plan) -> None:
+        self._next_calls = self._call(later.rows)
+        drafted = [live for live in self._running.values() if live.largest_draft(self.max_draft).max_nodes]
+        controller = self._controller
+        if controller is None or not controller.is_idle:
+            self._pool.prefill(live.sequence for live in drafted if self._is_worth_prefilling(live))
+        if controller is None or self._probes is None:
+            return
+        controller.learn()
+        self._probes.collect()
+        without_draft = [live for live in drafted if live.sequence.missing == 1]
+        self._probes.start([live for live in without_draft if self._wanted.of(live.id) == NO_DRAFT])
 
-    def _is_worth_telling(self, lane: Lane) -> bool:
-        """Whether a drafter that must learn a sequence first will save more time than that takes."""
-        if self._judge is None:
+    def _is_worth_prefilling(self, live: LiveSequence) -> bool:
+        """Whether drafts for the sequence will save more time than its drafter needs to prefill it."""
+        if self._controller is None:
             return True
-        seconds = self._drafting.telling_seconds(lane.sequence)
-        return self._judge.is_worth(seconds, self._rows, lane.sequence.remaining)
+        seconds = self._pool.prefill_seconds(live.sequence)
+        return self._controller.is_worth_prefilling(seconds, self._expected_rows, live.sequence.remaining)
 
-    def _begin_shadow(self, lanes: Sequence[Lane]) -> None:
-        """Ask for some of those that go without, in turn, and let a drafter learn one more of them.
 
-        A long prompt costs a drafter many times what a guess does: those that it knows are asked again and again.
-        """
-        if not lanes or not self._drafting.is_idle:
-            return
-        first = self._turn % len(lanes)
-        self._turn += SHADOWED
-        lanes = [*lanes[first:], *lanes[:first]]
-        known = [lane for lane in lanes if self._drafting.knows(lane.sequence)]
-        if known and self._asking.is_left(self._clock()):
-            asking = self._start({lane.id: (lane.sequence, lane.most(self.most)) for lane in known[:SHADOWED]})
-            if asking.calls:
-                self._shadow, self._asking.spent = asking, asking.calls
-        elif len(known) < len(lanes) and self._telling.is_left(self._clock()):
-            new = next(lane for lane in lanes if lane not in known)
-            told = self._drafting.tell((new.sequence,), self._vocabulary_size)
-            if told:
-                self._telling.spent = told
-
-    def _end_shadow(self) -> None:
-        """Note what came, and rest the longer, the longer the answer took."""
-        self._telling.settle(self._clock(), max(1.0, self._pause))  # the first of them tells most
-        seconds = self._asking.settle(self._clock(), self._pause)
-        if seconds is None or self._shadow is None or self._judge is None:
-            return
-        asking, self._shadow = self._shadow, None
-        proposals = asking.calls.take()
-        for name, proposal in proposals.items():
-            self._judge.note(*asking.asked[name], proposal)
-        if proposals:
-            self._judge.answered(len(asking.asked), asking.depth, seconds)
-        self._pause = min(LONGEST_PAUSE, self._pause * 2) if self._judge.is_resting else 1.0
+def _wants_draft(row: PlannedRow) -> bool:
+    return row.decide and row.draft.max_nodes > 0

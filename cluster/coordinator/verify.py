@@ -1,33 +1,60 @@
-"""A plan made into the step's rows, and a verdict held against its row."""
+"""Verify: build the rows of a plan and let the target compute them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cluster.coordinator.running import Lane
+from cluster.coordinator.clients.target import TargetClient
+from cluster.coordinator.quarantine import Quarantine
+from cluster.coordinator.requests.live_sequence import LiveSequence
+from cluster.coordinator.requests.request_table import RequestTable
+from cluster.core.errors import TargetUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.scheduler import Plan, PlannedRow
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from cluster.core.verification import Verdict, VerifyRow
+from cluster.core.verification import StepResult, VerifyRow
+
+
+class Verifier:
+    """Sends rows to the target."""
+
+    def __init__(self, table: RequestTable, target: TargetClient, quarantine: Quarantine) -> None:
+        self._table = table
+        self._target = target
+        self._quarantine = quarantine
+
+    def rows(self, plan: Plan, trees: Mapping[SequenceId, TokenTree]) -> tuple[VerifyRow, ...]:
+        """The rows to send. Changes nothing."""
+        return self._quarantine.select(build_rows(plan, self._table.running, trees))
+
+    async def verify(self, rows: tuple[VerifyRow, ...]) -> StepResult:
+        """Compute the rows in one forward pass. Raises `TargetUnavailable`."""
+        running = self._table.running
+        for row in rows:
+            running[row.sequence_id].mark_sent()
+        try:
+            return await self._target.step(rows)
+        except TargetUnavailable:
+            self._quarantine.record_loss(running.get(row.sequence_id) for row in rows)
+            raise
 
 
 def build_rows(
-    plan: Plan, running: Mapping[SequenceId, Lane], trees: Mapping[SequenceId, TokenTree]
+    plan: Plan, running: Mapping[SequenceId, LiveSequence], trees: Mapping[SequenceId, TokenTree]
 ) -> tuple[VerifyRow, ...]:
-    """The planned rows of those sequences that are still there, each with its tree if it got one."""
+    """The planned rows of the sequences that still run, each with its tree if it has one."""
     rows: list[VerifyRow] = []
     for planned in plan.rows:
-        lane = running.get(planned.sequence_id)
-        if lane is None:
+        live = running.get(planned.sequence_id)
+        if live is None:
             continue
-        lane.touch()
-        sequence = lane.sequence
+        sequence = live.sequence
         first, end = sequence.stored_len, sequence.stored_len + planned.pending
         row = VerifyRow(
             sequence_id=sequence.id,
             base_len=end,
             pending=tuple(sequence.tokens[first:end]),
-            tree=_fitting(trees.get(sequence.id), planned),
+            tree=_trim(trees.get(sequence.id), planned),
             decide=planned.decide,
             start=sequence.start if first == 0 else None,
         )
@@ -35,18 +62,8 @@ def build_rows(
     return tuple(rows)
 
 
-def _fitting(tree: TokenTree | None, planned: PlannedRow) -> TokenTree:
-    """What of the tree the plan has room for: it may have been asked for under another one."""
+def _trim(tree: TokenTree | None, planned: PlannedRow) -> TokenTree:
+    """The part of the tree that the plan has tokens for: an earlier plan may have asked for it."""
     if tree is None or not planned.decide:
         return EMPTY_TREE
     return tree.truncated(planned.draft.max_nodes, planned.draft.max_depth)
-
-
-def is_sound(row: VerifyRow, verdict: Verdict | None) -> bool:
-    """Whether the verdict answers the row: of its length, and with as many tokens as its tree allows."""
-    if verdict is None or verdict.base_len != row.base_len:
-        return False
-    if verdict.fault is not None:
-        return True
-    fewest, most = (1, 1 + row.tree.depth()) if row.decide else (0, 0)
-    return fewest <= len(verdict.tokens) <= most

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
+from cluster.core.sequence import Sequence
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from cluster.core.verification import RowFault
 
@@ -22,6 +23,14 @@ class DraftBudget:
 
 
 NO_DRAFT = DraftBudget(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """A sequence to draft for, and how large its tree may be. An empty budget only brings the drafter up to date."""
+
+    sequence: Sequence
+    budget: DraftBudget
 
 
 @dataclass(frozen=True, slots=True)

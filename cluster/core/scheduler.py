@@ -1,16 +1,16 @@
-"""What the next step holds: a pure function of frozen values.
+"""The scheduler: which rows the next step has, as a pure function of frozen values.
 
-Sequences are served by arrival. Every step gives each decoding sequence its one token first; the oldest sequence
-still filling its prompt is sure of half of what is left; trees share the rest evenly, and prompt chunks fill what
-the trees leave. While others decode, prompts together take `max_prompt_tokens` of a step at most, so that its length,
-which is the time between the others' tokens, does not hang on who else came (chunked prefill, as in Sarathi-Serve,
-Agrawal et al. 2024). Memory is given on demand: where it runs out, the latest arrival gives its blocks up and is
-replayed later, in its old place, so that the oldest can always finish.
+Sequences are served in order of arrival. Every step gives each decoding sequence its one token first. The oldest
+sequence that still prefills is sure of half of the tokens left. Draft trees share the rest evenly. Prompt chunks fill
+what the trees leave. While other sequences decode, prompts together take at most `max_prompt_tokens` of a step, so
+that a newcomer does not lengthen the time between the others' tokens (chunked prefill, as in Sarathi-Serve, Agrawal
+et al. 2024). Memory is allocated on demand. When it runs out, the latest arrival is preempted and resumes later at its
+old position, so that the oldest sequence can always finish.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.core.config import SchedulerSection
@@ -22,42 +22,44 @@ from cluster.core.kv import KvLayout, KvOccupancy
 
 @dataclass(frozen=True, slots=True)
 class SequenceView:
-    """What the scheduler may know of a sequence; lengths in tokens."""
+    """What the scheduler knows of a sequence. Lengths are in tokens."""
 
     id: SequenceId
     arrival: int
+    """Order of arrival: smaller is older."""
     length: int
-    """Committed tokens, prompt and answer."""
+    """Committed tokens, prompt and answer together."""
     stored_len: int
-    """Leading ones whose KV the target holds; less than `length`."""
+    """Leading tokens whose KV the target holds; less than `length`."""
     remaining: int
-    """Tokens the answer may still have."""
+    """Tokens that the answer may still have."""
     shared_len: int = 0
-    """Leading tokens, while it waits, whose blocks it will share with a sequence that holds them already."""
-    max_nodes: int | None = None
-    """Most nodes of its tree, where it is to have fewer than others."""
-    max_depth: int | None = None
-    """And how deep it may be."""
+    """For a waiting sequence: leading tokens whose blocks it will share with a sequence that holds them already."""
+    draft: DraftBudget | None = None
+    """The tree that the speculation controller wants for it; `None` wants the largest one allowed."""
+    max_draft_tokens: int | None = None
+    """Most nodes of a tree that the request allows; `None` leaves it to the server."""
 
     @property
     def missing(self) -> int:
-        """Committed tokens to send: 1 while decoding, more while (re)filling."""
+        """Committed tokens without stored KV: 1 while decoding, more during prefill."""
         return self.length - self.stored_len
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Everything a plan depends on."""
+    """Everything that a plan depends on."""
 
     waiting: tuple[SequenceView, ...]
     running: tuple[SequenceView, ...]
     kv: KvOccupancy
-    """As the target last reported it."""
+    """The block counts that the target reported last."""
     layout: KvLayout
     max_context_len: int
+    """Longest sequence that the target computes, in tokens."""
     limits: SchedulerSection
-    draft: DraftBudget
-    """The most that any tree may have."""
+    max_draft: DraftBudget
+    """The largest tree that any sequence may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +68,40 @@ class PlannedRow:
 
     sequence_id: SequenceId
     pending: int
-    """How many of its missing tokens go, from the first."""
+    """How many of its missing tokens are sent, counted from the first."""
     decide: bool
-    """Whether they reach its end, so that the target decides what follows."""
+    """Whether they reach the end of the sequence, so that the target decides the next token."""
     draft: DraftBudget
-    """How large a tree may hang below them."""
+    """The largest tree that the row may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do now: preempt, admit, then step over `rows` (in order of arrival)."""
+    """The next step: preempt, admit, then compute `rows`, which are in order of arrival."""
 
     admit: tuple[SequenceId, ...] = ()
     preempt: tuple[SequenceId, ...] = ()
     rows: tuple[PlannedRow, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class WantedDrafts:
+    """How large a tree each sequence should have. `clip_draft` bounds it."""
+
+    budgets: Mapping[SequenceId, DraftBudget]
+    default: DraftBudget | None
+    """For sequences that are not in `budgets`; `None` wants the largest tree allowed."""
+
+    def of(self, sequence_id: SequenceId) -> DraftBudget | None:
+        """The wanted budget of one sequence."""
+        return self.budgets.get(sequence_id, self.default)
+
+
 def check_fits(prompt_len: int, max_tokens: int, max_context_len: int, pool_tokens: int) -> None:
-    """Refuse what could never finish, even alone. Raises `InvalidRequest` naming the bound."""
+    """Refuse a request that could never finish, even alone.
+
+    Raises `InvalidRequest` with the bound.
+    """
     if prompt_len < 1:
         raise InvalidRequest("prompt", f"{prompt_len} tokens", "at least one token")
     if max_tokens < 1:
@@ -96,28 +114,50 @@ def check_fits(prompt_len: int, max_tokens: int, max_context_len: int, pool_toke
             raise InvalidRequest("max_tokens", max_tokens, left)
 
 
+def clip_draft(
+    wanted: DraftBudget | None, max_draft: DraftBudget, max_draft_tokens: int | None, remaining: int
+) -> DraftBudget:
+    """The largest tree that one sequence can use. No other place bounds a draft budget.
+
+    `wanted` is the speculation controller's choice (`None` for no choice), `max_draft` the configuration's bound and
+    `max_draft_tokens` the request's. `remaining` is how many tokens the sequence may still grow by. The last of them is
+    always the target's own, so a tree is less deep than that.
+    """
+    nodes, depth = max_draft.max_nodes, min(max_draft.max_depth, remaining - 1)
+    if wanted is not None:
+        nodes, depth = min(nodes, wanted.max_nodes), min(depth, wanted.max_depth)
+    if max_draft_tokens is not None:
+        nodes = min(nodes, max_draft_tokens)
+    depth = min(depth, nodes)
+    if depth <= 0:
+        return NO_DRAFT
+    if nodes == max_draft.max_nodes and depth == max_draft.max_depth:
+        return max_draft
+    return DraftBudget(nodes, depth)
+
+
 def plan(state: State) -> Plan:
-    """Decide the next step. Uses no clock and keeps nothing between calls."""
-    sheet = _Sheet(state)
+    """Decide the next step. The function reads no clock and keeps nothing between calls."""
+    step = _StepAllocation(state)
     running = sorted(state.running, key=_arrival)
-    decoding, filling = _split(running)
-    preempted = _secure(sheet, running, essential={view.id for view in (*decoding, *filling[:1])})
+    decoding, prefilling = _split(running)
+    preempted = _secure(step, running, essential={view.id for view in (*decoding, *prefilling[:1])})
     gone = set(preempted)
     admitted = [] if preempted else _admissible(state, running)
     decoding = [view for view in decoding if view.id not in gone]
-    filling = sorted([view for view in filling if view.id not in gone] + admitted, key=_arrival)
+    prefilling = sorted([view for view in prefilling if view.id not in gone] + admitted, key=_arrival)
 
-    if any(sheet.pending(view) for view in decoding):
-        sheet.bound_prompts(state.limits.max_prompt_tokens, filling)
-    if filling:
-        oldest = filling[0]
-        sheet.fill(oldest, min(oldest.missing, max(1, sheet.tokens // 2)))
-    _share_among_trees(sheet, [view for view in decoding if sheet.pending(view)])
-    for view in filling:
-        sheet.fill(view, view.missing)
-    _share_among_trees(sheet, [view for view in filling if sheet.pending(view) == view.missing])
+    if any(step.pending(view) for view in decoding):
+        step.limit_prompts(state.limits.max_prompt_tokens, prefilling)
+    if prefilling:
+        oldest = prefilling[0]
+        step.prefill(oldest, min(oldest.missing, max(1, step.tokens // 2)))
+    _share_among_trees(step, [view for view in decoding if step.pending(view)])
+    for view in prefilling:
+        step.prefill(view, view.missing)
+    _share_among_trees(step, [view for view in prefilling if step.pending(view) == view.missing])
 
-    rows = [sheet.row(view) for view in sorted([*decoding, *filling], key=_arrival) if sheet.pending(view)]
+    rows = [step.row(view) for view in sorted([*decoding, *prefilling], key=_arrival) if step.pending(view)]
     return Plan(tuple(view.id for view in admitted), tuple(preempted), tuple(rows))
 
 
@@ -126,16 +166,16 @@ def _arrival(view: SequenceView) -> int:
 
 
 def _split(views: Iterable[SequenceView]) -> tuple[list[SequenceView], list[SequenceView]]:
-    """Those that decode and those that still fill, in the order given."""
+    """The sequences that decode and those that still prefill, in the order given."""
     decoding: list[SequenceView] = []
-    filling: list[SequenceView] = []
+    prefilling: list[SequenceView] = []
     for view in views:
-        (decoding if view.missing == 1 else filling).append(view)
-    return decoding, filling
+        (decoding if view.missing == 1 else prefilling).append(view)
+    return decoding, prefilling
 
 
-class _Sheet:
-    """Tokens and blocks while they are being given out; lives for one `plan`."""
+class _StepAllocation:
+    """The tokens and blocks of one step while `plan` distributes them."""
 
     def __init__(self, state: State) -> None:
         self.tokens = state.limits.max_step_tokens
@@ -143,65 +183,64 @@ class _Sheet:
         self._prompt_tokens = self.tokens
         self._state = state
         self._pending: dict[SequenceId, int] = {}
-        self._nodes: dict[SequenceId, int] = {}
+        self._drafts: dict[SequenceId, DraftBudget] = {}
 
     def pending(self, view: SequenceView) -> int:
-        """Committed tokens granted to the sequence so far."""
+        """Committed tokens of the sequence that the step has so far."""
         return self._pending.get(view.id, 0)
 
     def held(self, view: SequenceView) -> int:
-        """Blocks of the sequence that preempting it gives back."""
+        """Blocks that preempting the sequence frees."""
         return self._state.layout.held(view.stored_len)
 
     def send(self, view: SequenceView, pending: int) -> None:
-        """Raise the sequence's committed tokens towards `pending`, as far as tokens and blocks go."""
-        more = self._grant(view, pending - self.pending(view))
+        """Raise the sequence's committed tokens towards `pending`, as far as tokens and blocks allow."""
+        more = self._take(view, pending - self.pending(view))
         if more:
             self._pending[view.id] = self.pending(view) + more
 
-    def bound_prompts(self, most: int | None, filling: Sequence[SequenceView]) -> None:
-        """Let prompts have `most` tokens of this step, those granted already among them."""
+    def limit_prompts(self, most: int | None, prefilling: Sequence[SequenceView]) -> None:
+        """Bound the prompt tokens of this step by `most`, including those that the step has already."""
         if most is not None:
-            self._prompt_tokens = max(0, most - sum(self.pending(view) for view in filling))
+            self._prompt_tokens = max(0, most - sum(self.pending(view) for view in prefilling))
 
-    def fill(self, view: SequenceView, pending: int) -> None:
-        """`send`, out of what prompts may have."""
+    def prefill(self, view: SequenceView, pending: int) -> None:
+        """Like `send`, within the bound on prompt tokens."""
         before = self.pending(view)
         self.send(view, min(pending, before + self._prompt_tokens))
         self._prompt_tokens -= self.pending(view) - before
 
-    def grow(self, view: SequenceView, nodes: int) -> None:
-        """Give the sequence a tree of up to `nodes` nodes, as far as tokens and blocks go."""
-        self._nodes[view.id] = self._grant(view, nodes)
+    def largest_draft(self, view: SequenceView) -> DraftBudget:
+        """The largest tree that the sequence can use."""
+        state = self._state
+        remaining = min(view.remaining, state.max_context_len - view.length + 1)
+        return clip_draft(view.draft, state.max_draft, view.max_draft_tokens, remaining)
 
-    def longest_tree(self, view: SequenceView) -> DraftBudget:
-        """The tree that would be of use: nothing beyond the answer's last token but one, or the context."""
-        most = self._state.draft
-        nodes = most.max_nodes if view.max_nodes is None else min(view.max_nodes, most.max_nodes)
-        depth = most.max_depth if view.max_depth is None else min(view.max_depth, most.max_depth)
-        depth = min(depth, view.remaining - 1, self._state.max_context_len - view.length)
-        return DraftBudget(nodes, depth) if nodes > 0 and depth > 0 else NO_DRAFT
+    def add_tree(self, view: SequenceView, largest: DraftBudget, nodes: int) -> None:
+        """Give the sequence a tree of up to `nodes` nodes, as far as tokens and blocks allow."""
+        nodes = self._take(view, nodes)
+        if nodes:
+            self._drafts[view.id] = DraftBudget(nodes, min(nodes, largest.max_depth))
 
     def row(self, view: SequenceView) -> PlannedRow:
-        """What the sequence was granted."""
-        nodes = self._nodes.get(view.id, 0)
-        draft = DraftBudget(nodes, min(nodes, self.longest_tree(view).max_depth))
-        return PlannedRow(view.id, self.pending(view), self.pending(view) == view.missing, draft)
+        """The sequence's part in the step."""
+        pending = self.pending(view)
+        return PlannedRow(view.id, pending, pending == view.missing, self._drafts.get(view.id, NO_DRAFT))
 
-    def _grant(self, view: SequenceView, wanted: int) -> int:
-        """Take up to `wanted` tokens and the blocks they need; how many were had."""
+    def _take(self, view: SequenceView, wanted: int) -> int:
+        """Take up to `wanted` tokens and the blocks that they need. Returns the number taken."""
         layout = self._state.layout
-        end = view.stored_len + self.pending(view) + self._nodes.get(view.id, 0)
-        granted = max(0, min(wanted, self.tokens, layout.room(end, self.blocks) - end))
-        self.tokens -= granted
-        self.blocks -= layout.held(view.stored_len, end + granted) - layout.held(view.stored_len, end)
-        return granted
+        end = view.stored_len + self.pending(view)
+        taken = max(0, min(wanted, self.tokens, layout.room(end, self.blocks) - end))
+        self.tokens -= taken
+        self.blocks -= layout.held(view.stored_len, end + taken) - layout.held(view.stored_len, end)
+        return taken
 
 
-def _secure(sheet: _Sheet, running: list[SequenceView], essential: set[SequenceId]) -> list[SequenceId]:
-    """Give each essential sequence its first token; the latest arrivals are preempted for the blocks of older ones.
+def _secure(step: _StepAllocation, running: list[SequenceView], essential: set[SequenceId]) -> list[SequenceId]:
+    """Give each essential sequence its first token, preempting the latest arrivals for the blocks of older ones.
 
-    A sequence that no preemption could help keeps what it holds and is left out of this step.
+    A sequence that no preemption can help keeps what it holds and is left out of this step.
     """
     preempted: list[SequenceId] = []
     remaining = list(running)
@@ -211,43 +250,44 @@ def _secure(sheet: _Sheet, running: list[SequenceView], essential: set[SequenceI
         index += 1
         if view.id not in essential:
             continue
-        sheet.send(view, 1)
+        step.send(view, 1)
         younger = remaining[index:]
-        if sheet.pending(view) or not any(sheet.held(other) for other in younger):
+        if step.pending(view) or not any(step.held(other) for other in younger):
             continue
-        while not sheet.pending(view) and len(remaining) > index:
+        while not step.pending(view) and len(remaining) > index:
             victim = remaining.pop()
             preempted.append(victim.id)
-            sheet.blocks += sheet.held(victim)
-            sheet.send(view, 1)
+            step.blocks += step.held(victim)
+            step.send(view, 1)
     return preempted
 
 
 def _admissible(state: State, running: Sequence[SequenceView]) -> list[SequenceView]:
-    """The waiting sequences that may start now: strictly by arrival, so that none is overtaken for its size.
+    """The waiting sequences that may start now, strictly by arrival, so that a small one never overtakes a large one.
 
     Each must find blocks for its whole length (less what it shares) and one more, beside what those before it have
-    yet to store. The count is bounded by the step's tokens too: so each running sequence can have one in every step.
+    yet to store. The step's tokens bound the count too, so that each running sequence can have one in every step.
     """
     layout = state.layout
     step_tokens = state.limits.max_step_tokens
     most = min(state.limits.max_sequences, state.limits.max_step_tokens)
-    room = state.kv.blocks_free
-    room -= sum(max(0, layout.peak(view.length + 1, step_tokens) - layout.held(view.stored_len)) for view in running)
+    free = state.kv.blocks_free
+    free -= sum(max(0, layout.peak(view.length + 1, step_tokens) - layout.held(view.stored_len)) for view in running)
     admitted: list[SequenceView] = []
     for view in sorted(state.waiting, key=_arrival):
         alone = not running and not admitted
         shared = layout.held(view.shared_len // layout.block_size * layout.block_size)
         need = max(0, layout.peak(view.length, step_tokens) - shared) + (0 if alone else layout.tables)
-        if need > room or len(running) + len(admitted) >= most:
+        if need > free or len(running) + len(admitted) >= most:
             break
-        room -= need
+        free -= need
         admitted.append(view)
     return admitted
 
 
-def _share_among_trees(sheet: _Sheet, views: Sequence[SequenceView]) -> None:
-    """Give trees even shares of the tokens left; what the modest leave over goes to the others."""
-    wanting = sorted(((sheet.longest_tree(view).max_nodes, view.arrival, view) for view in views), key=lambda w: w[:2])
-    for index, (nodes, _, view) in enumerate(wanting):
-        sheet.grow(view, min(nodes, sheet.tokens // (len(wanting) - index)))
+def _share_among_trees(step: _StepAllocation, views: Sequence[SequenceView]) -> None:
+    """Share the tokens left evenly among trees. What a small tree leaves goes to the larger ones."""
+    drafts = [(step.largest_draft(view), view) for view in views]
+    drafts.sort(key=lambda draft: (draft[0].max_nodes, draft[1].arrival))
+    for index, (largest, view) in enumerate(drafts):
+        step.add_tree(view, largest, min(largest.max_nodes, step.tokens // (len(drafts) - index)))

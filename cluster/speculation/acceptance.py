@@ -1,7 +1,7 @@
-"""How good guesses are: what the target made of them, of one sequence and of all.
+"""An acceptance model: how probable it is that drafted tokens are accepted, of one sequence and of all.
 
-A *point* is a place on the committed path that had guesses below it; it is a hit when the target decided for one of
-them. What a sequence shows counts for itself as far as it goes, and for the rest it is taken to be like the others.
+A *position* on the committed path that had drafted tokens below it is a hit when the target decided for one of them.
+Each sequence's own history counts as far as it goes; beyond it, the sequence is taken to be like all others.
 """
 
 from __future__ import annotations
@@ -12,217 +12,240 @@ from dataclasses import dataclass, field, replace
 from cluster.core.drafting import DraftBudget
 from cluster.core.tree import ROOT, TokenTree
 
-_DEEPEST = 16
-_WIDEST = 4
-_UNSEEN = 2.0
-"""Trees after which a node's place in the curve counts as much as the fall of the curve before it."""
-_FADING = 0.98
-"""Of what was seen of a place in the curve, with each tree that was too small to have it."""
-_DOUBT = 20.0
-"""Points after which a drafter's own view counts for half of what was seen of it."""
-_OWN_DOUBT = 4.0
-"""And of one sequence."""
-_FALL = 0.6
-"""Before anything was seen."""
-_CERTAIN = 0.99
-"""Nothing is more likely than this."""
+_MAX_DEPTH = 16
+"""Depths that have an acceptance rate of their own; deeper nodes share the last one."""
+_MAX_SIBLINGS = 4
+"""Positions among siblings that have an acceptance rate of their own; later ones share the last one."""
+_UNSEEN_TREES = 2.0
+"""Trees after which a rank's observed mean counts as much as the extrapolation from the ranks before it."""
+_UNSEEN_DECAY = 0.98
+"""Factor on a rank's weight with each tree that was too small to show it."""
+_PRIOR_POSITIONS = 20.0
+"""Positions after which a drafter's own probabilities count for half of what was observed of all sequences."""
+_PRIOR_POSITIONS_SEQUENCE = 4.0
+"""The same number for the history of one sequence."""
+_PRIOR_FALL = 0.6
+"""Factor from each rank to the next before anything was observed."""
+_MAX_PROBABILITY = 0.99
+"""Bound of every acceptance probability."""
+_CURVE_MEMORY, _SEQUENCE_CURVE_MEMORY = 32.0, 8.0
+"""Trees that the curve of all sequences, and that of one sequence, remembers."""
+_HIT_MEMORY = 24.0
+"""Positions that recent hit rates remember."""
+_CALIBRATION_MEMORY = 100.0
+"""Positions that the calibration of a drafter's probabilities remembers."""
+_RATE_MEMORY = 64.0
+"""Drafted tokens that each acceptance rate by depth and sibling remembers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
-    """Hits against those that were expected; old ones fade."""
+class HitRate:
+    """Observed hits against expected ones. Old observations fade."""
 
     hits: float = 0.0
     expected: float = 0.0
 
-    def learned(self, hit: float, expected: float, memory: float) -> Tally:
-        """With one more point; `memory` points count."""
-        keep = 1 - 1 / memory
-        return Tally(self.hits * keep + hit, self.expected * keep + expected)
+    def observed(self, hit: float, expected: float, memory: float) -> HitRate:
+        """The rate with one more observation; about `memory` observations count."""
+        decay = 1 - 1 / memory
+        return HitRate(self.hits * decay + hit, self.expected * decay + expected)
 
-    def ratio(self, doubt: float) -> float:
-        """How many times more hits there are than expected; `doubt` points say: as many."""
-        return (self.hits + doubt) / (self.expected + doubt)
+    def ratio(self, prior: float) -> float:
+        """Observed ÷ expected hits, starting from `prior` positions at which the two are equal."""
+        return (self.hits + prior) / (self.expected + prior)
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
-    """The trees that come: the mean chance of their best node, of their second best, …; a missing node has none."""
+class AcceptanceCurve:
+    """Mean acceptance probability of a tree's best node, of its second best, …; a missing node counts as 0."""
 
-    chances: tuple[float, ...] = ()
+    probabilities: tuple[float, ...] = ()
+    """Mean acceptance probability by rank."""
     depths: tuple[float, ...] = ()
-    """How deep the first nodes reach, up to each."""
+    """Mean depth that the first nodes reach, up to each rank."""
     weights: tuple[float, ...] = ()
-    """Trees that each was learned from."""
+    """Trees that each rank was learned from."""
 
-    def learned(self, chances: Sequence[float], depths: Sequence[int], asked: int, memory: float) -> Curve:
-        """With one more tree of `asked` nodes at most: its nodes' chances, best first, and their depths.
+    def observed(
+        self, probabilities: Sequence[float], depths: Sequence[int], asked: int, memory: float
+    ) -> AcceptanceCurve:
+        """The curve with one more tree, which could have up to `asked` nodes.
 
-        Beyond `asked` nothing was seen.
+        `probabilities` and `depths` are those of the tree's nodes, best first. Ranks beyond `asked` were not observed.
         """
-        mean, reach, weights = list(self.chances), list(self.depths), list(self.weights)
+        mean, reached, weights = list(self.probabilities), list(self.depths), list(self.weights)
         deepest = 0
         for rank in range(asked):
             if rank == len(mean):
                 mean.append(0.0)
-                reach.append(float(rank + 1))
+                reached.append(float(rank + 1))
                 weights.append(0.0)
             weight = weights[rank] = min(weights[rank] + 1, memory)
-            chance = chances[rank] if rank < len(chances) else 0.0
-            mean[rank] += (chance - mean[rank]) / weight
+            probability = probabilities[rank] if rank < len(probabilities) else 0.0
+            mean[rank] += (probability - mean[rank]) / weight
             if rank < len(depths):
                 deepest = max(deepest, depths[rank])
-                reach[rank] += (deepest - reach[rank]) / weight
-        weights[asked:] = [weight * _FADING for weight in weights[asked:]]
-        return Curve(tuple(mean), tuple(reach), tuple(weights))
+                reached[rank] += (deepest - reached[rank]) / weight
+        weights[asked:] = [weight * _UNSEEN_DECAY for weight in weights[asked:]]
+        return AcceptanceCurve(tuple(mean), tuple(reached), tuple(weights))
 
-    def beside(self, others: Curve, doubt: float, count: int) -> tuple[float, ...]:
-        """What to expect of `count` nodes, never rising: this curve as far as it was seen, else that of the others.
+    def combined(self, others: AcceptanceCurve, prior: float, count: int) -> tuple[float, ...]:
+        """Expected probabilities of the best `count` nodes, never rising.
 
-        What was hardly seen of any is taken to fall as it fell before.
+        This curve counts as far as it was observed: after `prior` trees as much as `others`. Ranks that neither curve
+        has observed are extrapolated from the fall of the ranks before.
         """
-        chances: list[float] = []
+        expected: list[float] = []
         before = latest = 1.0
         for rank in range(count):
-            chance = latest * (latest / before if rank > 1 and before > 0 else _FALL)
-            for curve, trust in ((others, _UNSEEN), (self, doubt)):
-                if rank < len(curve.chances):
+            value = latest * (latest / before if rank > 1 and before > 0 else _PRIOR_FALL)
+            for curve, doubt in ((others, _UNSEEN_TREES), (self, prior)):
+                if rank < len(curve.probabilities):
                     weight = curve.weights[rank]
-                    chance += weight / (weight + trust) * (curve.chances[rank] - chance)
-            before, latest = latest, min(latest, chance)
-            chances.append(latest)
-        return tuple(chances)
+                    value += weight / (weight + doubt) * (curve.probabilities[rank] - value)
+            before, latest = latest, min(latest, value)
+            expected.append(latest)
+        return tuple(expected)
 
-    def reach(self, count: int) -> int:
-        """How deep a drafter goes for the best `count` nodes."""
+    def depth_of(self, count: int) -> int:
+        """How deep a drafter goes for its best `count` nodes."""
         if not count:
             return 0
         if count <= len(self.depths):
             return max(1, round(self.depths[count - 1]))
         return count if not self.depths else max(1, round(self.depths[-1])) + count - len(self.depths)
 
-    def within(self, asked: DraftBudget) -> int:
-        """How many of the best nodes are to be seen in a tree of this size; deeper ones may be missing from it."""
-        if asked.max_depth >= max(self.reach(asked.max_nodes), 1):
-            return asked.max_nodes
-        return sum(self.reach(count) <= asked.max_depth for count in range(1, asked.max_nodes + 1))
+    def nodes_within(self, budget: DraftBudget) -> int:
+        """How many of the best nodes a tree of this budget can show; deeper ones may be missing from it."""
+        if budget.max_depth >= max(self.depth_of(budget.max_nodes), 1):
+            return budget.max_nodes
+        return sum(self.depth_of(count) <= budget.max_depth for count in range(1, budget.max_nodes + 1))
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """Of one sequence."""
+class SequenceAcceptance:
+    """What was observed of one sequence."""
 
-    curve: Curve = field(default_factory=Curve)
-    tally: Tally = field(default_factory=Tally)
+    curve: AcceptanceCurve = field(default_factory=AcceptanceCurve)
+    hits: HitRate = field(default_factory=HitRate)
+    """Hits against those that the model of all sequences expected."""
 
 
-def _first_rates() -> tuple[Tally, ...]:
-    """Six of ten first guesses right, few of the rest: soon replaced."""
+def _first_rates() -> tuple[HitRate, ...]:
+    """Rates before any observation: six of ten first drafted tokens are accepted, few of the others."""
     likely = (0.6, 0.15, 0.08, 0.05)
-    return tuple(Tally(2 * likely[rank], 2.0) for _ in range(_DEEPEST) for rank in range(_WIDEST))
+    return tuple(HitRate(2 * likely[sibling], 2.0) for _ in range(_MAX_DEPTH) for sibling in range(_MAX_SIBLINGS))
 
 
 @dataclass(frozen=True, slots=True)
-class Experience:
-    """Of all sequences."""
+class AcceptanceModel:
+    """What was observed of all sequences."""
 
-    rates: tuple[Tally, ...] = field(default_factory=_first_rates)
-    """By depth and by place among siblings: for drafters that cannot tell how likely a guess is."""
-    trust: Tally = field(default_factory=Tally)
-    """Of drafters that can."""
-    curve: Curve = field(default_factory=Curve)
-    recent: Tally = field(default_factory=Tally)
-    """Of the latest points: what changes is seen here first."""
+    rates: tuple[HitRate, ...] = field(default_factory=_first_rates)
+    """Acceptance by depth and by position among siblings, for drafters that send no probabilities."""
+    calibration: HitRate = field(default_factory=HitRate)
+    """Hits against the probabilities that drafters sent."""
+    curve: AcceptanceCurve = field(default_factory=AcceptanceCurve)
+    recent: HitRate = field(default_factory=HitRate)
+    """Hits at the latest positions, which show a change first."""
 
     @property
-    def realism(self) -> float:
-        """How many times more of what is expected comes true, of late; never more than once."""
-        return min(1.0, self.recent.ratio(_OWN_DOUBT))
+    def recent_ratio(self) -> float:
+        """Observed ÷ expected hits of late, at most 1."""
+        return min(1.0, self.recent.ratio(_PRIOR_POSITIONS_SEQUENCE))
 
-    def conditionals(self, tree: TokenTree, told: Sequence[float]) -> list[float]:
-        """Each node's chance once its parent is committed, by what all sequences showed; `told`: the drafter's view."""
-        if told:
-            trust = self.trust.ratio(_DOUBT)
+    def conditionals(self, tree: TokenTree, probabilities: Sequence[float]) -> list[float]:
+        """Each node's acceptance probability given that its parent is accepted, as observed of all sequences.
+
+        `probabilities` are the drafter's own estimates, or empty.
+        """
+        if probabilities:
+            calibration = self.calibration.ratio(_PRIOR_POSITIONS)
             values: list[float] = []
             for node, parent in enumerate(tree.parents):
-                above = 1.0 if parent == ROOT else told[parent]
-                values.append(min(_CERTAIN, trust * told[node] / above) if above > 0 else 0.0)
+                above = 1.0 if parent == ROOT else probabilities[parent]
+                values.append(min(_MAX_PROBABILITY, calibration * probabilities[node] / above) if above > 0 else 0.0)
             return values
         siblings: dict[int, int] = {}
         values = []
         for depth, parent in zip(tree.depths(), tree.parents, strict=True):
-            place = siblings[parent] = siblings.get(parent, -1) + 1
-            values.append(min(_CERTAIN, self._rate(depth, place)))
+            sibling = siblings[parent] = siblings.get(parent, -1) + 1
+            values.append(min(_MAX_PROBABILITY, self._rate(depth, sibling)))
         return values
 
-    def _rate(self, depth: int, place: int) -> float:
-        tally = self.rates[_cell(depth, place)]
-        return tally.hits / tally.expected
+    def _rate(self, depth: int, sibling: int) -> float:
+        rate = self.rates[_rate_index(depth, sibling)]
+        return rate.hits / rate.expected
 
 
-def chances(tree: TokenTree, conditionals: Sequence[float], record: Record) -> list[float]:
-    """Each node's chance that the committed text passes through it, as its sequence showed; at most its parent's."""
-    own = record.tally.ratio(_OWN_DOUBT)
+def path_probabilities(tree: TokenTree, conditionals: Sequence[float], sequence: SequenceAcceptance) -> list[float]:
+    """Each node's probability of being accepted, with the sequence's own history; at most its parent's."""
+    ratio = sequence.hits.ratio(_PRIOR_POSITIONS_SEQUENCE)
     values: list[float] = []
     for node, parent in enumerate(tree.parents):
-        value = min(_CERTAIN, own * conditionals[node])
+        value = min(_MAX_PROBABILITY, ratio * conditionals[node])
         values.append(value if parent == ROOT else value * values[parent])
     return values
 
 
-def learn_tree(
-    experience: Experience, record: Record, tree: TokenTree, values: Sequence[float], asked: int
-) -> tuple[Experience, Record]:
-    """A tree came, of `asked` nodes at most; `values` are its chances."""
-    order = sorted(range(len(tree)), key=values.__getitem__, reverse=True)
+def observe_tree(
+    model: AcceptanceModel, sequence: SequenceAcceptance, tree: TokenTree, probabilities: Sequence[float], asked: int
+) -> tuple[AcceptanceModel, SequenceAcceptance]:
+    """Learn from a proposed tree that could have up to `asked` nodes. `probabilities` has one value per node."""
+    order = sorted(range(len(tree)), key=probabilities.__getitem__, reverse=True)
     depths = tree.depths()
-    best, deep = [values[node] for node in order], [depths[node] for node in order]
+    best, deep = [probabilities[node] for node in order], [depths[node] for node in order]
     return (
-        replace(experience, curve=experience.curve.learned(best, deep, asked, 32.0)),
-        replace(record, curve=record.curve.learned(best, deep, asked, 8.0)),
+        replace(model, curve=model.curve.observed(best, deep, asked, _CURVE_MEMORY)),
+        replace(sequence, curve=sequence.curve.observed(best, deep, asked, _SEQUENCE_CURVE_MEMORY)),
     )
 
 
-def learn_verdict(
-    experience: Experience,
-    record: Record,
+def observe_verdict(
+    model: AcceptanceModel,
+    sequence: SequenceAcceptance,
     tree: TokenTree,
     conditionals: Sequence[float],
     decided: Sequence[int],
     *,
-    is_told: bool,
-) -> tuple[Experience, Record]:
-    """The target has decided `decided` where `tree` was guessed. `is_told`: its chances are the drafter's own."""
-    rates = list(experience.rates) if not is_told else []
-    trust, recent, tally = experience.trust, experience.recent, record.tally
-    for children, hit, depth in _points(tree, decided):
-        expected = min(_CERTAIN, sum(conditionals[child] for child in children))
-        tally = tally.learned(float(hit is not None), expected, 24.0)
-        recent = recent.learned(float(hit is not None), expected, 24.0)
-        if is_told:
-            trust = trust.learned(float(hit is not None), expected / experience.trust.ratio(_DOUBT), 100.0)
+    has_probabilities: bool,
+) -> tuple[AcceptanceModel, SequenceAcceptance]:
+    """Learn from the tokens `decided` that the target committed where `tree` was drafted.
+
+    `has_probabilities` says whether the conditionals come from the drafter's own estimates.
+    """
+    rates = list(model.rates) if not has_probabilities else []
+    calibration, recent, hits = model.calibration, model.recent, sequence.hits
+    for children, accepted, depth in _positions(tree, decided):
+        hit = float(accepted is not None)
+        expected = min(_MAX_PROBABILITY, sum(conditionals[child] for child in children))
+        hits = hits.observed(hit, expected, _HIT_MEMORY)
+        recent = recent.observed(hit, expected, _HIT_MEMORY)
+        if has_probabilities:
+            uncalibrated = expected / model.calibration.ratio(_PRIOR_POSITIONS)
+            calibration = calibration.observed(hit, uncalibrated, _CALIBRATION_MEMORY)
             continue
-        for place, child in enumerate(children):
-            cell = _cell(depth, place)
-            rates[cell] = rates[cell].learned(float(child == hit), 1.0, 64.0)
-    if is_told:
-        return replace(experience, trust=trust, recent=recent), replace(record, tally=tally)
-    return replace(experience, rates=tuple(rates), recent=recent), replace(record, tally=tally)
+        for sibling, child in enumerate(children):
+            index = _rate_index(depth, sibling)
+            rates[index] = rates[index].observed(float(child == accepted), 1.0, _RATE_MEMORY)
+    if has_probabilities:
+        return replace(model, calibration=calibration, recent=recent), replace(sequence, hits=hits)
+    return replace(model, rates=tuple(rates), recent=recent), replace(sequence, hits=hits)
 
 
-def _points(tree: TokenTree, decided: Sequence[int]) -> Iterator[tuple[list[int], int | None, int]]:
-    """The points of the committed path: the guesses below each, the one that was right if any, and their depth."""
+def _positions(tree: TokenTree, decided: Sequence[int]) -> Iterator[tuple[list[int], int | None, int]]:
+    """The positions of the committed path that had drafted tokens: the nodes, the accepted one if any, the depth."""
     below: dict[int, list[int]] = {}
     for child, parent in enumerate(tree.parents):
         below.setdefault(parent, []).append(child)
-    place: int | None = ROOT
+    node: int | None = ROOT
     for depth, token in enumerate(decided, start=1):
-        children = below.get(place) if place is not None else None
+        children = below.get(node) if node is not None else None
         if not children:
             return
-        place = next((child for child in children if tree.tokens[child] == token), None)
-        yield children, place, depth
+        node = next((child for child in children if tree.tokens[child] == token), None)
+        yield children, node, depth
 
 
-def _cell(depth: int, place: int) -> int:
-    return (min(depth, _DEEPEST) - 1) * _WIDEST + min(place, _WIDEST - 1)
+def _rate_index(depth: int, sibling: int) -> int:
+    return (min(depth, _MAX_DEPTH) - 1) * _MAX_SIBLINGS + min(sibling, _MAX_SIBLINGS - 1)

@@ -1,6 +1,6 @@
-"""What was learned of guesses and of time, put to use: how much to ask for, what to keep, what came of it.
+"""The speculation controller: how large trees should be, which nodes to verify, and whether drafts pay at all.
 
-No clock and no worker: what happened is told, what to do is asked.
+The controller has no clock and talks to no worker: observations come in, decisions go out.
 """
 
 from __future__ import annotations
@@ -8,278 +8,219 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from cluster.core.drafting import DraftBudget, Proposal
+from cluster.core.drafting import DraftBudget, DraftRequest, Proposal
 from cluster.core.ids import SequenceId
-from cluster.core.sequence import Sequence as Answer
-from cluster.core.tree import ROOT, TokenTree
+from cluster.core.tree import TokenTree
 from cluster.core.verification import StepSample
-from cluster.speculation import acceptance
-from cluster.speculation.acceptance import Experience, Record
-from cluster.speculation.goodput import Choice, Prospect, budget, choose, keep
-from cluster.speculation.latency import Durations
-from cluster.speculation.speedup import Ledger
+from cluster.speculation.estimator import AcceptanceEstimator
+from cluster.speculation.goodput import TreeSizes, budget_for, prune_trees, size_trees
+from cluster.speculation.latency import LatencyModel
+from cluster.speculation.speedup import SpeedupTracker
 
-CHOICE_ROUNDS = 4
-"""A choice holds for so many rounds while the same sequences decide; four times as many if it is to guess nothing."""
-NEWS_ROUNDS = 2
-"""After such an answer one chooses anew so soon: what the target decides on its guesses is known by then."""
-BEGIN_ADVANTAGE, ALONE_BEGIN_ADVANTAGE = 1.15, 1.03
-"""Guessing begins when it promises to be so many times faster than plain decoding; with one sequence at less, since a
-drafter then has one prompt to learn beside it."""
-LEAST_ADVANTAGE, ALONE_LEAST_ADVANTAGE = 1.05, 1.01
-"""And ends when it promises less than this."""
+SIZING_ROUNDS = 4
+"""Rounds for which tree sizes hold while the same sequences decide."""
+IDLE_SIZING_FACTOR = 4
+"""How many times longer they hold when they are all zero."""
+PROBED_SIZING_ROUNDS = 2
+"""Rounds after a background probe until trees are sized anew: its verdicts are known by then."""
+START_SPEEDUP, START_SPEEDUP_ALONE = 1.15, 1.03
+"""Expected speed-up over plain decoding from which speculation starts. A single sequence needs less, because a drafter
+then has one prompt to learn."""
+STOP_SPEEDUP, STOP_SPEEDUP_ALONE = 1.05, 1.01
+"""Expected speed-up below which speculation stops."""
 CONTROL_ROUNDS = 64
-"""After so many rounds with guesses one goes without: what plain decoding takes must be known to be beaten."""
+"""Rounds with drafts after which one goes without, so that the time of plain decoding stays known."""
+SURE_SPEEDUP = 1.5
+"""From this expected speed-up on, there are `SURE_FACTOR` times fewer rounds without drafts."""
+SURE_FACTOR = 4
 FULL_ROUNDS = 48
-"""And after so many one asks for the most: what larger trees would bring must be known."""
-SURE_ADVANTAGE = 1.5
-"""Four times as many rounds go by without a control, if guessing is faster by this."""
+"""Rounds with drafts after which one asks for the largest trees, so that their value stays known."""
 EAGER_ROWS = 4
-"""With so few sequences one asks for the most before anything is known: little is lost, and much is learned at once."""
+"""Up to this many sequences ask for the largest trees before anything is known: little is lost, much is learned."""
 PATIENCE = 4.0
 """Proposals are waited for this many times as long as they are expected to take."""
-LEAST_PATIENCE_SECONDS = 0.01
-_JUDGED = 8
-"""Guesses of one round that are learned from, each sequence in turn: more would cost more than they tell."""
-_DOUBT = 3.0
-"""Trees after which a sequence counts as much as all others do."""
+MIN_PATIENCE_SECONDS = 0.01
+"""Shortest time that proposals are waited for, in seconds."""
+_LEARNED_TREES = 8
+"""Trees per round that are learned from, spread over the sequences: more would cost more time than they teach."""
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
-    """A tree that came for a sequence, to be held against what the target decides."""
-
-    answer: Answer
-    proposal: Proposal
-    asked: DraftBudget
-    """How large it could have been."""
-    conditionals: list[float]
-    chances: list[float]
-
-
-@dataclass(frozen=True, slots=True)
-class Weighed:
-    """The trees to verify, and what is expected of the round."""
+class PrunedDrafts:
+    """The trees to verify, and the expected time of their step."""
 
     trees: dict[SequenceId, TokenTree] = field(default_factory=dict)
     step_seconds: float = 0.0
 
 
-class Judge:
-    """Holds what was learned."""
+class SpeculationController:
+    """Sizes and prunes trees by what it has learned of latency, acceptance and speed-up."""
 
-    def __init__(self, most: DraftBudget) -> None:
-        self._most = most
-        self._steps = Durations()
-        self._waits = Durations(floor_seconds=0.5e-3, row_seconds=0.5e-4, grows_from_zero=True)
-        self._experience = Experience()
-        self._records: dict[SequenceId, Record] = {}
-        self._unsettled: list[Guess] = []
-        self._turn = 0
-        self._choice = Choice((), 1.0, 1.0)
-        self._sizes: dict[SequenceId, DraftBudget] = {}
-        self._most_sizes: dict[SequenceId, DraftBudget] = {}
-        self._holds = 0
-        self._rounds = 0
-        self._ledger = Ledger()
-        self._is_held_back = False
-        self._expects_nothing = True
+    def __init__(self, max_draft: DraftBudget) -> None:
+        self._max_draft = max_draft
+        self._step_latency = LatencyModel()
+        self._propose_latency = LatencyModel(floor_seconds=0.5e-3, row_seconds=0.5e-4, grows_from_zero=True)
+        self._acceptance = AcceptanceEstimator()
+        self._speedup = SpeedupTracker()
+        self._latest = TreeSizes((), 1.0, 1.0)
+        self._budgets: dict[SequenceId, DraftBudget] = {}
+        self._sizing_rounds_left = 0
+        self._drafted_rounds = 0
+        self._pruned_rounds = 0
+        self._is_suspended = False
+        self._expects_no_gain = True
 
-    def begin(self, profile: Iterable[StepSample]) -> None:
-        """A target was met that measured its own steps."""
-        self._steps = Durations.of_profile(profile)
+    def start(self, profile: Iterable[StepSample]) -> None:
+        """Begin with a target that measured its own steps."""
+        self._step_latency = LatencyModel.of_profile(profile)
 
     def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """The sequences are over."""
-        for sequence_id in sequence_ids:
-            self._records.pop(sequence_id, None)
+        """Drop the history of sequences that are over."""
+        self._acceptance.forget(sequence_ids)
 
-    # --- before ---
-
-    @property
-    def is_resting(self) -> bool:
-        """Whether guessing does not pay now, or nothing is known of it yet."""
-        return self._expects_nothing or self._is_held_back
+    # --- before proposals: sizes ---
 
     @property
-    def is_due(self) -> bool:
-        """Whether the choice has held for long enough."""
-        return self._holds <= 0
+    def is_idle(self) -> bool:
+        """Whether speculation does not pay at present, or nothing is known of it yet."""
+        return self._expects_no_gain or self._is_suspended
 
-    def choose(self, answers: Sequence[tuple[Answer, DraftBudget]], rows: int, *, halves: bool = False) -> None:
-        """Choose anew for `answers`, each with the most that its tree may have, of the `rows` that decide next.
+    @property
+    def needs_sizing(self) -> bool:
+        """Whether the tree sizes have held for long enough."""
+        return self._sizing_rounds_left <= 0
 
-        `halves`: only every other one of them goes in the same step.
+    def size_trees(self, requests: Sequence[DraftRequest], rows: int, *, halves: bool = False) -> None:
+        """Size the trees of `requests` anew. Each has the largest budget that its sequence can use.
+
+        `rows` is how many sequences decide in the next step. With `halves`, only every other one is in the same step.
         """
-        self._most_sizes = {answer.id: most for answer, most in answers}
-        self._holds = CHOICE_ROUNDS
-        self._sizes = self._choose(answers, rows, halves=halves) if answers else {}
-        if self._expects_nothing:
-            self._holds *= 4
+        self._sizing_rounds_left = SIZING_ROUNDS
+        self._budgets = self._size(requests, rows, halves=halves) if requests else {}
+        if self._expects_no_gain:
+            self._sizing_rounds_left *= IDLE_SIZING_FACTOR
 
-    def sizes(self, rows: int) -> Mapping[SequenceId, DraftBudget]:
-        """How much to ask for in this round, in which `rows` decide; for the others, nothing."""
-        self._holds -= 1
-        self._is_held_back = bool(self._sizes) and self._ledger.holds_back(rows)
-        if not self._sizes or self._is_held_back:
-            return {}
-        self._rounds += 1
-        if self._rounds % (CONTROL_ROUNDS * (4 if self._choice.advantage >= SURE_ADVANTAGE else 1)) == 0:
-            return {}
-        if self._rounds % FULL_ROUNDS == 0:
-            return {sequence_id: self._most_sizes[sequence_id] for sequence_id in self._sizes}
-        return self._sizes
+    def next_budgets(self, rows: int) -> Mapping[SequenceId, DraftBudget]:
+        """The wanted budgets of the next round, in which `rows` decide; sequences that are missing get no draft.
 
-    def is_worth(self, seconds: float, rows: int, tokens: int) -> bool:
-        """Whether guesses save more than telling takes, of a sequence's share of the steps of its next tokens.
-
-        There are `tokens` of them at most, and half of those are counted on. Of one alone all of its time is taken to
-        be saved: nothing would ever be learned, where nothing is told.
+        Call it once per round.
         """
-        if not self._waits.is_known or not self._steps.is_known:
+        self._sizing_rounds_left -= 1
+        self._is_suspended = bool(self._budgets) and self._speedup.suspends(rows)
+        if not self._budgets or self._is_suspended:
+            return {}
+        self._drafted_rounds += 1
+        if self._drafted_rounds % (CONTROL_ROUNDS * (SURE_FACTOR if self._latest.speedup >= SURE_SPEEDUP else 1)) == 0:
+            return {}
+        if self._drafted_rounds % FULL_ROUNDS == 0:
+            return dict.fromkeys(self._budgets, self._max_draft)
+        return self._budgets
+
+    def is_worth_prefilling(self, seconds: float, rows: int, remaining: int) -> bool:
+        """Whether drafts save more time than the `seconds` that a drafter takes to prefill the sequence.
+
+        The saving is a share of the sequence's part in the steps of its next tokens; half of the `remaining` tokens are
+        counted. A single sequence counts in full, because otherwise nothing would ever be learned of its drafts.
+        """
+        if not self._propose_latency.has_samples or not self._step_latency.has_samples:
             return True
-        share = self._steps.seconds(rows, rows) / rows
-        saved = 1.0 if rows == 1 else max(0.0, 1 - 1 / self._choice.advantage)
-        return seconds <= tokens / 2 * share * saved
+        share = self._step_latency.seconds(rows, rows) / rows
+        saved = 1.0 if rows == 1 else max(0.0, 1 - 1 / self._latest.speedup)
+        return seconds <= remaining / 2 * share * saved
 
     def patience(self, rows: int, depth: int) -> float:
         """How long to wait for proposals, in seconds."""
-        if not self._waits.is_known:
+        if not self._propose_latency.has_samples:
             return float("inf")
-        return max(LEAST_PATIENCE_SECONDS, PATIENCE * self._waits.seconds(rows, depth))
+        return max(MIN_PATIENCE_SECONDS, PATIENCE * self._propose_latency.seconds(rows, depth))
 
-    def _choose(
-        self, answers: Sequence[tuple[Answer, DraftBudget]], rows: int, *, halves: bool
-    ) -> dict[SequenceId, DraftBudget]:
-        if not self._waits.is_known or not self._steps.knows(rows):  # what is to be compared was never seen
-            self._expects_nothing = rows > EAGER_ROWS
-            self._holds = 1
-            return {} if self._expects_nothing else dict(self._most_sizes)
-        prospects = [self._prospect(answer, most) for answer, most in answers]
-        choice = choose(prospects, self._steps, self._waits, rows)
-        if halves and len(prospects) > 1:
-            half = choose(prospects[: len(prospects) // 2], self._steps, self._waits, rows // 2)
-            choice = replace(choice, goodput=half.goodput)  # against all together and plain
-        self._choice = choice
-        begin, least = (
-            (BEGIN_ADVANTAGE, LEAST_ADVANTAGE) if rows > 1 else (ALONE_BEGIN_ADVANTAGE, ALONE_LEAST_ADVANTAGE)
-        )
-        self._expects_nothing = choice.advantage < (begin if self._expects_nothing else least)
-        if self._expects_nothing:
+    def _size(self, requests: Sequence[DraftRequest], rows: int, *, halves: bool) -> dict[SequenceId, DraftBudget]:
+        if not self._propose_latency.has_samples or not self._step_latency.covers(rows):
+            self._expects_no_gain = rows > EAGER_ROWS
+            self._sizing_rounds_left = 1
+            return {} if self._expects_no_gain else self._largest(requests)
+        forecasts = [self._acceptance.forecast(request) for request in requests]
+        sizes = size_trees(forecasts, self._step_latency, self._propose_latency, rows)
+        if halves and len(forecasts) > 1:
+            half = size_trees(forecasts[: len(forecasts) // 2], self._step_latency, self._propose_latency, rows // 2)
+            sizes = replace(sizes, goodput=half.goodput)  # compared with plain decoding of all rows together
+        self._latest = sizes
+        start, stop = (START_SPEEDUP, STOP_SPEEDUP) if rows > 1 else (START_SPEEDUP_ALONE, STOP_SPEEDUP_ALONE)
+        self._expects_no_gain = sizes.speedup < (start if self._expects_no_gain else stop)
+        if self._expects_no_gain:
             return {}
-        if rows == 1 and self._ledger.pays(rows):
-            # What one more pass is worth the drafter sees in the tree itself; here it is a mean of many.
-            return dict(self._most_sizes)
+        if rows == 1 and self._speedup.pays(rows):
+            # The drafter sees in the tree itself what one more pass is worth; the forecast is a mean over many trees.
+            return self._largest(requests)
         return {
-            answer.id: budget(nodes, prospect.reach[nodes - 1], most)
-            for nodes, prospect, (answer, most) in zip(choice.nodes, prospects, answers, strict=True)
+            request.sequence.id: budget_for(nodes, forecast.depths[nodes - 1])
+            for nodes, forecast, request in zip(sizes.nodes, forecasts, requests, strict=True)
             if nodes
         }
 
-    def _prospect(self, answer: Answer, most: DraftBudget) -> Prospect:
-        record = self._records.setdefault(answer.id, Record())
-        realism = self._experience.realism
-        chances = record.curve.beside(self._experience.curve, _DOUBT, most.max_nodes)
-        curve = record.curve if sum(record.curve.weights[:1]) > _DOUBT else self._experience.curve
-        reach = [min(most.max_depth, curve.reach(count)) for count in range(1, most.max_nodes + 1)]
-        return Prospect(tuple(realism * chance for chance in chances), tuple(_rising(reach)), most.max_depth)
+    def _largest(self, requests: Sequence[DraftRequest]) -> dict[SequenceId, DraftBudget]:
+        return {request.sequence.id: self._max_draft for request in requests}
 
-    # --- when the trees are there ---
+    # --- with proposals: pruning ---
 
-    def weigh(
+    def prune(
         self,
-        asked: Mapping[SequenceId, tuple[Answer, DraftBudget]],
+        asked: Mapping[SequenceId, DraftRequest],
         proposals: Mapping[SequenceId, Proposal],
         *,
         rows: int,
         tokens: int,
         waited: float,
-    ) -> Weighed:
-        """Keep the nodes that pay in a step of `tokens` tokens beside them, of which `rows` decide.
+    ) -> PrunedDrafts:
+        """Keep the nodes that pay in a step of `tokens` other tokens in which `rows` sequences decide.
 
-        `waited`: seconds that this round has waited for proposals.
+        `waited` is how long this round has waited for proposals, in seconds.
         """
-        there = [
-            self._guess(answer, size, proposal)
-            for answer, size in asked.values()
-            if (proposal := proposals.get(answer.id)) is not None
+        drafts = [
+            self._acceptance.estimate(request, proposal)
+            for sequence_id, request in asked.items()
+            if (proposal := proposals.get(sequence_id)) is not None
         ]
-        every = -(-len(there) // _JUDGED)
-        self._unsettled += there[self._turn % every :: every] if there else ()
-        self._turn += 1
-        kept = keep([guess.chances for guess in there], self._steps, rows, tokens, waited)
+        if drafts:
+            every = -(-len(drafts) // _LEARNED_TREES)
+            self._acceptance.expect_verdicts(drafts[self._pruned_rounds % every :: every])
+        self._pruned_rounds += 1
+        pruned = prune_trees([draft.probabilities for draft in drafts], self._step_latency, rows, tokens, waited)
         trees = {
-            guess.answer.id: guess.proposal.tree.subset(nodes)
-            for guess, nodes in zip(there, kept.nodes, strict=True)
+            draft.request.sequence.id: draft.proposal.tree.subset(nodes)
+            for draft, nodes in zip(drafts, pruned.nodes, strict=True)
             if nodes
         }
-        return Weighed(trees, kept.seconds)
+        return PrunedDrafts(trees, pruned.seconds)
 
-    def note(self, answer: Answer, asked: DraftBudget, proposal: Proposal) -> None:
-        """A proposal came that will not be verified: what the target decides is held against it all the same."""
-        self._unsettled.append(self._guess(answer, asked, proposal))
+    # --- after the step: learning ---
 
-    def _guess(self, answer: Answer, asked: DraftBudget, proposal: Proposal) -> Guess:
-        conditionals = self._experience.conditionals(proposal.tree, proposal.probabilities)
-        chances = acceptance.chances(proposal.tree, conditionals, self._records.get(answer.id, Record()))
-        return Guess(answer, proposal, asked, conditionals, chances)
+    def observe_probe(self, request: DraftRequest, proposal: Proposal) -> None:
+        """Add a proposal that is not verified: it is compared with what the target decides anyway."""
+        self._acceptance.expect_verdicts((self._acceptance.estimate(request, proposal),))
 
-    # --- after ---
+    def observe_round(self, rows: int, tokens: int, seconds: float, *, waited: float, committed: int) -> None:
+        """Add a round without prompts.
 
-    def stepped(self, rows: int, tokens: int, seconds: float, *, waited: float, committed: int) -> None:
-        """A round without prompts took so long beside its wait for proposals, and committed so many tokens."""
-        self._steps = self._steps.learned(rows, tokens, seconds)
+        `tokens` is the size of its step, `seconds` its time without the `waited` seconds for proposals, and `committed`
+        the tokens that it committed.
+        """
+        self._step_latency = self._step_latency.observed(rows, tokens, seconds)
         if waited > 0.0 or tokens > rows:
-            self._ledger.guessed(rows, seconds + waited, committed)
+            self._speedup.observe_drafted(rows, seconds + waited, committed)
         else:
-            self._ledger.plain(rows, seconds)
+            self._speedup.observe_plain(rows, seconds)
 
-    def waited(self, rows: int, depth: int, seconds: float) -> None:
-        """Proposals for so many sequences, so deep, were waited for."""
-        self._waits = self._waits.learned(rows, depth, seconds)
+    def observe_wait(self, rows: int, depth: int, seconds: float) -> None:
+        """Add a wait for the proposals of `rows` sequences whose deepest budget was `depth`."""
+        self._propose_latency = self._propose_latency.observed(rows, depth, seconds)
 
-    def answered(self, rows: int, depth: int, seconds: float) -> None:
-        """Proposals came that nobody waited for. Others may have been in their way: only a quick answer tells much."""
-        if not self._waits.is_known or seconds < self._waits.seconds(rows, depth):
-            self._waits = self._waits.learned(rows, depth, seconds)
-        self._holds = min(self._holds, NEWS_ROUNDS)
+    def observe_probe_latency(self, rows: int, depth: int, seconds: float) -> None:
+        """Add a probe that nobody waited for. Other calls may have delayed it, so only a quick answer counts."""
+        if not self._propose_latency.has_samples or seconds < self._propose_latency.seconds(rows, depth):
+            self._propose_latency = self._propose_latency.observed(rows, depth, seconds)
+        self._sizing_rounds_left = min(self._sizing_rounds_left, PROBED_SIZING_ROUNDS)
 
-    def settle(self) -> None:
-        """Learn from guesses on which the target has decided since."""
-        unsettled, self._unsettled = self._unsettled, []
-        for guess in unsettled:
-            decided = guess.answer.tokens[guess.proposal.base_len :]
-            if guess.answer.id not in self._records:
-                continue  # its sequence has left
-            if _is_decided(guess, decided):
-                self._learn(guess, decided)
-            else:
-                self._unsettled.append(guess)
-
-    def _learn(self, guess: Guess, decided: Sequence[int]) -> None:
-        name, tree = guess.answer.id, guess.proposal.tree
-        experience, record = self._experience, self._records[name]
-        seen = experience.curve.within(guess.asked)
-        experience, record = acceptance.learn_tree(experience, record, tree, guess.chances, seen)
-        experience, record = acceptance.learn_verdict(
-            experience, record, tree, guess.conditionals, decided, is_told=bool(guess.proposal.probabilities)
-        )
-        self._experience, self._records[name] = experience, record
-
-
-def _is_decided(guess: Guess, decided: Sequence[int]) -> bool:
-    """Whether what was decided has left the tree, at a leaf or aside of it, or will never do so."""
-    tree, node = guess.proposal.tree, ROOT
-    for token in decided:
-        child = tree.child(node, token)
-        if child is None:
-            return True
-        node = child
-    return guess.answer.finish is not None or node not in (ROOT, *tree.parents)
-
-
-def _rising(values: Sequence[int]) -> list[int]:
-    rising: list[int] = []
-    for value in values:
-        rising.append(max(value, rising[-1]) if rising else value)
-    return rising
+    def learn(self) -> None:
+        """Learn from the trees for which the target has decided since."""
+        self._acceptance.learn()

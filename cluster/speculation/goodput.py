@@ -1,8 +1,8 @@
-"""How much to guess: the trees that let the most tokens be committed per second, down to none at all.
+"""Tree sizes by goodput: the trees that commit the most tokens per second, down to none at all.
 
-Goodput is the tokens that a round is expected to commit ÷ the time it is expected to take (SmartSpec, Liu et al. 2024).
-A node is worth its place if the chance that the text passes through it raises the quotient. No node is likelier than
-its parent, so the likeliest nodes of a tree are a tree.
+Goodput is the number of tokens that a round is expected to commit ÷ the time that it is expected to take (SmartSpec,
+Liu et al. 2024). A node is worth verifying if the probability that it is accepted raises the quotient. No node is more
+probable than its parent, so the most probable nodes of a tree form a tree.
 """
 
 from __future__ import annotations
@@ -10,107 +10,119 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.core.drafting import NO_DRAFT, DraftBudget
-from cluster.speculation.latency import Durations
+from cluster.core.drafting import DraftBudget
+from cluster.speculation.latency import LatencyModel
 
 
 @dataclass(frozen=True, slots=True)
-class Prospect:
-    """What one sequence's tree would be like, before anybody was asked for it."""
+class DraftForecast:
+    """What one sequence's tree is expected to be like, before a drafter is asked for it."""
 
-    chances: tuple[float, ...]
-    """Of its best nodes, never rising; no longer than the tree may be."""
-    reach: tuple[int, ...]
+    probabilities: tuple[float, ...]
+    """Acceptance probabilities of its best nodes, never rising; no longer than the tree may be."""
+    depths: tuple[int, ...]
     """How deep the drafter must go for the first nodes, up to each; never falling."""
     max_depth: int
+    """The deepest tree allowed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Whom to ask for how many nodes, and what is to be had of it."""
+class TreeSizes:
+    """How many nodes to ask for, per sequence, and the expected goodput."""
 
     nodes: tuple[int, ...]
-    """One per prospect."""
+    """One count per forecast."""
     goodput: float
-    """Tokens per second with them."""
-    plain: float
-    """Tokens per second with no guesses."""
+    """Expected tokens per second with these trees."""
+    plain_goodput: float
+    """Expected tokens per second without drafts."""
 
     @property
-    def advantage(self) -> float:
+    def speedup(self) -> float:
         """How many times faster than plain decoding."""
-        return self.goodput / self.plain
+        return self.goodput / self.plain_goodput
 
 
-def choose(prospects: Sequence[Prospect], steps: Durations, proposals: Durations, rows: int = 0) -> Choice:
-    """Size the trees of one round, likeliest nodes of all sequences first, and stop where goodput is highest.
+def size_trees(
+    forecasts: Sequence[DraftForecast], step_latency: LatencyModel, propose_latency: LatencyModel, rows: int = 0
+) -> TreeSizes:
+    """Size the trees of one round: the most probable nodes of all sequences first, up to the highest goodput.
 
-    `rows`: sequences that decide in the same step, at least all prospects. The wait for proposals grows with the rows
-    that are asked and with the deepest of their trees.
+    `rows` is how many sequences decide in the same step, at least all forecasts. The wait for proposals grows with the
+    number of sequences that are asked for and with the deepest of their trees.
     """
-    rows = max(rows, len(prospects))
+    rows = max(rows, len(forecasts))
     ranked = sorted(
-        ((chance, -rank, index) for index, one in enumerate(prospects) for rank, chance in enumerate(one.chances)),
+        (
+            (probability, -rank, index)
+            for index, forecast in enumerate(forecasts)
+            for rank, probability in enumerate(forecast.probabilities)
+        ),
         reverse=True,
     )
-    plain = rows / steps.seconds(rows, rows)
-    best_goodput, best_count = plain, 0
-    seconds = steps.seconds_upto(rows, rows, rows + len(ranked))
+    plain_goodput = rows / step_latency.seconds(rows, rows)
+    best_goodput, best_count = plain_goodput, 0
+    seconds = step_latency.seconds_upto(rows, rows, rows + len(ranked))
     expected, asked, depth, wait = float(rows), set[int](), 0, 0.0
-    for count, (chance, rank, index) in enumerate(ranked, start=1):
-        expected += chance
-        reach = min(prospects[index].reach[-rank], prospects[index].max_depth)
-        if index not in asked or reach > depth:
+    for count, (probability, rank, index) in enumerate(ranked, start=1):
+        expected += probability
+        node_depth = min(forecasts[index].depths[-rank], forecasts[index].max_depth)
+        if index not in asked or node_depth > depth:
             asked.add(index)
-            depth = max(depth, reach)
-            wait = proposals.seconds(len(asked), depth)
+            depth = max(depth, node_depth)
+            wait = propose_latency.seconds(len(asked), depth)
         goodput = expected / (wait + seconds[count])
         if goodput > best_goodput:
             best_goodput, best_count = goodput, count
-    nodes = [0] * len(prospects)
+    nodes = [0] * len(forecasts)
     for _, _, index in ranked[:best_count]:
         nodes[index] += 1
-    return Choice(tuple(nodes), best_goodput, plain)
+    return TreeSizes(tuple(nodes), best_goodput, plain_goodput)
+
+
+def budget_for(nodes: int, depth: int) -> DraftBudget:
+    """The budget to ask for where `nodes` are wanted: half as many more, so that there is a choice, and no deeper."""
+    return DraftBudget(nodes + max(1, nodes // 2), depth)
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class PrunedTrees:
     """Which nodes are worth verifying."""
 
     nodes: tuple[tuple[int, ...], ...]
-    """Of each tree, ascending."""
+    """The kept nodes of each tree, ascending."""
     expected: float
-    """Tokens that the round will commit."""
+    """Tokens that the round is expected to commit."""
     seconds: float
-    """That its step will take."""
+    """Time that its step is expected to take, in seconds."""
 
 
-def keep(trees: Sequence[Sequence[float]], steps: Durations, rows: int, tokens: int, waited: float) -> Kept:
-    """Keep the nodes that pay. `trees`: each node's chance, parents before children and never below them.
+def prune_trees(
+    trees: Sequence[Sequence[float]], step_latency: LatencyModel, rows: int, tokens: int, waited: float
+) -> PrunedTrees:
+    """Keep the nodes that raise goodput.
 
-    `rows` decide in a step that has `tokens` tokens without trees; `waited` seconds of the round are gone. What prompts
-    in the step take is not counted: they must go through anyway, and would make every guess beside them look cheap.
+    `trees` holds each node's acceptance probability, parents before children and never below them. `rows` sequences
+    decide in a step that has `tokens` tokens without trees. `waited` seconds of the round have passed. The time that
+    prompts take in the step is not counted: they must be computed anyway, and would make every draft look cheap.
     """
     ranked = sorted(
-        ((-chance, node, index) for index, chances in enumerate(trees) for node, chance in enumerate(chances))
+        (
+            (-probability, node, index)
+            for index, probabilities in enumerate(trees)
+            for node, probability in enumerate(probabilities)
+        )
     )
-    seconds = steps.seconds_upto(rows, tokens, tokens + len(ranked))
-    waited -= seconds[0] - steps.seconds(rows, rows) if tokens > rows else 0.0
+    seconds = step_latency.seconds_upto(rows, tokens, tokens + len(ranked))
+    waited -= seconds[0] - step_latency.seconds(rows, rows) if tokens > rows else 0.0
     expected = best_expected = float(rows)
     best_goodput, best_count = expected / (waited + seconds[0]), 0
-    for count, (chance, _, _) in enumerate(ranked, start=1):
-        expected -= chance
+    for count, (negative, _, _) in enumerate(ranked, start=1):
+        expected -= negative
         goodput = expected / (waited + seconds[count])
         if goodput > best_goodput:
             best_goodput, best_count, best_expected = goodput, count, expected
     nodes: list[list[int]] = [[] for _ in trees]
     for _, node, index in ranked[:best_count]:
         nodes[index].append(node)
-    return Kept(tuple(tuple(sorted(some)) for some in nodes), best_expected, seconds[best_count])
-
-
-def budget(nodes: int, reach: int, most: DraftBudget) -> DraftBudget:
-    """What to ask for where `nodes` are wanted: half as many more, so that there is a choice, and no deeper."""
-    if not nodes:
-        return NO_DRAFT
-    return DraftBudget(min(most.max_nodes, nodes + max(1, nodes // 2)), min(most.max_depth, reach))
+    return PrunedTrees(tuple(tuple(sorted(kept)) for kept in nodes), best_expected, seconds[best_count])

@@ -1,8 +1,9 @@
-"""How long something takes, by its rows and its size: learned from what was seen, asked for what was not.
+"""A latency model: how long a call takes, by its rows and its size, learned online.
 
-The law is `pace × (table(size) + rows × row_seconds)`. The table holds a decayed mean per bucket of sizes, made
-monotone and read between its knots, so it can show a floor that turns into a line, or stairs. The pace follows whatever
-slows everything down at once (a neighbour, longer contexts), and fades as the table learns it.
+The model is `slowdown × (table(size) + rows × row_seconds)`. The table holds a decayed mean per bucket of sizes. It is
+made monotone and interpolated between its knots, so it can represent a floor that turns into a line, or stairs. The
+slowdown follows whatever makes all sizes slower at once (a busy neighbour, longer contexts), and fades as the table
+learns it.
 """
 
 from __future__ import annotations
@@ -15,102 +16,119 @@ from cluster.core.verification import StepSample
 
 MEMORY = 16
 """Samples that a knot's mean remembers."""
-_PACE = 0.125
-_FADING = 0.99
-_MOST_PACE = 1000.0
-_AGING = 0.99
-_STALE = 0.5
+_SLOWDOWN_RATE = 0.125
+"""Share of a sample's deviation (in logarithms) that goes into the slowdown, once several samples are known."""
+_SLOWDOWN_DECAY = 0.99
+"""Exponent that pulls the slowdown back to 1 with each sample."""
+_MAX_SLOWDOWN = 1000.0
+"""Bound of the slowdown as a factor, in both directions."""
+_WEIGHT_DECAY = 0.99
+"""Factor on the weight of all other knots with each sample."""
+_MIN_WEIGHT = 0.5
 """Samples that an old mean counts for, at least."""
 _ROW_RATE = 0.02
-_STRETCH = 2.0
-"""A sample further than this factor from what was expected counts as if it were that far: one hiccup teaches little."""
-_FEW = 3
-"""Samples after which that holds: a profile may have been measured at quite another pace."""
-_LEAST_SECONDS = 1e-7
+"""Share of a sample's deviation that goes into `row_seconds`."""
+_OUTLIER_FACTOR = 2.0
+"""A sample further from the prediction than this factor counts as if it were that far, so one hiccup teaches little."""
+_OUTLIER_MIN_SAMPLES = 3
+"""Samples after which outliers are bounded. A profile may have been measured at quite another speed."""
+_MIN_SECONDS = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
 class Knot:
-    """One bucket of sizes."""
+    """The mean duration in one bucket of sizes."""
 
     bucket: int
     size: float
-    """Mean size of its samples."""
+    """Mean size of the bucket's samples."""
     seconds: float
-    """Mean duration at pace 1, without its rows' share."""
+    """Mean duration at slowdown 1, without the share of the rows, in seconds."""
     weight: float
+    """Samples that the mean counts for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Durations:
-    """A value: `learned` gives another one."""
+class LatencyModel:
+    """An immutable latency model: `observed` returns an updated copy."""
 
     floor_seconds: float = 1e-3
-    """What is expected before anything was seen."""
+    """Prediction before any sample, in seconds."""
     row_seconds: float = 0.0
+    """Time that one row adds, whatever its size, in seconds."""
     grows_from_zero: bool = False
-    """Whether size 0 takes next to nothing: smaller sizes than any seen are then expected to take less."""
-    pace: float = 1.0
-    seen: int = 0
-    """Samples that set the pace."""
+    """Whether size 0 takes next to no time: sizes smaller than any sample are then predicted to take less."""
+    slowdown: float = 1.0
+    """How many times slower than the table everything is at present."""
+    samples: int = 0
+    """Samples that set the slowdown."""
     knots: tuple[Knot, ...] = ()
     """In order of size."""
     line: tuple[tuple[float, float], ...] = ()
     """The knots' (size, seconds), made monotone."""
 
     @classmethod
-    def of_profile(cls, profile: Iterable[StepSample]) -> Durations:
-        """What a target measured of its own steps before anybody waited for them."""
-        samples = sorted(profile, key=lambda sample: (sample.rows, sample.tokens))
-        durations = cls(row_seconds=_row_seconds(samples))
-        row_seconds = durations.row_seconds
-        for sample in samples:
-            durations = durations.learned(sample.rows, sample.tokens, sample.seconds)
-            durations = replace(durations, pace=1.0, seen=0, row_seconds=row_seconds)
-        return durations
+    def of_profile(cls, profile: Iterable[StepSample]) -> LatencyModel:
+        """The model of a target that measured its own steps during warm-up."""
+        ordered = sorted(profile, key=lambda sample: (sample.rows, sample.tokens))
+        model = cls(row_seconds=_row_seconds(ordered))
+        row_seconds = model.row_seconds
+        for sample in ordered:
+            model = model.observed(sample.rows, sample.tokens, sample.seconds)
+            model = replace(model, slowdown=1.0, samples=0, row_seconds=row_seconds)
+        return model
 
     @property
-    def is_known(self) -> bool:
-        """Whether anything was seen."""
+    def has_samples(self) -> bool:
+        """Whether anything was observed."""
         return bool(self.knots)
 
-    def knows(self, size: int) -> bool:
-        """Whether anything was seen that is as small."""
+    def covers(self, size: int) -> bool:
+        """Whether a size as small as `size` was observed."""
         return bool(self.line) and self.line[0][0] <= size
 
     def seconds(self, rows: int, size: int) -> float:
-        """What is expected; never less for a larger size."""
-        return self.pace * (self._read(size) + rows * self.row_seconds)
+        """Predicted duration in seconds; it never falls as `size` grows."""
+        return self.slowdown * (self._interpolate(size) + rows * self.row_seconds)
 
     def seconds_upto(self, rows: int, first: int, last: int) -> list[float]:
         """`seconds` for every size from `first` to `last`."""
         base = rows * self.row_seconds
-        return [self.pace * (self._read(size) + base) for size in range(first, last + 1)]
+        return [self.slowdown * (self._interpolate(size) + base) for size in range(first, last + 1)]
 
-    def learned(self, rows: int, size: int, seconds: float) -> Durations:
-        """With one more sample."""
-        bucket, seconds = bucket_of(size), max(_LEAST_SECONDS, seconds)
+    def observed(self, rows: int, size: int, seconds: float) -> LatencyModel:
+        """The model with one more sample."""
+        bucket, seconds = bucket_of(size), max(_MIN_SECONDS, seconds)
         known = next((knot for knot in self.knots if knot.bucket == bucket), None)
-        expected = max(_LEAST_SECONDS, self.seconds(rows, size))
-        pace, row_seconds = self.pace, self.row_seconds
-        seen = self.seen
-        if known is not None:  # elsewhere, what was expected was a guess, and says nothing of the pace
-            if seen >= _FEW:
-                seconds = min(max(seconds, expected / _STRETCH), expected * _STRETCH)
-            pace = (pace * (seconds / expected) ** max(_PACE, 1 / (1 + seen))) ** _FADING
-            pace = min(max(pace, 1 / _MOST_PACE), _MOST_PACE)
-            if rows > 1:  # of a row alone one cannot tell what is its own share
+        expected = max(_MIN_SECONDS, self.seconds(rows, size))
+        slowdown, row_seconds = self.slowdown, self.row_seconds
+        samples = self.samples
+        if known is not None:  # elsewhere the prediction is an extrapolation and says nothing of the slowdown
+            if samples >= _OUTLIER_MIN_SAMPLES:
+                seconds = min(max(seconds, expected / _OUTLIER_FACTOR), expected * _OUTLIER_FACTOR)
+            slowdown *= (seconds / expected) ** max(_SLOWDOWN_RATE, 1 / (1 + samples))
+            slowdown = min(max(slowdown**_SLOWDOWN_DECAY, 1 / _MAX_SLOWDOWN), _MAX_SLOWDOWN)
+            if rows > 1:  # with a single row its own share cannot be told apart
                 row_seconds += _ROW_RATE * (seconds - expected) * rows / (rows * rows + MEMORY)
-            seen += 1
-        value = max(_LEAST_SECONDS, seconds / pace - rows * max(0.0, row_seconds))
-        others = (replace(knot, weight=max(_STALE, knot.weight * _AGING)) for knot in self.knots if knot is not known)
-        ordered = tuple(sorted((*others, _moved(known, bucket, size, value)), key=lambda knot: knot.bucket))
+            samples += 1
+        value = max(_MIN_SECONDS, seconds / slowdown - rows * max(0.0, row_seconds))
+        others = (
+            replace(knot, weight=max(_MIN_WEIGHT, knot.weight * _WEIGHT_DECAY))
+            for knot in self.knots
+            if knot is not known
+        )
+        ordered = tuple(sorted((*others, _updated(known, bucket, size, value)), key=lambda knot: knot.bucket))
         return replace(
-            self, row_seconds=max(0.0, row_seconds), pace=pace, seen=seen, knots=ordered, line=_monotone(ordered)
+            self,
+            row_seconds=max(0.0, row_seconds),
+            slowdown=slowdown,
+            samples=samples,
+            knots=ordered,
+            line=_monotone(ordered),
         )
 
-    def _read(self, size: int) -> float:
-        """The table between its knots; before the first one flat, beyond the last one straight on."""
+    def _interpolate(self, size: int) -> float:
+        """Seconds from the table: linear between knots, flat before the first one, straight on beyond the last one."""
         line = self.line
         if not line:
             return self.floor_seconds
@@ -123,9 +141,9 @@ class Durations:
 
 
 def bucket_of(size: int) -> int:
-    """Each size up to 8 for itself, then four buckets to an octave.
+    """The bucket of a size: one for each size up to 8, then four to an octave.
 
-    A bucket ends with a multiple of its width: kernels work in tiles, and what overflows one is another matter.
+    A bucket ends with a multiple of its width, because kernels work in tiles: one token more starts another tile.
     """
     if size <= 8:
         return size
@@ -133,7 +151,7 @@ def bucket_of(size: int) -> int:
     return 9 + 4 * (octave - 3) + (((size - 1) >> (octave - 2)) & 3)
 
 
-def _moved(known: Knot | None, bucket: int, size: int, seconds: float) -> Knot:
+def _updated(known: Knot | None, bucket: int, size: int, seconds: float) -> Knot:
     if known is None:
         return Knot(bucket, size, seconds, 1.0)
     weight = min(known.weight + 1, MEMORY)
@@ -143,7 +161,7 @@ def _moved(known: Knot | None, bucket: int, size: int, seconds: float) -> Knot:
 
 
 def _monotone(knots: tuple[Knot, ...]) -> tuple[tuple[float, float], ...]:
-    """Neighbours that fall are levelled to their weighted mean (pool adjacent violators)."""
+    """Level neighbours that fall to their weighted mean (pool adjacent violators)."""
     pools: list[tuple[float, float, list[Knot]]] = []
     for knot in knots:
         seconds, weight, members = knot.seconds, knot.weight, [knot]
@@ -157,7 +175,7 @@ def _monotone(knots: tuple[Knot, ...]) -> tuple[tuple[float, float], ...]:
 
 
 def _row_seconds(samples: list[StepSample]) -> float:
-    """What a row costs beside its tokens: from steps of as many tokens in fewer and in more rows."""
+    """What a row costs beside its tokens, from steps with as many tokens in fewer and in more rows."""
     fewest: dict[int, StepSample] = {}
     slopes: list[float] = []
     for sample in samples:

@@ -1,7 +1,7 @@
-"""What rounds brought, with guesses and without, by the rows that decided in them.
+"""Measured speed-up: how fast rounds with and without drafts were, by how many rows decided in them.
 
-The controller predicts; this is what came of it. Where rounds with guesses were slower than those without, guessing is
-held back, whatever is predicted, and tried again after a pause that doubles each time.
+The goodput model predicts; this module measures. Where rounds with drafts were slower than rounds without, speculation
+is suspended, whatever is predicted, and tried again after a pause that doubles each time.
 """
 
 from __future__ import annotations
@@ -10,93 +10,112 @@ from dataclasses import dataclass
 
 from cluster.speculation.latency import bucket_of
 
-LEAST_PLAIN = 1
-"""Rounds without guesses that must be known before any has one."""
+MIN_PLAIN_ROUNDS = 1
+"""Rounds without drafts that must be measured before any round has drafts."""
 FIRST_PAUSE = 64
-"""Rounds for which guessing is held back the first time."""
-LONGEST_PAUSE = 2048
-_KEEP = 1 - 1 / 32
-_SURELY, _SURELY_ALONE, _SURE_ROUNDS = 1.05, 0.97, 16
-"""Less than this many times as fast as plain decoding, over so many rounds, does not pay: what a drafter takes beside
-them, above all to learn prompts, is to be had of it, too. With one sequence that is little."""
-_CLEARLY, _CLEAR_ROUNDS = 0.9, 6
+"""Rounds for which speculation is suspended the first time."""
+MAX_PAUSE = 2048
+"""Most rounds for which speculation is suspended at a time."""
+_DECAY = 1 - 1 / 32
+"""Factor on the sums with each further round."""
+_MIN_SPEEDUP = 1.05
+"""A lower measured speed-up suspends speculation: a drafter also costs time that rounds do not show, above all for
+learning prompts."""
+_MIN_SPEEDUP_ALONE = 0.97
+"""The same bound for a single sequence, which has only one prompt for a drafter to learn."""
+_SURE_ROUNDS = 16
+"""Rounds with drafts over which `_MIN_SPEEDUP` holds."""
+_CLEAR_LOSS = 0.9
+"""A speed-up below this suspends speculation sooner."""
+_CLEAR_ROUNDS = 6
+"""Rounds with drafts over which `_CLEAR_LOSS` holds."""
 
 
 @dataclass(slots=True)
-class _Account:
-    """Of rounds of about as many rows. Sums fade."""
+class _RoundSums:
+    """Sums over rounds of about the same number of rows. Older rounds count less."""
 
     plain_seconds: float = 0.0
+    """Total time of rounds without drafts, in seconds."""
     plain_rounds: float = 0.0
+    """Number of rounds without drafts."""
     seconds: float = 0.0
-    """With guesses, as are the next two."""
+    """Total time of rounds with drafts, in seconds."""
     tokens: float = 0.0
+    """Tokens that rounds with drafts committed."""
     rows: float = 0.0
+    """Rows of rounds with drafts."""
     rounds: int = 0
-    """With guesses, since guessing was last held back."""
+    """Rounds with drafts since speculation was last suspended."""
     pause: int = 0
+    """Rounds for which speculation stays suspended."""
     next_pause: int = FIRST_PAUSE
+    """How many rounds the next suspension lasts."""
 
     @property
-    def advantage(self) -> float:
-        """How many times as fast as rounds without guesses those with guesses were."""
-        per_row = self.plain_seconds / self.plain_rounds  # rounds of one account have about as many rows
-        plain_seconds = per_row * self.rounds_faded
+    def speedup(self) -> float:
+        """How many times faster rounds with drafts were than rounds without."""
+        seconds_per_plain_round = self.plain_seconds / self.plain_rounds
+        plain_seconds = seconds_per_plain_round * self.decayed_rounds
         return (self.tokens / self.rows) * plain_seconds / self.seconds
 
     @property
-    def rounds_faded(self) -> float:
-        """Rounds with guesses, as the sums count them."""
-        return (1 - _KEEP**self.rounds) / (1 - _KEEP)
+    def decayed_rounds(self) -> float:
+        """Number of rounds with drafts as the decayed sums count them."""
+        return (1 - _DECAY**self.rounds) / (1 - _DECAY)
 
 
-class Ledger:
-    """One per judge."""
+class SpeedupTracker:
+    """Measures whether speculation pays, per batch size."""
 
     def __init__(self) -> None:
-        self._accounts: dict[int, _Account] = {}
+        self._sums: dict[int, _RoundSums] = {}
 
-    def holds_back(self, rows: int) -> bool:
-        """Whether a round of so many rows is to have no guesses. Asked once per round."""
-        account = self._account(rows)
-        if account.plain_rounds < LEAST_PLAIN:
+    def suspends(self, rows: int) -> bool:
+        """Whether a round of `rows` rows must have no drafts. Call it once per round: it counts the pause down."""
+        sums = self._of(rows)
+        if sums.plain_rounds < MIN_PLAIN_ROUNDS:
             return True
-        # The more rows there are, the dearer is each guess: what does not pay for few does not pay for more.
-        paused = [other for bucket, other in self._accounts.items() if bucket <= bucket_of(rows) and other.pause]
+        # A drafted token costs more the more rows there are: what does not pay for few rows does not pay for more.
+        paused = [other for bucket, other in self._sums.items() if bucket <= bucket_of(rows) and other.pause]
         for other in paused:
             other.pause -= 1
         return bool(paused)
 
     def pays(self, rows: int) -> bool:
-        """Whether rounds with guesses were faster than those without, of late."""
-        account = self._account(rows)
-        is_known = account.plain_rounds >= LEAST_PLAIN and account.rounds >= _CLEAR_ROUNDS
-        return is_known and account.advantage > 1.0
+        """Whether recent rounds with drafts were faster than rounds without."""
+        sums = self._of(rows)
+        is_known = sums.plain_rounds >= MIN_PLAIN_ROUNDS and sums.rounds >= _CLEAR_ROUNDS
+        return is_known and sums.speedup > 1.0
 
-    def plain(self, rows: int, seconds: float) -> None:
-        """A round without guesses, nor prompts, took so long."""
-        account = self._account(rows)
-        account.plain_seconds = account.plain_seconds * _KEEP + seconds
-        account.plain_rounds = account.plain_rounds * _KEEP + 1
+    def observe_plain(self, rows: int, seconds: float) -> None:
+        """Add a round without drafts and without prompts."""
+        sums = self._of(rows)
+        sums.plain_seconds = sums.plain_seconds * _DECAY + seconds
+        sums.plain_rounds = sums.plain_rounds * _DECAY + 1
 
-    def guessed(self, rows: int, seconds: float, tokens: int) -> None:
-        """A round with guesses and without prompts took so long, waiting included, and committed so many tokens."""
-        account = self._account(rows)
-        account.seconds = account.seconds * _KEEP + seconds
-        account.tokens = account.tokens * _KEEP + tokens
-        account.rows = account.rows * _KEEP + rows
-        account.rounds += 1
-        if account.plain_rounds < LEAST_PLAIN:
+    def observe_drafted(self, rows: int, seconds: float, tokens: int) -> None:
+        """Add a round with drafts and without prompts.
+
+        `seconds` includes the wait for proposals; `tokens` is how many the round committed.
+        """
+        sums = self._of(rows)
+        sums.seconds = sums.seconds * _DECAY + seconds
+        sums.tokens = sums.tokens * _DECAY + tokens
+        sums.rows = sums.rows * _DECAY + rows
+        sums.rounds += 1
+        if sums.plain_rounds < MIN_PLAIN_ROUNDS:
             return
-        advantage = account.advantage
-        if (account.rounds >= _SURE_ROUNDS and advantage < (_SURELY if rows > 1 else _SURELY_ALONE)) or (
-            account.rounds >= _CLEAR_ROUNDS and advantage < _CLEARLY
+        speedup = sums.speedup
+        least = _MIN_SPEEDUP if rows > 1 else _MIN_SPEEDUP_ALONE
+        if (sums.rounds >= _SURE_ROUNDS and speedup < least) or (
+            sums.rounds >= _CLEAR_ROUNDS and speedup < _CLEAR_LOSS
         ):
-            account.pause, account.next_pause = account.next_pause, min(2 * account.next_pause, LONGEST_PAUSE)
-            account.seconds = account.tokens = account.rows = 0.0
-            account.rounds = 0
-        elif account.rounds >= _SURE_ROUNDS:
-            account.next_pause = FIRST_PAUSE
+            sums.pause, sums.next_pause = sums.next_pause, min(2 * sums.next_pause, MAX_PAUSE)
+            sums.seconds = sums.tokens = sums.rows = 0.0
+            sums.rounds = 0
+        elif sums.rounds >= _SURE_ROUNDS:
+            sums.next_pause = FIRST_PAUSE
 
-    def _account(self, rows: int) -> _Account:
-        return self._accounts.setdefault(bucket_of(rows), _Account())
+    def _of(self, rows: int) -> _RoundSums:
+        return self._sums.setdefault(bucket_of(rows), _RoundSums())

@@ -61,7 +61,7 @@ class World:
             layout=self.layout,
             max_context_len=CONTEXT,
             limits=self.limits,
-            draft=self.draft,
+            max_draft=self.draft,
         )
         decided = plan(state)
         assert decided == plan(state)

@@ -1,4 +1,4 @@
-"""When to try again what has just failed."""
+"""Back-off and circuit breaker: when to repeat what has failed."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 
 def backoff(attempt: int, first: float = 0.05, longest: float = 5.0) -> float:
-    """Seconds to wait before attempt `attempt` (0, 1, …) is repeated: doubling, bounded."""
+    """Seconds to wait before attempt `attempt` (0, 1, …) is repeated: doubling, up to `longest`."""
     return float(min(longest, first * 2.0 ** min(attempt, 32)))
 
 
-class Breaker:
+class CircuitBreaker:
     """Keeps a failing worker from costing each round its timeout.
 
-    Closed, calls go out and are waited for. One failure opens it; then it is `due` from time to time, each
-    time twice as late, for a try that nobody waits for. One success closes it.
+    While the breaker is closed, calls are made and waited for. One failure opens it. While it is open, a trial call
+    that nobody waits for is `due` from time to time, each time after twice the delay. One success closes it.
     """
 
     def __init__(self, clock: Callable[[], float], first: float = 0.1, longest: float = 10.0) -> None:
@@ -30,21 +30,21 @@ class Breaker:
         return self._failures == 0
 
     def due(self) -> bool:
-        """Whether, while open, it is time for another try; the one after it is put off twice as long."""
+        """Whether an open breaker allows a trial call now. If it does, the next one is due after twice the delay."""
         if self.closed or self._clock() < self._retry_at:
             return False
-        self._put_off()
+        self._delay()
         return True
 
-    def failed(self) -> None:
-        """A call that was waited for came to nothing."""
+    def record_failure(self) -> None:
+        """A call failed, or was late while somebody waited for it."""
         if self.closed:
-            self._put_off()
+            self._delay()
 
-    def succeeded(self) -> None:
-        """A call came back in time."""
+    def record_success(self) -> None:
+        """A call was answered in time."""
         self._failures = 0
 
-    def _put_off(self) -> None:
+    def _delay(self) -> None:
         self._retry_at = self._clock() + backoff(self._failures, self._first, self._longest)
         self._failures += 1

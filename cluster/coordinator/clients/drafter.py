@@ -1,70 +1,65 @@
-"""One drafter as the loop sees it: proposals that fit, or nothing, and never an error."""
+"""The client of one drafter: returns valid proposals or none, and never raises."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from cluster.coordinator.clients.circuit_breaker import Breaker
-from cluster.coordinator.clients.release_queue import Releases
+from cluster.coordinator.clients.circuit_breaker import CircuitBreaker
+from cluster.coordinator.clients.release_queue import ReleaseQueue
 from cluster.coordinator.metrics import Metrics
 from cluster.core.config import DraftSection
-from cluster.core.drafting import DraftBudget, DraftRow, Proposal
+from cluster.core.drafting import DraftRequest, DraftRow, Proposal
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.ports import Drafter
-from cluster.core.sequence import Sequence as Answer
+from cluster.core.sequence import Sequence
 from cluster.core.verification import RowFaultCode
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 20
-"""A call that is late for its round goes on in the background for this many times the round's timeout: the drafter
-may be catching up with a long prompt, and what it learns is not lost."""
-PATIENCE_TOKENS = 512
-"""With more new tokens than these, in proportion longer."""
+LATE_CALL_FACTOR = 20
+"""A call that is late for its round goes on in the background for this many times the configured timeout: the drafter
+may be prefilling a long prompt, and what it computes is not lost."""
+LATE_CALL_TOKENS = 512
+"""With more new tokens than these, the call may go on proportionally longer."""
 
 Proposals = dict[SequenceId, Proposal]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One sequence that wants guesses; with an empty budget, only to be told of."""
-
-    answer: Answer
-    budget: DraftBudget
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What came of a call."""
+class ProposeResult:
+    """The outcome of one call."""
 
     proposals: Proposals | None
     """`None` when the drafter failed."""
     seconds: float
+    """How long the call took, in seconds."""
 
 
-Call = asyncio.Task[Reply]
+ProposeCall = asyncio.Task[ProposeResult]
 
 
-class DrafterLink:
-    """Remembers what its drafter was told of each sequence. A sequence is in one call at a time."""
+class DrafterClient:
+    """Calls one drafter, and remembers how many tokens of each sequence the drafter has.
+
+    A sequence is in at most one call at a time.
+    """
 
     def __init__(self, drafter: Drafter, section: DraftSection, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._drafter = drafter
         self._timeout = section.timeout_seconds
         self._metrics = metrics
         self._clock = clock
-        self.breaker = Breaker(clock)
-        self._releases = Releases(drafter.release)
-        self._told: dict[SequenceId, int] = {}
+        self.breaker = CircuitBreaker(clock)
+        self._releases = ReleaseQueue(drafter.release)
+        self._synced_lens: dict[SequenceId, int] = {}
         self._refused: set[SequenceId] = set()
-        self._leaving: set[SequenceId] = set()
-        self._calls: dict[Call, frozenset[SequenceId]] = {}
-        self._tells: set[Call] = set()
-        """Those of the calls that ask for nothing."""
+        self._to_release: set[SequenceId] = set()
+        self._calls: dict[ProposeCall, frozenset[SequenceId]] = {}
+        self._prefills: set[ProposeCall] = set()
 
     @property
     def is_calling(self) -> bool:
@@ -73,44 +68,44 @@ class DrafterLink:
 
     def is_busy(self, sequence_id: SequenceId) -> bool:
         """Whether a call with this sequence is under way."""
-        return any(sequence_id in named for named in self._calls.values())
+        return any(sequence_id in ids for ids in self._calls.values())
 
     def refuses(self, sequence_id: SequenceId) -> bool:
-        """Whether the drafter has said that it cannot serve the sequence."""
+        """Whether the drafter has answered that it cannot serve the sequence."""
         return sequence_id in self._refused
 
-    def untold(self, answer: Answer) -> int:
-        """How many of its tokens the drafter has not been told."""
-        return len(answer) - self._told.get(answer.id, 0)
+    def unsynced(self, sequence: Sequence) -> int:
+        """How many of its tokens the drafter has not been sent."""
+        return len(sequence) - self._synced_lens.get(sequence.id, 0)
 
-    def start(self, asks: Sequence[Ask], vocabulary_size: int) -> Call:
-        """Ask for sequences that are not busy; nobody needs to wait for it."""
-        rows = tuple(self._row(ask) for ask in asks)
+    def start(self, requests: Iterable[DraftRequest], vocabulary_size: int) -> ProposeCall:
+        """Start a call for sequences that are not busy. Nobody has to wait for it."""
+        rows = tuple(self._row(request) for request in requests)
         call = asyncio.create_task(self._run(rows, vocabulary_size), name="propose")
         self._calls[call] = frozenset(row.sequence_id for row in rows)
-        if not _asks(rows):
-            self._tells.add(call)
+        if not _wants_drafts(rows):
+            self._prefills.add(call)
         call.add_done_callback(self._ended)
         return call
 
-    def late(self) -> None:
-        """A call was waited for as long as the configuration allows."""
-        self.breaker.failed()
-        log.warning("the drafter is late: going on without it")
+    def record_late(self) -> None:
+        """A call took longer than the configured timeout."""
+        self.breaker.record_failure()
+        log.warning("the drafter is late: the round goes on without it")
 
-    def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """The sequences are over; the drafter is told once no call that names them is under way."""
+    def release(self, sequence_ids: Iterable[SequenceId]) -> None:
+        """Release sequences that are over, once no call with them is under way."""
         for sequence_id in sequence_ids:
             self._refused.discard(sequence_id)
-            if self._told.pop(sequence_id, None) is not None:
-                self._leaving.add(sequence_id)
-        for call in self._tells:
-            if self._calls[call] <= self._leaving:
-                call.cancel()  # there is nobody left to learn for
+            if self._synced_lens.pop(sequence_id, None) is not None:
+                self._to_release.add(sequence_id)
+        for call in self._prefills:
+            if self._calls[call] <= self._to_release:
+                call.cancel()  # none of its sequences needs the prefill any more
         self._flush()
 
     async def close(self, timeout_seconds: float) -> None:
-        """End the calls under way and send the last releases."""
+        """Cancel the calls under way and send the last releases."""
         calls = tuple(self._calls)
         for call in calls:
             call.cancel()
@@ -119,72 +114,80 @@ class DrafterLink:
         self._flush()
         await self._releases.close(timeout_seconds)
 
-    def _row(self, ask: Ask) -> DraftRow:
-        answer = ask.answer
-        told = self._told.setdefault(answer.id, 0)
-        start = answer.start if told == 0 else None
-        return DraftRow(answer.id, len(answer), tuple(answer.tokens[told:]), ask.budget, start)
+    def _row(self, request: DraftRequest) -> DraftRow:
+        sequence = request.sequence
+        synced = self._synced_lens.setdefault(sequence.id, 0)
+        start = sequence.start if synced == 0 else None
+        return DraftRow(sequence.id, len(sequence), tuple(sequence.tokens[synced:]), request.budget, start)
 
-    async def _run(self, rows: tuple[DraftRow, ...], vocabulary_size: int) -> Reply:
+    async def _run(self, rows: tuple[DraftRow, ...], vocabulary_size: int) -> ProposeResult:
         begun = self._clock()
         proposals: Proposals | None = None
         try:
-            patience = PATIENCE * max(1.0, sum(len(row.new_tokens) for row in rows) / PATIENCE_TOKENS)
-            answer = await self._drafter.propose(rows, self._timeout * patience)
-            proposals = self._take(rows, answer, vocabulary_size)
+            factor = LATE_CALL_FACTOR * max(1.0, sum(len(row.new_tokens) for row in rows) / LATE_CALL_TOKENS)
+            answer = await self._drafter.propose(rows, self._timeout * factor)
+            proposals = self._validated(rows, answer, vocabulary_size)
         except WorkerUnavailable as error:
             log.log(logging.WARNING if self.breaker.closed else logging.DEBUG, "no drafts for now: %s", error)
-            self.breaker.failed()
+            self.breaker.record_failure()
         except Exception:
-            log.exception("the drafter failed: going on without it")
-            self.breaker.failed()
+            log.exception("the drafter failed: the round goes on without it")
+            self.breaker.record_failure()
         seconds = self._clock() - begun
-        if proposals is not None and (seconds <= self._timeout or not _asks(rows)):  # to learn may take its time
-            self.breaker.succeeded()
+        if proposals is not None and (seconds <= self._timeout or not _wants_drafts(rows)):  # a prefill may take longer
+            self.breaker.record_success()
         self._metrics.drafter_worked(seconds)
-        return Reply(proposals, seconds)
+        return ProposeResult(proposals, seconds)
 
-    def _take(self, rows: tuple[DraftRow, ...], answer: Iterable[Proposal], vocabulary_size: int) -> Proposals:
+    def _validated(self, rows: tuple[DraftRow, ...], answer: Iterable[Proposal], vocabulary_size: int) -> Proposals:
         by_sequence = {proposal.sequence_id: proposal for proposal in answer}
-        return {row.sequence_id: self._sound(row, by_sequence.get(row.sequence_id), vocabulary_size) for row in rows}
+        return {row.sequence_id: self._valid(row, by_sequence.get(row.sequence_id), vocabulary_size) for row in rows}
 
-    def _sound(self, row: DraftRow, proposal: Proposal | None, vocabulary_size: int) -> Proposal:
-        """What is sound of a proposal; and note what the drafter knows by now."""
+    def _valid(self, row: DraftRow, proposal: Proposal | None, vocabulary_size: int) -> Proposal:
+        """The valid part of a proposal. Also notes how much of the sequence the drafter has now."""
         nothing = Proposal(row.sequence_id, row.base_len)
         if proposal is None or proposal.base_len != row.base_len:
             self._metrics.stale_proposal()
             return nothing
-        if row.sequence_id in self._told:
-            if proposal.fault is None:
-                self._told[row.sequence_id] = row.base_len
-            elif proposal.fault.code is RowFaultCode.OUT_OF_SYNC:
-                self._told[row.sequence_id] = 0
-            elif proposal.fault.code is RowFaultCode.INVALID:
-                log.warning("the drafter cannot serve %s: %s", row.sequence_id, proposal.fault.message)
-                self._refused.add(row.sequence_id)
+        self._note_synced(row, proposal)
         tree = proposal.tree
         if proposal.fault is not None or not all(0 <= token < vocabulary_size for token in tree.tokens):
             return nothing
         nodes = tree.within(row.budget.max_nodes, row.budget.max_depth)
-        told = proposal.probabilities
-        if len(told) != len(tree) or len(nodes) < len(tree):
-            told = tuple(told[node] for node in nodes) if len(told) == len(tree) else ()
-        return replace(proposal, tree=tree.subset(nodes), probabilities=told, ready=min(proposal.ready, len(nodes)))
+        probabilities = proposal.probabilities
+        if len(probabilities) != len(tree):
+            probabilities = ()
+        elif len(nodes) < len(tree):
+            probabilities = tuple(probabilities[node] for node in nodes)
+        return replace(
+            proposal, tree=tree.subset(nodes), probabilities=probabilities, ready=min(proposal.ready, len(nodes))
+        )
 
-    def _ended(self, call: Call) -> None:
+    def _note_synced(self, row: DraftRow, proposal: Proposal) -> None:
+        if row.sequence_id not in self._synced_lens:
+            return  # it was released meanwhile
+        if proposal.fault is None:
+            self._synced_lens[row.sequence_id] = row.base_len
+        elif proposal.fault.code is RowFaultCode.OUT_OF_SYNC:
+            self._synced_lens[row.sequence_id] = 0
+        elif proposal.fault.code is RowFaultCode.INVALID:
+            log.warning("the drafter cannot serve %s: %s", row.sequence_id, proposal.fault.message)
+            self._refused.add(row.sequence_id)
+
+    def _ended(self, call: ProposeCall) -> None:
         self._calls.pop(call, None)
-        self._tells.discard(call)
+        self._prefills.discard(call)
         self._flush()
 
     def _flush(self) -> None:
-        """Release those that left; not while a call under way could make the drafter learn them anew."""
-        named = frozenset[SequenceId]().union(*self._calls.values()) if self._calls else frozenset()
-        free = [sequence_id for sequence_id in self._leaving if sequence_id not in named]
+        """Queue releases, except of sequences in a call under way: the drafter would take them in again."""
+        called = frozenset[SequenceId]().union(*self._calls.values()) if self._calls else frozenset()
+        free = [sequence_id for sequence_id in self._to_release if sequence_id not in called]
         if free:
             self._releases.add(free)
-            self._leaving.difference_update(free)
+            self._to_release.difference_update(free)
 
 
-def _asks(rows: Iterable[DraftRow]) -> bool:
-    """Whether guesses are wanted for any of them."""
+def _wants_drafts(rows: Iterable[DraftRow]) -> bool:
+    """Whether a draft is wanted for any of the rows; otherwise the call only prefills."""
     return any(row.budget.max_nodes for row in rows)

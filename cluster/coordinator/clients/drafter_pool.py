@@ -1,32 +1,41 @@
-"""All drafters together: who serves whom, and proposals for those that get one in time. Never an error."""
+"""The pool of drafters: assigns sequences to drafters and calls all of them at once. Never raises."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 
-from cluster.coordinator.clients.drafter import Ask, Call, DrafterLink, Proposals
+from cluster.coordinator.clients.drafter import DrafterClient, Proposals, ProposeCall
 from cluster.coordinator.metrics import Metrics
 from cluster.core.config import DraftSection
-from cluster.core.drafting import NO_DRAFT
+from cluster.core.drafting import NO_DRAFT, DraftRequest
 from cluster.core.ids import SequenceId
 from cluster.core.ports import Drafter
-from cluster.core.sequence import Sequence as Answer
+from cluster.core.sequence import Sequence
 
-LONG_TOKENS = 64
-"""Who has more to tell a drafter than this tells it in the background: a prompt must not hold the others up."""
-TELLING_TOKENS = 512
-"""So many are told in one call, so that a drafter can serve others in between."""
-_FADING = 0.9
-"""Of what telling took, with each call that follows."""
+PREFILL_TOKENS = 64
+"""A sequence of which a drafter lacks more tokens than this is prefilled in the background first, so that its prompt
+does not delay the proposals for others."""
+MAX_PREFILL_TOKENS = 512
+"""A prefill call takes further sequences until it has this many tokens, so that a drafter can serve others between."""
+_PREFILL_DECAY = 0.9
+"""Factor on the measured prefill time and tokens with each further call."""
 
 
-class Calls:
-    """What was asked of several drafters at once."""
+class ProposeCalls:
+    """Calls to several drafters, started at once."""
 
-    def __init__(self, calls: Mapping[DrafterLink, Call], timeout: float, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        requests: Mapping[SequenceId, DraftRequest],
+        calls: Mapping[DrafterClient, ProposeCall],
+        timeout: float,
+        metrics: Metrics,
+    ) -> None:
+        self.requests = requests
+        """What was asked for, including the sequences that no drafter could be asked for."""
         self._calls = calls
         self._timeout = timeout
         self._metrics = metrics
@@ -35,161 +44,175 @@ class Calls:
         return bool(self._calls)
 
     @property
+    def depth(self) -> int:
+        """The deepest tree that was asked for."""
+        return max((request.budget.max_depth for request in self.requests.values()), default=0)
+
+    @property
     def done(self) -> bool:
-        """Whether all have answered or failed."""
+        """Whether all calls have ended."""
         return all(call.done() for call in self._calls.values())
 
     @property
     def seconds(self) -> float:
-        """Of the slowest that has answered."""
-        return max((call.result().seconds for call in self._calls.values() if _has_ended(call)), default=0.0)
+        """Time of the slowest call that has ended, in seconds."""
+        return max((call.result().seconds for call in self._calls.values() if _has_result(call)), default=0.0)
 
     async def wait(self, patience: float) -> None:
-        """Return when all have answered, or after `patience` seconds, or the configured timeout.
+        """Return when all calls have ended, or after `patience` seconds, or after the configured timeout.
 
-        Only the timeout opens breakers.
+        Only the timeout opens circuit breakers.
         """
         if not self._calls:
             return
         await asyncio.wait(self._calls.values(), timeout=min(patience, self._timeout))
-        for link, call in self._calls.items():
+        for client, call in self._calls.items():
             if not call.done():
                 self._metrics.drafter_fallback("late")
                 if patience >= self._timeout:
-                    link.late()
+                    client.record_late()
 
     def take(self) -> Proposals:
-        """What has come by now."""
+        """The proposals that have arrived."""
         proposals: Proposals = {}
         for call in self._calls.values():
-            if _has_ended(call):
-                mine = call.result().proposals
-                if mine is None:
+            if _has_result(call):
+                arrived = call.result().proposals
+                if arrived is None:
                     self._metrics.drafter_fallback("failed")
-                proposals.update(mine or {})
+                proposals.update(arrived or {})
         return proposals
 
 
-def _has_ended(call: Call) -> bool:
+def _has_result(call: ProposeCall) -> bool:
     return call.done() and not call.cancelled()
 
 
-class Drafting:
-    """Spreads sequences over drafters: the least loaded takes the next, and keeps it while it lives.
+class DrafterPool:
+    """Spreads sequences over drafters: the least loaded one takes the next sequence and keeps it.
 
-    A drafter that fails is left to its breaker, and its sequences move to the others; when it is due for a try, it gets
-    one sequence to try with, and once it answers, its share again.
+    The sequences of a drafter that fails move to the others. When its circuit breaker is due for a trial, it gets one
+    sequence, and once it answers, its share again.
     """
 
     def __init__(
-        self, drafters: Sequence[Drafter], section: DraftSection, metrics: Metrics, clock: Callable[[], float]
+        self, drafters: Iterable[Drafter], section: DraftSection, metrics: Metrics, clock: Callable[[], float]
     ) -> None:
-        self._links = tuple(DrafterLink(drafter, section, metrics, clock) for drafter in drafters)
+        self._clients = tuple(DrafterClient(drafter, section, metrics, clock) for drafter in drafters)
         self._timeout = section.timeout_seconds
         self._metrics = metrics
-        self._homes: dict[SequenceId, DrafterLink] = {}
-        self._loads = Counter[DrafterLink]()
-        self._telling: dict[DrafterLink, Call] = {}
-        self._told_tokens = self._told_seconds = 0.0
+        self._vocabulary_size = 0
+        self._assigned: dict[SequenceId, DrafterClient] = {}
+        self._loads = Counter[DrafterClient]()
+        self._prefilling: dict[DrafterClient, ProposeCall] = {}
+        self._prefill_tokens = self._prefill_seconds_sum = 0.0
 
     @property
     def is_idle(self) -> bool:
         """Whether no call is under way."""
-        return not any(link.is_calling for link in self._links)
+        return not any(client.is_calling for client in self._clients)
 
-    def start(self, asks: Sequence[Ask], vocabulary_size: int) -> Calls:
-        """Ask every sequence's drafter, all at once. Who is busy, refused or long untold goes without."""
-        self._try_again(asks, vocabulary_size)
-        parts: dict[DrafterLink, list[Ask]] = {}
+    def start(self, vocabulary_size: int) -> None:
+        """Draft for a target with this vocabulary."""
+        self._vocabulary_size = vocabulary_size
+
+    def propose(self, requests: Mapping[SequenceId, DraftRequest]) -> ProposeCalls:
+        """Ask each sequence's drafter. Sequences that are busy, refused or not prefilled are left out."""
+        self._try_failed(requests.values())
+        parts: dict[DrafterClient, list[DraftRequest]] = {}
         reasons: set[str] = set()
-        for ask in asks:
-            link = self._home(ask.answer)
-            if link is None:
-                reasons.add("busy" if any(link.is_calling for link in self._links) else "open")
-            elif link.is_busy(ask.answer.id):
+        for request in requests.values():
+            sequence = request.sequence
+            client = self._client_of(sequence)
+            if client is None:
+                reasons.add("busy" if any(client.is_calling for client in self._clients) else "open")
+            elif client.is_busy(sequence.id):
                 reasons.add("busy")
-            elif link.untold(ask.answer) > LONG_TOKENS:
-                reasons.add("untold")
-            elif not link.refuses(ask.answer.id):
-                parts.setdefault(link, []).append(ask)
+            elif client.unsynced(sequence) > PREFILL_TOKENS:
+                reasons.add("prefill")
+            elif not client.refuses(sequence.id):
+                parts.setdefault(client, []).append(request)
         for reason in sorted(reasons):
             self._metrics.drafter_fallback(reason)
-        calls = {link: link.start(part, vocabulary_size) for link, part in parts.items()}
-        return Calls(calls, self._timeout, self._metrics)
+        calls = {client: client.start(part, self._vocabulary_size) for client, part in parts.items()}
+        return ProposeCalls(requests, calls, self._timeout, self._metrics)
 
-    def knows(self, answer: Answer) -> bool:
-        """Whether its drafter knows enough of a sequence to be asked for it."""
-        link = self._home(answer)
-        return link is not None and link.untold(answer) <= LONG_TOKENS
+    def is_prefilled(self, sequence: Sequence) -> bool:
+        """Whether the sequence's drafter has enough of its tokens to be asked for a draft."""
+        client = self._client_of(sequence)
+        return client is not None and client.unsynced(sequence) <= PREFILL_TOKENS
 
-    def tell(self, answers: Iterable[Answer], vocabulary_size: int) -> Calls:
-        """Let drafters learn, in the background, sequences of which they know too little to be asked."""
-        answers = tuple(answers)
-        self._try_again([Ask(answer, NO_DRAFT) for answer in answers], vocabulary_size)
-        self._telling = {link: call for link, call in self._telling.items() if not call.done()}
-        parts: dict[DrafterLink, list[Ask]] = {}
-        tokens = Counter[DrafterLink]()
-        for answer in answers:
-            link = self._home(answer)
-            if link is None or link.untold(answer) <= LONG_TOKENS or link.is_busy(answer.id) or link.refuses(answer.id):
+    def prefill(self, sequences: Iterable[Sequence]) -> ProposeCalls:
+        """Send drafters, in the background, the sequences of which they lack too many tokens."""
+        requests = {sequence.id: DraftRequest(sequence, NO_DRAFT) for sequence in sequences}
+        self._try_failed(requests.values())
+        self._prefilling = {client: call for client, call in self._prefilling.items() if not call.done()}
+        parts: dict[DrafterClient, list[DraftRequest]] = {}
+        tokens = Counter[DrafterClient]()
+        for request in requests.values():
+            sequence = request.sequence
+            client = self._client_of(sequence)
+            if client is None or client.unsynced(sequence) <= PREFILL_TOKENS:
                 continue
-            if link not in self._telling and tokens[link] < TELLING_TOKENS:
-                tokens[link] += link.untold(answer)
-                parts.setdefault(link, []).append(Ask(answer, NO_DRAFT))
-        calls = {link: link.start(part, vocabulary_size) for link, part in parts.items()}
-        for link, call in calls.items():
-            call.add_done_callback(partial(self._note_told, tokens[link]))
-        self._telling |= calls
-        return Calls(calls, self._timeout, self._metrics)
+            if client.is_busy(sequence.id) or client.refuses(sequence.id):
+                continue
+            if client not in self._prefilling and tokens[client] < MAX_PREFILL_TOKENS:
+                tokens[client] += client.unsynced(sequence)
+                parts.setdefault(client, []).append(request)
+        calls = {client: client.start(part, self._vocabulary_size) for client, part in parts.items()}
+        for client, call in calls.items():
+            call.add_done_callback(partial(self._measure_prefill, tokens[client]))
+        self._prefilling |= calls
+        return ProposeCalls(requests, calls, self._timeout, self._metrics)
 
-    def telling_seconds(self, answer: Answer) -> float:
-        """What it is likely to take until a drafter knows enough of the sequence; 0 where nobody knows."""
-        link = self._home(answer)
-        untold = 0 if link is None else link.untold(answer)
-        if untold <= LONG_TOKENS or not self._told_tokens:
+    def prefill_seconds(self, sequence: Sequence) -> float:
+        """Expected time to prefill the sequence, in seconds; 0 when it needs none or nothing was measured."""
+        client = self._client_of(sequence)
+        unsynced = 0 if client is None else client.unsynced(sequence)
+        if unsynced <= PREFILL_TOKENS or not self._prefill_tokens:
             return 0.0
-        return untold * self._told_seconds / self._told_tokens
+        return unsynced * self._prefill_seconds_sum / self._prefill_tokens
 
-    def _note_told(self, tokens: int, call: Call) -> None:
-        if _has_ended(call) and call.result().proposals is not None:
-            self._told_tokens = self._told_tokens * _FADING + tokens
-            self._told_seconds = self._told_seconds * _FADING + call.result().seconds
-
-    def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """The sequences are over."""
+    def release(self, sequence_ids: Iterable[SequenceId]) -> None:
+        """Release sequences that are over."""
         sequence_ids = tuple(sequence_ids)
         for sequence_id in sequence_ids:
-            self._leave_home(sequence_id)
-        for link in self._links:
-            link.forget(sequence_ids)
+            self._unassign(sequence_id)
+        for client in self._clients:
+            client.release(sequence_ids)
 
     async def close(self, timeout_seconds: float) -> None:
-        """End the calls under way and send the last releases."""
-        await asyncio.gather(*(link.close(timeout_seconds) for link in self._links))
+        """Cancel the calls under way and send the last releases."""
+        await asyncio.gather(*(client.close(timeout_seconds) for client in self._clients))
 
-    def _home(self, answer: Answer) -> DrafterLink | None:
+    def _measure_prefill(self, tokens: int, call: ProposeCall) -> None:
+        if _has_result(call) and call.result().proposals is not None:
+            self._prefill_tokens = self._prefill_tokens * _PREFILL_DECAY + tokens
+            self._prefill_seconds_sum = self._prefill_seconds_sum * _PREFILL_DECAY + call.result().seconds
+
+    def _client_of(self, sequence: Sequence) -> DrafterClient | None:
         """The drafter that serves the sequence; `None` while none can."""
-        living = [link for link in self._links if link.breaker.closed]
-        if not living:
+        available = [client for client in self._clients if client.breaker.closed]
+        if not available:
             return None
-        home = self._homes.get(answer.id)
-        least = min(living, key=self._loads.__getitem__)
-        if home is None or not home.breaker.closed or self._loads[home] > self._loads[least] + 1:
-            self._leave_home(answer.id)
+        assigned = self._assigned.get(sequence.id)
+        least = min(available, key=self._loads.__getitem__)
+        if assigned is None or not assigned.breaker.closed or self._loads[assigned] > self._loads[least] + 1:
+            self._unassign(sequence.id)
             self._loads[least] += 1
-            self._homes[answer.id] = home = least
-        return home
+            self._assigned[sequence.id] = assigned = least
+        return assigned
 
-    def _try_again(self, asks: Sequence[Ask], vocabulary_size: int) -> None:
-        """Drafters that failed and are due get a call that nobody waits for."""
-        for link in self._links:
-            if link.breaker.closed or link.is_calling or not asks or not link.breaker.due():
+    def _try_failed(self, requests: Collection[DraftRequest]) -> None:
+        """Start a trial call, which nobody waits for, to each failed drafter whose circuit breaker is due."""
+        for client in self._clients:
+            if client.breaker.closed or client.is_calling or not requests or not client.breaker.due():
                 continue
-            free = [ask for ask in asks if not link.refuses(ask.answer.id)]
-            if free:
-                link.start(free if len(self._links) == 1 else free[-1:], vocabulary_size)
+            served = [request for request in requests if not client.refuses(request.sequence.id)]
+            if served:
+                client.start(served if len(self._clients) == 1 else served[-1:], self._vocabulary_size)
 
-    def _leave_home(self, sequence_id: SequenceId) -> None:
-        home = self._homes.pop(sequence_id, None)
-        if home is not None:
-            self._loads[home] -= 1
+    def _unassign(self, sequence_id: SequenceId) -> None:
+        assigned = self._assigned.pop(sequence_id, None)
+        if assigned is not None:
+            self._loads[assigned] -= 1

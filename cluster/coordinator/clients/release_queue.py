@@ -1,4 +1,4 @@
-"""Letting go of sequences on a worker: batched, in the background, until it has come through."""
+"""The release queue: frees sequences on a worker in the background, in batches, until the worker has answered."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from cluster.core.ids import SequenceId
 
 log = logging.getLogger(__name__)
 
-LARGEST_BATCH = 4096
-"""Ids in one Release, by its bound on the wire."""
-MOST_OWED = 65_536
-"""Ids remembered for a worker that is away; the oldest are forgotten first, for it will come back empty."""
+MAX_BATCH = 4096
+"""Most ids in one Release, the bound of the message."""
+MAX_QUEUED = 65_536
+"""Most ids that are kept for a worker that is away. The oldest are dropped first: it will come back empty."""
 TIMEOUT_SECONDS = 60.0
-"""A release may have to wait for a step to end."""
+"""Timeout of one Release in seconds: it may have to wait for a step to end."""
 
 
-class Releases:
-    """What is owed to one worker. Its task lives only while something is owed."""
+class ReleaseQueue:
+    """The sequences that one worker must still release. Its task lives only while there are any."""
 
     def __init__(
         self,
         release: Callable[[Sequence[SequenceId]], Awaitable[None]],
-        on_done: Callable[[], None] = lambda: None,
+        on_released: Callable[[], None] = lambda: None,
     ) -> None:
         self._release = release
-        self._on_done = on_done
-        self._owed: dict[SequenceId, None] = {}
+        self._on_released = on_released
+        self._queued: dict[SequenceId, None] = {}
         self._task: asyncio.Task[None] | None = None
 
     def add(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """Owe the worker these; returns at once. Never for a sequence that may still be sent to it."""
-        self._owed.update(dict.fromkeys(sequence_ids))
-        for forgotten in list(islice(self._owed, max(0, len(self._owed) - MOST_OWED))):
-            del self._owed[forgotten]
-        if self._owed and (self._task is None or self._task.done()):
+        """Queue sequences and return at once. They must never be sent to the worker again."""
+        self._queued.update(dict.fromkeys(sequence_ids))
+        for dropped in list(islice(self._queued, max(0, len(self._queued) - MAX_QUEUED))):
+            del self._queued[dropped]
+        if self._queued and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._run(), name="releases")
 
     async def close(self, timeout_seconds: float) -> None:
-        """Give what is owed a last chance of `timeout_seconds`, then drop it."""
+        """Send what is queued within `timeout_seconds`, then drop the rest."""
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=timeout_seconds)
             self._task.cancel()
@@ -51,19 +51,19 @@ class Releases:
 
     async def _run(self) -> None:
         attempt = 0
-        while self._owed:
-            batch = tuple(islice(self._owed, LARGEST_BATCH))
+        while self._queued:
+            batch = tuple(islice(self._queued, MAX_BATCH))
             try:
                 async with asyncio.timeout(TIMEOUT_SECONDS):
                     await self._release(batch)
             except (WorkerUnavailable, TimeoutError) as error:
-                log.debug("releasing %d sequences failed, to be repeated: %s", len(batch), error)
+                log.debug("releasing %d sequences failed and will be repeated: %s", len(batch), error)
                 await asyncio.sleep(backoff(attempt))
                 attempt += 1
                 continue
             except Exception:
-                log.exception("releasing %d sequences failed for good", len(batch))
+                log.exception("releasing %d sequences failed and will not be repeated", len(batch))
             attempt = 0
             for sequence_id in batch:
-                self._owed.pop(sequence_id, None)
-            self._on_done()
+                self._queued.pop(sequence_id, None)
+            self._on_released()

@@ -1,4 +1,4 @@
-"""The target as the loop sees it: bounded in time, its occupancy and its life (epoch) remembered."""
+"""The client of the target: bounds every call in time, and remembers the target's memory and epoch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from cluster.coordinator.clients.circuit_breaker import backoff
-from cluster.coordinator.clients.release_queue import LARGEST_BATCH, Releases
+from cluster.coordinator.clients.release_queue import MAX_BATCH, ReleaseQueue
 from cluster.core.errors import InvalidRequest, NotReady, PilotfishError, TargetUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
@@ -27,54 +27,53 @@ from cluster.core.verification import (
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_SECONDS = 10.0
-"""For everything but a step."""
+"""Timeout of every call but a step and an opening, in seconds."""
+MAX_OPENED_TOKENS = 1 << 22
+"""Most tokens in one call that opens sequences: far below the bound of a message."""
 
-MOST_OPENED_TOKENS = 1 << 22
-"""In one call: it stays far below what a message may weigh."""
-
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
-class TargetLink:
-    """Every call ends in time: with its answer, or with `TargetUnavailable`."""
+class TargetClient:
+    """Calls the target. Every call ends in time: with its result, or with `TargetUnavailable`."""
 
     def __init__(self, target: Target, step_timeout_seconds: float, on_released: Callable[[], None]) -> None:
         self._target = target
         self._step_timeout = step_timeout_seconds
         self._on_released = on_released
-        self._releases = Releases(target.release, self._released)
+        self._releases = ReleaseQueue(target.release, self._released)
         self._info: TargetInfo | None = None
         self.kv = KvOccupancy(0, 0)
-        """As last reported."""
+        """The block counts that the target reported last."""
         self.is_stale = False
-        """Whether blocks were freed since that report."""
+        """Whether blocks were freed since `kv` was reported."""
 
     @property
     def info(self) -> TargetInfo:
-        """What the target is. Raises `NotReady` before it was first reached."""
+        """What the target is. Raises `NotReady` before the first connection."""
         if self._info is None:
             raise NotReady("the target has not been reached yet")
         return self._info
 
     async def take_over(self) -> None:
-        """Connect for the first time; what an earlier coordinator left on the target is freed."""
+        """Connect for the first time, and free what an earlier coordinator left on the target."""
         while True:
             await self.connect(lambda: ())
             try:
                 await self._bounded(self._target.release_all(), CALL_TIMEOUT_SECONDS)
                 await self.refresh()
             except TargetUnavailable as error:
-                log.warning("the target was lost while it was taken over: %s", error)
+                log.warning("the target was lost during the first connection: %s", error)
             else:
                 return
 
-    async def connect(self, held: Callable[[], Sequence[SequenceId]]) -> None:
-        """Return once the target answers, however long that takes; it holds none of the sequences `held` names."""
+    async def connect(self, open_ids: Callable[[], Sequence[SequenceId]]) -> None:
+        """Return once the target answers and has released the sequences that `open_ids` returns."""
         attempt = 0
         while True:
             try:
-                await self._release_now(held())
-                self._learn(await self._bounded(self._target.info(), CALL_TIMEOUT_SECONDS))
+                await self._release_now(open_ids())
+                self._update(await self._bounded(self._target.info(), CALL_TIMEOUT_SECONDS))
             except TargetUnavailable as error:
                 log.log(logging.WARNING if attempt == 0 else logging.DEBUG, "waiting for the target: %s", error)
                 await asyncio.sleep(backoff(attempt))
@@ -83,10 +82,10 @@ class TargetLink:
                 return
 
     async def open(self, rows: Sequence[OpenRow]) -> tuple[int, ...]:
-        """How many leading tokens the target holds of each, always fewer than there are.
+        """Open sequences. Returns how many leading tokens the target holds of each, always fewer than it has.
 
-        A row that it refuses or answers with nonsense counts as not stored: what ails it, the step will tell.
-        Raises `TargetUnavailable`.
+        A row that the target refuses or answers wrongly counts as not stored: the step will report its fault. Raises
+        `TargetUnavailable`.
         """
         lens: tuple[int, ...] = ()
         while len(lens) < len(rows):
@@ -94,9 +93,9 @@ class TargetLink:
         return tuple(stored if stored < len(row.tokens) else 0 for row, stored in zip(rows, lens, strict=True))
 
     async def step(self, rows: tuple[VerifyRow, ...]) -> StepResult:
-        """One forward pass. A row that makes the target refuse the whole batch is found out and faults alone.
+        """Compute one forward pass. Raises `TargetUnavailable`.
 
-        Raises `TargetUnavailable`.
+        When a row makes the target refuse the whole batch, the batch is halved until that row faults alone.
         """
         try:
             result = await self._bounded(self._target.step(StepBatch(rows)), self._step_timeout, refusable=True)
@@ -112,20 +111,20 @@ class TargetLink:
         return result
 
     async def evict(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Free the blocks of sequences that will be sent anew, before they are. Raises `TargetUnavailable`."""
+        """Free the blocks of sequences now, before they are sent again. Raises `TargetUnavailable`."""
         await self._release_now(sequence_ids)
         await self.refresh()
 
     async def refresh(self) -> None:
-        """Ask for the occupancy. Raises `TargetUnavailable`, also when the target has been born again."""
+        """Update the block counts. Raises `TargetUnavailable`, also when the target has been restarted."""
         self.is_stale = False
         info = await self._bounded(self._target.info(), CALL_TIMEOUT_SECONDS)
         if info.epoch != self.info.epoch:
-            raise TargetUnavailable("it was restarted: what it stored is gone")
-        self._learn(info)
+            raise TargetUnavailable("the target was restarted and has lost what it stored")
+        self._update(info)
 
-    def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """Release sequences in the background. Never while a step that names them is under way."""
+    def release(self, sequence_ids: Iterable[SequenceId]) -> None:
+        """Release sequences in the background. No step with them may be under way."""
         self._releases.add(sequence_ids)
 
     async def close(self, timeout_seconds: float) -> None:
@@ -144,7 +143,7 @@ class TargetLink:
         self.kv, self.is_stale = result.kv, False
         return result.stored_lens if len(result.stored_lens) == len(rows) else (0,) * len(rows)
 
-    def _learn(self, info: TargetInfo) -> None:
+    def _update(self, info: TargetInfo) -> None:
         self._info, self.kv = info, info.kv
 
     def _released(self) -> None:
@@ -152,12 +151,12 @@ class TargetLink:
         self._on_released()
 
     async def _release_now(self, sequence_ids: Sequence[SequenceId]) -> None:
-        for first in range(0, len(sequence_ids), LARGEST_BATCH):
-            batch = sequence_ids[first : first + LARGEST_BATCH]
+        for first in range(0, len(sequence_ids), MAX_BATCH):
+            batch = sequence_ids[first : first + MAX_BATCH]
             await self._bounded(self._target.release(batch), CALL_TIMEOUT_SECONDS)
 
-    async def _bounded(self, call: Awaitable[Answer], seconds: float, *, refusable: bool = False) -> Answer:
-        """Every failure is `TargetUnavailable`, except that a `refusable` call may be refused with `InvalidRequest`."""
+    async def _bounded(self, call: Awaitable[Result], seconds: float, *, refusable: bool = False) -> Result:
+        """Turn every failure into `TargetUnavailable`; a `refusable` call may also raise `InvalidRequest`."""
         try:
             async with asyncio.timeout(seconds):
                 return await call
@@ -172,15 +171,15 @@ class TargetLink:
         except PilotfishError as error:
             raise TargetUnavailable(str(error)) from error
         except Exception as error:
-            log.exception("a call to the target failed in an unforeseen way")
+            log.exception("a call to the target failed unexpectedly")
             raise TargetUnavailable(repr(error)) from error
 
 
 def _batch(rows: Sequence[OpenRow]) -> Sequence[OpenRow]:
-    """As many of the first rows as one call may carry; at least one."""
+    """As many of the first rows as one call may have; at least one."""
     tokens = 0
     for index, row in enumerate(rows):
         tokens += len(row.tokens)
-        if index and tokens > MOST_OPENED_TOKENS:
+        if index and tokens > MAX_OPENED_TOKENS:
             return rows[:index]
     return rows

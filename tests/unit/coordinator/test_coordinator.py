@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import pytest
 
-from cluster.coordinator.loop import Coordinator
+from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded
 from cluster.core.ids import RequestId

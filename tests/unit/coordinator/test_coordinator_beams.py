@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from cluster.coordinator.loop import Coordinator
+from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core import beam
 from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.coordinator.loop import Coordinator
+from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core.request import EarlyStopping, GenerationRequest
 from tests.support.fake_cluster import TOO_LONG_SECONDS, answers_of, configure, read, request, until, value_of

@@ -9,9 +9,9 @@ from collections.abc import Sequence as Many
 
 import pytest
 
-from cluster.coordinator.clients.circuit_breaker import Breaker, backoff
-from cluster.coordinator.clients.release_queue import Releases
-from cluster.coordinator.loop import Coordinator
+from cluster.coordinator.clients.circuit_breaker import CircuitBreaker, backoff
+from cluster.coordinator.clients.release_queue import ReleaseQueue
+from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core import scheduler
 from cluster.core.errors import (
@@ -410,7 +410,7 @@ async def test_a_bug_in_the_loop_ends_the_streams_loudly_and_the_loop_starts_aga
         assert await tokens_of(coordinator, request("next")) == target.answer(request("next"))
         await until(lambda: target.blocks_free == target.blocks)
     assert value_of(metrics, "pilotfish:loop_restarts_total") == 1
-    assert "the loop died of a bug" in caplog.text
+    assert "the loop failed because of a bug" in caplog.text
 
 
 async def test_a_bug_in_one_request_ends_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,17 +440,17 @@ async def test_a_bug_in_one_request_ends_that_request_alone(monkeypatch: pytest.
 
 def test_a_breaker_opens_at_once_and_is_due_ever_later_until_a_call_comes_back() -> None:
     now = 0.0
-    breaker = Breaker(lambda: now, first=1.0, longest=4.0)
+    breaker = CircuitBreaker(lambda: now, first=1.0, longest=4.0)
     assert breaker.closed and not breaker.due()
-    breaker.failed()
+    breaker.record_failure()
     due_at: list[float] = []
     for tick in range(40):
         now = tick / 2
         if breaker.due():
             due_at.append(now)
-            breaker.failed()
+            breaker.record_failure()
     assert due_at == [1.0, 3.0, 7.0, 11.0, 15.0, 19.0]
-    breaker.succeeded()
+    breaker.record_success()
     assert breaker.closed
 
 
@@ -460,7 +460,7 @@ def test_backoff_doubles_up_to_its_bound() -> None:
 
 
 async def test_releases_go_out_in_batches_and_a_bug_drops_its_batch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.coordinator.clients.release_queue.LARGEST_BATCH", 2)
+    monkeypatch.setattr("cluster.coordinator.clients.release_queue.MAX_BATCH", 2)
     sent: list[tuple[str, ...]] = []
 
     async def release(sequence_ids: Many[SequenceId]) -> None:
@@ -470,7 +470,7 @@ async def test_releases_go_out_in_batches_and_a_bug_drops_its_batch_alone(monkey
         if len(sent) == 2:
             raise ZeroDivisionError("a bug")
 
-    releases = Releases(release)
+    releases = ReleaseQueue(release)
     releases.add(SequenceId(name) for name in "abc")
     await releases.close(5.0)
     assert sent == [("a", "b"), ("a", "b"), ("c",)]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from cluster.coordinator.loop import Coordinator
+from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.errors import InvalidRequest, NotReady, TargetUnavailable
@@ -84,7 +84,7 @@ async def test_those_who_are_admitted_together_are_opened_in_one_call() -> None:
 
 
 async def test_an_opening_is_split_before_it_outgrows_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.coordinator.clients.target.MOST_OPENED_TOKENS", 20)
+    monkeypatch.setattr("cluster.coordinator.clients.target.MAX_OPENED_TOKENS", 20)
     target = FakeTarget()
     calls: list[list[int]] = []
     plain = target.open

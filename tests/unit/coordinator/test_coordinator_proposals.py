@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from cluster.coordinator.loop import Coordinator
+from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.ids import SequenceId

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from cluster.coordinator.loop import Coordinator
+from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from cluster.core.ids import RequestId

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from cluster.core.drafting import DraftBudget
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvGroup, KvLayout, KvOccupancy
-from cluster.core.scheduler import Plan, PlannedRow, SequenceView, State, check_fits, plan
+from cluster.core.scheduler import Plan, PlannedRow, SequenceView, State, check_fits, clip_draft, plan
 
 NONE = DraftBudget(0, 0)
 LAYOUT = KvLayout(4)
@@ -40,7 +41,7 @@ def decide(
 ) -> Plan:
     """Blocks of four tokens, unless `layout` says otherwise."""
     limits = SchedulerSection(max_sequences=sequences, max_step_tokens=tokens, max_prompt_tokens=prompt_tokens)
-    return plan(State(waiting, running, KvOccupancy(total, free), layout, context, limits, draft))
+    return plan(State(waiting, running, KvOccupancy(total, free), layout, context, limits, max_draft=draft))
 
 
 def pending(result: Plan) -> dict[str, int]:
@@ -107,14 +108,45 @@ def test_a_tree_is_no_deeper_than_the_answer_or_the_context_may_still_grow() -> 
     assert [row.draft for row in result.rows] == [DraftBudget(16, 3), NONE, DraftBudget(16, 3)]
 
 
-@pytest.mark.parametrize(("most_nodes", "most_depth", "granted"), [(0, None, 0), (3, None, 3), (99, 9, 8), (3, 0, 0)])
-def test_a_sequence_may_be_bound_to_a_smaller_tree_and_the_others_get_the_rest(
-    most_nodes: int, most_depth: int | None, granted: int
-) -> None:
-    bound = replace(decoding(1), max_nodes=most_nodes, max_depth=most_depth)
-    result = decide((), (bound, decoding(2)), tokens=18, draft=DraftBudget(64, 8))
+@pytest.mark.parametrize(
+    ("bound", "granted"),
+    [
+        ({"draft": DraftBudget(0, 8)}, 0),
+        ({"draft": DraftBudget(3, 8)}, 3),
+        ({"draft": DraftBudget(99, 9)}, 8),
+        ({"draft": DraftBudget(3, 0)}, 0),
+        ({"max_draft_tokens": 0}, 0),
+        ({"max_draft_tokens": 3}, 3),
+        ({"max_draft_tokens": 3, "draft": DraftBudget(5, 5)}, 3),
+    ],
+    ids=str,
+)
+def test_a_sequence_may_have_a_smaller_tree_and_the_others_get_the_rest(bound: dict[str, Any], granted: int) -> None:
+    bounded = replace(decoding(1), **bound)
+    result = decide((), (bounded, decoding(2)), tokens=18, draft=DraftBudget(64, 8))
     assert nodes(result) == {"s1": granted, "s2": 16 - granted}
     assert result.rows[0].draft.max_depth == min(granted, 8)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "of_the_request", "remaining", "clipped"),
+    [
+        (None, None, 100, DraftBudget(8, 5)),
+        (DraftBudget(99, 99), None, 100, DraftBudget(8, 5)),
+        (DraftBudget(6, 4), None, 100, DraftBudget(6, 4)),
+        (DraftBudget(6, 4), 3, 100, DraftBudget(3, 3)),
+        (None, 3, 100, DraftBudget(3, 3)),
+        (None, None, 3, DraftBudget(8, 2)),
+        (None, None, 1, NONE),
+        (None, 0, 100, NONE),
+        (DraftBudget(0, 0), None, 100, NONE),
+    ],
+    ids=str,
+)
+def test_a_draft_is_clipped_to_every_bound(
+    wanted: DraftBudget | None, of_the_request: int | None, remaining: int, clipped: DraftBudget
+) -> None:
+    assert clip_draft(wanted, DraftBudget(8, 5), of_the_request, remaining) == clipped
 
 
 def test_a_prompt_that_decides_gets_a_tree_from_what_is_left() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.coordinator.loop import Coordinator
+from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core.config import LimitsSection
 from cluster.core.load_config import load

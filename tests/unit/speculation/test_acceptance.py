@@ -11,100 +11,115 @@ from hypothesis import strategies as st
 
 from cluster.core.drafting import DraftBudget
 from cluster.core.tree import TokenTree
-from cluster.speculation.acceptance import Curve, Experience, Record, Tally, chances, learn_tree, learn_verdict
+from cluster.speculation.acceptance import (
+    AcceptanceCurve,
+    AcceptanceModel,
+    HitRate,
+    SequenceAcceptance,
+    observe_tree,
+    observe_verdict,
+    path_probabilities,
+)
 
 CHAIN = TokenTree.chain([1, 2, 3, 4])
 BUSH = TokenTree((1, 2, 3, 4), (-1, -1, 0, 0))
 
 
 def live(
-    luck: random.Random, rounds: int, acceptance: float, told: float | None, experience: Experience, record: Record
-) -> tuple[Experience, Record]:
-    """Chains of four whose tokens are right with the given chance; the drafter tells `told` for each."""
-    probabilities = () if told is None else tuple(told**depth for depth in range(1, 5))
+    luck: random.Random,
+    rounds: int,
+    acceptance: float,
+    stated: float | None,
+    model: AcceptanceModel,
+    record: SequenceAcceptance,
+) -> tuple[AcceptanceModel, SequenceAcceptance]:
+    """Chains of four whose tokens are right with the given chance; the drafter tells `stated` for each."""
+    probabilities = () if stated is None else tuple(stated**depth for depth in range(1, 5))
     for _ in range(rounds):
         right = next((depth for depth in range(4) if luck.random() >= acceptance), 4)
         decided = [*range(1, right + 1), 99]
-        conditionals = experience.conditionals(CHAIN, probabilities)
-        values = chances(CHAIN, conditionals, record)
-        experience, record = learn_tree(experience, record, CHAIN, values, 4)
-        experience, record = learn_verdict(experience, record, CHAIN, conditionals, decided, is_told=told is not None)
-    return experience, record
+        conditionals = model.conditionals(CHAIN, probabilities)
+        values = path_probabilities(CHAIN, conditionals, record)
+        model, record = observe_tree(model, record, CHAIN, values, 4)
+        model, record = observe_verdict(
+            model, record, CHAIN, conditionals, decided, has_probabilities=stated is not None
+        )
+    return model, record
 
 
 @pytest.mark.parametrize("acceptance", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("told", [None, 0.3, 0.7])
-def test_chances_become_what_they_are_whatever_the_drafter_says(acceptance: float, told: float | None) -> None:
-    experience, record = live(random.Random(3), 600, acceptance, told, Experience(), Record())
-    probabilities = () if told is None else tuple(told**depth for depth in range(1, 5))
-    values = chances(CHAIN, experience.conditionals(CHAIN, probabilities), record)
+@pytest.mark.parametrize("stated", [None, 0.3, 0.7])
+def test_chances_become_what_they_are_whatever_the_drafter_says(acceptance: float, stated: float | None) -> None:
+    model, record = live(random.Random(3), 600, acceptance, stated, AcceptanceModel(), SequenceAcceptance())
+    probabilities = () if stated is None else tuple(stated**depth for depth in range(1, 5))
+    values = path_probabilities(CHAIN, model.conditionals(CHAIN, probabilities), record)
     assert values[0] == pytest.approx(acceptance, abs=0.15)
-    assert experience.curve.chances[0] == pytest.approx(acceptance, abs=0.15)
+    assert model.curve.probabilities[0] == pytest.approx(acceptance, abs=0.15)
 
 
 def test_a_sequence_that_is_unlike_the_others_is_soon_known_to_be() -> None:
     luck = random.Random(5)
-    experience, _ = live(luck, 300, 0.2, None, Experience(), Record())
-    before = chances(CHAIN, experience.conditionals(CHAIN, ()), Record())[0]
-    experience, record = live(luck, 10, 1.0, None, experience, Record())
-    after = chances(CHAIN, experience.conditionals(CHAIN, ()), record)[0]
+    model, _ = live(luck, 300, 0.2, None, AcceptanceModel(), SequenceAcceptance())
+    before = path_probabilities(CHAIN, model.conditionals(CHAIN, ()), SequenceAcceptance())[0]
+    model, record = live(luck, 10, 1.0, None, model, SequenceAcceptance())
+    after = path_probabilities(CHAIN, model.conditionals(CHAIN, ()), record)[0]
     assert before < 0.35
     assert after > 2 * before
-    assert record.curve.beside(experience.curve, 3.0, 1)[0] > 1.2 * before
+    assert record.curve.combined(model.curve, 3.0, 1)[0] > 1.2 * before
 
 
 def test_the_chance_of_a_node_is_the_product_along_its_path() -> None:
-    experience = Experience(trust=Tally(100.0, 100.0))
-    values = chances(BUSH, experience.conditionals(BUSH, (0.6, 0.2, 0.3, 0.1)), Record())
+    model = AcceptanceModel(calibration=HitRate(100.0, 100.0))
+    values = path_probabilities(BUSH, model.conditionals(BUSH, (0.6, 0.2, 0.3, 0.1)), SequenceAcceptance())
     assert values == pytest.approx([0.6, 0.2, 0.3, 0.1])
 
 
 def test_the_second_of_two_siblings_is_learned_by_its_place() -> None:
-    experience = Experience()
+    model = AcceptanceModel()
     for _ in range(300):
-        conditionals = experience.conditionals(BUSH, ())
-        experience, _ = learn_verdict(experience, Record(), BUSH, conditionals, [2, 9], is_told=False)
-    first, second, *_ = experience.conditionals(BUSH, ())
+        conditionals = model.conditionals(BUSH, ())
+        model, _ = observe_verdict(model, SequenceAcceptance(), BUSH, conditionals, [2, 9], has_probabilities=False)
+    first, second, *_ = model.conditionals(BUSH, ())
     assert first < 0.05 < 0.9 < second
 
 
 def test_only_what_was_decided_counts() -> None:
-    experience = Experience()
-    conditionals = experience.conditionals(CHAIN, ())
-    after, record = learn_verdict(experience, Record(), CHAIN, conditionals, [1, 2], is_told=False)
-    assert [new != old for new, old in zip(after.rates, experience.rates, strict=True)].count(True) == 2
-    assert record.tally.hits > 1.9
-    unchanged, same = learn_verdict(experience, Record(), TokenTree(), [], [1, 2], is_told=False)
-    assert (unchanged, same) == (experience, Record())
+    model = AcceptanceModel()
+    conditionals = model.conditionals(CHAIN, ())
+    after, record = observe_verdict(model, SequenceAcceptance(), CHAIN, conditionals, [1, 2], has_probabilities=False)
+    assert [new != old for new, old in zip(after.rates, model.rates, strict=True)].count(True) == 2
+    assert record.hits.hits > 1.9
+    unchanged, same = observe_verdict(model, SequenceAcceptance(), TokenTree(), [], [1, 2], has_probabilities=False)
+    assert (unchanged, same) == (model, SequenceAcceptance())
 
 
 # --- the curve ----------------------------------------------------------------------------------
 
 
 def test_a_tree_that_does_not_come_counts_as_worthless() -> None:
-    curve = Curve().learned([0.8, 0.6], [1, 2], 2, 100.0).learned([], [], 2, 100.0)
-    assert curve.chances == pytest.approx((0.4, 0.3))
-    assert curve.reach(2) == 2
+    curve = AcceptanceCurve().observed([0.8, 0.6], [1, 2], 2, 100.0).observed([], [], 2, 100.0)
+    assert curve.probabilities == pytest.approx((0.4, 0.3))
+    assert curve.depth_of(2) == 2
 
 
 def test_what_was_not_asked_for_is_not_taken_for_missing() -> None:
-    curve = Curve().learned([0.8, 0.6, 0.5], [1, 2, 3], 3, 100.0)
+    curve = AcceptanceCurve().observed([0.8, 0.6, 0.5], [1, 2, 3], 3, 100.0)
     for _ in range(50):
-        curve = curve.learned([0.2], [1], 1, 100.0)
-    assert curve.chances[0] == pytest.approx(0.2, abs=0.05)
-    assert curve.chances[1:] == (0.6, 0.5)
+        curve = curve.observed([0.2], [1], 1, 100.0)
+    assert curve.probabilities[0] == pytest.approx(0.2, abs=0.05)
+    assert curve.probabilities[1:] == (0.6, 0.5)
 
 
 def test_a_shallow_budget_shows_the_shallow_nodes_only() -> None:
-    curve = Curve().learned([0.9, 0.8, 0.7, 0.6], [1, 1, 2, 3], 4, 100.0)
-    assert [curve.within(DraftBudget(4, depth)) for depth in (0, 1, 2, 3, 9)] == [0, 2, 3, 4, 4]
+    curve = AcceptanceCurve().observed([0.9, 0.8, 0.7, 0.6], [1, 1, 2, 3], 4, 100.0)
+    assert [curve.nodes_within(DraftBudget(4, depth)) for depth in (0, 1, 2, 3, 9)] == [0, 2, 3, 4, 4]
 
 
 def test_beyond_what_was_seen_a_curve_falls_on() -> None:
-    curve = Curve()
+    curve = AcceptanceCurve()
     for _ in range(20):
-        curve = curve.learned([0.8, 0.64], [1, 2], 2, 100.0)
-    expected = Curve().beside(curve, 3.0, 4)
+        curve = curve.observed([0.8, 0.64], [1, 2], 2, 100.0)
+    expected = AcceptanceCurve().combined(curve, 3.0, 4)
     assert expected == pytest.approx((0.8, 0.64, 0.512, 0.41), abs=0.05)
 
 
@@ -116,11 +131,11 @@ values = st.lists(st.floats(0, 1), max_size=8).map(lambda some: sorted(some, rev
 def test_expectations_never_rise_and_are_chances(
     history: list[tuple[list[float], int]], own: list[list[float]]
 ) -> None:
-    curve, mine = Curve(), Curve()
+    curve, mine = AcceptanceCurve(), AcceptanceCurve()
     for some, asked in history:
-        curve = curve.learned(some[:asked], list(range(1, len(some[:asked]) + 1)), asked, 50.0)
+        curve = curve.observed(some[:asked], list(range(1, len(some[:asked]) + 1)), asked, 50.0)
     for some in own:
-        mine = mine.learned(some, list(range(1, len(some) + 1)), 8, 8.0)
-    expected = mine.beside(curve, 3.0, 12)
+        mine = mine.observed(some, list(range(1, len(some) + 1)), 8, 8.0)
+    expected = mine.combined(curve, 3.0, 12)
     assert all(0 <= after <= before <= 1 for before, after in itertools.pairwise(expected))
     assert len(expected) == 12

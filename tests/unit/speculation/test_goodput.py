@@ -9,105 +9,107 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.core.drafting import DraftBudget
+from cluster.core.scheduler import clip_draft
 from cluster.core.verification import StepSample
-from cluster.speculation.goodput import Prospect, budget, choose, keep
-from cluster.speculation.latency import Durations
+from cluster.speculation.goodput import DraftForecast, budget_for, prune_trees, size_trees
+from cluster.speculation.latency import LatencyModel
 from tests.support.simulated_time import Law, cpu_step, gpu_step
 
 
-def known(law: Law) -> Durations:
+def known(law: Law) -> LatencyModel:
     sizes = itertools.product((1, 4, 8, 32), (1, 2, 4, 8, 16, 32, 64, 128, 256))
-    return Durations.of_profile(
+    return LatencyModel.of_profile(
         [StepSample(rows, tokens, law(rows, tokens)) for rows, tokens in sizes if tokens >= rows]
     )
 
 
 FLAT = known(lambda rows, tokens: 0.010)
 STEEP = known(lambda rows, tokens: 0.001 + 0.010 * tokens)
-FREE = Durations(floor_seconds=1e-6)
-DEAR = Durations(floor_seconds=0.5)
+FREE = LatencyModel(floor_seconds=1e-6)
+DEAR = LatencyModel(floor_seconds=0.5)
 
 
-def chain(acceptance: float, length: int = 8) -> Prospect:
-    chances = tuple(acceptance**depth for depth in range(1, length + 1))
-    return Prospect(chances, tuple(range(1, length + 1)), length)
+def chain(acceptance: float, length: int = 8) -> DraftForecast:
+    probabilities = tuple(acceptance**depth for depth in range(1, length + 1))
+    return DraftForecast(probabilities, tuple(range(1, length + 1)), length)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 8, 32])
 def test_nothing_is_asked_of_a_drafter_that_is_always_wrong(rows: int) -> None:
-    choice = choose([chain(0.0)] * rows, FLAT, FREE)
-    assert choice.nodes == (0,) * rows
-    assert choice.advantage == 1.0
+    sizes = size_trees([chain(0.0)] * rows, FLAT, FREE)
+    assert sizes.nodes == (0,) * rows
+    assert sizes.speedup == 1.0
 
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_nothing_is_asked_where_each_token_costs_as_much_as_it_can_bring(rows: int) -> None:
-    assert choose([chain(0.9)] * rows, STEEP, FREE).nodes == (0,) * rows
+    assert size_trees([chain(0.9)] * rows, STEEP, FREE).nodes == (0,) * rows
 
 
 def test_nothing_is_asked_of_a_drafter_that_takes_longer_than_it_saves() -> None:
-    assert choose([chain(0.9)], FLAT, DEAR).nodes == (0,)
+    assert size_trees([chain(0.9)], FLAT, DEAR).nodes == (0,)
 
 
 def test_all_is_asked_where_verification_is_free() -> None:
-    assert choose([chain(0.5)] * 3, FLAT, FREE).nodes == (8, 8, 8)
+    assert size_trees([chain(0.5)] * 3, FLAT, FREE).nodes == (8, 8, 8)
 
 
 def test_on_cores_a_lone_sequence_gets_a_tree_and_many_get_less_or_none() -> None:
     steps = known(cpu_step)
-    sizes = [choose([chain(0.7)] * rows, steps, Durations(floor_seconds=0.001)).nodes[0] for rows in (1, 4, 8, 32)]
+    sizes = [
+        size_trees([chain(0.7)] * rows, steps, LatencyModel(floor_seconds=0.001)).nodes[0] for rows in (1, 4, 8, 32)
+    ]
     assert sizes[0] >= 4
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] == 0
 
 
 def test_who_is_guessed_well_gets_more_than_who_is_not() -> None:
-    nodes = choose([chain(0.9), chain(0.3), chain(0.02)], known(cpu_step), FREE).nodes
+    nodes = size_trees([chain(0.9), chain(0.3), chain(0.02)], known(cpu_step), FREE).nodes
     assert nodes[0] > nodes[1] >= nodes[2] == 0
 
 
 def test_a_deep_tree_is_not_worth_its_wait_where_a_shallow_one_is() -> None:
-    waits = Durations(grows_from_zero=True).learned(1, 8, 0.016)
-    shallow = choose([chain(0.8)], FLAT, waits).nodes[0]
+    waits = LatencyModel(grows_from_zero=True).observed(1, 8, 0.016)
+    shallow = size_trees([chain(0.8)], FLAT, waits).nodes[0]
     assert 1 <= shallow < 8
-    assert choose([chain(0.8)], FLAT, FREE).nodes[0] == 8
+    assert size_trees([chain(0.8)], FLAT, FREE).nodes[0] == 8
 
 
 def test_rows_that_ask_for_nothing_make_the_step_and_the_plain_alternative_what_they_are() -> None:
-    choice = choose([chain(0.5)], known(cpu_step), FREE, rows=32)
-    assert choice.plain == pytest.approx(32 / cpu_step(32, 32), rel=0.02)
+    sizes = size_trees([chain(0.5)], known(cpu_step), FREE, rows=32)
+    assert sizes.plain_goodput == pytest.approx(32 / cpu_step(32, 32), rel=0.02)
 
 
-def test_what_is_asked_leaves_a_choice_and_keeps_the_bounds() -> None:
+def test_what_is_asked_for_leaves_a_choice_and_keeps_the_bounds() -> None:
     most = DraftBudget(8, 5)
-    assert [budget(nodes, nodes, most) for nodes in (0, 1, 4, 8)] == [
-        DraftBudget(0, 0),
+    assert [clip_draft(budget_for(nodes, nodes), most, None, 100) for nodes in (1, 4, 8)] == [
         DraftBudget(2, 1),
         DraftBudget(6, 4),
         DraftBudget(8, 5),
     ]
 
 
-# --- what is kept -------------------------------------------------------------------------------
+# --- pruning -------------------------------------------------------------------------------
 
 
 def test_all_guesses_are_kept_where_they_are_free_and_none_where_they_cost_all_they_bring() -> None:
     trees = [[0.6, 0.4], [0.1]]
-    assert keep(trees, FLAT, rows=2, tokens=2, waited=0.0).nodes == ((0, 1), (0,))
-    assert keep(trees, STEEP, rows=2, tokens=2, waited=0.0).nodes == ((), ())
+    assert prune_trees(trees, FLAT, rows=2, tokens=2, waited=0.0).nodes == ((0, 1), (0,))
+    assert prune_trees(trees, STEEP, rows=2, tokens=2, waited=0.0).nodes == ((), ())
 
 
 def test_time_that_is_gone_makes_more_guesses_worth_their_place() -> None:
     trees = [[0.5 * 0.8**node for node in range(8)]] * 4
     steps = known(cpu_step)
-    impatient = keep(trees, steps, rows=4, tokens=4, waited=0.0)
-    patient = keep(trees, steps, rows=4, tokens=4, waited=0.02)
+    impatient = prune_trees(trees, steps, rows=4, tokens=4, waited=0.0)
+    patient = prune_trees(trees, steps, rows=4, tokens=4, waited=0.02)
     assert sum(map(len, impatient.nodes)) < sum(map(len, patient.nodes))
 
 
 def test_no_trees_are_no_trouble() -> None:
-    kept = keep([], FLAT, rows=3, tokens=3, waited=0.0)
-    assert (kept.nodes, kept.expected) == ((), 3.0)
+    pruned = prune_trees([], FLAT, rows=3, tokens=3, waited=0.0)
+    assert (pruned.nodes, pruned.expected) == ((), 3.0)
 
 
 @st.composite
@@ -115,11 +117,11 @@ def trees(draw: st.DrawFn) -> list[list[float]]:
     """Chances of nodes whose parents come before them and are no less likely."""
     grown = []
     for _ in range(draw(st.integers(0, 5))):
-        chances: list[float] = []
+        probabilities: list[float] = []
         for _ in range(draw(st.integers(0, 8))):
-            parent = draw(st.integers(-1, len(chances) - 1))
-            chances.append(draw(st.floats(0, 1)) * (1.0 if parent < 0 else chances[parent]))
-        grown.append(chances)
+            parent = draw(st.integers(-1, len(probabilities) - 1))
+            probabilities.append(draw(st.floats(0, 1)) * (1.0 if parent < 0 else probabilities[parent]))
+        grown.append(probabilities)
     return grown
 
 
@@ -129,13 +131,13 @@ laws = st.sampled_from([FLAT, STEEP, known(cpu_step), known(gpu_step)])
 @settings(deadline=None, max_examples=50)
 @given(trees(), laws, st.floats(0, 0.05))
 def test_what_is_kept_is_never_worse_than_nothing_and_never_worse_than_one_node_less_or_more(
-    grown: list[list[float]], steps: Durations, waited: float
+    grown: list[list[float]], steps: LatencyModel, waited: float
 ) -> None:
     rows = max(1, len(grown))
-    kept = keep(grown, steps, rows, rows, waited)
-    best = kept.expected / (waited + kept.seconds)
-    count = sum(map(len, kept.nodes))
-    ranked = sorted((chance for chances in grown for chance in chances), reverse=True)
+    pruned = prune_trees(grown, steps, rows, rows, waited)
+    best = pruned.expected / (waited + pruned.seconds)
+    count = sum(map(len, pruned.nodes))
+    ranked = sorted((chance for probabilities in grown for chance in probabilities), reverse=True)
     for other in {0, max(0, count - 1), min(len(ranked), count + 1), len(ranked)}:
         goodput = (rows + sum(ranked[:other])) / (waited + steps.seconds(rows, rows + other))
         assert best >= goodput * (1 - 1e-9)
@@ -143,15 +145,19 @@ def test_what_is_kept_is_never_worse_than_nothing_and_never_worse_than_one_node_
 
 @settings(deadline=None, max_examples=50)
 @given(trees(), laws)
-def test_where_parents_are_likelier_a_kept_node_has_its_parent(grown: list[list[float]], steps: Durations) -> None:
-    falling = [sorted(chances, reverse=True) for chances in grown]  # chains: each hangs under the one before
-    for nodes in keep(falling, steps, max(1, len(grown)), max(1, len(grown)), 0.001).nodes:
+def test_where_parents_are_likelier_a_kept_node_has_its_parent(grown: list[list[float]], steps: LatencyModel) -> None:
+    falling = [
+        sorted(probabilities, reverse=True) for probabilities in grown
+    ]  # chains: each hangs under the one before
+    for nodes in prune_trees(falling, steps, max(1, len(grown)), max(1, len(grown)), 0.001).nodes:
         assert nodes == tuple(range(len(nodes)))
 
 
-prospects = st.lists(
+forecasts = st.lists(
     st.lists(st.floats(0, 0.99), max_size=8).map(
-        lambda chances: Prospect(tuple(sorted(chances, reverse=True)), tuple(range(1, len(chances) + 1)), 8)
+        lambda probabilities: DraftForecast(
+            tuple(sorted(probabilities, reverse=True)), tuple(range(1, len(probabilities) + 1)), 8
+        )
     ),
     min_size=1,
     max_size=6,
@@ -159,18 +165,20 @@ prospects = st.lists(
 
 
 @settings(deadline=None, max_examples=50)
-@given(prospects, laws, st.sampled_from([FREE, DEAR, Durations(grows_from_zero=True).learned(2, 4, 0.004)]))
-def test_a_choice_never_promises_less_than_plain_decoding(
-    some: list[Prospect], steps: Durations, waits: Durations
+@given(forecasts, laws, st.sampled_from([FREE, DEAR, LatencyModel(grows_from_zero=True).observed(2, 4, 0.004)]))
+def test_chosen_sizes_never_promise_less_than_plain_decoding(
+    some: list[DraftForecast], steps: LatencyModel, waits: LatencyModel
 ) -> None:
-    choice = choose(some, steps, waits)
-    assert choice.goodput >= choice.plain
-    assert all(count <= len(one.chances) for count, one in zip(choice.nodes, some, strict=True))
-    assert (choice.goodput > choice.plain) == any(choice.nodes)
+    sizes = size_trees(some, steps, waits)
+    assert sizes.goodput >= sizes.plain_goodput
+    assert all(count <= len(one.probabilities) for count, one in zip(sizes.nodes, some, strict=True))
+    assert (sizes.goodput > sizes.plain_goodput) == any(sizes.nodes)
 
 
 @settings(deadline=None, max_examples=50)
-@given(prospects, laws)
-def test_guesses_that_are_likelier_promise_no_less(some: list[Prospect], steps: Durations) -> None:
-    better = [Prospect(tuple(min(1.0, 1.1 * chance) for chance in one.chances), one.reach, 8) for one in some]
-    assert choose(better, steps, FREE).goodput >= choose(some, steps, FREE).goodput * (1 - 1e-9)
+@given(forecasts, laws)
+def test_guesses_that_are_likelier_promise_no_less(some: list[DraftForecast], steps: LatencyModel) -> None:
+    better = [
+        DraftForecast(tuple(min(1.0, 1.1 * chance) for chance in one.probabilities), one.depths, 8) for one in some
+    ]
+    assert size_trees(better, steps, FREE).goodput >= size_trees(some, steps, FREE).goodput * (1 - 1e-9)

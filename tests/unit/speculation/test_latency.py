@@ -10,71 +10,71 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.core.verification import StepSample
-from cluster.speculation.latency import Durations, bucket_of
+from cluster.speculation.latency import LatencyModel, bucket_of
 from tests.support.simulated_time import cpu_step, gpu_step
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def taught(law: object, samples: int = 600, noise: float = 0.0, rows: tuple[int, ...] = (1, 4, 8)) -> Durations:
-    luck, durations = random.Random(1), Durations()
+def taught(law: object, samples: int = 600, noise: float = 0.0, rows: tuple[int, ...] = (1, 4, 8)) -> LatencyModel:
+    luck, model = random.Random(1), LatencyModel()
     for _ in range(samples):
         row, size = luck.choice(rows), luck.choice(SIZES)
-        durations = durations.learned(row, size, law(row, size) * luck.uniform(1 - noise, 1 + noise))  # type: ignore[operator]
-    return durations
+        model = model.observed(row, size, law(row, size) * luck.uniform(1 - noise, 1 + noise))  # type: ignore[operator]
+    return model
 
 
 @pytest.mark.parametrize("law", [cpu_step, gpu_step])
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 def test_a_law_is_learned_whatever_its_form(law: object, noise: float) -> None:
-    durations = taught(law, noise=noise)
+    model = taught(law, noise=noise)
     for size in (1, 2, 4, 8, 12, 16, 24, 32, 64):
-        assert durations.seconds(4, size) == pytest.approx(law(4, size), rel=0.12)  # type: ignore[operator]
+        assert model.seconds(4, size) == pytest.approx(law(4, size), rel=0.12)  # type: ignore[operator]
 
 
 def test_a_profile_tells_the_law_before_the_first_step() -> None:
     sizes = [(1, size) for size in SIZES] + [(8, 8), (8, 32), (32, 32)]
-    durations = Durations.of_profile([StepSample(rows, size, cpu_step(rows, size)) for rows, size in sizes])
-    assert durations.row_seconds == pytest.approx(0.0001, rel=0.01)
+    model = LatencyModel.of_profile([StepSample(rows, size, cpu_step(rows, size)) for rows, size in sizes])
+    assert model.row_seconds == pytest.approx(0.0001, rel=0.01)
     for rows, size in [*sizes, (4, 12), (16, 24), (16, 48)]:
-        assert durations.seconds(rows, size) == pytest.approx(cpu_step(rows, size), rel=0.05)
+        assert model.seconds(rows, size) == pytest.approx(cpu_step(rows, size), rel=0.05)
 
 
 def test_before_anything_was_seen_everything_takes_the_floor() -> None:
-    assert Durations(floor_seconds=0.25).seconds(3, 99) == 0.25
-    assert not Durations().is_known
+    assert LatencyModel(floor_seconds=0.25).seconds(3, 99) == 0.25
+    assert not LatencyModel().has_samples
 
 
 def test_a_single_size_says_that_all_take_as_long_or_less_where_nothing_takes_no_time() -> None:
-    flat = Durations().learned(1, 8, 0.008)
+    flat = LatencyModel().observed(1, 8, 0.008)
     assert [flat.seconds(1, size) for size in (1, 8, 64)] == [0.008] * 3
-    growing = Durations(grows_from_zero=True).learned(1, 8, 0.008)
+    growing = LatencyModel(grows_from_zero=True).observed(1, 8, 0.008)
     assert [growing.seconds(1, size) for size in (2, 4, 8, 64)] == pytest.approx([0.002, 0.004, 0.008, 0.008])
 
 
 def test_beyond_the_largest_size_the_line_goes_on() -> None:
-    durations = Durations().learned(1, 8, 0.010).learned(1, 16, 0.014)
-    assert durations.seconds(1, 32) == pytest.approx(0.022)
+    model = LatencyModel().observed(1, 8, 0.010).observed(1, 16, 0.014)
+    assert model.seconds(1, 32) == pytest.approx(0.022)
 
 
 def test_a_hiccup_teaches_little_and_a_new_pace_is_followed() -> None:
-    durations = taught(cpu_step)
-    plain = durations.seconds(4, 16)
-    assert durations.learned(4, 16, 10.0).seconds(4, 16) < 1.25 * plain
-    slow = durations
+    model = taught(cpu_step)
+    plain = model.seconds(4, 16)
+    assert model.observed(4, 16, 10.0).seconds(4, 16) < 1.25 * plain
+    slow = model
     for _ in range(40):
-        slow = slow.learned(4, 16, 1.5 * cpu_step(4, 16))
+        slow = slow.observed(4, 16, 1.5 * cpu_step(4, 16))
     assert slow.seconds(4, 16) == pytest.approx(1.5 * plain, rel=0.03)
-    assert slow.seconds(4, 32) > 1.15 * durations.seconds(4, 32)  # not seen since, and not thought to be spared
+    assert slow.seconds(4, 32) > 1.15 * model.seconds(4, 32)  # not seen since, and not thought to be spared
 
 
 def test_a_size_that_became_slow_alone_is_learned_as_such() -> None:
-    durations = taught(cpu_step)
-    plain = durations.seconds(4, 4)
+    model = taught(cpu_step)
+    plain = model.seconds(4, 4)
     for _ in range(200):
-        durations = durations.learned(4, 16, 0.040).learned(4, 4, cpu_step(4, 4))
-    assert durations.seconds(4, 16) == pytest.approx(0.040, rel=0.05)
-    assert durations.seconds(4, 4) == pytest.approx(plain, rel=0.05)
+        model = model.observed(4, 16, 0.040).observed(4, 4, cpu_step(4, 4))
+    assert model.seconds(4, 16) == pytest.approx(0.040, rel=0.05)
+    assert model.seconds(4, 4) == pytest.approx(plain, rel=0.05)
 
 
 def test_buckets_are_exact_for_few_and_a_quarter_of_an_octave_for_many() -> None:
@@ -88,10 +88,10 @@ samples = st.tuples(st.integers(1, 64), st.integers(1, 512), st.floats(1e-5, 10.
 @settings(deadline=None, max_examples=50)
 @given(st.lists(samples, max_size=40))
 def test_nothing_larger_is_ever_expected_sooner(history: list[tuple[int, int, float]]) -> None:
-    durations = Durations()
+    model = LatencyModel()
     for rows, size, seconds in history:
-        durations = durations.learned(rows, size, seconds)
-    expected = durations.seconds_upto(4, 1, 600)
+        model = model.observed(rows, size, seconds)
+    expected = model.seconds_upto(4, 1, 600)
     assert all(0 < before <= after * (1 + 1e-9) for before, after in itertools.pairwise(expected))
-    assert expected == [durations.seconds(4, size) for size in range(1, 601)]
-    assert [knot.bucket for knot in durations.knots] == sorted({bucket_of(size) for _, size, _ in history})
+    assert expected == [model.seconds(4, size) for size in range(1, 601)]
+    assert [knot.bucket for knot in model.knots] == sorted({bucket_of(size) for _, size, _ in history})

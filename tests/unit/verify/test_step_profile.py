@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.core.config import TargetSection
-from cluster.speculation.latency import Durations
+from cluster.speculation.latency import LatencyModel
 from tests.support import tiny
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
@@ -34,4 +34,4 @@ def test_a_warm_engine_tells_how_long_steps_take_and_holds_nothing(
     assert tuple((sample.rows, sample.tokens) for sample in info.profile) == sizes
     assert all(sample.seconds > 0 for sample in info.profile)
     assert info.kv.blocks_free == info.kv.blocks_total
-    assert Durations.of_profile(info.profile).knows(1)
+    assert LatencyModel.of_profile(info.profile).covers(1)

@@ -1,0 +1,147 @@
+"""The coordinator: one target, its drafters, and the requests that they serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from types import TracebackType
+from typing import Self
+
+from cluster.coordinator.admit import AdmissionController
+from cluster.coordinator.clients.drafter_pool import DrafterPool
+from cluster.coordinator.clients.target import TargetClient
+from cluster.coordinator.commit import Committer
+from cluster.coordinator.emit import Emitter
+from cluster.coordinator.loop import Loop
+from cluster.coordinator.metrics import Metrics
+from cluster.coordinator.plan import Planner
+from cluster.coordinator.propose import Proposer
+from cluster.coordinator.quarantine import Quarantine
+from cluster.coordinator.requests.request_table import RequestTable
+from cluster.coordinator.verify import Verifier
+from cluster.coordinator.wakeup import Wakeup
+from cluster.core.config import Configuration
+from cluster.core.errors import NotReady
+from cluster.core.ids import RequestId
+from cluster.core.ports import Drafter, Target
+from cluster.core.request import Commit, GenerationRequest
+from cluster.core.verification import TargetInfo
+
+log = logging.getLogger(__name__)
+
+RELEASE_SECONDS = 2.0
+"""How long the last releases may take when the coordinator stops, in seconds."""
+
+
+class Coordinator:
+    """Answers requests with one target and its drafters. `start()` connects, `stop()` ends; also a context manager."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafters: Iterable[Drafter],
+        configuration: Configuration,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        limits, draft = configuration.scheduler, configuration.draft
+        wakeup = Wakeup()
+        self._metrics = metrics
+        self._table = table = RequestTable()
+        self._emitter = Emitter(table, metrics, clock, wakeup.notify)
+        self._admission = AdmissionController(table, self._emitter, limits, metrics, clock, wakeup.notify)
+        self._target = TargetClient(target, configuration.target.step_timeout_seconds, wakeup.notify)
+        pool = DrafterPool(drafters, draft, metrics, clock)
+        self._proposer = Proposer(pool, draft, limits.max_sequences, table.running, metrics, clock)
+        quarantine = Quarantine(table, self._emitter.fail)
+        self._loop = Loop(
+            table,
+            self._target,
+            self._admission,
+            Planner(table, self._target, quarantine, metrics, limits, self._proposer.max_draft),
+            self._proposer,
+            Verifier(table, self._target, quarantine),
+            Committer(table, metrics, self._emitter.fail),
+            self._emitter,
+            wakeup,
+            metrics,
+            clock,
+        )
+        self._is_draining = False
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop(0.0)
+
+    @property
+    def info(self) -> TargetInfo:
+        """What the target is. Raises `NotReady` before `start()` has returned."""
+        return self._target.info
+
+    @property
+    def ready(self) -> bool:
+        """Whether new requests are accepted: not while starting, draining, or without a target for long."""
+        return self._loop.is_serving and not self._is_draining
+
+    async def start(self) -> None:
+        """Wait for the target, however long that takes, then accept requests."""
+        await self._target.take_over()
+        self._proposer.start(self.info)
+        self._metrics.begin(
+            self.info.model,
+            self.info.is_lossless,
+            running=lambda: len(self._table.running),
+            waiting=lambda: self._table.waiting_count,
+            kv_usage=lambda: 1 - self._target.kv.blocks_free / max(1, self._target.kv.blocks_total),
+        )
+        self._loop.start()
+
+    async def stop(self, drain_seconds: float) -> None:
+        """Refuse new requests, wait up to `drain_seconds` for the accepted ones, then end the rest and stop."""
+        self._is_draining = True
+        if not self._loop.is_started:
+            return
+        try:
+            async with asyncio.timeout(drain_seconds):
+                await self._table.wait_until_empty()
+        except TimeoutError:
+            log.warning("%d requests were not complete after draining for %g s", len(self._table), drain_seconds)
+        await self._loop.stop()
+        self._emitter.fail_all(NotReady("the server is shutting down"))
+        self._loop.release_ended()
+        await asyncio.gather(self._proposer.close(RELEASE_SECONDS), self._target.close(RELEASE_SECONDS))
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit, None]:
+        """Yield the request's answers commit by commit. `Commit.index` names the answer; its last commit has `finish`.
+
+        Closing the generator frees what the request holds within one step. Raises `NotReady`, `Overloaded` and
+        `InvalidRequest` at the first iteration, and `DeadlineExceeded` or `NotReady` later.
+        """
+        if not self.ready:
+            raise NotReady("the server is starting, draining, or without a target")
+        live = self._admission.admit(request, self.info)
+        try:
+            async with aclosing(live.read()) as commits:
+                async for commit in commits:
+                    yield commit
+        finally:
+            self._emitter.disconnect(live)
+
+    def abort(self, request_id: RequestId) -> bool:
+        """End a live request's answers as `ABORT`. Returns whether the request was live."""
+        return self._emitter.abort(request_id)
+
+    def conclude(self, request_id: RequestId, index: int = 0) -> bool:
+        """End one answer as `STOP`, because its reader found a stop string. It is computed no further.
+
+        Returns whether the answer was unfinished. A last commit without tokens still ends it in the stream.
+        """
+        return self._emitter.conclude(request_id, index)

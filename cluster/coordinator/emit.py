@@ -1,0 +1,112 @@
+"""Emit: hand commits to the readers, and end requests. Every request ends exactly once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from cluster.coordinator.metrics import Metrics
+from cluster.coordinator.requests.live_request import LiveRequest
+from cluster.coordinator.requests.request_table import RequestTable
+from cluster.core.errors import NotReady, PilotfishError
+from cluster.core.ids import RequestId
+from cluster.core.request import Commit, FinishReason
+
+log = logging.getLogger(__name__)
+
+_LATEST_WEIGHT = 0.1
+"""Weight of the latest request in the running mean of how long requests take."""
+
+
+class Emitter:
+    """Hands commits to readers. A request ends finished, failed, aborted, or left by its reader."""
+
+    def __init__(
+        self, table: RequestTable, metrics: Metrics, clock: Callable[[], float], on_change: Callable[[], None]
+    ) -> None:
+        self._table = table
+        self._metrics = metrics
+        self._clock = clock
+        self._on_change = on_change
+        self._mean_request_seconds = 1.0
+
+    @property
+    def mean_request_seconds(self) -> float:
+        """Running mean of the time from arrival to end, in seconds."""
+        return self._mean_request_seconds
+
+    def emit(self, commits: Iterable[tuple[LiveRequest, Commit]]) -> None:
+        """Hand commits to their readers. A failure ends its own request and no other."""
+        for request, commit in commits:
+            if self._table.find(request.id) is not request:
+                continue  # it failed in this round
+            try:
+                self._emit(request, commit)
+            except Exception:
+                log.exception("request %s failed", request.id)
+                self.fail(request, NotReady("the request failed because of an internal error"))
+
+    def conclude(self, request_id: RequestId, answer: int) -> bool:
+        """End an answer as `STOP` because its reader found the end. Returns whether it was unfinished."""
+        request = self._table.find(request_id)
+        live = None if request is None else request.writer(answer)
+        if request is None or live is None or answer not in request.unfinished or live.may_fork:
+            return False  # it has no token yet, so the reader cannot have found an end in it
+        self._table.finish(live)
+        self._emit(request, _last_commit(request, answer, FinishReason.STOP))
+        self._on_change()
+        return True
+
+    def abort(self, request_id: RequestId) -> bool:
+        """End the unfinished answers of a live request as `ABORT`. Returns whether the request was live."""
+        request = self._table.find(request_id)
+        if request is None:
+            return False
+        for answer in request.unfinished:
+            self._emit(request, _last_commit(request, answer, FinishReason.ABORT))
+        return True
+
+    def disconnect(self, request: LiveRequest) -> None:
+        """The reader reads no more. Unfinished answers count as aborted."""
+        if self._close(request):
+            for _ in request.unfinished:
+                self._finished(request, FinishReason.ABORT)
+
+    def fail(self, request: LiveRequest, error: PilotfishError) -> None:
+        """End a request with an error."""
+        if self._close(request):
+            request.fail(error)
+            self._metrics.failed(error)
+
+    def fail_all(self, error: PilotfishError) -> None:
+        """End every live request with an error."""
+        for request in self._table:
+            self.fail(request, error)
+
+    def _emit(self, request: LiveRequest, commit: Commit) -> None:
+        now = self._clock()
+        is_first, since_latest = request.emit(commit, now)
+        if commit.tokens:
+            since_arrival = now - request.arrived_at if is_first else None
+            self._metrics.emitted(len(commit.tokens), since_arrival, since_latest)
+        if commit.finish is None:
+            return
+        self._finished(request, commit.finish)
+        if not request.unfinished:
+            self._close(request)
+
+    def _close(self, request: LiveRequest) -> bool:
+        """Remove a request from the table. Returns whether it was live."""
+        if not self._table.remove(request):
+            return False
+        seconds = self._clock() - request.arrived_at
+        self._mean_request_seconds += _LATEST_WEIGHT * (seconds - self._mean_request_seconds)
+        self._on_change()
+        return True
+
+    def _finished(self, request: LiveRequest, reason: FinishReason) -> None:
+        self._metrics.finished(reason.value, self._clock() - request.arrived_at)
+
+
+def _last_commit(request: LiveRequest, answer: int, reason: FinishReason) -> Commit:
+    return Commit((), 0, finish=reason, usage=request.usage(answer), index=answer)

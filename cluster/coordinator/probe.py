@@ -1,0 +1,110 @@
+"""Probe: while speculation does not pay, draft for a few sequences in the background and compare with the target.
+
+Nobody waits for a probe and nothing of it is verified. The target decides on the sequences anyway, and the comparison
+says when speculation pays again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.coordinator.clients.drafter_pool import DrafterPool, ProposeCalls
+from cluster.coordinator.requests.live_sequence import LiveSequence
+from cluster.core.drafting import DraftBudget, DraftRequest
+from cluster.speculation.controller import SpeculationController
+
+TIME_SHARE = 0.01
+"""Largest share of the time that drafters spend on probes; prefills for probes get the same share."""
+PROBED_SEQUENCES = 4
+"""Sequences in one probe."""
+FIRST_PAUSE_FACTOR = 1 / 16
+"""Factor on the pause between probes at first, when nothing is known."""
+MAX_PAUSE_FACTOR = 8.0
+"""Largest factor on the pause, which doubles while speculation does not pay."""
+
+
+@dataclass(slots=True)
+class _DutyCycle:
+    """Keeps background calls within `TIME_SHARE`: after each call, a pause in proportion to its time."""
+
+    calls: ProposeCalls | None = None
+    """The calls under way."""
+    _resume_at: float = float("-inf")
+
+    def allows(self, now: float) -> bool:
+        """Whether calls may start."""
+        return self.calls is None and now >= self._resume_at
+
+    def take_ended(self, now: float, pause_factor: float) -> ProposeCalls | None:
+        """The calls under way if they have ended; the pause starts now."""
+        ended = self.calls
+        if ended is None or not ended.done:
+            return None
+        self.calls = None
+        self._resume_at = now + pause_factor * ended.seconds / TIME_SHARE
+        return ended
+
+
+class BackgroundProbes:
+    """Probes sequences that go without drafts, in turn."""
+
+    def __init__(
+        self,
+        pool: DrafterPool,
+        controller: SpeculationController,
+        max_draft: DraftBudget,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool = pool
+        self._controller = controller
+        self._max_draft = max_draft
+        self._clock = clock
+        self._probes, self._prefills = _DutyCycle(), _DutyCycle()
+        self._pause_factor = FIRST_PAUSE_FACTOR
+        self._next = 0
+
+    def expect_new_sequences(self) -> None:
+        """New sequences decide, of which nothing is known: shorten the pause."""
+        self._pause_factor = min(1.0, self._pause_factor)
+
+    def start(self, candidates: Sequence[LiveSequence]) -> None:
+        """Draft for some of the candidates, or let a drafter prefill one of them.
+
+        Prefilling a long prompt costs a drafter many times as much as a draft, so the sequences that a drafter has
+        already are probed again and again.
+        """
+        if not candidates or not self._pool.is_idle:
+            return
+        first = self._next % len(candidates)
+        self._next += PROBED_SEQUENCES
+        candidates = [*candidates[first:], *candidates[:first]]
+        prefilled = [live for live in candidates if self._pool.is_prefilled(live.sequence)]
+        if prefilled and self._probes.allows(self._clock()):
+            calls = self._pool.propose(
+                {
+                    live.id: DraftRequest(live.sequence, live.largest_draft(self._max_draft))
+                    for live in prefilled[:PROBED_SEQUENCES]
+                }
+            )
+            if calls:
+                self._probes.calls = calls
+        elif len(prefilled) < len(candidates) and self._prefills.allows(self._clock()):
+            unknown = next(live for live in candidates if live not in prefilled)
+            calls = self._pool.prefill((unknown.sequence,))
+            if calls:
+                self._prefills.calls = calls
+
+    def collect(self) -> None:
+        """Give the controller what has arrived, and pause in proportion to the time it took."""
+        now = self._clock()
+        self._prefills.take_ended(now, max(1.0, self._pause_factor))
+        probe = self._probes.take_ended(now, self._pause_factor)
+        if probe is None:
+            return
+        proposals = probe.take()
+        for sequence_id, proposal in proposals.items():
+            self._controller.observe_probe(probe.requests[sequence_id], proposal)
+        if proposals:
+            self._controller.observe_probe_latency(len(probe.requests), probe.depth, probe.seconds)
+        self._pause_factor = min(MAX_PAUSE_FACTOR, self._pause_factor * 2) if self._controller.is_idle else 1.0

@@ -1,0 +1,41 @@
+"""Quarantine: sequences that may crash the target are sent alone, and given up when it keeps crashing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from cluster.coordinator.requests.live_request import LiveRequest
+from cluster.coordinator.requests.live_sequence import LiveSequence
+from cluster.coordinator.requests.request_table import RequestTable
+from cluster.core.errors import NotReady
+from cluster.core.verification import VerifyRow
+
+log = logging.getLogger(__name__)
+
+MAX_LOSSES = 8
+"""Lost calls in a row after which the request of a sequence in them is given up."""
+
+
+class Quarantine:
+    """Keeps a request that crashes the target every time from blocking all other requests."""
+
+    def __init__(self, table: RequestTable, fail: Callable[[LiveRequest, NotReady], None]) -> None:
+        self._table = table
+        self._fail = fail
+
+    def select(self, rows: tuple[VerifyRow, ...]) -> tuple[VerifyRow, ...]:
+        """The rows to send: one quarantined row alone if there is any, so that a harmless one gets its verdict."""
+        running = self._table.running
+        quarantined = next((row for row in rows if running[row.sequence_id].is_quarantined), None)
+        return rows if quarantined is None else (quarantined,)
+
+    def record_loss(self, sequences: Iterable[LiveSequence | None]) -> None:
+        """A call with these sequences was lost; those that have left are `None`."""
+        for live in sequences:
+            if live is None or live.record_loss() < MAX_LOSSES:
+                continue
+            log.error("request %s: %d calls in a row were lost with it", live.request_id, MAX_LOSSES)
+            request = self._table.request_of(live)
+            if request is not None:
+                self._fail(request, NotReady(f"the target was lost {MAX_LOSSES} times in a row on this request"))

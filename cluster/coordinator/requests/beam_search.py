@@ -1,0 +1,93 @@
+"""Beam search over sequences of one decision each. The search itself is `cluster.core.beam`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cluster.coordinator.requests.decoding_strategy import NewSequence, StrategyStep
+from cluster.core import beam
+from cluster.core.beam import Candidate
+from cluster.core.errors import InvalidRequest
+from cluster.core.request import (
+    BeamParameters,
+    Commit,
+    FinishReason,
+    GenerationRequest,
+    SamplingParameters,
+    StoppingCriteria,
+    Usage,
+)
+
+
+class BeamSearch:
+    """The `n` best answers of one search.
+
+    Each running beam is a sequence that asks for one decision and its most probable alternatives; only the
+    alternatives count. When the last beam of a round has them, the search advances. The new beams share the stored KV
+    of their parents, and beams without children end. A late beam delays its own search and no other request.
+    """
+
+    def __init__(self, request: GenerationRequest, parameters: BeamParameters, vocabulary_size: int) -> None:
+        stopping = request.stopping
+        self._request = request
+        self._parameters = parameters
+        self._state = beam.start(parameters, stopping.max_tokens, stopping.stop_token_ids)
+        self._needed = min(self._state.candidates, vocabulary_size)
+        self._candidates: dict[int, tuple[Candidate, ...]] = {}
+        self._rounds = 0
+
+    @property
+    def slots(self) -> int:
+        """Most sequences that the request runs at a time: the beam width."""
+        return self._parameters.width
+
+    @property
+    def answers(self) -> int:
+        """Number of answers."""
+        return self._request.n
+
+    def start(self) -> tuple[NewSequence, ...]:
+        """The first beam."""
+        return (self._beam(0, parent=None),)
+
+    def advance(self, slot: int, commit: Commit) -> StrategyStep:
+        """Take the alternatives of one beam, and advance the search with those of the last beam.
+
+        Raises `InvalidRequest` when the target reports fewer alternatives than the search needs.
+        """
+        candidates = commit.logprobs[0].top if commit.logprobs else ()
+        if len(candidates) < self._needed:
+            raise InvalidRequest("logprobs", f"{len(candidates)} alternatives", f"at least {self._needed}")
+        self._candidates[slot] = candidates
+        if len(self._candidates) < len(self._state.running):
+            return StrategyStep()
+        self._state = beam.advance(self._state, [self._candidates[index] for index in range(len(self._candidates))])
+        self._candidates.clear()
+        self._rounds += 1
+        if beam.is_done(self._state):
+            return StrategyStep((), self._answers())
+        return StrategyStep(
+            tuple(self._beam(index, running.parent) for index, running in enumerate(self._state.running))
+        )
+
+    def _beam(self, slot: int, parent: int | None) -> NewSequence:
+        """The running beam `slot` as a sequence of its own."""
+        request = replace(
+            self._request,
+            prompt=self._request.prompt + self._state.running[slot].tokens,
+            sampling=SamplingParameters(temperature=0.0, logprobs=self._state.candidates),
+            stopping=StoppingCriteria(max_tokens=1),
+            n=1,
+            beam=None,
+        )
+        return NewSequence(slot, request, None, parent, may_fork=True)
+
+    def _answers(self) -> tuple[Commit, ...]:
+        """The answers, best first. Answers that do not exist, for want of tokens, are empty."""
+        found = [(ended.tokens, ended.finish) for ended in beam.best(self._state, self._request.n)]
+        found += [((), FinishReason.LENGTH)] * (self._request.n - len(found))
+        prompt_len = len(self._request.prompt)
+        return tuple(
+            Commit(tokens, 0, (), finish, Usage(prompt_len, len(tokens), target_steps=self._rounds), index=index)
+            for index, (tokens, finish) in enumerate(found)
+        )

@@ -1,0 +1,151 @@
+"""One live request: its sequences, and the queue of its commits to the reader."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from cluster.coordinator.requests.decoding_strategy import DecodingStrategy
+from cluster.coordinator.requests.live_sequence import LiveSequence
+from cluster.core.errors import PilotfishError
+from cluster.core.ids import RequestId, SequenceId
+from cluster.core.request import Commit, GenerationRequest, Usage
+
+
+class LiveRequest:
+    """A request from admission to its last commit. Only its own methods change it.
+
+    The queue to the reader needs no bound of its own: an answer has at most `max_tokens`.
+    """
+
+    __slots__ = (
+        "_deadline_timer",
+        "_in_slot",
+        "_latest_at",
+        "_queue",
+        "_sequences",
+        "_token_count",
+        "_unfinished",
+        "arrival",
+        "arrived_at",
+        "request",
+        "strategy",
+    )
+
+    def __init__(self, request: GenerationRequest, strategy: DecodingStrategy, arrival: int, arrived_at: float) -> None:
+        self.request = request
+        self.strategy = strategy
+        self.arrival = arrival
+        """Order of arrival of its slot 0; the other slots follow."""
+        self.arrived_at = arrived_at
+        """Time of arrival on the coordinator's clock, in seconds."""
+        self._in_slot: dict[int, LiveSequence] = {}
+        self._sequences: dict[SequenceId, LiveSequence] = {}
+        self._unfinished = set(range(strategy.answers))
+        self._token_count = 0
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._latest_at: dict[int, float] = {}
+        self._queue: asyncio.Queue[Commit | PilotfishError] = asyncio.Queue()
+
+    @property
+    def id(self) -> RequestId:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """The indices of the answers that had no commit with `finish` yet, ascending."""
+        return tuple(sorted(self._unfinished))
+
+    @property
+    def token_count(self) -> int:
+        """Tokens that were emitted, of all answers together."""
+        return self._token_count
+
+    # --- its sequences ---
+
+    @property
+    def sequences(self) -> tuple[LiveSequence, ...]:
+        """Its sequences that wait, run, or have finished while others may still share their KV."""
+        return tuple(self._sequences.values())
+
+    def owns(self, live: LiveSequence) -> bool:
+        """Whether the sequence is one of this request's."""
+        return self._sequences.get(live.id) is live
+
+    def in_slot(self, slot: int) -> LiveSequence | None:
+        """The sequence that has a slot now."""
+        return self._in_slot.get(slot)
+
+    def writer(self, answer: int) -> LiveSequence | None:
+        """The sequence that writes an answer, if it has started."""
+        return next((live for live in self._in_slot.values() if live.answer == answer), None)
+
+    def add(self, live: LiveSequence) -> None:
+        """Take in a new sequence, which gets its slot."""
+        self._sequences[live.id] = live
+        self._in_slot[live.slot] = live
+
+    def drop(self, live: LiveSequence) -> None:
+        """Give up a finished sequence whose KV nobody shares any more."""
+        del self._sequences[live.id]
+
+    def mark_forked(self) -> None:
+        """Its present sequences will be shared by no later ones than those that start now."""
+        for live in self._in_slot.values():
+            live.mark_forked()
+
+    def usage(self, answer: int) -> Usage:
+        """What an answer has cost so far."""
+        live = self.writer(answer)
+        return Usage(len(self.request.prompt)) if live is None else live.sequence.usage()
+
+    # --- its reader ---
+
+    def set_deadline_timer(self, timer: asyncio.TimerHandle) -> None:
+        """Remember the timer that ends the request at its deadline."""
+        self._deadline_timer = timer
+
+    def close(self) -> None:
+        """Forget its sequences and stop the timer of its deadline."""
+        self._sequences.clear()
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+
+    def emit(self, commit: Commit, now: float) -> tuple[bool, float | None]:
+        """Hand one commit to the reader.
+
+        Returns whether it has the first tokens of the request, and the seconds since the answer's tokens before.
+        """
+        if commit.finish is not None:
+            self._unfinished.discard(commit.index)
+        self._enqueue(commit)
+        if not commit.tokens:
+            return False, None
+        is_first = not self._latest_at
+        latest = self._latest_at.get(commit.index)
+        self._latest_at[commit.index] = now
+        self._token_count += len(commit.tokens)
+        return is_first, None if latest is None else now - latest
+
+    def fail(self, error: PilotfishError) -> None:
+        """End the reader's stream with an error, after what was emitted before."""
+        self._enqueue(error)
+
+    async def read(self) -> AsyncGenerator[Commit, None]:
+        """Yield the commits in order until every answer is complete. Raises the error of `fail`."""
+        left = self.strategy.answers
+        while left:
+            item = await self._queue.get()
+            if isinstance(item, PilotfishError):
+                raise item
+            left -= item.finish is not None
+            yield item
+
+    def _enqueue(self, item: Commit | PilotfishError) -> None:
+        """Wake the reader two turns of the event loop later: by then the coordinator has sent its next step.
+
+        The readers then work while the target computes, instead of delaying the next step.
+        """
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._queue.put_nowait, item)

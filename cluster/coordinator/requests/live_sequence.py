@@ -1,0 +1,139 @@
+"""One sequence of a live request, and what the target may hold of it."""
+
+from __future__ import annotations
+
+from cluster.core.drafting import DraftBudget
+from cluster.core.ids import RequestId, SequenceId
+from cluster.core.scheduler import SequenceView, clip_draft
+from cluster.core.sequence import Sequence
+
+QUARANTINE_LOSSES = 4
+"""Lost calls in a row after which a sequence is quarantined."""
+
+
+class LiveSequence:
+    """A sequence that waits, runs, or has finished while others may still share its KV.
+
+    A request has one, or several that begin alike (samples, beams). Only its own methods change it.
+    """
+
+    __slots__ = (
+        "_has_been_open",
+        "_is_open",
+        "_losses",
+        "_may_fork",
+        "_parent",
+        "answer",
+        "request_id",
+        "sequence",
+        "slot",
+    )
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        request_id: RequestId,
+        slot: int,
+        answer: int | None = None,
+        parent: LiveSequence | None = None,
+        *,
+        may_fork: bool = False,
+    ) -> None:
+        self.sequence = sequence
+        self.request_id = request_id
+        self.slot = slot
+        """Its slot in the request's decoding strategy."""
+        self.answer = answer
+        """The index of the answer that it writes; `None` for a beam."""
+        self._parent = parent
+        self._may_fork = may_fork
+        self._is_open = False
+        self._has_been_open = False
+        self._losses = 0
+
+    @property
+    def id(self) -> SequenceId:
+        """The id of its sequence."""
+        return self.sequence.id
+
+    @property
+    def parent(self) -> LiveSequence | None:
+        """The sequence whose stored KV it may share when it is first sent to the target; `None` from then on."""
+        return self._parent
+
+    @property
+    def may_fork(self) -> bool:
+        """Whether later sequences may share its KV: until then it is kept, even when it has finished."""
+        return self._may_fork
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the target may hold KV of it."""
+        return self._is_open
+
+    @property
+    def has_been_open(self) -> bool:
+        """Whether the target ever held KV of it: opening it again follows a preemption or a loss."""
+        return self._has_been_open
+
+    @property
+    def losses(self) -> int:
+        """Calls in a row that were lost with this sequence in them."""
+        return self._losses
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Whether so many calls were lost with it that it is sent alone, and from its start instead of opened."""
+        return self._losses >= QUARANTINE_LOSSES
+
+    @property
+    def kv_source(self) -> LiveSequence | None:
+        """The parent, if the target may still hold KV of it."""
+        return self._parent if self._parent is not None and self._parent.is_open else None
+
+    def mark_sent(self) -> None:
+        """From now on the target may hold KV of it."""
+        self._is_open = self._has_been_open = True
+        self._parent = None
+
+    def mark_stored(self, stored_len: int) -> None:
+        """The target holds its first `stored_len` tokens."""
+        self.sequence.opened(stored_len)
+
+    def mark_released(self) -> None:
+        """The target holds nothing of it."""
+        self.sequence.opened(0)
+        self._is_open = False
+
+    def mark_forked(self) -> None:
+        """No later sequence will share its KV."""
+        self._may_fork = False
+
+    def record_loss(self) -> int:
+        """A call with it was lost. Returns how many were lost in a row."""
+        self._losses += 1
+        return self._losses
+
+    def clear_losses(self) -> None:
+        """A call with it was answered."""
+        self._losses = 0
+
+    def largest_draft(self, max_draft: DraftBudget) -> DraftBudget:
+        """The largest tree that it can use, within the configuration's `max_draft`."""
+        sequence = self.sequence
+        return clip_draft(None, max_draft, sequence.request.max_draft_tokens, sequence.remaining)
+
+    def view(self, draft: DraftBudget | None) -> SequenceView:
+        """What the scheduler knows of it; `draft` is the tree that the speculation controller wants for it."""
+        sequence, source = self.sequence, self.kv_source
+        shared = 0 if source is None else min(source.sequence.stored_len, len(sequence) - 1)
+        return SequenceView(
+            sequence.id,
+            sequence.arrival,
+            len(sequence),
+            sequence.stored_len,
+            sequence.remaining,
+            shared,
+            draft,
+            sequence.request.max_draft_tokens,
+        )

@@ -1,0 +1,51 @@
+"""Parallel sampling: `n` answers to one prompt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cluster.coordinator.requests.decoding_strategy import NewSequence, StrategyStep
+from cluster.core.request import Commit, GenerationRequest
+
+_SEEDS = 1 << 64
+
+
+class ParallelSampling:
+    """`n` answers that share a prompt: the first one computes it, the others fork once it is stored.
+
+    Answer `i` is sampled with the request's seed plus `i`, modulo 2**64, so it equals that of a request of its own.
+    """
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._request = request
+        self._has_forked = request.n == 1
+
+    @property
+    def slots(self) -> int:
+        """Most sequences that the request runs at a time."""
+        return self._request.n
+
+    @property
+    def answers(self) -> int:
+        """Number of answers."""
+        return self._request.n
+
+    def start(self) -> tuple[NewSequence, ...]:
+        """The sequence that computes the prompt."""
+        return (NewSequence(0, _sample(self._request, 0), 0, may_fork=not self._has_forked),)
+
+    def advance(self, slot: int, commit: Commit) -> StrategyStep:
+        """Pass the commit on. The first commit also starts the other sequences."""
+        commits = (replace(commit, index=slot) if slot else commit,)
+        if self._has_forked:
+            return StrategyStep((), commits)
+        self._has_forked = True
+        forks = (NewSequence(index, _sample(self._request, index), index, 0) for index in range(1, self._request.n))
+        return StrategyStep(tuple(forks), commits)
+
+
+def _sample(request: GenerationRequest, index: int) -> GenerationRequest:
+    """The request for answer `index` alone."""
+    if request.n == 1:
+        return request
+    return replace(request, n=1, sampling=replace(request.sampling, seed=(request.sampling.seed + index) % _SEEDS))

@@ -1,0 +1,159 @@
+"""The table of live requests and their sequences: waiting, running, finished, and to be released."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+
+from cluster.coordinator.requests.decoding_strategy import NewSequence
+from cluster.coordinator.requests.live_request import LiveRequest
+from cluster.coordinator.requests.live_sequence import LiveSequence
+from cluster.core.ids import RequestId, SequenceId
+from cluster.core.sequence import Sequence
+
+
+class RequestTable:
+    """Every sequence of a live request is in exactly one state. The scheduler orders them by arrival."""
+
+    def __init__(self) -> None:
+        self._requests: dict[RequestId, LiveRequest] = {}
+        self._slots = 0
+        self._running: dict[SequenceId, LiveSequence] = {}
+        self._new: dict[SequenceId, LiveSequence] = {}
+        self._resuming: dict[SequenceId, LiveSequence] = {}
+        self._finished: dict[SequenceId, LiveSequence] = {}
+        self._to_release: list[LiveSequence] = []
+        self._name = secrets.token_hex(6)  # coordinators of one target must not use the same sequence id
+        self._started = 0
+        self._empty = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return iter(tuple(self._requests.values()))
+
+    @property
+    def slots(self) -> int:
+        """Most sequences that the live requests may run at a time, all together."""
+        return self._slots
+
+    @property
+    def running(self) -> Mapping[SequenceId, LiveSequence]:
+        """The running sequences."""
+        return self._running
+
+    @property
+    def waiting_count(self) -> int:
+        """Number of sequences that wait: new ones, preempted ones, and forks."""
+        return len(self._new) + len(self._resuming)
+
+    def find(self, request_id: RequestId) -> LiveRequest | None:
+        """The live request of that id."""
+        return self._requests.get(request_id)
+
+    def request_of(self, live: LiveSequence) -> LiveRequest | None:
+        """The live request that the sequence belongs to; `None` when it has left."""
+        request = self._requests.get(live.request_id)
+        return request if request is not None and request.owns(live) else None
+
+    def sequences(self) -> list[LiveSequence]:
+        """All sequences of the live requests."""
+        return [live for request in self._requests.values() for live in request.sequences]
+
+    async def wait_until_empty(self) -> None:
+        """Return when no request is live."""
+        if self._requests:
+            await self._empty.wait()
+
+    # --- requests ---
+
+    def add(self, request: LiveRequest) -> None:
+        """Add a request and start its first sequences."""
+        self._requests[request.id] = request
+        self._slots += request.strategy.slots
+        self._empty.clear()
+        self.start(request, request.strategy.start())
+
+    def start(self, request: LiveRequest, new: Iterable[NewSequence]) -> None:
+        """Let new sequences of a live request wait to be admitted."""
+        started: list[LiveSequence] = []
+        for one in new:
+            self._started += 1
+            sequence_id = SequenceId(f"{self._name}-{self._started}")
+            sequence = Sequence(sequence_id, one.request, request.arrival + one.slot)
+            parent = None if one.parent is None else request.in_slot(one.parent)
+            started.append(LiveSequence(sequence, request.id, one.slot, one.answer, parent, may_fork=one.may_fork))
+        if started:
+            request.mark_forked()
+        for live in started:
+            request.add(live)
+            (self._new if live.parent is None else self._resuming)[live.id] = live
+
+    def remove(self, request: LiveRequest) -> bool:
+        """Remove a request and all its sequences. Returns whether it was live until now."""
+        if self._requests.get(request.id) is not request:
+            return False
+        del self._requests[request.id]
+        self._slots -= request.strategy.slots
+        for live in request.sequences:
+            self._take_out(live)
+            self._to_release.append(live)
+        request.close()
+        if not self._requests:
+            self._empty.set()
+        return True
+
+    # --- sequences ---
+
+    def admit(self, sequence_id: SequenceId) -> None:
+        """Move a waiting sequence to running; nothing happens when it has left."""
+        live = self._resuming.pop(sequence_id, None) or self._new.pop(sequence_id, None)
+        if live is not None:
+            self._running[sequence_id] = live
+
+    def preempt(self, sequence_id: SequenceId) -> LiveSequence | None:
+        """Move a running sequence back to waiting, at its order of arrival; `None` when it has left."""
+        live = self._running.pop(sequence_id, None)
+        if live is not None:
+            self._resuming[sequence_id] = live
+        return live
+
+    def finish(self, live: LiveSequence) -> None:
+        """The sequence decides no more. It is released once no other sequence can share its KV."""
+        if self.request_of(live) is not None:
+            self._take_out(live)
+            self._finished[live.id] = live
+
+    def drop_finished(self) -> list[LiveSequence]:
+        """Release all finished sequences, even those whose KV others could still share. Returns them."""
+        dropped = list(self._finished.values())
+        self._drop(dropped)
+        return dropped
+
+    def take_released(self) -> list[LiveSequence]:
+        """The sequences that left since the last call, which the workers must release."""
+        if self._finished:
+            parents = {live.parent for live in (*self._resuming.values(), *self._running.values())}
+            self._drop([live for live in self._finished.values() if not live.may_fork and live not in parents])
+        released, self._to_release = self._to_release, []
+        return released
+
+    def waiting(self, most_new: int) -> Iterator[LiveSequence]:
+        """The sequences that wait: all resuming ones and the first `most_new` new ones, which are in order."""
+        yield from self._resuming.values()
+        yield from islice(self._new.values(), most_new)
+
+    def _drop(self, sequences: list[LiveSequence]) -> None:
+        for live in sequences:
+            request = self.request_of(live)
+            if request is not None:
+                request.drop(live)
+            self._take_out(live)
+            self._to_release.append(live)
+
+    def _take_out(self, live: LiveSequence) -> None:
+        for state in (self._running, self._new, self._resuming, self._finished):
+            state.pop(live.id, None)

@@ -1,0 +1,32 @@
+"""The stopwatch of one round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class RoundTimer:
+    """Measures a round from its planning to its commit, and the step in it. All times are in seconds."""
+
+    __slots__ = ("_begun", "_clock", "_step_begun", "_step_ended")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._begun = self._step_begun = self._step_ended = clock()
+
+    def step_begins(self) -> None:
+        """The step is sent to the target."""
+        self._step_begun = self._clock()
+
+    def step_ends(self) -> None:
+        """The verdicts are here."""
+        self._step_ended = self._clock()
+
+    @property
+    def step_seconds(self) -> float:
+        """Time from sending the step to its verdicts."""
+        return self._step_ended - self._step_begun
+
+    def total_seconds(self) -> float:
+        """Time since the round began."""
+        return self._clock() - self._begun

@@ -1,0 +1,114 @@
+"""Acceptance estimates: forecasts of trees before they are proposed, and learning once the target has decided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cluster.core.drafting import DraftRequest, Proposal
+from cluster.core.ids import SequenceId
+from cluster.core.tree import ROOT
+from cluster.speculation.acceptance import (
+    AcceptanceModel,
+    SequenceAcceptance,
+    observe_tree,
+    observe_verdict,
+    path_probabilities,
+)
+from cluster.speculation.goodput import DraftForecast
+
+_PRIOR_TREES = 3.0
+"""Trees after which a sequence's own history counts as much as that of all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatedDraft:
+    """A proposed tree with its acceptance probabilities."""
+
+    request: DraftRequest
+    """What the drafter was asked for."""
+    proposal: Proposal
+    conditionals: list[float]
+    """Each node's acceptance probability given that its parent is accepted."""
+    probabilities: list[float]
+    """Each node's acceptance probability."""
+
+
+class AcceptanceEstimator:
+    """Estimates how probable it is that drafted tokens are accepted, and learns from verdicts."""
+
+    def __init__(self) -> None:
+        self._model = AcceptanceModel()
+        self._sequences: dict[SequenceId, SequenceAcceptance] = {}
+        self._undecided: list[EstimatedDraft] = []
+
+    def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
+        """Drop the history of sequences that are over."""
+        for sequence_id in sequence_ids:
+            self._sequences.pop(sequence_id, None)
+
+    def forecast(self, request: DraftRequest) -> DraftForecast:
+        """What a tree of up to `request.budget` for this sequence is expected to be like."""
+        most = request.budget
+        sequence = self._sequences.setdefault(request.sequence.id, SequenceAcceptance())
+        recent = self._model.recent_ratio
+        expected = sequence.curve.combined(self._model.curve, _PRIOR_TREES, most.max_nodes)
+        curve = sequence.curve if sum(sequence.curve.weights[:1]) > _PRIOR_TREES else self._model.curve
+        depths = [min(most.max_depth, curve.depth_of(count)) for count in range(1, most.max_nodes + 1)]
+        return DraftForecast(tuple(recent * value for value in expected), tuple(_rising(depths)), most.max_depth)
+
+    def estimate(self, request: DraftRequest, proposal: Proposal) -> EstimatedDraft:
+        """The acceptance probabilities of a proposed tree."""
+        conditionals = self._model.conditionals(proposal.tree, proposal.probabilities)
+        sequence = self._sequences.get(request.sequence.id, SequenceAcceptance())
+        probabilities = path_probabilities(proposal.tree, conditionals, sequence)
+        return EstimatedDraft(request, proposal, conditionals, probabilities)
+
+    def expect_verdicts(self, drafts: Iterable[EstimatedDraft]) -> None:
+        """Learn from these trees once the target has decided, whether they are verified or not."""
+        self._undecided += drafts
+
+    def learn(self) -> None:
+        """Learn from the trees for which the target has decided since."""
+        undecided, self._undecided = self._undecided, []
+        for draft in undecided:
+            sequence = draft.request.sequence
+            if sequence.id not in self._sequences:
+                continue  # it is over
+            decided = sequence.tokens[draft.proposal.base_len :]
+            if _is_decided(draft, decided):
+                self._learn(draft, decided)
+            else:
+                self._undecided.append(draft)
+
+    def _learn(self, draft: EstimatedDraft, decided: Sequence[int]) -> None:
+        sequence_id, tree = draft.request.sequence.id, draft.proposal.tree
+        model, sequence = self._model, self._sequences[sequence_id]
+        shown = model.curve.nodes_within(draft.request.budget)
+        model, sequence = observe_tree(model, sequence, tree, draft.probabilities, shown)
+        self._model, self._sequences[sequence_id] = observe_verdict(
+            model,
+            sequence,
+            tree,
+            draft.conditionals,
+            decided,
+            has_probabilities=bool(draft.proposal.probabilities),
+        )
+
+
+def _is_decided(draft: EstimatedDraft, decided: Sequence[int]) -> bool:
+    """Whether the decided tokens have left the tree, or the sequence is finished."""
+    tree, node = draft.proposal.tree, ROOT
+    for token in decided:
+        child = tree.child(node, token)
+        if child is None:
+            return True
+        node = child
+    return draft.request.sequence.finish is not None or node not in (ROOT, *tree.parents)
+
+
+def _rising(values: Sequence[int]) -> list[int]:
+    rising: list[int] = []
+    for value in values:
+        rising.append(max(value, rising[-1]) if rising else value)
+    return rising
