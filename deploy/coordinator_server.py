@@ -12,7 +12,7 @@ from cluster.coordinator.metrics import Metrics
 from cluster.core.config import Configuration
 from cluster.core.ports import Drafter, Target
 from cluster.ingress.grpc import GenerationServicer, OperationsServicer
-from cluster.ingress.service import Generation
+from cluster.ingress.service import GenerationService
 from cluster.ingress.text.tokenizer import Tokenizer
 from cluster.wire.connection import Resolve
 from cluster.wire.server import WireServer
@@ -54,7 +54,7 @@ class CoordinatorServer:
         """Listen; returns the bound port. Raises `ConfigurationError` for a directory without a tokenizer."""
         configuration = self._configuration
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(configuration.target.path))
-        generation = Generation(
+        generation = GenerationService(
             self._coordinator, tokenizer, configuration.limits, draft_method=configuration.draft.method
         )
         self._server.add(

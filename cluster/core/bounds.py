@@ -1,4 +1,7 @@
-"""Bounds of everything that crosses a socket, and the checks that name field, value and bound."""
+"""Bounds of everything that crosses a socket, and the functions that check values against them.
+
+Every function raises `InvalidRequest`, which names the field, the value and the bound.
+"""
 
 from __future__ import annotations
 
@@ -7,65 +10,85 @@ from collections.abc import Sequence, Sized
 
 from cluster.core.errors import InvalidRequest
 
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_ROWS = 4096
 MAX_TOKENS = 1 << 20
+MAX_TOKEN_ID = (1 << 31) - 1
+MAX_SEQUENCE_ID_BYTES = 128
+MAX_CLIENT_BYTES = 64
+MAX_SALT_BYTES = 256
+MAX_NAME_BYTES = 256
+MAX_SPEAKER_NAME_BYTES = 64
+MAX_FAULT_BYTES = 1024
+MAX_EOS_TOKENS = 1024
+MAX_RANKS = 4096
+
 MAX_TREE_NODES = 256
 MAX_TREE_DEPTH = 64
-MAX_SEQUENCE_ID_BYTES = 128
+
+MAX_TEMPERATURE = 2.0
+MAX_TOP_K = 1 << 20
+MAX_PENALTY = 2.0
 MAX_LOGIT_BIAS = 1024
+"""Most tokens with a bias."""
+MAX_BIAS = 100.0
+"""Largest bias, in either direction."""
 MAX_LOGPROBS = 256
-MAX_FAULT_BYTES = 1024
-MAX_NAME_BYTES = 256
-MAX_SALT_BYTES = 256
+MIN_LOGPROB = -1e30
+MAX_LENGTH_PENALTY = 10.0
+
 MAX_KV_GROUPS = 256
 MAX_KV_TABLES = 4096
 MAX_STEP_SAMPLES = 1024
-MAX_STEP_SECONDS = 3600.0
-MAX_CLIENT_BYTES = 64
-MAX_TOKEN_ID = (1 << 31) - 1
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_SAMPLE_SECONDS = 3600.0
+MAX_STEP_SECONDS = 86_400.0
+
+MAX_JSON_DEPTH = 64
+"""Deepest nesting of arrays and objects in an HTTP body."""
 
 
-def count(field: str, values: Sized, least: int, most: int) -> None:
-    """Refuse a list that is too short or too long, before anything is built from it."""
+def count(field: str, values: Sized, least: int, most: int, unit: str = "entries") -> None:
+    """Refuse a collection with fewer than `least` or more than `most` entries. Check this before the entries."""
     if not least <= len(values) <= most:
-        raise InvalidRequest(field, f"{len(values)} entries", f"between {least} and {most} entries")
+        raise InvalidRequest(field, f"{len(values)} {unit}", f"between {least} and {most} {unit}")
 
 
-def whole(field: str, value: int, least: int, most: int) -> int:
-    """Refuse an integer outside `least … most`."""
+def integer(field: str, value: int, least: int, most: int) -> int:
+    """Return an integer in `least … most`; refuse any other."""
     if not least <= value <= most:
         raise InvalidRequest(field, value, f"between {least} and {most}")
     return value
 
 
-def real(field: str, value: float, least: float, most: float, *, above: bool = False) -> float:
-    """Refuse a float that is not finite or outside `least … most` (`above`: `least` itself too)."""
-    low = value > least if above else value >= least
-    if not (math.isfinite(value) and low and value <= most):
-        words = f"above {least:g} and at most {most:g}" if above else f"between {least:g} and {most:g}"
-        raise InvalidRequest(field, value, words)
-    return value
-
-
-def identifier(field: str, value: str) -> str:
-    """Refuse a sequence id that is empty or too long."""
-    if not 1 <= len(value.encode()) <= MAX_SEQUENCE_ID_BYTES:
-        raise InvalidRequest(field, value, f"between 1 and {MAX_SEQUENCE_ID_BYTES} bytes")
+def number(field: str, value: float, least: float, most: float, *, above: bool = False) -> float:
+    """Return a finite number in `least … most`; refuse any other. With `above`, refuse `least` itself too."""
+    is_large_enough = value > least if above else value >= least
+    if not (math.isfinite(value) and is_large_enough and value <= most):
+        bound = f"above {least:g} and at most {most:g}" if above else f"between {least:g} and {most:g}"
+        raise InvalidRequest(field, value, bound)
     return value
 
 
 def text(field: str, value: str, most: int) -> str:
-    """Refuse a string of more than `most` bytes."""
+    """Return a string of at most `most` bytes in UTF-8; refuse a longer one."""
     if len(value.encode()) > most:
         raise InvalidRequest(field, value, f"at most {most} bytes")
     return value
 
 
-def tokens(field: str, values: Sequence[int], least: int, most: int) -> tuple[int, ...]:
-    """Refuse a token list that is too short, too long, or holds what no vocabulary has."""
+def identifier(field: str, value: str) -> str:
+    """Return a sequence id of 1 to `MAX_SEQUENCE_ID_BYTES` bytes; refuse any other."""
+    if not 1 <= len(value.encode()) <= MAX_SEQUENCE_ID_BYTES:
+        raise InvalidRequest(field, value, f"between 1 and {MAX_SEQUENCE_ID_BYTES} bytes")
+    return value
+
+
+def tokens(
+    field: str, values: Sequence[int], least: int, most: int, vocabulary_size: int = MAX_TOKEN_ID + 1
+) -> tuple[int, ...]:
+    """Return `least … most` token ids below `vocabulary_size`; name the first id that is not."""
     count(field, values, least, most)
-    if values and max(values) > MAX_TOKEN_ID:
-        index = next(index for index, value in enumerate(values) if value > MAX_TOKEN_ID)
-        raise InvalidRequest(f"{field}[{index}]", values[index], f"between 0 and {MAX_TOKEN_ID}")
+    if values and not (min(values) >= 0 and max(values) < vocabulary_size):
+        for index, value in enumerate(values):
+            integer(f"{field}[{index}]", value, 0, vocabulary_size - 1)
     return tuple(values)

@@ -21,13 +21,42 @@
 
 from __future__ import annotations
 
-_LONGEST_VALUE_SHOWN = 80
+from collections.abc import Iterator
+from typing import Self
+
+_MAX_SHOWN_CHARS = 80
 
 
 def shorten(value: object) -> str:
-    """`repr(value)`, cut so that a hostile input cannot fill a log or a response."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST_VALUE_SHOWN else text[: _LONGEST_VALUE_SHOWN - 1] + "…"
+    """Return `repr(value)`, cut to 80 characters. The work does not grow with the size or depth of JSON values."""
+    text = ""
+    for part in _repr_parts(value):
+        text += part
+        if len(text) > _MAX_SHOWN_CHARS:
+            return text[: _MAX_SHOWN_CHARS - 1] + "…"
+    return text
+
+
+def _repr_parts(value: object) -> Iterator[str]:
+    """Yield `repr(value)` in parts. Containers yield one part per entry, so a reader can stop early."""
+    if isinstance(value, str | bytes):
+        yield repr(value[:_MAX_SHOWN_CHARS])
+    elif isinstance(value, list):
+        yield "["
+        for index, entry in enumerate(value):
+            yield ", " if index else ""
+            yield from _repr_parts(entry)
+        yield "]"
+    elif isinstance(value, dict):
+        yield "{"
+        for index, (key, entry) in enumerate(value.items()):
+            yield ", " if index else ""
+            yield from _repr_parts(key)
+            yield ": "
+            yield from _repr_parts(entry)
+        yield "}"
+    else:
+        yield repr(value)
 
 
 class PilotfishError(Exception):
@@ -46,6 +75,12 @@ class InvalidRequest(PilotfishError):
         self.value = value
         self.bound = bound
         super().__init__(f"{field}: {shorten(value)} is refused; it must be {bound}")
+
+    def renamed(self, field: str) -> Self:
+        """Return the same error for a field that the client knows by another name."""
+        error = type(self)(field, self.value, self.bound)
+        error.args = (field + str(self).removeprefix(self.field),)
+        return error
 
 
 class UnsupportedParameter(InvalidRequest):

@@ -1,26 +1,24 @@
-"""How many answers a request is given, out of how many that are made, and by samples or by beams."""
+"""`n`, `best_of` and beam search: how many answers are generated for a prompt, and how many are returned."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from cluster.core import bounds
 from cluster.core.beam import candidates_needed
-from cluster.core.bounds import MAX_LOGPROBS
 from cluster.core.config import LimitsSection
 from cluster.core.errors import InvalidRequest
 from cluster.core.request import BeamParameters, EarlyStopping, SamplingParameters, StoppingCriteria
 from cluster.core.verification import TargetInfo
-from cluster.ingress.checks import integer, number
 from pilotfish.v1 import generation_pb2
 
-MAX_LENGTH_PENALTY = 10.0
 _EARLY_STOPPING = {
     generation_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.NO,
     generation_pb2.EARLY_STOPPING_NO: EarlyStopping.NO,
     generation_pb2.EARLY_STOPPING_YES: EarlyStopping.YES,
     generation_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
 }
-_DISTURBING = (
+_INCOMPATIBLE_WITH_BEAMS = (
     "top_k",
     "top_p",
     "min_p",
@@ -30,60 +28,60 @@ _DISTURBING = (
     "logit_bias",
     "logprobs",
 )
-"""What must have its default: it changes the probabilities, or asks for them in a form that beams do not have."""
+"""Parameters that must have their defaults: they change the probabilities, or report them per sampled token."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plurality:
-    """Answers to one prompt."""
+class AnswerCount:
+    """How many answers one prompt has."""
 
-    given: int = 1
-    """What the client reads."""
-    made: int = 1
-    """What is sampled, or followed as beams; at least `given`."""
+    returned: int = 1
+    """Answers that the client receives."""
+    generated: int = 1
+    """Answers that are sampled, or beams that are followed; at least `returned`."""
     beam: BeamParameters | None = None
 
     @property
-    def asked(self) -> int:
-        """What the engine is asked for: a search chooses its answers itself."""
-        return self.made if self.beam is None else self.given
+    def engine_n(self) -> int:
+        """`n` of the request to the engine. A beam search selects its best answers itself."""
+        return self.generated if self.beam is None else self.returned
 
     @property
-    def chosen(self) -> bool:
-        """Whether samples compete."""
-        return self.asked > self.given
+    def selects_best(self) -> bool:
+        """Whether the best of several samples are selected once all are complete."""
+        return self.engine_n > self.returned
 
-    def measured(self, sampling: SamplingParameters) -> SamplingParameters:
-        """Sampling with the log-probabilities that a choice is made by."""
-        return replace(sampling, logprobs=0) if self.chosen and sampling.logprobs is None else sampling
+    def engine_sampling(self, sampling: SamplingParameters) -> SamplingParameters:
+        """Return the sampling parameters for the engine, with the log-probabilities that the selection needs."""
+        return replace(sampling, logprobs=0) if self.selects_best and sampling.logprobs is None else sampling
 
 
-def plurality(
+def answer_count(
     request: generation_pb2.GenerateRequest,
     sampling: SamplingParameters,
     stopping: StoppingCriteria,
     info: TargetInfo,
     limits: LimitsSection,
-) -> Plurality:
-    """Raises `InvalidRequest`."""
-    given = integer("n", request.n, 1, limits.max_n) if request.HasField("n") else 1
-    made = integer("best_of", request.best_of, 1, limits.max_n) if request.HasField("best_of") else given
-    if made < given:
-        raise InvalidRequest("best_of", made, f"at least n, which is {given}")
+) -> AnswerCount:
+    """Check `n`, `best_of` and the beam search of a request. Raises `InvalidRequest`."""
+    returned = bounds.integer("n", request.n, 1, limits.max_n) if request.HasField("n") else 1
+    generated = bounds.integer("best_of", request.best_of, 1, limits.max_n) if request.HasField("best_of") else returned
+    if generated < returned:
+        raise InvalidRequest("best_of", generated, f"at least n, which is {returned}")
     if not request.HasField("beam_search"):
-        return Plurality(given, made)
-    _check_width(made, stopping, info)
-    _check_undisturbed(sampling, stopping)
-    return Plurality(given, made, _beam(request.beam_search, made))
+        return AnswerCount(returned, generated)
+    _check_width(generated, stopping, info)
+    _check_beam_compatible(sampling, stopping)
+    return AnswerCount(returned, generated, _beam_parameters(request.beam_search, generated))
 
 
-def _beam(message: generation_pb2.BeamSearch, width: int) -> BeamParameters:
+def _beam_parameters(message: generation_pb2.BeamSearch, width: int) -> BeamParameters:
     penalty = message.length_penalty if message.HasField("length_penalty") else BeamParameters(width).length_penalty
     if message.early_stopping not in _EARLY_STOPPING:
         raise InvalidRequest("early_stopping", message.early_stopping, "true, false or never")
     return BeamParameters(
         width,
-        number("length_penalty", penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+        bounds.number("length_penalty", penalty, -bounds.MAX_LENGTH_PENALTY, bounds.MAX_LENGTH_PENALTY),
         _EARLY_STOPPING[message.early_stopping],
     )
 
@@ -92,25 +90,25 @@ def _check_width(width: int, stopping: StoppingCriteria, info: TargetInfo) -> No
     if width < 2:
         raise InvalidRequest("best_of", width, "at least 2 with beam search: it is the number of beams")
     stops = len(stopping.stop_token_ids)
-    most = min(MAX_LOGPROBS, info.vocabulary_size)
+    most = min(bounds.MAX_LOGPROBS, info.vocabulary_size)
     if candidates_needed(width, stopping.stop_token_ids) > most:
         raise InvalidRequest(
             "best_of", width, f"at most {most - stops}: of {most} candidates {stops} may be stop tokens"
         )
 
 
-def _check_undisturbed(sampling: SamplingParameters, stopping: StoppingCriteria) -> None:
-    """Beam search follows the model's own probabilities: what would change them cannot be meant."""
+def _check_beam_compatible(sampling: SamplingParameters, stopping: StoppingCriteria) -> None:
+    """Beam search follows the model's own probabilities. Refuse what would change them."""
     default = SamplingParameters(seed=sampling.seed)
     if sampling.temperature not in (0, default.temperature):
-        raise _disturbs("temperature", sampling.temperature, "0, 1 or left out")
-    for name in _DISTURBING:
+        raise _incompatible("temperature", sampling.temperature, "0, 1 or left out")
+    for name in _INCOMPATIBLE_WITH_BEAMS:
         value = getattr(sampling, name)
         if value != getattr(default, name):
-            raise _disturbs(name, value, "left out")
+            raise _incompatible(name, value, "left out")
     if stopping.stop_strings:
-        raise _disturbs("stop", stopping.stop_strings, "left out (but stop_token_ids may be given)")
+        raise _incompatible("stop", stopping.stop_strings, "left out (stop_token_ids are allowed)")
 
 
-def _disturbs(field: str, value: object, bound: str) -> InvalidRequest:
+def _incompatible(field: str, value: object, bound: str) -> InvalidRequest:
     return InvalidRequest(field, value, f"{bound} with beam search, which follows the model's own probabilities")

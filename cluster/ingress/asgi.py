@@ -1,4 +1,4 @@
-"""What the HTTP door needs of ASGI itself: bounded bodies, clients that leave, names for requests."""
+"""ASGI helpers of the HTTP API: request ids, bounded bodies, timeouts, clients that disconnect."""
 
 from __future__ import annotations
 
@@ -9,50 +9,63 @@ import secrets
 from collections.abc import AsyncGenerator, Coroutine
 from typing import TypeVar
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.core.errors import Aborted, InvalidRequest, TooLarge
+from cluster.ingress.openai.errors import error_response
 from cluster.ingress.validate import is_request_id
 
 _T = TypeVar("_T")
+_REQUEST_ID = "x-request-id"
 _DRAIN_FACTOR = 8
 _DRAIN_SECONDS = 2.0
 
 
-class NamedRequests:
-    """Gives every request a name of its own, and tells the response what it is called: so, or as its client wished.
+class RequestIdMiddleware:
+    """Gives every request a unique id, and returns the client's own `x-request-id`, or else the unique id.
 
-    The client's `x-request-id` is for logs and the response alone: nothing keeps clients from using one twice.
+    The client's id is only for logs and the response header, because clients may use one twice. An id with
+    characters outside ASCII is refused with status 400; another invalid id is replaced by the unique one.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, adds_header: bool = True) -> None:
+        """`adds_header=False` is for an app behind a proxy that adds `x-request-id` to responses itself."""
         self._app = app
+        self._adds_header = adds_header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, with `name` (unlike any other) and `called` (as the response tells it) in the state."""
+        """Run the app with `request_id` (unique) and `client_request_id` in the state of the request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        wanted = Headers(scope=scope).get("x-request-id", "")
-        name = secrets.token_hex(16)
-        called = wanted if is_request_id(wanted) else name
-        scope.setdefault("state", {}).update(name=name, called=called)
+        headers = MutableHeaders(scope=scope)
+        header = headers.get(_REQUEST_ID, "")
+        unique = secrets.token_hex(16)
+        client_id = header if is_request_id(header) else unique
+        headers[_REQUEST_ID] = client_id  # so that whatever lies between this and the app uses the same id
+        scope.setdefault("state", {}).update(request_id=unique, client_request_id=client_id)
 
-        async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = called
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._adds_header:
+                MutableHeaders(scope=message)[_REQUEST_ID] = client_id
             await send(message)
 
-        await self._app(scope, receive, send_named)
+        app = self._app if header.isascii() else _refusal(header)
+        await app(scope, receive, send_with_id)
+
+
+def _refusal(header: str) -> ASGIApp:
+    error = error_response(InvalidRequest(_REQUEST_ID, header, "1 to 64 letters, digits or ._:-"))
+    return Response(error.body(), error.status, media_type="application/json")
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body, of at most `limit` bytes; a longer one is never held.
+    """Read a body of at most `limit` bytes. A longer body is never held in memory.
 
-    Raises `TooLarge`, `InvalidRequest` when it is not declared as JSON, `Aborted` when the client leaves.
+    Raises `TooLarge`, `InvalidRequest` for another content type than JSON, `Aborted` if the client disconnects.
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -69,12 +82,12 @@ async def read_body(request: Request, limit: int) -> bytes:
                 raise TooLarge("body", f"more than {limit} bytes", f"at most {limit} bytes")
             body += chunk
     except ClientDisconnect:
-        raise Aborted("the client left") from None
+        raise Aborted("the client disconnected") from None
     return bytes(body)
 
 
 async def _drain(request: Request, limit: int) -> None:
-    """Let a client that goes on sending finish for a while, so that it reads the refusal, not a reset."""
+    """Read the rest of a body for a while. A client that is still sending would get a reset instead of the error."""
     if "expect" in request.headers:
         return
     left = limit * _DRAIN_FACTOR
@@ -88,7 +101,7 @@ async def _drain(request: Request, limit: int) -> None:
 
 
 def timeout_of(request: Request, longest: float) -> float:
-    """Seconds the client gives its request in `x-request-timeout`, at most `longest`. Raises `InvalidRequest`."""
+    """Return the timeout in the header `x-request-timeout`, in seconds, at most `longest`. Raises `InvalidRequest`."""
     header = request.headers.get("x-request-timeout")
     if header is None:
         return longest
@@ -102,13 +115,13 @@ def timeout_of(request: Request, longest: float) -> float:
 
 
 async def while_connected(request: Request, work: Coroutine[object, object, _T]) -> _T:
-    """The result of `work`, which is cancelled when the client leaves; then raises `Aborted`."""
+    """Return the result of `work`. If the client disconnects, cancel `work` and raise `Aborted`."""
     task = asyncio.create_task(work)
-    watch = asyncio.create_task(_left(request))
+    watch = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Aborted("the client left")
+            raise Aborted("the client disconnected")
         return task.result()
     finally:
         for unfinished in (task, watch):
@@ -116,13 +129,13 @@ async def while_connected(request: Request, work: Coroutine[object, object, _T])
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _left(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events from a generator that is closed whatever happens to the connection."""
+    """Server-sent events. The generator is closed however the response ends."""
 
     media_type = "text/event-stream"
 
@@ -131,7 +144,7 @@ class EventStream(StreamingResponse):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the end or until the client leaves."""
+        """Send all events, or stop when the client disconnects."""
         try:
             await super().__call__(scope, receive, send)
         finally:

@@ -1,4 +1,4 @@
-"""What the HTTP door asks of the public service; the gRPC client and the tests' in-process one implement it."""
+"""The port through which the HTTP API calls the public service."""
 
 from __future__ import annotations
 
@@ -8,27 +8,30 @@ from typing import Protocol
 from pilotfish.v1 import generation_pb2
 
 
-class Client(Protocol):
-    """The public service, seen from outside. Errors arrive as the `PilotfishError` that was raised there."""
+class ServiceClient(Protocol):
+    """A client of the public service. It raises the same `PilotfishError` as the service.
+
+    `cluster.wire.generation_client.GenerationClient` implements it.
+    """
 
     def generate(
         self, request: generation_pb2.GenerateRequest, timeout_seconds: float, /
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """One answer, at most `timeout_seconds` long; closing it cancels the call."""
+        """Yield the responses of one request. Closing the iterator cancels the call."""
         ...
 
     async def list_models(self) -> Sequence[generation_pb2.Model]:
-        """The models served."""
+        """Return the served models."""
         ...
 
     async def get_model(self, name: str) -> generation_pb2.Model:
-        """One of them. Raises `UnknownModel`."""
+        """Return one served model. Raises `UnknownModel`."""
         ...
 
     async def metrics(self) -> tuple[bytes, str]:
-        """Prometheus text and its content type."""
+        """Return the metrics in Prometheus text format and its content type."""
         ...
 
     async def is_ready(self) -> bool:
-        """Whether requests are taken."""
+        """Whether the service accepts requests."""
         ...

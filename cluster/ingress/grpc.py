@@ -1,4 +1,4 @@
-"""The gRPC door: protobuf in, protobuf out, everything else in the room."""
+"""The gRPC API: servicers that convert between protobuf and the generation service."""
 
 # ruff: noqa: N802, ARG002 - names and signatures are the schema's
 
@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeAlias
 import grpc
 
 from cluster.core.request import FinishReason, TokenLogprobs, Usage
-from cluster.ingress.service import Generation, ServedModel
-from cluster.ingress.text.output import Delta, Event, Finished, Started
+from cluster.ingress.events import Delta, Event, Finished, Started
+from cluster.ingress.service import GenerationService, ServedModel
 from pilotfish.v1 import common_pb2, generation_pb2, generation_pb2_grpc, operations_pb2, operations_pb2_grpc
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -25,19 +25,19 @@ _REASONS = {
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """The public service. Errors are raised as they are; the server maps them to statuses."""
+    """The public service. It raises Pilotfish errors, which `WireServer` maps to gRPC statuses."""
 
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-        """Stream the answers. A cancelled call closes them, and with them everything they held."""
-        async with aclosing(self._generation.generate(request, context.time_remaining())) as events:
+        """Stream the answers. A cancelled call frees their memory."""
+        async with aclosing(self._service.generate(request, context.time_remaining())) as events:
             async for event in events:
                 response = self._encode(event)
-                response.lossy = not self._generation.is_lossless
+                response.lossy = not self._service.is_lossless
                 yield response
 
     async def Abort(
@@ -46,7 +46,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: Context,
     ) -> generation_pb2.AbortResponse:
         """Stop a running request."""
-        return generation_pb2.AbortResponse(aborted=self._generation.abort(request.request_id))
+        return generation_pb2.AbortResponse(aborted=self._service.abort(request.request_id))
 
     async def Tokenize(
         self,
@@ -54,10 +54,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: Context,
     ) -> generation_pb2.TokenizeResponse:
         """Text or conversation to tokens."""
-        tokens = await self._generation.tokenize(request)
-        return generation_pb2.TokenizeResponse(
-            token_ids=tokens, max_context_len=self._generation.model().max_context_len
-        )
+        tokens = await self._service.tokenize(request)
+        return generation_pb2.TokenizeResponse(token_ids=tokens, max_context_len=self._service.model().max_context_len)
 
     async def Detokenize(
         self,
@@ -65,7 +63,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: Context,
     ) -> generation_pb2.DetokenizeResponse:
         """Tokens to text."""
-        return generation_pb2.DetokenizeResponse(text=await self._generation.detokenize(request))
+        return generation_pb2.DetokenizeResponse(text=await self._service.detokenize(request))
 
     async def ListModels(
         self,
@@ -73,7 +71,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: Context,
     ) -> generation_pb2.ListModelsResponse:
         """The models served."""
-        return generation_pb2.ListModelsResponse(models=[_encode_model(self._generation.model())])
+        return generation_pb2.ListModelsResponse(models=[_encode_model(self._service.model())])
 
     async def GetModel(
         self,
@@ -81,7 +79,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: Context,
     ) -> generation_pb2.GetModelResponse:
         """One model by name."""
-        return generation_pb2.GetModelResponse(model=_encode_model(self._generation.model(request.model)))
+        return generation_pb2.GetModelResponse(model=_encode_model(self._service.model(request.model)))
 
     def _encode(self, event: Event) -> generation_pb2.GenerateResponse:
         match event:
@@ -98,7 +96,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             token_ids=delta.tokens,
             accepted_draft_tokens=delta.accepted,
             logprobs=[self._encode_logprobs(entry) for entry in delta.logprobs],
-            token_bytes=[self._generation.token_bytes(entry.token) for entry in delta.logprobs],
+            token_bytes=[self._service.token_bytes(entry.token) for entry in delta.logprobs],
         )
 
     def _encode_logprobs(self, entry: TokenLogprobs) -> common_pb2.TokenLogprobs:
@@ -106,24 +104,24 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             token_id=entry.token,
             logprob=entry.logprob,
             top=[
-                common_pb2.TopLogprob(token_id=token, logprob=logprob, token_bytes=self._generation.token_bytes(token))
+                common_pb2.TopLogprob(token_id=token, logprob=logprob, token_bytes=self._service.token_bytes(token))
                 for token, logprob in entry.top
             ],
         )
 
 
-class Exposition(Protocol):
-    """What the operations service needs of the coordinator's metrics."""
+class MetricsSource(Protocol):
+    """The coordinator's metrics, as the operations service uses them."""
 
     def exposition(self) -> tuple[bytes, str]:
-        """Prometheus text and its content type."""
+        """Return the metrics in Prometheus text format and its content type."""
         ...
 
 
 class OperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
-    """What operators read."""
+    """The service for operators."""
 
-    def __init__(self, metrics: Exposition) -> None:
+    def __init__(self, metrics: MetricsSource) -> None:
         self._metrics = metrics
 
     async def GetMetrics(

@@ -1,12 +1,10 @@
-"""The HTTP door: OpenAI's API over the public gRPC service."""
+"""The HTTP API: OpenAI's endpoints, served by the gRPC generation service."""
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -16,49 +14,36 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
 from cluster.core.config import LimitsSection
-from cluster.core.errors import PilotfishError, WorkerUnavailable
-from cluster.ingress.asgi import EventStream, NamedRequests, read_body, timeout_of, while_connected
-from cluster.ingress.client import Client
+from cluster.core.errors import InvalidRequest, PilotfishError
+from cluster.ingress.asgi import EventStream, RequestIdMiddleware, read_body, timeout_of, while_connected
+from cluster.ingress.client import ServiceClient
 from cluster.ingress.merge import merge
-from cluster.ingress.openai.errors import Failure, failure
-from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters, parse
-from cluster.ingress.openai.responses import (
-    ChatShape,
-    Choice,
-    CompletionShape,
-    Envelope,
-    Json,
-    Shape,
-    Wishes,
-    delta_choice,
-    last_choice,
-    model_card,
-    take_delta,
-    usage,
-    whole_choice,
-)
-from cluster.ingress.openai.translate import chat_request, completion_requests, seed_of
+from cluster.ingress.openai.errors import ErrorResponse, error_response
+from cluster.ingress.openai.formats import ChatFormat, Choice, CompletionFormat, EndpointFormat, Json
+from cluster.ingress.openai.parse import parse
+from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
+from cluster.ingress.openai.responses import ResponseMetadata, ResponseOptions, model_card
+from cluster.ingress.openai.stream import Events, by_choice, chunks, whole_response
+from cluster.ingress.openai.translate import chat_request, completion_requests, parameter_names, seed_of
 from pilotfish.v1 import generation_pb2
 
 logger = logging.getLogger(__name__)
 
-_DONE = b"data: [DONE]\n\n"
 _FINGERPRINT = f"pilotfish-{version('pilotfish')}"
-
-Events = AsyncGenerator[tuple[int, generation_pb2.GenerateResponse], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
-    """One HTTP request, translated."""
+class _Translated:
+    """An HTTP request as requests of the generation service."""
 
-    shape: Shape
-    name: str
+    endpoint: EndpointFormat
+    request_id: str
     seed: int
-    wishes: Wishes
+    options: ResponseOptions
     stream: bool
     requests: Sequence[generation_pb2.GenerateRequest]
-    """One per prompt, alike in all else."""
+    """One per prompt; they differ in nothing else."""
+    parameter_names: Mapping[str, str]
 
     @property
     def n(self) -> int:
@@ -66,18 +51,21 @@ class _Ask:
         return self.requests[0].n or 1
 
 
-def create_app(client: Client, limits: LimitsSection) -> FastAPI:
-    """The ASGI application; `client` reaches the coordinator's public service."""
+def create_app(client: ServiceClient, limits: LimitsSection, *, adds_request_id: bool = True) -> FastAPI:
+    """Return the ASGI application, which calls the public service through `client`.
+
+    `adds_request_id=False` leaves the response header `x-request-id` to a proxy, as Ray Serve's, that adds it itself.
+    """
     app = FastAPI(
         title="Pilotfish",
         version=version("pilotfish"),
         docs_url=None,
         redoc_url=None,
-        middleware=[Middleware(NamedRequests)],
+        middleware=[Middleware(RequestIdMiddleware, adds_header=adds_request_id)],
         exception_handlers={
-            PilotfishError: _refuse,
-            HTTPException: _refuse_route,
-            Exception: _refuse,
+            PilotfishError: _respond_with_error,
+            HTTPException: _respond_with_route_error,
+            Exception: _respond_with_error,
         },
     )
     _add_generation(app, client, limits)
@@ -85,24 +73,26 @@ def create_app(client: Client, limits: LimitsSection) -> FastAPI:
     return app
 
 
-def _add_generation(app: FastAPI, client: Client, limits: LimitsSection) -> None:
+def _add_generation(app: FastAPI, client: ServiceClient, limits: LimitsSection) -> None:
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         body = parse(CompletionRequest, await read_body(request, limits.max_body_bytes))
-        name, seed = _name(body, request), seed_of(body)
-        requests = completion_requests(body, limits, name, seed)
-        wishes = Wishes(body.logprobs is not None, body.return_token_ids, body.include_usage)
-        ask = _Ask(CompletionShape(), name, seed, wishes, body.stream, requests)
-        return await _answer(client, request, limits, ask)
+        request_id, seed = _request_id(body, request), seed_of(body)
+        requests = completion_requests(body, limits, request_id, seed)
+        options = ResponseOptions(body.logprobs is not None, body.return_token_ids, body.include_usage)
+        names = parameter_names(body)
+        translated = _Translated(CompletionFormat(), request_id, seed, options, body.stream, requests, names)
+        return await _generate(client, request, limits, translated)
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         body = parse(ChatRequest, await read_body(request, limits.max_body_bytes))
-        name, seed = _name(body, request), seed_of(body)
-        requests = [chat_request(body, limits, name, seed)]
-        wishes = Wishes(body.logprobs, body.return_token_ids, body.include_usage)
-        ask = _Ask(ChatShape(), name, seed, wishes, body.stream, requests)
-        return await _answer(client, request, limits, ask)
+        request_id, seed = _request_id(body, request), seed_of(body)
+        requests = [chat_request(body, request_id, seed)]
+        options = ResponseOptions(body.logprobs, body.return_token_ids, body.include_usage)
+        names = parameter_names(body)
+        translated = _Translated(ChatFormat(), request_id, seed, options, body.stream, requests, names)
+        return await _generate(client, request, limits, translated)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -113,7 +103,7 @@ def _add_generation(app: FastAPI, client: Client, limits: LimitsSection) -> None
         return JSONResponse(model_card(await client.get_model(name)))
 
 
-def _add_operations(app: FastAPI, client: Client) -> None:
+def _add_operations(app: FastAPI, client: ServiceClient) -> None:
     @app.get("/health")
     async def health() -> Response:
         return JSONResponse({"status": "alive"})
@@ -129,114 +119,75 @@ def _add_operations(app: FastAPI, client: Client) -> None:
         return Response(exposition, headers={"content-type": content_type})
 
 
-async def _answer(client: Client, request: Request, limits: LimitsSection, ask: _Ask) -> Response:
-    timeout = timeout_of(request, limits.max_timeout_seconds)
-    events = _flat(merge([client.generate(part, timeout) for part in ask.requests]), ask.n)
-    choices = [Choice(index, leads=index % ask.n == 0) for index in range(len(ask.requests) * ask.n)]
+async def _generate(
+    client: ServiceClient, request: Request, limits: LimitsSection, translated: _Translated
+) -> Response:
+    timeout, n = timeout_of(request, limits.max_timeout_seconds), translated.n
+    events = by_choice(merge([client.generate(part, timeout) for part in translated.requests]), n)
+    choices = [Choice(index, counts_prompt=index % n == 0) for index in range(len(translated.requests) * n)]
     try:
-        # Every refusal comes before the first event, and so before the status line.
-        _, first = await while_connected(request, _next(events))
-        started = first.started
-        envelope = Envelope(
-            ask.shape,
-            f"{ask.shape.prefix}-{ask.name}",
-            int(time.time()),
-            started.model,
-            ask.seed,
-            _FINGERPRINT,
-            is_lossless=not first.lossy,
-        )
-        if not ask.stream:
-            return JSONResponse(await while_connected(request, _whole(events, choices, envelope, ask.wishes)))
+        # A refused request fails here, before the status line is sent.
+        metadata = _metadata(await while_connected(request, _first(events)), translated)
+        if not translated.stream:
+            return JSONResponse(
+                await while_connected(request, whole_response(events, choices, metadata, translated.options))
+            )
+    except InvalidRequest as error:
+        await events.aclose()
+        raise error.renamed(translated.parameter_names.get(error.field, error.field)) from None
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(_chunks(events, choices, envelope, ask.wishes, request.state.called))
+
+    def in_stream(error: Exception) -> ErrorResponse:
+        return _logged(request, error)
+
+    return EventStream(chunks(events, choices, metadata, translated.options, in_stream))
 
 
-def _name(body: Parameters, request: Request) -> str:
-    name: str = request.state.name if body.request_id is None else body.request_id
-    return name
+async def _first(events: Events) -> generation_pb2.GenerateResponse:
+    return (await anext(events))[1]
 
 
-async def _flat(events: Events, n: int) -> Events:
-    """Events with the index of their choice instead of their prompt: `n` follow each other for each prompt."""
-    async with aclosing(events):
-        async for prompt, event in events:
-            if event.index >= n:
-                raise WorkerUnavailable(f"answer {event.index} was not asked for")
-            yield prompt * n + event.index, event
+def _metadata(first: generation_pb2.GenerateResponse, translated: _Translated) -> ResponseMetadata:
+    return ResponseMetadata(
+        translated.endpoint,
+        f"{translated.endpoint.id_prefix}-{translated.request_id}",
+        int(time.time()),
+        first.started.model,
+        translated.seed,
+        _FINGERPRINT,
+        is_lossless=not first.lossy,
+    )
 
 
-async def _next(events: Events) -> tuple[int, generation_pb2.GenerateResponse]:
-    return await anext(events)
+def _request_id(body: Parameters, request: Request) -> str:
+    request_id: str = request.state.request_id if body.request_id is None else body.request_id
+    return request_id
 
 
-async def _whole(events: Events, choices: list[Choice], envelope: Envelope, wishes: Wishes) -> Json:
-    async for index, event in events:
-        if event.HasField("delta"):
-            take_delta(envelope.shape, choices[index], event.delta)
-        elif event.HasField("finished"):
-            choices[index].finished = event.finished
-    answers = [whole_choice(envelope.shape, choice, wishes) for choice in choices]
-    return envelope.wrap(answers, chunk=False, usage=usage(choices))
-
-
-async def _chunks(
-    events: Events, choices: list[Choice], envelope: Envelope, wishes: Wishes, called: str
-) -> AsyncGenerator[bytes, None]:
-    """Server-sent events: one per commit as it arrives, the usage if wished, `[DONE]`."""
-    unset = {"usage": None} if wishes.usage else {}
-    try:
-        async for index, event in events:
-            piece = _piece(envelope.shape, choices[index], event, wishes)
-            if piece is not None:
-                yield _sse(envelope.wrap([piece], chunk=True, **unset))
-        if wishes.usage:
-            yield _sse(envelope.wrap([], chunk=True, usage=usage(choices)))
-    except Exception as error:
-        yield b"data: " + _failure(called, error).body() + b"\n\n"
-    finally:
-        await events.aclose()
-    yield _DONE
-
-
-def _piece(shape: Shape, choice: Choice, event: generation_pb2.GenerateResponse, wishes: Wishes) -> Json | None:
-    if event.HasField("delta"):
-        return delta_choice(shape, choice, event.delta, wishes)
-    if event.HasField("finished"):
-        choice.finished = event.finished
-        return last_choice(shape, choice)
-    return None
-
-
-def _sse(payload: Json) -> bytes:
-    return b"data: " + json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-def _failure(called: str, error: Exception) -> Failure:
+def _logged(request: Request, error: Exception) -> ErrorResponse:
     if not isinstance(error, PilotfishError):
-        logger.error("request %s failed", called, exc_info=error)
-    return failure(error)
+        logger.error("request %s failed", request.state.client_request_id, exc_info=error)
+    return error_response(error)
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
-    return _response(_failure(request.state.called, error))
+async def _respond_with_error(request: Request, error: Exception) -> Response:
+    return _response(_logged(request, error))
 
 
-async def _refuse_route(request: Request, error: Exception) -> Response:
+async def _respond_with_route_error(request: Request, error: Exception) -> Response:
     """Unknown paths and methods."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     reason = {404: "there is no", 405: "there is no such method:"}.get(status, "refused:")
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    return _response(
-        Failure(status, f"{reason} {request.method} {request.url.path}", "invalid_request_error", headers=headers)
-    )
+    message = f"{reason} {request.method} {request.url.path}"
+    return _response(ErrorResponse(status, message, "invalid_request_error", headers=headers))
 
 
-def _response(refusal: Failure) -> Response:
-    return Response(refusal.body(), refusal.status, refusal.headers, "application/json")
+def _response(error: ErrorResponse) -> Response:
+    return Response(error.body(), error.status, error.headers, "application/json")
 
 
-def _body_schema(schema: type[Parameters]) -> Json:
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema.model_json_schema()}}}}
+def _body_schema(model: type[Parameters]) -> Json:
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}

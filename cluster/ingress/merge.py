@@ -1,4 +1,4 @@
-"""Several streams as one, in order of arrival."""
+"""Several asynchronous streams as one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 async def merge(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:
-    """Items with the index of their stream. The first error ends all; so does closing this."""
+    """Yield `(stream index, item)` in order of arrival. The first error ends all streams; so does closing this one."""
     arrived: asyncio.Queue[tuple[int, _T] | Exception | None] = asyncio.Queue(maxsize=len(streams))
 
     async def pump(index: int, stream: AsyncGenerator[_T, None]) -> None:
@@ -19,7 +19,7 @@ async def merge(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[t
             async with aclosing(stream):
                 async for item in stream:
                     await arrived.put((index, item))
-        except Exception as error:  # told to the reader, who raises it
+        except Exception as error:  # the consumer raises it
             await arrived.put(error)
         else:
             await arrived.put(None)

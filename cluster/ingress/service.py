@@ -1,4 +1,4 @@
-"""The room behind both doors: validate, tokenize, let the coordinator work, detokenize."""
+"""The generation service behind both APIs: validate, tokenize, generate, detokenize."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.core import bounds
 from cluster.core.config import LimitsSection
 from cluster.core.errors import InvalidRequest, NotReady, TargetUnavailable
 from cluster.core.ids import RequestId
 from cluster.core.request import Commit, GenerationRequest
 from cluster.core.verification import TargetInfo
-from cluster.ingress import checks, validate
-from cluster.ingress.text.output import Delta, Event, Finished, Started
-from cluster.ingress.text.outputs import Answers, choose
+from cluster.ingress import validate
+from cluster.ingress.events import Delta, Event, Finished, Started
+from cluster.ingress.text.request_processor import RequestProcessor, best_answers
 from cluster.ingress.text.tokenizer import Tokenizer
 from cluster.ingress.validate import ChatPrompt, Prompt, TextPrompt, TokenPrompt, ValidatedRequest
 from pilotfish.v1 import generation_pb2
@@ -24,49 +25,49 @@ from pilotfish.v1 import generation_pb2
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a client may know of the model that answers."""
+    """The served model, as clients see it."""
 
     name: str
     created: int
-    """When it was loaded, in seconds since the epoch."""
+    """Time of loading, in seconds since the epoch."""
     max_context_len: int
     vocabulary_size: int
     draft_method: str
     is_lossless: bool
-    """Whether answers are what the model alone would have written."""
+    """See `TargetInfo.is_lossless`."""
 
 
 class Engine(Protocol):
-    """What the room needs of the coordinator."""
+    """The coordinator, as the generation service uses it."""
 
     @property
     def info(self) -> TargetInfo:
-        """The target behind it; there once `ready`."""
+        """The target. Known once `ready` is true."""
         ...
 
     @property
     def ready(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the engine accepts requests."""
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit, None]:
-        """Its answers, each with one commit that has `finish`; closing it frees what they hold.
+        """Yield the commits of all answers; the last of each has `finish`. Closing the iterator frees their memory.
 
         Raises `Overloaded`, `NotReady` or `InvalidRequest` at the first step, `DeadlineExceeded` later.
         """
         ...
 
     def conclude(self, request_id: RequestId, index: int) -> bool:
-        """End one running answer with `STOP`: its reader found the end. Whether there was one."""
+        """End one running answer with `STOP`, because its text is complete. Returns whether it was running."""
         ...
 
     def abort(self, request_id: RequestId) -> bool:
-        """End a request's running answers with `ABORT`; whether there was one."""
+        """End the running answers of a request with `ABORT`. Returns whether there were any."""
         ...
 
 
-class Generation:
-    """Answers requests over one engine and one tokenizer."""
+class GenerationService:
+    """Answers requests with one engine and one tokenizer."""
 
     def __init__(
         self,
@@ -89,65 +90,66 @@ class Generation:
     async def generate(
         self, message: generation_pb2.GenerateRequest, seconds_left: float | None = None
     ) -> AsyncGenerator[Event, None]:
-        """`Started`; for each answer a `Delta` per commit, and `Finished`. Closing it frees everything they held.
+        """Yield `Started`, then for each answer a `Delta` per commit and `Finished`.
 
-        Nothing comes before the first commit, so that every refusal comes before anything. Raises `InvalidRequest`,
-        `UnknownModel`, `NotReady`, `Overloaded`, `DeadlineExceeded`, `TargetUnavailable`.
+        The first event follows the first commit, so a refused request yields nothing. Closing the iterator frees
+        the memory of all answers. Raises `InvalidRequest`, `UnknownModel`, `NotReady`, `Overloaded`,
+        `DeadlineExceeded`, `TargetUnavailable`.
         """
         info = self._info()
         longest = self._limits.max_timeout_seconds
         deadline = self._clock() + (longest if seconds_left is None else min(seconds_left, longest))
         valid = validate.validate(message, info, self._limits, info.eos_token_ids or self._tokenizer.eos_token_ids)
-        with self._named(valid.request_id):
+        with self._reserved(valid.request_id):
             prompt = await self._encode(valid.prompt, info)
-            request = validate.admit(valid, prompt, info, self._limits, deadline)
+            request = validate.fit_to_context(valid, prompt, info, self._limits, deadline)
             started: Started | None = Started(request.request_id, info.model, request.sampling.seed, len(prompt))
-            async with aclosing(self._given(request, valid)) as events:
+            async with aclosing(self._returned(request, valid)) as events:
                 async for event in events:
                     if started is not None:
                         yield started
                         started = None
                     yield event
 
-    async def _given(
+    async def _returned(
         self, request: GenerationRequest, valid: ValidatedRequest
     ) -> AsyncGenerator[Delta | Finished, None]:
-        """What the client reads of the answers: all as they come, or the best once all are there."""
-        made: list[Delta | Finished] = []
-        async with aclosing(self._made(request)) as events:
-            async for event in events:
-                if valid.plurality.chosen:
-                    made.append(event)
-                else:
+        """Yield the events of the returned answers: all as they come, or the best once all are complete."""
+        if not valid.answers.selects_best:
+            async with aclosing(self._generated(request)) as events:
+                async for event in events:
                     yield event
-        for event in choose(made, valid.plurality.given, logprobs=valid.sampling.logprobs is not None):
+            return
+        async with aclosing(self._generated(request)) as events:
+            candidates = [event async for event in events]
+        for event in best_answers(candidates, valid.answers.returned, logprobs=valid.sampling.logprobs is not None):
             yield event
 
-    async def _made(self, request: GenerationRequest) -> AsyncGenerator[Delta | Finished, None]:
-        """What the engine commits, as events of `request.n` answers."""
-        answers = Answers(request, self._tokenizer.stream)
+    async def _generated(self, request: GenerationRequest) -> AsyncGenerator[Delta | Finished, None]:
+        """Yield the events of all `request.n` answers that the engine generates."""
+        processor = RequestProcessor(request, self._tokenizer.detokenizer)
         last: tuple[Delta | Finished, ...] = ()
         async with aclosing(self._engine.generate(request)) as commits:
             async for commit in commits:
-                events = answers.take(commit)
+                events = processor.process(commit)
                 if commit.finish is None and events and isinstance(events[-1], Finished):
                     self._engine.conclude(request.request_id, commit.index)
-                if answers.done:
+                if processor.done:
                     last = events
-                    break  # the engine is let go before the last words are sent
+                    break  # close the engine's stream before the client reads the last event
                 for event in events:
                     yield event
-        if not answers.done:
+        if not processor.done:
             raise TargetUnavailable(f"the answer to {request.request_id} broke off")
         for event in last:
             yield event
 
     def abort(self, request_id: str) -> bool:
-        """Stop a running request; its answers end with `ABORT`. Raises `InvalidRequest` (`request_id`)."""
+        """End the answers of a running request with `ABORT`. Raises `InvalidRequest` (`request_id`)."""
         return self._engine.abort(validate.check_request_id(request_id))
 
     async def tokenize(self, message: generation_pb2.TokenizeRequest) -> tuple[int, ...]:
-        """Token ids of text or a conversation. Raises `InvalidRequest`, `UnknownModel`, `NotReady`."""
+        """Return the token ids of a text or a conversation. Raises `InvalidRequest`, `UnknownModel`, `NotReady`."""
         validate.check_model(message.model if message.HasField("model") else None, self._info())
         match message.WhichOneof("input"):
             case "chat":
@@ -159,22 +161,19 @@ class Generation:
         raise InvalidRequest("prompt", None, "given: as text or messages")
 
     async def detokenize(self, message: generation_pb2.DetokenizeRequest) -> str:
-        """Text of token ids. Raises `InvalidRequest`, `UnknownModel`, `NotReady`."""
+        """Return the text of token ids. Raises `InvalidRequest`, `UnknownModel`, `NotReady`."""
         info = self._info()
         validate.check_model(message.model if message.HasField("model") else None, info)
-        count = len(message.token_ids)
-        if count > info.max_context_len:
-            raise InvalidRequest("token_ids", f"{count} tokens", f"at most {info.max_context_len} tokens")
-        tokens = checks.tokens("token_ids", message.token_ids, info)
+        tokens = bounds.tokens("token_ids", message.token_ids, 0, info.max_context_len, info.vocabulary_size)
         skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
         return await asyncio.to_thread(self._tokenizer.decode, tokens, skip)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes one token adds to a text."""
+        """Return the bytes that one token adds to a text."""
         return self._tokenizer.token_bytes(token)
 
     def model(self, name: str | None = None) -> ServedModel:
-        """The served model. Raises `UnknownModel`, `NotReady`."""
+        """Return the served model. Raises `UnknownModel`, `NotReady`."""
         info = self._info()
         validate.check_model(name, info)
         return ServedModel(
@@ -188,7 +187,7 @@ class Generation:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether answers are what the model alone would have written; known once the engine is ready."""
+        """See `TargetInfo.is_lossless`. Known once the engine is ready."""
         return self._engine.info.is_lossless
 
     def _info(self) -> TargetInfo:
@@ -197,8 +196,8 @@ class Generation:
         return self._engine.info
 
     @contextmanager
-    def _named(self, request_id: RequestId) -> Iterator[None]:
-        """Hold the request's name while it runs."""
+    def _reserved(self, request_id: RequestId) -> Iterator[None]:
+        """Reserve the id of a request while it runs."""
         if request_id in self._running:
             raise InvalidRequest("request_id", request_id, "unlike those of running requests")
         self._running.add(request_id)
@@ -208,7 +207,7 @@ class Generation:
             self._running.discard(request_id)
 
     async def _encode(self, prompt: Prompt, info: TargetInfo) -> tuple[int, ...]:
-        """The prompt's tokens. What cannot possibly fit is refused without the work."""
+        """Return the tokens of the prompt. A text that cannot fit into the context is refused without tokenizing it."""
         match prompt:
             case TokenPrompt(tokens):
                 return tokens
@@ -217,5 +216,5 @@ class Generation:
             case ChatPrompt(messages):
                 text, special = self._tokenizer.render_chat(messages), False
         if len(text) > info.max_context_len * self._tokenizer.longest_token_chars:
-            raise validate.too_long(prompt.field, len(text), "characters", info)
+            raise validate.prompt_too_long(prompt.field, len(text), "characters", info)
         return await asyncio.to_thread(self._tokenizer.encode, text, special)

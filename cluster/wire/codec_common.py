@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cluster.core import bounds
 from cluster.core.errors import InvalidRequest
@@ -36,37 +37,62 @@ def encode_sampling(sampling: SamplingParameters) -> pb.SamplingParameters:
     )
 
 
-def decode_sampling(message: pb.SamplingParameters, field: str = "sampling") -> SamplingParameters:
-    """Unset fields take their defaults. Raises `InvalidRequest`."""
+@dataclass(frozen=True, slots=True)
+class SamplingLimits:
+    """Bounds of sampling parameters that depend on who receives them. The defaults hold between workers."""
+
+    max_logprobs: int = bounds.MAX_LOGPROBS
+    max_logit_bias: int = bounds.MAX_LOGIT_BIAS
+    vocabulary_size: int = bounds.MAX_TOKEN_ID + 1
+
+
+_WORKER_LIMITS = SamplingLimits()
+
+
+def decode_sampling(
+    message: pb.SamplingParameters, prefix: str = "", limits: SamplingLimits = _WORKER_LIMITS
+) -> SamplingParameters:
+    """Check and convert sampling parameters; unset fields take their defaults, and the seed is then 0.
+
+    `prefix` is put before the name of the field in an error. Raises `InvalidRequest`.
+    """
     default = SamplingParameters()
 
-    def real(name: str, least: float, most: float, *, above: bool = False) -> float:
+    def number(name: str, least: float, most: float, *, above: bool = False) -> float:
         if not message.HasField(name):  # type: ignore[arg-type]
             return float(getattr(default, name))
-        return bounds.real(f"{field}.{name}", getattr(message, name), least, most, above=above)
+        return bounds.number(f"{prefix}{name}", getattr(message, name), least, most, above=above)
 
-    bounds.count(f"{field}.logit_bias", message.logit_bias, 0, bounds.MAX_LOGIT_BIAS)
-    bias = tuple(
-        (
-            bounds.whole(f"{field}.logit_bias[{index}].token_id", entry.token_id, 0, bounds.MAX_TOKEN_ID),
-            bounds.real(f"{field}.logit_bias[{index}].bias", entry.bias, -100.0, 100.0),
-        )
-        for index, entry in enumerate(message.logit_bias)
-    )
     return SamplingParameters(
-        temperature=real("temperature", 0.0, 2.0),
-        top_k=bounds.whole(f"{field}.top_k", message.top_k, 0, bounds.MAX_TOKENS),
-        top_p=real("top_p", 0.0, 1.0, above=True),
-        min_p=real("min_p", 0.0, 1.0),
-        repetition_penalty=real("repetition_penalty", 0.0, 2.0, above=True),
-        presence_penalty=real("presence_penalty", -2.0, 2.0),
-        frequency_penalty=real("frequency_penalty", -2.0, 2.0),
-        logit_bias=bias,
+        temperature=number("temperature", 0.0, bounds.MAX_TEMPERATURE),
+        top_k=bounds.integer(f"{prefix}top_k", message.top_k, 0, bounds.MAX_TOP_K),
+        top_p=number("top_p", 0.0, 1.0, above=True),
+        min_p=number("min_p", 0.0, 1.0),
+        repetition_penalty=number("repetition_penalty", 0.0, bounds.MAX_PENALTY, above=True),
+        presence_penalty=number("presence_penalty", -bounds.MAX_PENALTY, bounds.MAX_PENALTY),
+        frequency_penalty=number("frequency_penalty", -bounds.MAX_PENALTY, bounds.MAX_PENALTY),
+        logit_bias=_decode_logit_bias(message.logit_bias, f"{prefix}logit_bias", limits),
         seed=message.seed,
-        logprobs=bounds.whole(f"{field}.logprobs", message.logprobs, 0, bounds.MAX_LOGPROBS)
+        logprobs=bounds.integer(f"{prefix}logprobs", message.logprobs, 0, limits.max_logprobs)
         if message.HasField("logprobs")
         else None,
     )
+
+
+def _decode_logit_bias(
+    entries: Sequence[pb.LogitBias], field: str, limits: SamplingLimits
+) -> tuple[tuple[int, float], ...]:
+    """Errors name the token, not its position, because JSON clients send a mapping."""
+    bounds.count(field, entries, 0, limits.max_logit_bias)
+    biases: dict[int, float] = {}
+    for entry in entries:
+        bounds.integer(field, entry.token_id, 0, limits.vocabulary_size - 1)
+        if entry.token_id in biases:
+            raise InvalidRequest(field, entry.token_id, "each token at most once")
+        biases[entry.token_id] = bounds.number(
+            f"{field}[{entry.token_id}]", entry.bias, -bounds.MAX_BIAS, bounds.MAX_BIAS
+        )
+    return tuple(biases.items())
 
 
 def encode_start(start: SequenceStart) -> pb.SequenceStart:
@@ -79,8 +105,8 @@ def encode_start(start: SequenceStart) -> pb.SequenceStart:
 def decode_start(message: pb.SequenceStart, field: str) -> SequenceStart:
     """Raises `InvalidRequest`."""
     return SequenceStart(
-        prompt_len=bounds.whole(f"{field}.prompt_len", message.prompt_len, 1, bounds.MAX_TOKENS),
-        sampling=decode_sampling(message.sampling, f"{field}.sampling"),
+        prompt_len=bounds.integer(f"{field}.prompt_len", message.prompt_len, 1, bounds.MAX_TOKENS),
+        sampling=decode_sampling(message.sampling, f"{field}.sampling."),
         cache_salt=bounds.text(f"{field}.cache_salt", message.cache_salt, bounds.MAX_SALT_BYTES),
     )
 
@@ -117,7 +143,7 @@ def decode_fault(message: pb.RowFault, field: str) -> RowFault:
     if code is None:
         raise InvalidRequest(f"{field}.code", message.code, f"one of {sorted(_FAULTS)}")
     bounds.count(f"{field}.message", message.message.encode(), 0, bounds.MAX_FAULT_BYTES)
-    stored = bounds.whole(f"{field}.stored_len", message.stored_len, 0, bounds.MAX_TOKENS)
+    stored = bounds.integer(f"{field}.stored_len", message.stored_len, 0, bounds.MAX_TOKENS)
     return RowFault(code, message.message, stored)
 
 
@@ -134,11 +160,11 @@ def decode_logprobs(message: pb.TokenLogprobs, field: str = "logprobs") -> Token
     """Raises `InvalidRequest`."""
     bounds.count(f"{field}.top", message.top, 0, bounds.MAX_LOGPROBS)
     return TokenLogprobs(
-        token=bounds.whole(f"{field}.token_id", message.token_id, 0, bounds.MAX_TOKEN_ID),
+        token=bounds.integer(f"{field}.token_id", message.token_id, 0, bounds.MAX_TOKEN_ID),
         logprob=_logprob(f"{field}.logprob", message.logprob),
         top=tuple(
             (
-                bounds.whole(f"{field}.top[{index}].token_id", entry.token_id, 0, bounds.MAX_TOKEN_ID),
+                bounds.integer(f"{field}.top[{index}].token_id", entry.token_id, 0, bounds.MAX_TOKEN_ID),
                 _logprob(f"{field}.top[{index}].logprob", entry.logprob),
             )
             for index, entry in enumerate(message.top)
@@ -147,7 +173,7 @@ def decode_logprobs(message: pb.TokenLogprobs, field: str = "logprobs") -> Token
 
 
 def _logprob(field: str, value: float) -> float:
-    return bounds.real(field, value, -1e30, 0.0)
+    return bounds.number(field, value, bounds.MIN_LOGPROB, 0.0)
 
 
 def decode_sequence_ids(

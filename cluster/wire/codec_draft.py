@@ -63,15 +63,15 @@ def decode_client(message: pb.DraftServiceProposeRequest | pb.DraftServiceReleas
 
 
 def _decode_row(row: pb.DraftRow, field: str) -> DraftRow:
-    base_len = bounds.whole(f"{field}.base_len", row.base_len, 1, bounds.MAX_TOKENS)
+    base_len = bounds.integer(f"{field}.base_len", row.base_len, 1, bounds.MAX_TOKENS)
     least = base_len if row.HasField("start") else 0
     return DraftRow(
         sequence_id=SequenceId(bounds.identifier(f"{field}.sequence_id", row.sequence_id)),
         base_len=base_len,
         new_tokens=bounds.tokens(f"{field}.new_tokens", row.new_tokens, least, base_len),
         budget=DraftBudget(
-            bounds.whole(f"{field}.max_nodes", row.max_nodes, 0, bounds.MAX_TREE_NODES),
-            bounds.whole(f"{field}.max_depth", row.max_depth, 0, bounds.MAX_TREE_DEPTH),
+            bounds.integer(f"{field}.max_nodes", row.max_nodes, 0, bounds.MAX_TREE_NODES),
+            bounds.integer(f"{field}.max_depth", row.max_depth, 0, bounds.MAX_TREE_DEPTH),
         ),
         start=decode_start(row.start, f"{field}.start") if row.HasField("start") else None,
     )
@@ -104,11 +104,11 @@ def _decode_proposal(message: pb.Proposal, field: str) -> Proposal:
     tree = decode_tree(message.tree, f"{field}.tree")
     return Proposal(
         sequence_id=SequenceId(bounds.identifier(f"{field}.sequence_id", message.sequence_id)),
-        base_len=bounds.whole(f"{field}.base_len", message.base_len, 1, bounds.MAX_TOKENS),
+        base_len=bounds.integer(f"{field}.base_len", message.base_len, 1, bounds.MAX_TOKENS),
         tree=tree,
         fault=decode_fault(message.fault, f"{field}.fault") if message.HasField("fault") else None,
         probabilities=_decode_probabilities(message.probabilities, tree, f"{field}.probabilities"),
-        ready=bounds.whole(f"{field}.ready", message.ready, 0, len(tree)),
+        ready=bounds.integer(f"{field}.ready", message.ready, 0, len(tree)),
     )
 
 
@@ -118,5 +118,5 @@ def _decode_probabilities(values: Sequence[float], tree: TokenTree, field: str) 
         return ()
     bounds.count(field, values, len(tree), len(tree))
     for node, parent in enumerate(tree.parents):
-        bounds.real(f"{field}[{node}]", values[node], 0.0, 1.0 if parent == ROOT else values[parent])
+        bounds.number(f"{field}[{node}]", values[node], 0.0, 1.0 if parent == ROOT else values[parent])
     return tuple(values)

@@ -32,8 +32,6 @@ from cluster.wire.codec_common import (
 )
 from pilotfish.v1 import target_pb2 as pb
 
-_LONGEST_STEP_SECONDS = 86_400.0
-
 
 def encode_open_rows(rows: Sequence[OpenRow]) -> pb.TargetServiceOpenRequest:
     """See `decode_open_rows`."""
@@ -93,7 +91,7 @@ def decode_open_result(message: pb.TargetServiceOpenResponse) -> OpenResult:
     """Raises `InvalidRequest`."""
     bounds.count("stored_lens", message.stored_lens, 0, bounds.MAX_ROWS)
     lens = tuple(
-        bounds.whole(f"stored_lens[{index}]", length, 0, bounds.MAX_TOKENS)
+        bounds.integer(f"stored_lens[{index}]", length, 0, bounds.MAX_TOKENS)
         for index, length in enumerate(message.stored_lens)
     )
     return OpenResult(lens, decode_occupancy(message.kv))
@@ -123,7 +121,7 @@ def decode_step_batch(message: pb.TargetServiceStepRequest) -> StepBatch:
 
 
 def _decode_row(row: pb.VerifyRow, field: str) -> VerifyRow:
-    base_len = bounds.whole(f"{field}.base_len", row.base_len, 1, bounds.MAX_TOKENS)
+    base_len = bounds.integer(f"{field}.base_len", row.base_len, 1, bounds.MAX_TOKENS)
     tree = decode_tree(row.tree, f"{field}.tree")
     if tree and not row.decide:
         raise InvalidRequest(f"{field}.tree", f"{len(tree)} nodes", "empty where nothing is decided")
@@ -175,18 +173,18 @@ def decode_step_result(message: pb.TargetServiceStepResponse) -> StepResult:
     return StepResult(
         verdicts=tuple(_decode_verdict(entry, f"verdicts[{index}]") for index, entry in enumerate(message.verdicts)),
         kv=decode_occupancy(message.kv),
-        step_seconds=bounds.real("step_seconds", message.step_seconds, 0.0, _LONGEST_STEP_SECONDS),
+        step_seconds=bounds.number("step_seconds", message.step_seconds, 0.0, bounds.MAX_STEP_SECONDS),
     )
 
 
 def _decode_verdict(verdict: pb.Verdict, field: str) -> Verdict:
-    drafted = bounds.whole(f"{field}.drafted", verdict.drafted, 0, bounds.MAX_TREE_NODES)
+    drafted = bounds.integer(f"{field}.drafted", verdict.drafted, 0, bounds.MAX_TREE_NODES)
     tokens = bounds.tokens(f"{field}.tokens", verdict.tokens, 0, drafted + 1)
     if verdict.logprobs:
         bounds.count(f"{field}.logprobs", verdict.logprobs, len(tokens), len(tokens))
     return Verdict(
         sequence_id=SequenceId(bounds.identifier(f"{field}.sequence_id", verdict.sequence_id)),
-        base_len=bounds.whole(f"{field}.base_len", verdict.base_len, 1, bounds.MAX_TOKENS),
+        base_len=bounds.integer(f"{field}.base_len", verdict.base_len, 1, bounds.MAX_TOKENS),
         tokens=tokens,
         drafted=drafted,
         logprobs=tuple(
@@ -203,7 +201,7 @@ def encode_occupancy(kv: KvOccupancy) -> pb.KvOccupancy:
 
 def decode_occupancy(message: pb.KvOccupancy, field: str = "kv") -> KvOccupancy:
     """Raises `InvalidRequest`."""
-    free = bounds.whole(f"{field}.blocks_free", message.blocks_free, 0, message.blocks_total)
+    free = bounds.integer(f"{field}.blocks_free", message.blocks_free, 0, message.blocks_total)
     return KvOccupancy(message.blocks_total, free)
 
 
@@ -233,12 +231,12 @@ def decode_target_info(message: pb.TargetServiceGetInfoResponse) -> TargetInfo:
     """Raises `InvalidRequest`."""
     return TargetInfo(
         model=bounds.text("model", message.model, bounds.MAX_NAME_BYTES),
-        vocabulary_size=bounds.whole("vocabulary_size", message.vocabulary_size, 1, bounds.MAX_TOKEN_ID),
-        max_context_len=bounds.whole("max_context_len", message.max_context_len, 1, bounds.MAX_TOKENS),
+        vocabulary_size=bounds.integer("vocabulary_size", message.vocabulary_size, 1, bounds.MAX_TOKEN_ID),
+        max_context_len=bounds.integer("max_context_len", message.max_context_len, 1, bounds.MAX_TOKENS),
         layout=_decode_layout(message),
         kv=decode_occupancy(message.kv),
-        eos_token_ids=bounds.tokens("eos_token_ids", message.eos_token_ids, 0, 1024),
-        tensor_parallel=bounds.whole("tensor_parallel", message.tensor_parallel, 1, 4096),
+        eos_token_ids=bounds.tokens("eos_token_ids", message.eos_token_ids, 0, bounds.MAX_EOS_TOKENS),
+        tensor_parallel=bounds.integer("tensor_parallel", message.tensor_parallel, 1, bounds.MAX_RANKS),
         dtype=bounds.text("dtype", message.dtype, bounds.MAX_NAME_BYTES),
         epoch=bounds.text("epoch", message.epoch, bounds.MAX_NAME_BYTES),
         profile=_decode_profile(message),
@@ -251,9 +249,9 @@ def _decode_profile(message: pb.TargetServiceGetInfoResponse) -> tuple[StepSampl
     samples = []
     for index, sample in enumerate(message.profile):
         field = f"profile[{index}]"
-        rows = bounds.whole(f"{field}.rows", sample.rows, 1, bounds.MAX_ROWS)
-        tokens = bounds.whole(f"{field}.tokens", sample.tokens, rows, bounds.MAX_TOKENS)
-        seconds = bounds.real(f"{field}.seconds", sample.seconds, 0.0, bounds.MAX_STEP_SECONDS, above=True)
+        rows = bounds.integer(f"{field}.rows", sample.rows, 1, bounds.MAX_ROWS)
+        tokens = bounds.integer(f"{field}.tokens", sample.tokens, rows, bounds.MAX_TOKENS)
+        seconds = bounds.number(f"{field}.seconds", sample.seconds, 0.0, bounds.MAX_SAMPLE_SECONDS, above=True)
         samples.append(StepSample(rows, tokens, seconds))
     return tuple(samples)
 
@@ -261,15 +259,15 @@ def _decode_profile(message: pb.TargetServiceGetInfoResponse) -> tuple[StepSampl
 def _decode_layout(message: pb.TargetServiceGetInfoResponse) -> KvLayout:
     bounds.count("groups", message.groups, 1, bounds.MAX_KV_GROUPS)
     return KvLayout(
-        block_size=bounds.whole("block_size", message.block_size, 1, bounds.MAX_TOKENS),
+        block_size=bounds.integer("block_size", message.block_size, 1, bounds.MAX_TOKENS),
         groups=tuple(_decode_group(group, f"groups[{index}]") for index, group in enumerate(message.groups)),
     )
 
 
 def _decode_group(message: pb.KvGroup, field: str) -> KvGroup:
-    window = bounds.whole(f"{field}.window", message.window, 0, bounds.MAX_TOKENS)
+    window = bounds.integer(f"{field}.window", message.window, 0, bounds.MAX_TOKENS)
     return KvGroup(
-        tables=bounds.whole(f"{field}.tables", message.tables, 1, bounds.MAX_KV_TABLES),
+        tables=bounds.integer(f"{field}.tables", message.tables, 1, bounds.MAX_KV_TABLES),
         window=window or None,
-        sinks=bounds.whole(f"{field}.sinks", message.sinks, 0, bounds.MAX_TOKENS if window else 0),
+        sinks=bounds.integer(f"{field}.sinks", message.sinks, 0, bounds.MAX_TOKENS if window else 0),
     )

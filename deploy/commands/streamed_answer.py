@@ -51,7 +51,7 @@ class MarkedPrinter:
 
     def __init__(self, output: Console, tokenizer: Tokenizer) -> None:
         self._output = output
-        self._stream = tokenizer.stream()
+        self._stream = tokenizer.detokenizer()
         self._brackets = not output.is_terminal
         self._bracket_open = False
 

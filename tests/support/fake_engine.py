@@ -20,7 +20,7 @@ from cluster.core.request import Commit, FinishReason, GenerationRequest, TokenL
 from cluster.core.sequence import Sequence as Record
 from cluster.core.verification import TargetInfo, Verdict
 from cluster.ingress.grpc import GenerationServicer, OperationsServicer
-from cluster.ingress.service import Generation
+from cluster.ingress.service import GenerationService
 from cluster.ingress.text.tokenizer import Tokenizer
 from pilotfish.v1 import generation_pb2, operations_pb2
 from tests.support.tiny_tokenizer import byte_level
@@ -31,7 +31,7 @@ VOCABULARY = 300
 Script = Callable[[GenerationRequest], Sequence[int]]
 
 
-class Reciter:
+class ScriptedEngine:
     """Answers with a script, in blocks as a verifier commits them: all but the last token of each are drafted.
 
     After `hold_after` commits it waits for ever, as a busy target might.
@@ -167,19 +167,19 @@ class OneMetric:
         return b"answers_total 1\n", "text/plain; version=0.0.4"
 
 
-def reciting(tokenizer: Tokenizer, text: str, *, ends: bool = True) -> Script:
+def script_of(tokenizer: Tokenizer, text: str, *, ends: bool = True) -> Script:
     """The script of one text, ended by the end-of-sequence token."""
     tokens = tokenizer.encode(text)
     return lambda _: (*tokens, 2) if ends else tokens
 
 
-def room(
+def fake_service(
     directory: Path, text: str = "hello the world", *, block: int = 3, limits: LimitsSection | None = None
-) -> tuple[Generation, Reciter, Tokenizer]:
+) -> tuple[GenerationService, ScriptedEngine, Tokenizer]:
     """A room over a reciter of `text`."""
     tokenizer = Tokenizer.load(byte_level(directory))
-    engine = Reciter(reciting(tokenizer, text), block)
-    return Generation(engine, tokenizer, limits or LimitsSection(), created=1_700_000_000), engine, tokenizer
+    engine = ScriptedEngine(script_of(tokenizer, text), block)
+    return GenerationService(engine, tokenizer, limits or LimitsSection(), created=1_700_000_000), engine, tokenizer
 
 
 @asynccontextmanager

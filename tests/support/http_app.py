@@ -1,4 +1,4 @@
-"""The HTTP door over the room, without a socket, and how its answers are read."""
+"""The HTTP api over the room, without a socket, and how its answers are read."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import httpx
 from cluster.core.config import LimitsSection
 from cluster.ingress.grpc import GenerationServicer
 from cluster.ingress.http import create_app
-from tests.support.fake_engine import InProcessClient, room
+from tests.support.fake_engine import InProcessClient, fake_service
 
 HI = [{"role": "user", "content": "hi"}]
 LIMITS = LimitsSection(max_body_bytes=2048, max_prompts=4)
 
 
-class Door:
+class HttpApi:
     """An HTTP client of an application over a reciter."""
 
     def __init__(self, directory: Path, text: str = "hello the world") -> None:
-        generation, self.engine, self.tokenizer = room(directory, text, limits=LIMITS)
+        generation, self.engine, self.tokenizer = fake_service(directory, text, limits=LIMITS)
         self.client = InProcessClient(GenerationServicer(generation), lambda: self.engine.ready)
         transport = httpx.ASGITransport(create_app(self.client, LIMITS), raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://pilotfish")

@@ -174,7 +174,7 @@ class Generator(generation_pb2_grpc.GenerationServiceServicer, operations_pb2_gr
         return operations_pb2.GetMetricsResponse(exposition=b"one 1\n", content_type="text/plain")
 
 
-class House:
+class ScriptedServer:
     """The three servicers on one server that can be moved to another port."""
 
     def __init__(self) -> None:
@@ -203,37 +203,37 @@ class House:
 
 
 @pytest.fixture
-async def house() -> AsyncIterator[House]:
-    house = House()
+async def scripted() -> AsyncIterator[ScriptedServer]:
+    scripted = ScriptedServer()
     async with asyncio.timeout(3 * PATIENCE):
-        await house.open()
-        yield house
-        await house.server.stop(0.0)
+        await scripted.open()
+        yield scripted
+        await scripted.server.stop(0.0)
 
 
 @pytest.fixture
-async def channel(house: House) -> AsyncIterator[grpc.aio.Channel]:
-    async with open_channel(await house.resolve()) as channel:
+async def channel(scripted: ScriptedServer) -> AsyncIterator[grpc.aio.Channel]:
+    async with open_channel(await scripted.resolve()) as channel:
         yield channel
 
 
 @pytest.fixture
-async def target(house: House) -> AsyncIterator[GrpcTarget]:
-    client = GrpcTarget(house.resolve)
+async def target(scripted: ScriptedServer) -> AsyncIterator[GrpcTarget]:
+    client = GrpcTarget(scripted.resolve)
     yield client
     await client.close()
 
 
 @pytest.fixture
-async def drafter(house: House) -> AsyncIterator[GrpcDrafter]:
-    client = GrpcDrafter(house.resolve)
+async def drafter(scripted: ScriptedServer) -> AsyncIterator[GrpcDrafter]:
+    client = GrpcDrafter(scripted.resolve)
     yield client
     await client.close()
 
 
 @pytest.fixture
-async def client(house: House) -> AsyncIterator[GenerationClient]:
-    client = GenerationClient(house.resolve)
+async def client(scripted: ScriptedServer) -> AsyncIterator[GenerationClient]:
+    client = GenerationClient(scripted.resolve)
     yield client
     await client.close()
 

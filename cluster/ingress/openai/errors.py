@@ -1,4 +1,4 @@
-"""Every failure in the shape of OpenAI's API: status, `{"error": {message, type, param, code}}`, headers."""
+"""Errors in the format of OpenAI's API: status, `{"error": {message, type, param, code}}`, headers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cluster.core.errors import (
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
 
-# The first class that fits decides: error, status, type, code.
+# The first matching class is used: error, status, type, code.
 _TABLE: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (UnsupportedParameter, 400, _INVALID, "unsupported_parameter"),
     (TooLarge, 413, _INVALID, "request_too_large"),
@@ -37,8 +37,8 @@ _TABLE: tuple[tuple[type[Exception], int, str, str | None], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """An error as it is sent."""
+class ErrorResponse:
+    """An HTTP error response."""
 
     status: int
     message: str
@@ -48,19 +48,19 @@ class Failure:
     headers: dict[str, str] = field(default_factory=dict)
 
     def body(self) -> bytes:
-        """The JSON body, ASCII only, so that even a lone surrogate in a message can be sent."""
+        """Return the JSON body, in ASCII so that a lone surrogate in the message can be sent."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
 
 
-def failure(error: Exception) -> Failure:
-    """How to answer. What was not raised on purpose is told in no detail."""
+def error_response(error: Exception) -> ErrorResponse:
+    """Convert an error. The text of an unexpected error is not sent to the client."""
     for kind, status, name, code in _TABLE:
         if isinstance(error, kind):
-            return Failure(status, str(error), name, _param(error), code, _headers(error))
+            return ErrorResponse(status, str(error), name, _param(error), code, _headers(error))
     if isinstance(error, PilotfishError):
-        return Failure(500, str(error), _SERVER, code="internal_error")
-    return Failure(500, "the server failed to answer; its log says why", _SERVER, code="internal_error")
+        return ErrorResponse(500, str(error), _SERVER, code="internal_error")
+    return ErrorResponse(500, "the server failed to answer; its log says why", _SERVER, code="internal_error")
 
 
 def _param(error: Exception) -> str | None:

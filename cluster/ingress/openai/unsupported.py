@@ -1,6 +1,6 @@
-"""Parameters that OpenAI's API or vLLM know and this server does not serve.
+"""Parameters that OpenAI's API or vLLM has and this server does not support.
 
-Each comes with the values that ask for nothing, and so are let through.
+Each is listed with the values that have no effect. Those values are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-Neutral = Mapping[str, tuple[object, ...]]
+IgnoredValues = Mapping[str, tuple[object, ...]]
 
 _NEVER: tuple[object, ...] = ()
 
-_ANYWHERE: dict[str, tuple[object, ...]] = {
+_BOTH_ENDPOINTS: dict[str, tuple[object, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
-    # vLLM's
+    # vLLM's parameters
     "add_special_tokens": _NEVER,
     "allowed_token_ids": _NEVER,
     "bad_words": ([],),
@@ -38,9 +38,9 @@ _ANYWHERE: dict[str, tuple[object, ...]] = {
     "vllm_xargs": _NEVER,
 }
 
-COMPLETIONS: Neutral = MappingProxyType(
+COMPLETIONS: IgnoredValues = MappingProxyType(
     {
-        **_ANYWHERE,
+        **_BOTH_ENDPOINTS,
         "echo": (False,),
         "suffix": ("",),
         "prompt_embeds": _NEVER,
@@ -49,9 +49,9 @@ COMPLETIONS: Neutral = MappingProxyType(
 )
 """`/v1/completions`."""
 
-CHAT: Neutral = MappingProxyType(
+CHAT: IgnoredValues = MappingProxyType(
     {
-        **_ANYWHERE,
+        **_BOTH_ENDPOINTS,
         "add_generation_prompt": (True,),
         "audio": _NEVER,
         "chat_template": _NEVER,

@@ -93,14 +93,14 @@ class Tokenizer:
         """Whether the token is a mark rather than text."""
         return token in self._special_ids
 
-    def stream(self, *, skip_special_tokens: bool = True, starts_text: bool = False) -> Detokenizer:
-        """A detokenizer for one answer. `starts_text` drops the first space where the tokenizer put it."""
+    def detokenizer(self, *, skip_special_tokens: bool = True, starts_text: bool = False) -> Detokenizer:
+        """Return a detokenizer for one answer. `starts_text` removes the first space if the tokenizer adds one."""
         return Detokenizer(self, skip_special_tokens, starts_text and self._strips_first_space)
 
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole token list; bytes that are no UTF-8 become U+FFFD."""
-        stream = self.stream(skip_special_tokens=skip_special_tokens, starts_text=True)
-        return "".join([*(stream.push(token) for token in tokens), stream.flush()])
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens, starts_text=True)
+        return "".join([*(detokenizer.push(token) for token in tokens), detokenizer.flush()])
 
 
 class Detokenizer:

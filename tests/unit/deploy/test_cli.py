@@ -10,7 +10,8 @@ import pytest
 from google.protobuf import json_format
 
 from cluster.core.errors import ConfigurationError
-from cluster.ingress.openai.requests import ChatRequest, parse
+from cluster.ingress.openai.parse import parse
+from cluster.ingress.openai.requests import ChatRequest
 from deploy import cli, settings
 from deploy.commands.serve import usage_examples
 from deploy.placement import Resources

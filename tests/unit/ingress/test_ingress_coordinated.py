@@ -14,8 +14,8 @@ from cluster.coordinator.metrics import Metrics
 from cluster.core.config import LimitsSection
 from cluster.core.load_config import load
 from cluster.core.request import FinishReason
-from cluster.ingress.service import Generation
-from cluster.ingress.text.output import Delta, Event, Finished, Started
+from cluster.ingress.events import Delta, Event, Finished, Started
+from cluster.ingress.service import GenerationService
 from cluster.ingress.text.tokenizer import Tokenizer
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.fake_cluster import value_of
@@ -30,14 +30,14 @@ Read = tuple[str, list[int], Finished]
 @asynccontextmanager
 async def coordinated(
     directory: Path, drafter: type[FakeDrafter], metrics: Metrics | None = None
-) -> AsyncIterator[tuple[Generation, FakeTarget]]:
+) -> AsyncIterator[tuple[GenerationService, FakeTarget]]:
     target = FakeTarget(vocabulary_size=282)
     configuration = load({"draft": {"method": "ngram", "controller": "off"}})
     async with Coordinator(target, [drafter(target)], configuration, metrics or Metrics()) as coordinator:
-        yield Generation(coordinator, Tokenizer.load(byte_level(directory)), LimitsSection()), target
+        yield GenerationService(coordinator, Tokenizer.load(byte_level(directory)), LimitsSection()), target
 
 
-async def read(generation: Generation, *stops: str, seed: int = 5) -> Read:
+async def read(generation: GenerationService, *stops: str, seed: int = 5) -> Read:
     request = generation_pb2.GenerateRequest(
         text="hello",
         sampling=common_pb2.SamplingParameters(seed=seed),

@@ -1,4 +1,4 @@
-"""The HTTP door over the room, without a socket."""
+"""The HTTP api over the room, without a socket."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import pytest
 from cluster.core.errors import DeadlineExceeded, DrafterUnavailable, NotReady, Overloaded, TargetUnavailable
 from cluster.ingress.grpc import GenerationServicer
 from cluster.ingress.http import create_app
-from tests.support.fake_engine import MODEL, InProcessClient, Reciter, room
-from tests.support.http_app import LIMITS, Door, chunks, error_of
+from tests.support.fake_engine import MODEL, InProcessClient, ScriptedEngine, fake_service
+from tests.support.http_app import LIMITS, HttpApi, chunks, error_of
 
 
 @pytest.fixture
-async def door(tmp_path: Path) -> AsyncIterator[Door]:
-    door = Door(tmp_path)
-    async with door.http:
-        yield door
+async def api(tmp_path: Path) -> AsyncIterator[HttpApi]:
+    api = HttpApi(tmp_path)
+    async with api.http:
+        yield api
 
 
-async def test_a_chat_is_answered_whole(door: Door) -> None:
-    response = await door.chat(model=MODEL, seed=11)
+async def test_a_chat_is_answered_whole(api: HttpApi) -> None:
+    response = await api.chat(model=MODEL, seed=11)
     body = response.json()
     assert response.status_code == 200
     assert (body["object"], body["model"], body["seed"]) == ("chat.completion", MODEL, 11)
@@ -34,21 +34,21 @@ async def test_a_chat_is_answered_whole(door: Door) -> None:
     assert body["system_fingerprint"].startswith("pilotfish-")
 
 
-async def test_usage_tells_what_drafts_were_worth(door: Door) -> None:
-    usage = (await door.chat()).json()["usage"]
+async def test_usage_tells_what_drafts_were_worth(api: HttpApi) -> None:
+    usage = (await api.chat()).json()["usage"]
     details = usage["completion_tokens_details"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert 0 < details["accepted_prediction_tokens"] < usage["completion_tokens"]
     assert details["rejected_prediction_tokens"] > 0
 
 
-async def test_a_seed_that_was_drawn_is_told(door: Door) -> None:
-    body = (await door.chat()).json()
-    assert body["seed"] == door.engine.requests[0].sampling.seed
+async def test_a_seed_that_was_drawn_is_told(api: HttpApi) -> None:
+    body = (await api.chat()).json()
+    assert body["seed"] == api.engine.requests[0].sampling.seed
 
 
-async def test_a_chat_streams_one_chunk_per_commit_then_its_end(door: Door) -> None:
-    events = chunks(await door.chat(stream=True))
+async def test_a_chat_streams_one_chunk_per_commit_then_its_end(api: HttpApi) -> None:
+    events = chunks(await api.chat(stream=True))
     assert [event["object"] for event in events] == ["chat.completion.chunk"] * len(events)
     assert len({event["id"] for event in events}) == 1
     assert len({event["seed"] for event in events}) == 1
@@ -61,38 +61,38 @@ async def test_a_chat_streams_one_chunk_per_commit_then_its_end(door: Door) -> N
     assert all("usage" not in event for event in events)
 
 
-async def test_a_stream_ends_with_its_usage_when_asked(door: Door) -> None:
-    *events, last = chunks(await door.chat(stream=True, stream_options={"include_usage": True}))
+async def test_a_stream_ends_with_its_usage_when_asked(api: HttpApi) -> None:
+    *events, last = chunks(await api.chat(stream=True, stream_options={"include_usage": True}))
     assert all(event["usage"] is None for event in events)
     assert last["choices"] == []
-    assert last["usage"] == (await door.chat()).json()["usage"]
+    assert last["usage"] == (await api.chat()).json()["usage"]
 
 
 async def test_a_chunk_without_text_is_skipped_unless_its_tokens_were_asked_for(tmp_path: Path) -> None:
-    door = Door(tmp_path, "🐟🐟🐟")
-    silent = chunks(await door.chat(stream=True))
+    api = HttpApi(tmp_path, "🐟🐟🐟")
+    silent = chunks(await api.chat(stream=True))
     assert all(event["choices"][0]["delta"].get("content") for event in silent[:-1])
-    full = chunks(await door.chat(stream=True, return_token_ids=True))
+    full = chunks(await api.chat(stream=True, return_token_ids=True))
     assert len(full) > len(silent)
     told = [token for event in full[:-1] for token in event["choices"][0]["token_ids"]]
-    assert told == [*door.tokenizer.encode("🐟🐟🐟"), 2]
+    assert told == [*api.tokenizer.encode("🐟🐟🐟"), 2]
     assert full[0]["choices"][0]["accepted_draft_tokens"] == 2
 
 
-async def test_token_ids_of_a_whole_answer_come_with_the_drafters_share(door: Door) -> None:
-    body = (await door.complete(return_token_ids=True)).json()
+async def test_token_ids_of_a_whole_answer_come_with_the_drafters_share(api: HttpApi) -> None:
+    body = (await api.complete(return_token_ids=True)).json()
     choice = body["choices"][0]
-    assert choice["token_ids"] == [*door.tokenizer.encode("hello the world"), 2]
+    assert choice["token_ids"] == [*api.tokenizer.encode("hello the world"), 2]
     assert choice["accepted_draft_tokens"] == body["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
 
 
-async def test_several_prompts_become_choices_in_order(door: Door) -> None:
-    tokenizer = door.tokenizer
-    door.engine.script = lambda request: (*request.prompt, 2)
-    body = (await door.complete(prompt=["one", "two", "three"])).json()
+async def test_several_prompts_become_choices_in_order(api: HttpApi) -> None:
+    tokenizer = api.tokenizer
+    api.engine.script = lambda request: (*request.prompt, 2)
+    body = (await api.complete(prompt=["one", "two", "three"])).json()
     assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(0, "one"), (1, "two"), (2, "three")]
     ids = [list(tokenizer.encode("fish")), list(tokenizer.encode("swim"))]
-    streamed = chunks(await door.complete(prompt=ids, stream=True))
+    streamed = chunks(await api.complete(prompt=ids, stream=True))
     texts = ["", ""]
     for event in streamed:
         choice = event["choices"][0]
@@ -101,22 +101,22 @@ async def test_several_prompts_become_choices_in_order(door: Door) -> None:
     assert body["usage"]["prompt_tokens"] == sum(len(tokenizer.encode(text)) for text in ("one", "two", "three"))
 
 
-async def test_stop_strings_end_the_text_and_say_so(door: Door) -> None:
-    choice = (await door.complete(stop=[" wor", "never"])).json()["choices"][0]
+async def test_stop_strings_end_the_text_and_say_so(api: HttpApi) -> None:
+    choice = (await api.complete(stop=[" wor", "never"])).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("hello the", "stop", " wor")
 
 
-async def test_chat_logprobs_have_token_bytes_and_alternatives(door: Door) -> None:
-    choice = (await door.chat(logprobs=True, top_logprobs=2)).json()["choices"][0]
+async def test_chat_logprobs_have_token_bytes_and_alternatives(api: HttpApi) -> None:
+    choice = (await api.chat(logprobs=True, top_logprobs=2)).json()["choices"][0]
     entries = choice["logprobs"]["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in entries) == b"hello the world<|im_end|>"
     assert [len(entry["top_logprobs"]) for entry in entries] == [2] * len(entries)
     assert entries[0]["top_logprobs"][0] == {name: entries[0][name] for name in ("token", "logprob", "bytes")}
 
 
-async def test_completion_logprobs_have_offsets(door: Door) -> None:
+async def test_completion_logprobs_have_offsets(api: HttpApi) -> None:
     for body in ({}, {"stream": True}):
-        response = await door.complete(logprobs=1, **body)
+        response = await api.complete(logprobs=1, **body)
         parts = chunks(response)[:-1] if body else [response.json()]
         logprobs = [part["choices"][0]["logprobs"] for part in parts]
         tokens = [token for part in logprobs for token in part["tokens"]]
@@ -126,21 +126,21 @@ async def test_completion_logprobs_have_offsets(door: Door) -> None:
         assert logprobs[0]["top_logprobs"][0][tokens[0]] == -0.5
 
 
-async def test_models_are_listed_and_found(door: Door) -> None:
-    listed = (await door.http.get("/v1/models")).json()
+async def test_models_are_listed_and_found(api: HttpApi) -> None:
+    listed = (await api.http.get("/v1/models")).json()
     assert [model["id"] for model in listed["data"]] == [MODEL]
-    assert (await door.http.get(f"/v1/models/{MODEL}")).json() == listed["data"][0]
-    response = await door.http.get("/v1/models/org/other")
+    assert (await api.http.get(f"/v1/models/{MODEL}")).json() == listed["data"][0]
+    response = await api.http.get("/v1/models/org/other")
     assert (response.status_code, error_of(response)["code"]) == (404, "model_not_found")
 
 
-async def test_health_readiness_and_metrics(door: Door) -> None:
-    assert (await door.http.get("/health")).status_code == 200
-    assert (await door.http.get("/ready")).status_code == 200
-    door.engine.ready = False
-    assert (await door.http.get("/ready")).status_code == 503
-    assert (await door.http.get("/health")).status_code == 200
-    metrics = await door.http.get("/metrics")
+async def test_health_readiness_and_metrics(api: HttpApi) -> None:
+    assert (await api.http.get("/health")).status_code == 200
+    assert (await api.http.get("/ready")).status_code == 200
+    api.engine.ready = False
+    assert (await api.http.get("/ready")).status_code == 503
+    assert (await api.http.get("/health")).status_code == 200
+    metrics = await api.http.get("/metrics")
     assert metrics.text == "answers_total 1\n"
     assert metrics.headers["content-type"] == "text/plain; version=0.0.4"
 
@@ -157,30 +157,30 @@ async def test_health_readiness_and_metrics(door: Door) -> None:
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_refusal_has_its_status_also_before_a_stream(
-    door: Door, refusal: Any, status: int, kind: str, stream: bool
+    api: HttpApi, refusal: Any, status: int, kind: str, stream: bool
 ) -> None:
-    door.engine.refusal = refusal
-    response = await door.chat(stream=stream)
+    api.engine.refusal = refusal
+    response = await api.chat(stream=stream)
     assert (response.status_code, error_of(response)["type"]) == (status, kind)
     assert response.headers.get("retry-after") == ("3" if status == 429 else None)
-    door.engine.refusal = None
-    assert (await door.chat(stream=stream)).status_code == 200
+    api.engine.refusal = None
+    assert (await api.chat(stream=stream)).status_code == 200
 
 
-async def test_an_error_in_mid_stream_is_an_event_and_the_stream_ends(door: Door) -> None:
-    door.engine.failure = DeadlineExceeded("the deadline passed")
-    *_, last = chunks(await door.chat(stream=True))
+async def test_an_error_in_mid_stream_is_an_event_and_the_stream_ends(api: HttpApi) -> None:
+    api.engine.failure = DeadlineExceeded("the deadline passed")
+    *_, last = chunks(await api.chat(stream=True))
     assert last["error"] == {
         "message": "the deadline passed", "type": "timeout_error", "param": None, "code": "deadline_exceeded",
     }  # fmt: skip
 
 
-async def test_an_accident_tells_its_detail_to_the_log_alone(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_accident_tells_its_detail_to_the_log_alone(api: HttpApi, caplog: pytest.LogCaptureFixture) -> None:
     def accident(_: object) -> Any:
         raise RuntimeError("secret")
 
-    door.engine.script = accident
-    response = await door.http.post("/v1/completions", json={"prompt": "hi"}, headers={"x-request-id": "my-1"})
+    api.engine.script = accident
+    response = await api.http.post("/v1/completions", json={"prompt": "hi"}, headers={"x-request-id": "my-1"})
     assert response.status_code == 500
     assert "secret" not in response.text
     assert "request my-1 failed" in caplog.text
@@ -193,69 +193,69 @@ async def test_an_accident_tells_its_detail_to_the_log_alone(door: Door, caplog:
     [("GET", "/v1/nothing", 404), ("GET", "/v1/chat/completions", 405), ("DELETE", "/v1/models", 405)],
 )
 async def test_unknown_paths_and_methods_are_told_in_openais_shape(
-    door: Door, method: str, path: str, status: int
+    api: HttpApi, method: str, path: str, status: int
 ) -> None:
-    response = await door.http.request(method, path)
+    response = await api.http.request(method, path)
     assert (response.status_code, error_of(response)["type"]) == (status, "invalid_request_error")
 
 
-async def test_a_body_over_the_bound_is_refused_declared_or_not(door: Door) -> None:
+async def test_a_body_over_the_bound_is_refused_declared_or_not(api: HttpApi) -> None:
     async def endless() -> AsyncIterator[bytes]:
         for _ in range(100):
             yield b"x" * 1000
 
     for content in (b"x" * 5000, endless()):
-        response = await door.http.post("/v1/completions", content=content)
+        response = await api.http.post("/v1/completions", content=content)
         assert (response.status_code, error_of(response)["code"]) == (413, "request_too_large")
-    assert (await door.complete()).status_code == 200
+    assert (await api.complete()).status_code == 200
 
 
-async def test_a_form_is_not_json(door: Door) -> None:
-    response = await door.http.post("/v1/completions", data={"prompt": "hi"})
+async def test_a_form_is_not_json(api: HttpApi) -> None:
+    response = await api.http.post("/v1/completions", data={"prompt": "hi"})
     assert response.status_code == 400
     assert "application/json" in error_of(response)["message"]
 
 
-async def test_a_request_is_named_by_its_client_or_by_us(door: Door) -> None:
-    named = await door.complete(request_id="my-1")
+async def test_a_request_is_named_by_its_client_or_by_us(api: HttpApi) -> None:
+    named = await api.complete(request_id="my-1")
     assert named.json()["id"] == "cmpl-my-1"
-    assert door.engine.requests[0].request_id == "my-1"
-    response = await door.http.post("/v1/completions", json={"prompt": "hi"}, headers={"x-request-id": "not valid"})
+    assert api.engine.requests[0].request_id == "my-1"
+    response = await api.http.post("/v1/completions", json={"prompt": "hi"}, headers={"x-request-id": "not valid"})
     assert response.headers["x-request-id"] != "not valid"
-    assert door.engine.requests[1].request_id == response.headers["x-request-id"]
+    assert api.engine.requests[1].request_id == response.headers["x-request-id"]
     assert response.json()["id"] == f"cmpl-{response.headers['x-request-id']}"
 
 
-async def test_what_a_client_calls_its_requests_may_be_said_twice_at_once(door: Door) -> None:
+async def test_what_a_client_calls_its_requests_may_be_said_twice_at_once(api: HttpApi) -> None:
     headers = {"x-request-id": "my-1"}
     responses = await asyncio.gather(
-        *(door.http.post("/v1/completions", json={"prompt": "hi"}, headers=headers) for _ in range(3))
+        *(api.http.post("/v1/completions", json={"prompt": "hi"}, headers=headers) for _ in range(3))
     )
     assert [(response.status_code, response.headers["x-request-id"]) for response in responses] == [(200, "my-1")] * 3
     assert len({response.json()["id"] for response in responses}) == 3
-    assert len({request.request_id for request in door.engine.requests}) == 3
+    assert len({request.request_id for request in api.engine.requests}) == 3
 
 
-async def test_a_client_may_shorten_the_deadline(door: Door) -> None:
+async def test_a_client_may_shorten_the_deadline(api: HttpApi) -> None:
     for header, expected in (("2.5", 2.5), ("1e9", LIMITS.max_timeout_seconds)):
-        response = await door.http.post("/v1/completions", json={"prompt": "hi"}, headers={"x-request-timeout": header})
+        response = await api.http.post("/v1/completions", json={"prompt": "hi"}, headers={"x-request-timeout": header})
         assert response.status_code == 200
-        assert door.client.timeouts[-1] == expected
+        assert api.client.timeouts[-1] == expected
     for header in ("soon", "-1", "nan", "inf"):
-        response = await door.http.post("/v1/completions", json={"prompt": "hi"}, headers={"x-request-timeout": header})
+        response = await api.http.post("/v1/completions", json={"prompt": "hi"}, headers={"x-request-timeout": header})
         assert error_of(response)["param"] == "x-request-timeout"
 
 
-async def test_a_lone_surrogate_cannot_break_the_answer(door: Door) -> None:
+async def test_a_lone_surrogate_cannot_break_the_answer(api: HttpApi) -> None:
     for body in (rb'{"prompt": "\ud800"}', rb'{"prompt": "hi", "\ud800": 1}'):
-        response = await door.http.post("/v1/completions", content=body)
+        response = await api.http.post("/v1/completions", content=body)
         assert response.status_code == 400
         assert error_of(response)["message"]
 
 
 def test_the_application_describes_its_requests(tmp_path: Path) -> None:
-    generation, engine, _ = room(tmp_path)
-    assert isinstance(engine, Reciter)
+    generation, engine, _ = fake_service(tmp_path)
+    assert isinstance(engine, ScriptedEngine)
     schema = create_app(InProcessClient(GenerationServicer(generation), lambda: True), LIMITS).openapi()
     body = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]
     assert "messages" in body["content"]["application/json"]["schema"]["properties"]

@@ -12,16 +12,16 @@ import pytest
 from cluster.core.config import LimitsSection
 from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded, TargetUnavailable
 from cluster.core.request import Commit, FinishReason, GenerationRequest
-from cluster.ingress.service import Generation
-from cluster.ingress.text.output import Delta, Event, Finished, Started
+from cluster.ingress.events import Delta, Event, Finished, Started
+from cluster.ingress.service import GenerationService
 from pilotfish.v1 import common_pb2, generation_pb2
-from tests.support.fake_engine import CONTEXT, MODEL, Reciter, room
+from tests.support.fake_engine import CONTEXT, MODEL, ScriptedEngine, fake_service
 
 Request = generation_pb2.GenerateRequest
 Stopping = generation_pb2.StoppingCriteria
 
 
-async def events_of(generation: Generation, request: Request, seconds: float | None = None) -> list[Event]:
+async def events_of(generation: GenerationService, request: Request, seconds: float | None = None) -> list[Event]:
     async with aclosing(generation.generate(request, seconds)) as events:
         return [event async for event in events]
 
@@ -35,7 +35,7 @@ def tokens_of(events: list[Event]) -> list[int]:
 
 
 async def test_an_answer_starts_flows_and_ends(tmp_path: Path) -> None:
-    generation, engine, tokenizer = room(tmp_path)
+    generation, engine, tokenizer = fake_service(tmp_path)
     events = await events_of(
         generation, Request(text="hi", request_id="r", sampling=common_pb2.SamplingParameters(seed=7))
     )
@@ -48,13 +48,13 @@ async def test_an_answer_starts_flows_and_ends(tmp_path: Path) -> None:
 
 
 async def test_the_end_of_sequence_token_is_counted_and_not_shown(tmp_path: Path) -> None:
-    generation, _, tokenizer = room(tmp_path)
+    generation, _, tokenizer = fake_service(tmp_path)
     events = await events_of(generation, Request(text="hi"))
     assert tokens_of(events) == [*tokenizer.encode("hello the world"), 2]
 
 
 async def test_a_stop_token_that_is_a_word_is_not_shown_either(tmp_path: Path) -> None:
-    generation, _, tokenizer = room(tmp_path, "hello world")
+    generation, _, tokenizer = fake_service(tmp_path, "hello world")
     first, second, *_ = tokenizer.encode("hello world")
     events = await events_of(generation, Request(text="hi", stopping=Stopping(stop_token_ids=[second])))
     assert text_of(events) == tokenizer.decode([first])
@@ -63,7 +63,7 @@ async def test_a_stop_token_that_is_a_word_is_not_shown_either(tmp_path: Path) -
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 20])
 async def test_however_tokens_are_committed_the_text_is_the_same(tmp_path: Path, block: int) -> None:
-    generation, _, _ = room(tmp_path, "hello 🐟 世界 END the world", block=block)
+    generation, _, _ = fake_service(tmp_path, "hello 🐟 世界 END the world", block=block)
     assert text_of(await events_of(generation, Request(text="hi"))) == "hello 🐟 世界 END the world"
     events = await events_of(generation, Request(text="hi", stopping=Stopping(stop=["界 EN", "world"])))
     assert text_of(events) == "hello 🐟 世"
@@ -75,7 +75,7 @@ async def test_however_tokens_are_committed_the_text_is_the_same(tmp_path: Path,
 async def test_a_stop_string_cuts_tokens_after_the_one_that_completes_it_and_frees_the_rest(
     tmp_path: Path, block: int
 ) -> None:
-    generation, engine, tokenizer = room(tmp_path, "hello the world and more fish", block=block)
+    generation, engine, tokenizer = fake_service(tmp_path, "hello the world and more fish", block=block)
     events = await events_of(generation, Request(text="hi", request_id="r", stopping=Stopping(stop=["wor"])))
     kept = tokens_of(events)
     assert text_of(events) == "hello the "
@@ -89,7 +89,7 @@ async def test_a_stop_string_cuts_tokens_after_the_one_that_completes_it_and_fre
 
 
 async def test_the_engine_is_let_go_before_the_last_words_are_read(tmp_path: Path) -> None:
-    generation, engine, _ = room(tmp_path, "hello the world")
+    generation, engine, _ = fake_service(tmp_path, "hello the world")
     async with aclosing(generation.generate(Request(text="hi", stopping=Stopping(stop=["the"])))) as events:
         freed = [engine.freed.qsize() async for event in events if isinstance(event, Delta)]
     assert freed[0] == 0
@@ -97,7 +97,7 @@ async def test_the_engine_is_let_go_before_the_last_words_are_read(tmp_path: Pat
 
 
 async def test_an_answer_that_a_stop_string_ends_is_concluded_and_one_that_ended_itself_is_not(tmp_path: Path) -> None:
-    generation, engine, _ = room(tmp_path, "hello the world")
+    generation, engine, _ = fake_service(tmp_path, "hello the world")
     await events_of(generation, Request(text="hi", request_id="r", stopping=Stopping(stop=["the"])))
     assert engine.concluded == [("r", 0)]
     engine.concluded.clear()
@@ -106,7 +106,7 @@ async def test_an_answer_that_a_stop_string_ends_is_concluded_and_one_that_ended
 
 
 async def test_each_of_several_answers_has_its_own_text_stop_and_end(tmp_path: Path) -> None:
-    generation, engine, tokenizer = room(tmp_path)
+    generation, engine, tokenizer = fake_service(tmp_path)
     texts = ["hello the world", "fish swim the world", "the world swim on and on"]
     scripts = [(*tokenizer.encode(text), 2) for text in texts]
     engine.script = lambda request: scripts[request.sampling.seed]
@@ -127,7 +127,7 @@ async def test_each_of_several_answers_has_its_own_text_stop_and_end(tmp_path: P
 
 
 async def test_several_answers_are_all_aborted(tmp_path: Path) -> None:
-    generation, engine, _ = room(tmp_path)
+    generation, engine, _ = fake_service(tmp_path)
     engine.hold_after = 2
     async with aclosing(generation.generate(Request(text="hi", request_id="r", n=2))) as stream:
         events = [await anext(stream), await anext(stream)]
@@ -138,7 +138,7 @@ async def test_several_answers_are_all_aborted(tmp_path: Path) -> None:
 
 
 async def test_the_best_samples_are_told_once_all_are_made(tmp_path: Path) -> None:
-    generation, engine, tokenizer = room(tmp_path)
+    generation, engine, tokenizer = fake_service(tmp_path)
     scripts = [(*tokenizer.encode(text), 2) for text in ("hello", "the", "world")]
     engine.script = lambda request: scripts[request.sampling.seed]
     engine.certainty = lambda request: [-1.0, -0.5, -1.0][request.sampling.seed]
@@ -153,40 +153,40 @@ async def test_the_best_samples_are_told_once_all_are_made(tmp_path: Path) -> No
 
 
 async def test_an_engine_that_ends_before_its_answers_is_an_error(tmp_path: Path) -> None:
-    _, engine, tokenizer = room(tmp_path)
+    _, engine, tokenizer = fake_service(tmp_path)
 
-    class Breaking(Reciter):
+    class Breaking(ScriptedEngine):
         async def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit, None]:
             async with aclosing(super().generate(replace(request, n=1))) as commits:
                 async for commit in commits:
                     yield commit
 
-    generation = Generation(Breaking(engine.script), tokenizer, LimitsSection())
+    generation = GenerationService(Breaking(engine.script), tokenizer, LimitsSection())
     with pytest.raises(TargetUnavailable, match="broke off"):
         await events_of(generation, Request(text="hi", n=2))
 
 
 async def test_an_answer_that_was_not_asked_for_is_an_error(tmp_path: Path) -> None:
-    _, engine, tokenizer = room(tmp_path)
+    _, engine, tokenizer = fake_service(tmp_path)
 
-    class Inventing(Reciter):
+    class Inventing(ScriptedEngine):
         async def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit, None]:
             async with aclosing(super().generate(request)) as commits:
                 async for commit in commits:
                     yield replace(commit, index=7)
 
-    generation = Generation(Inventing(engine.script), tokenizer, LimitsSection())
-    with pytest.raises(TargetUnavailable, match="answer 7 was not asked for"):
+    generation = GenerationService(Inventing(engine.script), tokenizer, LimitsSection())
+    with pytest.raises(TargetUnavailable, match="answer 7 was not requested"):
         await events_of(generation, Request(text="hi", n=2))
 
 
 async def test_text_held_back_for_a_stop_string_comes_with_the_last_commit(tmp_path: Path) -> None:
-    generation, _, _ = room(tmp_path, "hello the w")
+    generation, _, _ = fake_service(tmp_path, "hello the w")
     assert text_of(await events_of(generation, Request(text="hi", stopping=Stopping(stop=["world"])))) == "hello the w"
 
 
 async def test_a_length_bound_ends_an_answer_mid_character_with_a_mark(tmp_path: Path) -> None:
-    generation, _, _ = room(tmp_path, "🐟")
+    generation, _, _ = fake_service(tmp_path, "🐟")
     events = await events_of(generation, Request(text="hi", stopping=Stopping(max_tokens=2)))
     assert text_of(events) == "\N{REPLACEMENT CHARACTER}"
     assert isinstance(events[-1], Finished)
@@ -194,14 +194,14 @@ async def test_a_length_bound_ends_an_answer_mid_character_with_a_mark(tmp_path:
 
 
 async def test_closing_an_answer_frees_it(tmp_path: Path) -> None:
-    generation, engine, _ = room(tmp_path)
+    generation, engine, _ = fake_service(tmp_path)
     async with aclosing(generation.generate(Request(text="hi", request_id="r"))) as events:
         await anext(events)
     assert engine.freed.get_nowait() == "r"
 
 
 async def test_a_name_is_taken_while_its_request_runs(tmp_path: Path) -> None:
-    generation, _, _ = room(tmp_path)
+    generation, _, _ = fake_service(tmp_path)
     request = Request(text="hi", request_id="r")
     async with aclosing(generation.generate(request)) as events:
         await anext(events)
@@ -211,7 +211,7 @@ async def test_a_name_is_taken_while_its_request_runs(tmp_path: Path) -> None:
 
 
 async def test_an_aborted_answer_ends_with_abort(tmp_path: Path) -> None:
-    generation, engine, _ = room(tmp_path)
+    generation, engine, _ = fake_service(tmp_path)
     engine.hold_after = 1
     assert not generation.abort("r")
     async with aclosing(generation.generate(Request(text="hi", request_id="r"))) as stream:
@@ -224,14 +224,14 @@ async def test_an_aborted_answer_ends_with_abort(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("refusal", [Overloaded("full", 2.0), NotReady("draining"), DeadlineExceeded("late")])
 async def test_a_refusal_comes_before_any_event(tmp_path: Path, refusal: Exception) -> None:
-    generation, engine, _ = room(tmp_path)
+    generation, engine, _ = fake_service(tmp_path)
     engine.refusal = refusal  # type: ignore[assignment]
     with pytest.raises(type(refusal)):
         await anext(generation.generate(Request(text="hi")))
 
 
 async def test_nothing_is_admitted_before_the_engine_is_ready(tmp_path: Path) -> None:
-    generation, engine, _ = room(tmp_path)
+    generation, engine, _ = fake_service(tmp_path)
     engine.ready = False
     with pytest.raises(NotReady):
         await anext(generation.generate(Request(text="hi")))
@@ -239,14 +239,14 @@ async def test_nothing_is_admitted_before_the_engine_is_ready(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("given", "expected"), [(None, 1050.0), (5.0, 1005.0), (1e6, 1050.0)])
 async def test_a_deadline_is_the_callers_within_the_limit(tmp_path: Path, given: float | None, expected: float) -> None:
-    _, engine, tokenizer = room(tmp_path)
-    generation = Generation(engine, tokenizer, LimitsSection(max_timeout_seconds=50.0), clock=lambda: 1000.0)
+    _, engine, tokenizer = fake_service(tmp_path)
+    generation = GenerationService(engine, tokenizer, LimitsSection(max_timeout_seconds=50.0), clock=lambda: 1000.0)
     await events_of(generation, Request(text="hi"), given)
     assert engine.requests[0].deadline == expected
 
 
 async def test_a_prompt_that_cannot_fit_is_refused_before_the_work(tmp_path: Path) -> None:
-    generation, engine, tokenizer = room(tmp_path)
+    generation, engine, tokenizer = fake_service(tmp_path)
     most = CONTEXT * tokenizer.longest_token_chars
     with pytest.raises(InvalidRequest, match=f"'{most + 1} characters'"):
         await anext(generation.generate(Request(text="x" * (most + 1))))
@@ -254,7 +254,7 @@ async def test_a_prompt_that_cannot_fit_is_refused_before_the_work(tmp_path: Pat
 
 
 async def test_tokenizing_and_detokenizing_are_each_others_inverse(tmp_path: Path) -> None:
-    generation, _, _ = room(tmp_path)
+    generation, _, _ = fake_service(tmp_path)
     tokens = await generation.tokenize(generation_pb2.TokenizeRequest(text="hello 🐟"))
     assert await generation.detokenize(generation_pb2.DetokenizeRequest(token_ids=tokens)) == "hello 🐟"
     with pytest.raises(InvalidRequest) as caught:

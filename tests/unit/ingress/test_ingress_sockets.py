@@ -1,4 +1,4 @@
-"""The HTTP door on a real socket, as clients in the wild use it."""
+"""The HTTP api on a real socket, as clients in the wild use it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import pytest
 from cluster.core.config import LimitsSection
 from cluster.ingress.grpc import GenerationServicer
 from cluster.ingress.http import create_app
-from tests.support.fake_engine import MODEL, InProcessClient, Reciter, listening, room
+from tests.support.fake_engine import MODEL, InProcessClient, ScriptedEngine, fake_service, listening
 
 LIMITS = LimitsSection(max_body_bytes=65536)
 PATIENCE = 10.0
 
 
 @pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[tuple[str, Reciter]]:
-    generation, engine, _ = room(tmp_path, limits=LIMITS)
+async def served(tmp_path: Path) -> AsyncIterator[tuple[str, ScriptedEngine]]:
+    generation, engine, _ = fake_service(tmp_path, limits=LIMITS)
     client = InProcessClient(GenerationServicer(generation), lambda: engine.ready)
     async with listening(create_app(client, LIMITS)) as address:
         yield address, engine
 
 
 @pytest.fixture
-async def sdk(served: tuple[str, Reciter]) -> AsyncIterator[openai.AsyncOpenAI]:
+async def sdk(served: tuple[str, ScriptedEngine]) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(base_url=f"{served[0]}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -80,7 +80,7 @@ async def test_openais_client_understands_the_errors(sdk: openai.AsyncOpenAI) ->
     assert invalid.value.param == "temperature"
 
 
-async def test_the_first_words_leave_before_the_last_are_known(served: tuple[str, Reciter]) -> None:
+async def test_the_first_words_leave_before_the_last_are_known(served: tuple[str, ScriptedEngine]) -> None:
     address, engine = served
     engine.hold_after = 1
     body = {"prompt": "hi", "stream": True}
@@ -96,7 +96,9 @@ async def test_the_first_words_leave_before_the_last_are_known(served: tuple[str
 
 @pytest.mark.parametrize("commits", [0, 1], ids=["before_the_first_word", "after_it"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_a_client_that_leaves_frees_its_answer(served: tuple[str, Reciter], stream: bool, commits: int) -> None:
+async def test_a_client_that_leaves_frees_its_answer(
+    served: tuple[str, ScriptedEngine], stream: bool, commits: int
+) -> None:
     address, engine = served
     engine.hold_after = commits
     host, port = address.removeprefix("http://").split(":")
@@ -110,7 +112,7 @@ async def test_a_client_that_leaves_frees_its_answer(served: tuple[str, Reciter]
         assert await engine.freed.get() == "gone"
 
 
-async def test_several_prompts_of_a_client_that_leaves_are_all_freed(served: tuple[str, Reciter]) -> None:
+async def test_several_prompts_of_a_client_that_leaves_are_all_freed(served: tuple[str, ScriptedEngine]) -> None:
     address, engine = served
     engine.hold_after = 1
     async with asyncio.timeout(PATIENCE), httpx.AsyncClient() as http:
@@ -127,7 +129,7 @@ async def test_several_prompts_of_a_client_that_leaves_are_all_freed(served: tup
 
 
 async def test_a_body_far_over_the_bound_gets_its_refusal_and_the_next_request_works(
-    served: tuple[str, Reciter],
+    served: tuple[str, ScriptedEngine],
 ) -> None:
     address, _ = served
     async with httpx.AsyncClient(timeout=PATIENCE) as http:

@@ -48,27 +48,27 @@ def test_it_reads_tokens_as_the_library_does(tokenizer: Tokenizer, library: toke
 
 @given(tokens=st.lists(st.integers(0, 300), max_size=12))
 def test_pieces_put_together_are_the_whole_for_any_tokens(tokenizer: Tokenizer, tokens: list[int]) -> None:
-    stream = tokenizer.stream(starts_text=True)
+    stream = tokenizer.detokenizer(starts_text=True)
     pieces = [stream.push(token) for token in tokens]
     assert "".join(pieces) + stream.flush() == tokenizer.decode(tokens)
 
 
 def test_a_character_in_the_making_is_held_back(tokenizer: Tokenizer) -> None:
-    stream = tokenizer.stream()
+    stream = tokenizer.detokenizer()
     fish = [token for token in tokenizer.encode("🐟") if tokenizer.token_bytes(token) != b" "]
     assert len(fish) == 4
     assert [stream.push(token) for token in fish] == ["", "", "", "🐟"]
 
 
 def test_a_character_that_never_ends_becomes_one_mark_at_the_end(tokenizer: Tokenizer) -> None:
-    stream = tokenizer.stream()
+    stream = tokenizer.detokenizer()
     assert stream.push(tokenizer.encode("🐟")[-4]) == ""
     assert stream.flush() == "\N{REPLACEMENT CHARACTER}"
 
 
 def test_a_continuation_keeps_its_first_space(tokenizer: Tokenizer) -> None:
     continuation = tokenizer.encode("a world")[len(tokenizer.encode("a")) :]
-    stream = tokenizer.stream()
+    stream = tokenizer.detokenizer()
     assert "".join(stream.push(token) for token in continuation) == " world"
 
 

@@ -13,7 +13,7 @@ from cluster.core.kv import KvLayout, KvOccupancy
 from cluster.core.request import BeamParameters, EarlyStopping, GenerationRequest, SamplingParameters
 from cluster.core.verification import TargetInfo
 from cluster.ingress.text.chat_template import Message
-from cluster.ingress.validate import ChatPrompt, TextPrompt, TokenPrompt, admit, validate
+from cluster.ingress.validate import ChatPrompt, TextPrompt, TokenPrompt, fit_to_context, validate
 from pilotfish.v1 import common_pb2, generation_pb2
 
 INFO = TargetInfo("tiny", 100, 32, KvLayout(16), KvOccupancy(8, 8), (2,), 1, "float32")
@@ -135,7 +135,7 @@ def test_what_is_out_of_bounds_is_refused_by_name(request_: Request, field: str)
 @pytest.mark.parametrize("most", [None, 0, 7, 256])
 def test_the_drafts_of_a_request_are_bounded_by_what_a_tree_may_hold(most: int | None) -> None:
     assert admitted(Request(text="hi", max_draft_tokens=most)).max_draft_tokens == most
-    with pytest.raises(InvalidRequest, match="max_draft_tokens: 257 is refused; it must be an integer from 0 to 256"):
+    with pytest.raises(InvalidRequest, match="max_draft_tokens: 257 is refused; it must be between 0 and 256"):
         check(Request(text="hi", max_draft_tokens=257))
 
 
@@ -181,7 +181,7 @@ def test_several_answers_have_their_bounds_too(request_: Request, field: str) ->
 
 
 def admitted(request: Request) -> GenerationRequest:
-    return admit(validate(request, INFO, LIMITS, INFO.eos_token_ids), (1, 2), INFO, LIMITS, 0.0)
+    return fit_to_context(validate(request, INFO, LIMITS, INFO.eos_token_ids), (1, 2), INFO, LIMITS, 0.0)
 
 
 def test_one_answer_of_no_salt_is_the_default() -> None:
@@ -221,25 +221,25 @@ def test_an_unknown_model_is_told_the_known_one() -> None:
 
 def test_max_tokens_unset_takes_what_context_and_limits_leave() -> None:
     valid = validate(Request(text="hi"), INFO, LIMITS, ())
-    assert admit(valid, (1,) * 5, INFO, LIMITS, 0.0).stopping.max_tokens == 20
-    assert admit(valid, (1,) * 25, INFO, LIMITS, 0.0).stopping.max_tokens == 7
-    assert admit(valid, (1,) * 31, INFO, LIMITS, 0.0).stopping.max_tokens == 1
+    assert fit_to_context(valid, (1,) * 5, INFO, LIMITS, 0.0).stopping.max_tokens == 20
+    assert fit_to_context(valid, (1,) * 25, INFO, LIMITS, 0.0).stopping.max_tokens == 7
+    assert fit_to_context(valid, (1,) * 31, INFO, LIMITS, 0.0).stopping.max_tokens == 1
 
 
 def test_prompt_and_answer_must_fit_the_context() -> None:
     valid = validate(stopped(max_tokens=8), INFO, LIMITS, ())
-    assert admit(valid, (1,) * 24, INFO, LIMITS, 0.0).stopping.max_tokens == 8
+    assert fit_to_context(valid, (1,) * 24, INFO, LIMITS, 0.0).stopping.max_tokens == 8
     with pytest.raises(InvalidRequest, match="max_tokens: 8 is refused; it must be at most 7"):
-        admit(valid, (1,) * 25, INFO, LIMITS, 0.0)
+        fit_to_context(valid, (1,) * 25, INFO, LIMITS, 0.0)
     with pytest.raises(InvalidRequest, match="prompt: '32 tokens' is refused; it must be at most 31"):
-        admit(valid, (1,) * 32, INFO, LIMITS, 0.0)
+        fit_to_context(valid, (1,) * 32, INFO, LIMITS, 0.0)
     with pytest.raises(InvalidRequest, match="at least one token"):
-        admit(valid, (), INFO, LIMITS, 0.0)
+        fit_to_context(valid, (), INFO, LIMITS, 0.0)
 
 
 def test_an_answer_of_no_asked_length_fits_a_pool_smaller_than_the_context() -> None:
     small = replace(INFO, max_context_len=1000, kv=KvOccupancy(10, 10))
     message = Request(text="hi")
     limits = LimitsSection()
-    admitted = admit(validate(message, small, limits, ()), (1, 2, 3), small, limits, deadline=1.0)
+    admitted = fit_to_context(validate(message, small, limits, ()), (1, 2, 3), small, limits, deadline=1.0)
     assert admitted.stopping.max_tokens == 157

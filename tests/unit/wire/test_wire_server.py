@@ -41,27 +41,27 @@ from tests.support.wire_servers import (
     PATIENCE,
     RESULT,
     TARGET,
-    House,
     Request,
+    ScriptedServer,
     refusal,
     words,
 )
 from tests.support.wire_servers import channel as channel
 from tests.support.wire_servers import client as client
 from tests.support.wire_servers import drafter as drafter
-from tests.support.wire_servers import house as house
+from tests.support.wire_servers import scripted as scripted
 from tests.support.wire_servers import target as target
 
 # --- who it is ----------------------------------------------------------------------------------
 
 
 async def test_the_process_is_alive_from_the_start_and_a_service_is_ready_when_it_says_so(
-    house: House, channel: grpc.aio.Channel
+    scripted: ScriptedServer, channel: grpc.aio.Channel
 ) -> None:
     check = health_pb2_grpc.HealthStub(channel).Check
     alive = await check(health_pb2.HealthCheckRequest())
     before = await check(health_pb2.HealthCheckRequest(service=TARGET))
-    await house.server.set_serving(TARGET, True)
+    await scripted.server.set_serving(TARGET, True)
     after = await check(health_pb2.HealthCheckRequest(service=TARGET))
     other = await check(health_pb2.HealthCheckRequest(service=DRAFT))
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -93,9 +93,9 @@ async def test_a_taken_port_is_refused_by_host_and_port() -> None:
             await WireServer(HOST, port, max_message_bytes=MOST_BYTES).start()
 
 
-async def test_two_servers_never_share_a_port(house: House) -> None:
-    with pytest.raises(ConfigurationError, match=f"{HOST}:{house.port}"):
-        await WireServer(HOST, house.port, max_message_bytes=MOST_BYTES).start()
+async def test_two_servers_never_share_a_port(scripted: ScriptedServer) -> None:
+    with pytest.raises(ConfigurationError, match=f"{HOST}:{scripted.port}"):
+        await WireServer(HOST, scripted.port, max_message_bytes=MOST_BYTES).start()
 
 
 async def test_a_server_may_be_stopped_before_it_started_and_twice() -> None:
@@ -127,13 +127,13 @@ def nested(outer: bytes, inner: bytes) -> bytes:
 )
 @pytest.mark.parametrize("method", ["Open", "Step"])
 async def test_bytes_that_are_no_message_are_refused_and_the_server_lives(
-    house: House, channel: grpc.aio.Channel, target: GrpcTarget, data: bytes, method: str
+    scripted: ScriptedServer, channel: grpc.aio.Channel, target: GrpcTarget, data: bytes, method: str
 ) -> None:
     error = await refusal(channel, f"{TARGET}/{method}", data)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert f"{len(data)} bytes" in (error.details() or "")
-    assert not house.target.steps
-    assert not house.target.opens
+    assert not scripted.target.steps
+    assert not scripted.target.opens
     assert await target.step(BATCH) == RESULT
 
 
@@ -152,22 +152,22 @@ async def test_bytes_that_are_no_message_are_refused_and_the_server_lives(
     ],
 )
 async def test_a_field_that_nobody_knows_is_refused_wherever_it_hides(
-    house: House, channel: grpc.aio.Channel, data: bytes, where: str
+    scripted: ScriptedServer, channel: grpc.aio.Channel, data: bytes, where: str
 ) -> None:
     error = await refusal(channel, f"{TARGET}/Step", data)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert where in (error.details() or "")
     assert "field 127" in (error.details() or "")
-    assert not house.target.steps
+    assert not scripted.target.steps
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff", nested(b"\x1a", b"\xff\xfe"), UNKNOWN])
 async def test_a_stream_refuses_them_alike_before_its_servicer_is_asked(
-    house: House, channel: grpc.aio.Channel, client: GenerationClient, data: bytes
+    scripted: ScriptedServer, channel: grpc.aio.Channel, client: GenerationClient, data: bytes
 ) -> None:
     error = await refusal(channel, f"{GENERATION}/Generate", data)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert house.generator.calls == 0
+    assert scripted.generator.calls == 0
     assert await words(client) == ["a", "b"]
 
 
@@ -181,22 +181,22 @@ async def test_a_field_hidden_in_a_crowd_is_refused_without_a_search_through_all
 
 
 async def test_a_message_over_the_bound_is_refused_by_size_and_the_next_one_works(
-    house: House, client: GenerationClient
+    scripted: ScriptedServer, client: GenerationClient
 ) -> None:
     with pytest.raises(TooLarge, match=str(MOST_BYTES)):
         await anext(client.generate(Request(text="x" * MOST_BYTES), PATIENCE))
-    assert house.generator.calls == 0
+    assert scripted.generator.calls == 0
     assert await words(client) == ["a", "b"]
 
 
-async def test_so_is_a_step_over_the_bound(house: House, target: GrpcTarget) -> None:
+async def test_so_is_a_step_over_the_bound(scripted: ScriptedServer, target: GrpcTarget) -> None:
     long = VerifyRow(SequenceId("s"), MOST_BYTES, (1,) * MOST_BYTES)
     with pytest.raises(TooLarge, match=str(MOST_BYTES)):
         await target.step(StepBatch((long,)))
     assert await target.step(BATCH) == RESULT
 
 
-async def test_a_method_that_is_not_served_is_unimplemented(channel: grpc.aio.Channel) -> None:
+async def test_a_method_that_is_unsupported_is_unimplemented(channel: grpc.aio.Channel) -> None:
     error = await refusal(channel, f"{TARGET}/Fork", b"")
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
 
@@ -227,9 +227,9 @@ async def test_an_error_has_its_status(error: PilotfishError, code: grpc.StatusC
 @by_class
 @pytest.mark.parametrize("said", [[], ["a"]], ids=["at first", "after a word"])
 async def test_an_error_is_on_the_other_side_what_it_was_here(
-    house: House, client: GenerationClient, error: PilotfishError, code: grpc.StatusCode, said: list[str]
+    scripted: ScriptedServer, client: GenerationClient, error: PilotfishError, code: grpc.StatusCode, said: list[str]
 ) -> None:
-    house.generator.words, house.generator.failure = said, error
+    scripted.generator.words, scripted.generator.failure = said, error
     heard: list[str] = []
     with pytest.raises(type(error)) as caught:
         await words(client, heard)
@@ -238,35 +238,41 @@ async def test_an_error_is_on_the_other_side_what_it_was_here(
         assert (caught.value.field, caught.value.bound) == (error.field, error.bound)
     if isinstance(error, Overloaded) and isinstance(caught.value, Overloaded):
         assert caught.value.retry_after_seconds == error.retry_after_seconds
-    house.generator.failure = None
+    scripted.generator.failure = None
     assert await words(client) == said
 
 
-async def test_overload_tells_every_client_when_to_come_back(house: House, channel: grpc.aio.Channel) -> None:
-    house.target.failure = Overloaded("the queue is full", 3.0)
+async def test_overload_tells_every_client_when_to_come_back(
+    scripted: ScriptedServer, channel: grpc.aio.Channel
+) -> None:
+    scripted.target.failure = Overloaded("the queue is full", 3.0)
     error = await refusal(channel, f"{TARGET}/Step", b"")
     assert dict(error.trailing_metadata())["retry-after"] == "3"
 
 
 @pytest.mark.parametrize("length", [10_000, 100_000])
 async def test_an_error_of_any_length_arrives_as_what_it_is(
-    house: House, client: GenerationClient, length: int
+    scripted: ScriptedServer, client: GenerationClient, length: int
 ) -> None:
-    house.generator.failure = NotReady("é" * length)
+    scripted.generator.failure = NotReady("é" * length)
     with pytest.raises(NotReady, match="éé"):
         await words(client)
 
 
 @pytest.mark.parametrize("method", [f"{TARGET}/Open", f"{TARGET}/Step", f"{GENERATION}/Generate"])
 async def test_a_servicers_bug_is_logged_told_in_no_detail_and_survived(
-    house: House, channel: grpc.aio.Channel, target: GrpcTarget, caplog: pytest.LogCaptureFixture, method: str
+    scripted: ScriptedServer,
+    channel: grpc.aio.Channel,
+    target: GrpcTarget,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
 ) -> None:
-    house.target.failure = house.generator.failure = ZeroDivisionError("secret")
-    house.generator.words = []
+    scripted.target.failure = scripted.generator.failure = ZeroDivisionError("secret")
+    scripted.generator.words = []
     with caplog.at_level(logging.ERROR):
         error = await refusal(channel, method, b"")
     assert error.code() is grpc.StatusCode.INTERNAL
     assert "secret" not in (error.details() or "")
     assert any(record.exc_info and record.exc_info[0] is ZeroDivisionError for record in caplog.records)
-    house.target.failure = None
+    scripted.target.failure = None
     assert await target.step(BATCH) == RESULT

@@ -9,13 +9,10 @@ import pytest
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
-from cluster.core.config import LimitsSection
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
-from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters, parse
-from cluster.ingress.openai.translate import chat_request, completion_requests, seed_of
-from pilotfish.v1 import generation_pb2
+from cluster.ingress.openai.parse import parse
+from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
 
-LIMITS = LimitsSection(max_prompts=2)
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -28,7 +25,7 @@ def completion(**values: object) -> CompletionRequest:
 
 
 def test_explicit_nulls_are_unset() -> None:
-    nulls = dict.fromkeys([*ChatRequest.model_fields, *ChatRequest.not_served])
+    nulls = dict.fromkeys([*ChatRequest.model_fields, *ChatRequest.unsupported])
     assert chat(**{**nulls, "messages": HI}) == chat()
 
 
@@ -64,15 +61,15 @@ def test_an_assistants_message_can_be_sent_back_as_it_came() -> None:
     assert chat(messages=[turn]).messages[0].content == "hello"
 
 
-@pytest.mark.parametrize("name", [*ChatRequest.not_served])
-def test_every_parameter_of_chat_that_is_not_served_is_refused_by_name(name: str) -> None:
+@pytest.mark.parametrize("name", [*ChatRequest.unsupported])
+def test_every_parameter_of_chat_that_is_unsupported_is_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedParameter) as caught:
         chat(**{name: {"any": "thing"}})
     assert caught.value.field == name
 
 
-@pytest.mark.parametrize("name", [*CompletionRequest.not_served])
-def test_every_parameter_of_completions_that_is_not_served_is_refused_by_name(name: str) -> None:
+@pytest.mark.parametrize("name", [*CompletionRequest.unsupported])
+def test_every_parameter_of_completions_that_is_unsupported_is_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedParameter) as caught:
         completion(**{name: {"any": "thing"}})
     assert caught.value.field == name
@@ -80,7 +77,7 @@ def test_every_parameter_of_completions_that_is_not_served_is_refused_by_name(na
 
 @pytest.mark.parametrize("schema", [ChatRequest, CompletionRequest])
 def test_a_value_that_asks_for_nothing_is_let_through(schema: type[Parameters]) -> None:
-    harmless = {name: values[0] for name, values in schema.not_served.items() if values}
+    harmless = {name: values[0] for name, values in schema.unsupported.items() if values}
     assert len(harmless) > 5
     parse(
         schema,
@@ -98,9 +95,9 @@ def test_a_value_that_asks_for_nothing_is_let_through(schema: type[Parameters]) 
     ],
 )
 def test_every_parameter_of_openais_own_client_is_known(schema: type[Parameters], params: type) -> None:
-    known = {*schema.model_fields, *schema.not_served}
+    known = {*schema.model_fields, *schema.unsupported}
     assert set(params.__annotations__) - known == set()
-    assert not {*schema.model_fields} & {*schema.not_served}
+    assert not {*schema.model_fields} & {*schema.unsupported}
 
 
 def test_true_is_not_one() -> None:
@@ -156,136 +153,35 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     assert caught.value.field == "body"
 
 
-def test_a_chat_becomes_one_request() -> None:
-    body = chat(
-        model="tiny",
-        max_completion_tokens=5,
-        temperature=0,
-        stop="x",
-        logprobs=True,
-        top_logprobs=2,
-        top_k=-1,
-        logit_bias={"7": -100},
-        stop_token_ids=[9],
-        ignore_eos=True,
-    )
-    request = chat_request(body, LIMITS, "r", 3)
-    assert (request.request_id, request.model, request.chat.messages[0].content) == ("r", "tiny", "hi")
-    assert (request.stopping.max_tokens, [*request.stopping.stop], [*request.stopping.stop_token_ids]) == (
-        5,
-        ["x"],
-        [9],
-    )
-    assert request.stopping.ignore_eos
-    assert (request.sampling.temperature, request.sampling.logprobs, request.sampling.top_k) == (0.0, 2, 0)
-    assert (request.sampling.logit_bias[0].token_id, request.sampling.logit_bias[0].bias) == (7, -100.0)
-    assert request.sampling.seed == 3
-
-
-@pytest.mark.parametrize(
-    ("early_stopping", "expected"),
-    [
-        (None, generation_pb2.EARLY_STOPPING_NO),
-        (False, generation_pb2.EARLY_STOPPING_NO),
-        (True, generation_pb2.EARLY_STOPPING_YES),
-        ("never", generation_pb2.EARLY_STOPPING_NEVER),
-    ],
-)
-def test_beam_search_is_asked_for_as_vllms_clients_do(early_stopping: object, expected: int) -> None:
-    values = {"use_beam_search": True, "n": 2, "best_of": 4, "length_penalty": 0, "early_stopping": early_stopping}
-    for request in (
-        chat_request(chat(**values), LIMITS, "r", 3),
-        *completion_requests(completion(prompt=["a", "b"], **values), LIMITS, "r", 3),
-    ):
-        assert (request.n, request.best_of) == (2, 4)
-        assert (request.beam_search.length_penalty, request.beam_search.early_stopping) == (0.0, expected)
-
-
-def test_beam_search_switched_off_may_bring_its_defaults() -> None:
-    body = chat(use_beam_search=False, length_penalty=1, early_stopping=False)
-    assert chat_request(body, LIMITS, "r", 3) == chat_request(chat(), LIMITS, "r", 3)
-
-
-@pytest.mark.parametrize(("name", "value"), [("length_penalty", 0.5), ("early_stopping", True)])
-def test_what_only_beams_know_is_refused_without_them(name: str, value: object) -> None:
-    with pytest.raises(InvalidRequest, match="left out unless use_beam_search is true") as caught:
-        chat_request(chat(**{name: value}), LIMITS, "r", 3)
-    assert caught.value.field == name
-
-
-@pytest.mark.parametrize("values", [{"best_of": 2}, {"n": 2, "best_of": 3}, {"n": 2, "use_beam_search": True}])
-def test_answers_that_are_chosen_at_the_end_cannot_be_streamed(values: dict[str, object]) -> None:
-    with pytest.raises(InvalidRequest, match="known once all are made") as caught:
-        completion_requests(completion(stream=True, **values), LIMITS, "r", 3)
-    assert caught.value.field == "stream"
-    completion_requests(completion(stream=True, n=2, best_of=2), LIMITS, "r", 3)
-
-
-def test_salt_and_name_pass_through() -> None:
-    request = chat_request(chat(cache_salt="tenant"), LIMITS, "r", 3)
-    assert (request.cache_salt, request.request_id) == ("tenant", "r")
-
-
-def test_what_is_unset_stays_unset() -> None:
-    request = chat_request(chat(), LIMITS, "r", 3)
-    for name in ("n", "best_of", "beam_search", "cache_salt"):
-        assert not request.HasField(name)  # type: ignore[arg-type]
-    assert not request.HasField("model")
-    assert not request.sampling.HasField("temperature")
-    assert not request.sampling.HasField("logprobs")
-    assert not request.stopping.HasField("max_tokens")
-
-
-def test_prompts_fan_out_under_one_seed_and_distinct_names() -> None:
-    requests = completion_requests(completion(prompt=["a", "b"]), LIMITS, "r", 3)
-    assert [(request.request_id, request.text, request.sampling.seed) for request in requests] == [
-        ("r-0", "a", 3),
-        ("r-1", "b", 3),
-    ]
-
-
-def test_completions_have_openais_default_length() -> None:
-    assert completion_requests(completion(), LIMITS, "r", 3)[0].stopping.max_tokens == 16
-
-
 @pytest.mark.parametrize(
     ("values", "field"),
     [
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_completion_tokens": 2**40}, "max_completion_tokens"),
-        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
         ({"top_k": -2}, "top_k"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {str(2**32): 1}}, "logit_bias"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
-        ({"n": 0}, "n"),
-        ({"n": 17}, "n"),
         ({"best_of": -1}, "best_of"),
         ({"best_of": 2**40}, "best_of"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"max_draft_tokens": -1}, "max_draft_tokens"),
+        ({"n": -1}, "n"),
     ],
 )
-def test_what_the_schema_cannot_hold_is_refused_in_the_validators_words(values: dict[str, object], field: str) -> None:
+def test_a_number_that_protobuf_cannot_hold_is_refused(values: dict[str, object], field: str) -> None:
     with pytest.raises(InvalidRequest, match="is refused; it must be") as caught:
-        chat_request(chat(**values), LIMITS, "r", 3)
+        chat(**values)
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("prompt", [["a", "b", "c"], [-1], [2**32]])
-def test_prompts_the_schema_cannot_hold_are_refused(prompt: object) -> None:
+@pytest.mark.parametrize("prompt", [[-1], [2**32], [[1], [2**32]]])
+def test_a_prompt_of_tokens_that_protobuf_cannot_hold_is_refused(prompt: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        completion_requests(completion(prompt=prompt), LIMITS, "r", 3)
-    assert caught.value.field.startswith("prompt")
-
-
-def test_a_seed_is_kept_drawn_or_refused() -> None:
-    assert seed_of(chat(seed=2**64 - 1)) == 2**64 - 1
-    assert seed_of(chat()) != seed_of(chat())
-    for seed in (-1, 2**64):
-        with pytest.raises(InvalidRequest, match="seed"):
-            seed_of(chat(seed=seed))
+        completion(prompt=prompt)
+    assert caught.value.field == "prompt[0]"
 
 
 @pytest.mark.parametrize(

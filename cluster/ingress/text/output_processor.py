@@ -1,55 +1,15 @@
-"""One answer's way from committed tokens to text: detokenize, look for stop strings, count."""
+"""One answer: committed tokens become text, stop strings end it, and its cost is counted."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from cluster.core.ids import RequestId
-from cluster.core.request import Commit, FinishReason, GenerationRequest, TokenLogprobs, Usage
+from cluster.core.request import Commit, FinishReason, GenerationRequest, Usage
+from cluster.ingress.events import Delta, Finished
 from cluster.ingress.text.stop_strings import StopMatcher
 from cluster.ingress.text.tokenizer import Detokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The request was admitted; sending `seed` again gives the same answer."""
-
-    request_id: RequestId
-    model: str
-    seed: int
-    prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one commit added. `text` may lag behind `tokens`; together all texts are the answer."""
-
-    text: str
-    tokens: tuple[int, ...]
-    accepted: int
-    """How many of the leading `tokens` a drafter wrote first."""
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    index: int = 0
-    """Which of the request's answers it belongs to."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """Why an answer ended, by which stop, and what it cost."""
-
-    reason: FinishReason
-    usage: Usage
-    stop_string: str | None = None
-    stop_token: int | None = None
-    index: int = 0
-    """Which of the request's answers it ends."""
-
-
-Event = Started | Delta | Finished
-
-
-class Answer:
-    """Turns commits into deltas until something ends the answer; then `finished` is set."""
+class OutputProcessor:
+    """Converts the commits of one answer to deltas. `finished` is set once the answer has ended."""
 
     __slots__ = (
         "_accepted",
@@ -58,15 +18,15 @@ class Answer:
         "_matcher",
         "_prompt_len",
         "_steps",
-        "_stream",
+        "_detokenizer",
         "_tokens",
         "finished",
     )
 
-    def __init__(self, request: GenerationRequest, stream: Detokenizer, index: int = 0) -> None:
+    def __init__(self, request: GenerationRequest, detokenizer: Detokenizer, index: int = 0) -> None:
         self.finished: Finished | None = None
         self._index = index
-        self._stream = stream
+        self._detokenizer = detokenizer
         self._matcher = StopMatcher(request.stopping.stop_strings)
         self._prompt_len = len(request.prompt)
         self._tokens = 0
@@ -74,17 +34,17 @@ class Answer:
         self._accepted = 0
         self._steps = 0
 
-    def take(self, commit: Commit) -> tuple[Delta | Finished, ...]:
-        """What the commit adds; nothing once the answer has ended.
+    def process(self, commit: Commit) -> tuple[Delta | Finished, ...]:
+        """Return the events of one commit; none once the answer has ended.
 
-        A stop string cuts it after the token that completes the string. The stop token of an answer
-        counts as one of its tokens and adds nothing to its text.
+        A stop string cuts the commit after the token that completes the string. A stop token counts as a token of
+        the answer and adds no text.
         """
         if self.finished is not None:
             return ()
         text, count, stop = self._read(commit)
         if stop is None and commit.finish is not None:
-            last = self._matcher.push(self._stream.flush())
+            last = self._matcher.push(self._detokenizer.flush())
             text += last.text
             stop = last.stop
             if stop is None:
@@ -97,11 +57,11 @@ class Answer:
         return seen if self.finished is None else (*seen, self.finished)
 
     def _read(self, commit: Commit) -> tuple[str, int, str | None]:
-        """Text of the commit, how many of its tokens the answer keeps, and the stop string found."""
-        silent = len(commit.tokens) - 1 if commit.finish is FinishReason.STOP else len(commit.tokens)
+        """Return the text of the commit, how many of its tokens belong to the answer, and the stop string found."""
+        with_text = len(commit.tokens) - 1 if commit.finish is FinishReason.STOP else len(commit.tokens)
         texts: list[str] = []
-        for position, token in enumerate(commit.tokens[:silent]):
-            matched = self._matcher.push(self._stream.push(token))
+        for position, token in enumerate(commit.tokens[:with_text]):
+            matched = self._matcher.push(self._detokenizer.push(token))
             texts.append(matched.text)
             if matched.stop is not None:
                 return "".join(texts), position + 1, matched.stop

@@ -1,0 +1,50 @@
+"""What a client reads of a request: started once, then deltas and an end for each answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.core.ids import RequestId
+from cluster.core.request import FinishReason, TokenLogprobs, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request was admitted."""
+
+    request_id: RequestId
+    model: str
+    seed: int
+    """The seed in force. Sending it again gives the same answer."""
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one commit added to an answer."""
+
+    text: str
+    """Text that is certain. It may lag behind `tokens`; all texts together are the answer."""
+    tokens: tuple[int, ...]
+    accepted: int
+    """How many of the leading `tokens` are accepted draft tokens."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    index: int = 0
+    """Number of the answer, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of an answer: why it ended, and what it cost."""
+
+    reason: FinishReason
+    usage: Usage
+    stop_string: str | None = None
+    """The stop string that ended the answer, if one did."""
+    stop_token: int | None = None
+    """The stop token that ended the answer, if one did."""
+    index: int = 0
+    """Number of the answer, from 0."""
+
+
+Event = Started | Delta | Finished

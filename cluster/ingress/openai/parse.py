@@ -1,0 +1,107 @@
+"""From the body of an HTTP request to a checked model of `cluster.ingress.openai.requests`."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from cluster.core.bounds import MAX_JSON_DEPTH
+from cluster.core.errors import InvalidRequest, UnsupportedParameter
+from cluster.ingress.openai.requests import Parameters
+
+_MAX_NAME_CHARS = 64
+"""Longer names are cut before they are compared or reported."""
+
+_Request = TypeVar("_Request", bound=Parameters)
+
+
+def parse(model: type[_Request], body: bytes) -> _Request:
+    """Parse a request body.
+
+    Raises `InvalidRequest` (`body` when it is not a JSON object) and `UnsupportedParameter`.
+    """
+    values = {name: value for name, value in _read_object(body).items() if value is not None}
+    for name, ignored in model.unsupported.items():
+        if name in values:
+            _refuse_unless_ignored(name, values.pop(name), ignored)
+    for name in values:
+        if name not in model.model_fields:
+            raise _unknown_parameter(name, (*model.model_fields, *model.unsupported))
+    try:
+        request = model.model_validate(values)
+    except ValidationError as error:
+        raise _first_error(error) from None
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options", values["stream_options"], "left out unless stream is true")
+    return request
+
+
+def _read_object(body: bytes) -> dict[str, Any]:
+    too_deep = InvalidRequest("body", f"{len(body)} bytes", f"JSON that is nested at most {MAX_JSON_DEPTH} levels deep")
+    try:
+        value = json.loads(body.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("body", body[error.start : error.start + 1], f"UTF-8; byte {error.start} is not") from None
+    except RecursionError:
+        raise too_deep from None
+    except ValueError as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise InvalidRequest("body", body, f"JSON: {reason}") from None
+    if _is_deeper_than(value, MAX_JSON_DEPTH):
+        raise too_deep
+    if not isinstance(value, dict):
+        raise InvalidRequest("body", value, "a JSON object")
+    return value
+
+
+def _is_deeper_than(value: object, levels: int) -> bool:
+    """Whether arrays and objects are nested more than `levels` deep. Later code may recurse into the value."""
+    containers = [value] if isinstance(value, dict | list) else []
+    for _ in range(levels):
+        containers = [
+            entry
+            for container in containers
+            for entry in (container.values() if isinstance(container, dict) else container)
+            if isinstance(entry, dict | list)
+        ]
+        if not containers:
+            return False
+    return True
+
+
+def _refuse_unless_ignored(name: str, value: object, ignored: tuple[object, ...]) -> None:
+    if any(type(value) is type(entry) and value == entry for entry in ignored):
+        return
+    if not ignored:
+        raise UnsupportedParameter(name, value)
+    raise UnsupportedParameter(name, value, f"{json.dumps(ignored[0])} or left out: nothing else is supported")
+
+
+def _unknown_parameter(name: str, known: tuple[str, ...]) -> InvalidRequest:
+    shown = name[:_MAX_NAME_CHARS]
+    nearest = difflib.get_close_matches(shown, known, n=1, cutoff=0.0)[0]
+    return InvalidRequest(shown, shown, f"a known parameter; the nearest is {nearest}")
+
+
+def _first_error(error: ValidationError) -> InvalidRequest:
+    """Convert pydantic's first error to the form of all other errors."""
+    part = error.errors(include_url=False)[0]
+    field = _path(part["loc"])
+    if part["type"] == "missing":
+        return InvalidRequest(field, None, "present")
+    if part["type"] == "extra_forbidden":
+        return InvalidRequest(field, part["input"], "left out: it is not a known field")
+    return InvalidRequest(field, part["input"], part["msg"].removeprefix("Input should be "))
+
+
+def _path(steps: tuple[int | str, ...]) -> str:
+    """Join `("messages", 2, "role")` to `messages[2].role`. Names of union branches, as `list[str]`, are left out."""
+    path = ""
+    for step in steps:
+        if isinstance(step, str) and "[" in step:
+            continue
+        path += f"[{step}]" if isinstance(step, int) else f".{step}"
+    return path.removeprefix(".")[:_MAX_NAME_CHARS]

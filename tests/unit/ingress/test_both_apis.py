@@ -1,0 +1,167 @@
+"""HTTP over gRPC over real sockets, and gRPC itself: the same answers from both."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from cluster.core.errors import DeadlineExceeded, NotReady, Overloaded, PilotfishError
+from pilotfish.v1 import generation_pb2
+from tests.support.both_apis import HI, PATIENCE, BeamSearch, BothApis, Request, Sampling
+from tests.support.both_apis import apis as apis
+from tests.support.fake_engine import MODEL
+from tests.support.http_app import chunks
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status"),
+    [(Overloaded("full", 2.0), 429), (NotReady("draining"), 503), (DeadlineExceeded("late"), 504)],
+)
+async def test_a_refusal_is_the_same_at_both_doors(apis: BothApis, refusal: PilotfishError, status: int) -> None:
+    apis.engine.refusal = refusal
+    with pytest.raises(type(refusal), match=str(refusal)):
+        await anext(apis.client.generate(Request(text="hi"), PATIENCE))
+    response = await apis.http.post("/v1/completions", json={"prompt": "hi"})
+    assert (response.status_code, response.json()["error"]["message"]) == (status, str(refusal))
+    assert response.headers.get("retry-after") == ("2" if status == 429 else None)
+    apis.engine.refusal = None
+    assert await apis.over_http({"prompt": "hi"}) == ("hello the world", "")
+
+
+async def test_text_that_is_no_utf8_is_refused_at_both_doors(apis: BothApis) -> None:
+    broken = Request(text="hi").SerializeToString().replace(b"hi", b"\xff\xfe")
+    async with grpc.aio.insecure_channel(apis.grpc_address) as channel:
+        call = channel.unary_stream("/pilotfish.v1.GenerationService/Generate")(broken, timeout=PATIENCE)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    response = await apis.http.post("/v1/completions", content=b'{"prompt": "\xff\xfe"}')
+    assert response.status_code == 400
+    assert await apis.over_http({"prompt": "hi"}) == ("hello the world", "")
+
+
+async def test_both_doors_give_the_same_answer_to_the_same_seed(apis: BothApis) -> None:
+    await apis.over_grpc(Request(text="hi", sampling=Sampling(seed=2**53)))
+    await apis.over_http({"prompt": "hi", "seed": 2**53})
+    grpc_request, http_request = apis.engine.requests
+    assert grpc_request.sampling == http_request.sampling
+
+
+async def test_both_doors_ask_for_the_same_answers(apis: BothApis) -> None:
+    for search, wishes in (
+        (None, {}),
+        (
+            BeamSearch(length_penalty=0.5, early_stopping=generation_pb2.EARLY_STOPPING_NEVER),
+            {"use_beam_search": True, "length_penalty": 0.5, "early_stopping": "never"},
+        ),
+    ):
+        apis.engine.requests.clear()
+        message = Request(text="hi", n=2, best_of=4, beam_search=search, cache_salt="mine", sampling=Sampling(seed=1))
+        async for _ in apis.client.generate(message, PATIENCE):
+            pass
+        await apis.http.post(
+            "/v1/completions", json={"prompt": "hi", "n": 2, "best_of": 4, "cache_salt": "mine", "seed": 1, **wishes}
+        )
+        over_grpc, over_http = apis.engine.requests
+        assert (over_grpc.n, over_grpc.beam, over_grpc.cache_salt) == (
+            over_http.n,
+            over_http.beam,
+            over_http.cache_salt,
+        )
+
+
+@pytest.mark.parametrize(
+    ("wishes", "most"),
+    [
+        ({}, None),
+        ({"max_draft_tokens": 3}, 3),
+        ({"max_draft_tokens": 0}, 0),
+        ({"speculation": {}}, None),
+        ({"speculation": {"enabled": True}}, None),
+        ({"speculation": {"enabled": False}}, 0),
+        ({"speculation": {"max_draft_tokens": 256}}, 256),
+        ({"speculation": {"enabled": True, "max_draft_tokens": 5}, "max_draft_tokens": 5}, 5),
+        ({"speculation": {"enabled": False, "max_draft_tokens": 0}}, 0),
+        ({"speculation": {"enabled": False}, "max_draft_tokens": 0}, 0),
+    ],
+)
+@pytest.mark.parametrize("prompt", [{"prompt": "hi"}, {"messages": HI}], ids=["completion", "chat"])
+async def test_both_doors_bound_the_drafts_of_a_request(
+    apis: BothApis, prompt: dict[str, Any], wishes: dict[str, Any], most: int | None
+) -> None:
+    assert await apis.over_http({**prompt, **wishes}) == ("hello the world", "")
+    assert await apis.over_grpc(Request(text="hi", max_draft_tokens=most)) == ("hello the world", "")
+    assert [request.max_draft_tokens for request in apis.engine.requests] == [most, most]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "field"),
+    [
+        ({"speculation": {"max_draft_tokens": -1}}, "speculation.max_draft_tokens"),
+        ({"speculation": {"max_draft_tokens": 1.5}}, "speculation.max_draft_tokens"),
+        ({"speculation": {"enabled": 1}}, "speculation.enabled"),
+        ({"speculation": {"width": 1}}, "speculation.width"),
+        ({"speculation": True}, "speculation"),
+        ({"speculation": {"max_draft_tokens": 4}, "max_draft_tokens": 3}, "max_draft_tokens"),
+        ({"speculation": {"enabled": False, "max_draft_tokens": 4}}, "speculation.enabled"),
+        ({"speculation": {"enabled": False}, "max_draft_tokens": 4}, "speculation.enabled"),
+        ({"speculation": {"enabled": True}, "max_draft_tokens": 0}, "speculation.enabled"),
+    ],
+)
+async def test_a_wish_for_drafts_that_contradicts_itself_is_refused_by_name(
+    apis: BothApis, wishes: dict[str, Any], field: str
+) -> None:
+    assert (await apis.over_http({"prompt": "hi", **wishes}))[1] == field
+    assert not apis.engine.requests
+
+
+async def test_answers_that_are_not_the_models_own_say_so_in_every_piece(apis: BothApis) -> None:
+    for lossless in (True, False):
+        apis.engine.is_lossless = lossless
+        events = [event async for event in apis.client.generate(Request(text="hi"), PATIENCE)]
+        assert {event.lossy for event in events} == {not lossless}
+        for path, prompt in (("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", {"messages": HI})):
+            assert (await apis.http.post(path, json=prompt)).json()["lossless"] is lossless
+            wish = {"stream": True, "stream_options": {"include_usage": True}}
+            pieces = chunks(await apis.http.post(path, json={**prompt, **wish}))
+            assert {piece["lossless"] for piece in pieces} == {lossless}
+        assert (await apis.http.get("/v1/models")).json()["data"][0]["lossless"] is lossless
+        assert (await apis.client.get_model(MODEL)).lossy is not lossless
+
+
+async def test_an_http_client_that_leaves_cancels_the_call_behind_it(apis: BothApis) -> None:
+    apis.engine.hold_after = 1
+    async with asyncio.timeout(PATIENCE):
+        body = {"prompt": "hi", "stream": True}
+        async with apis.http.stream("POST", "/v1/completions", json=body) as response:
+            await anext(response.aiter_lines())
+        await apis.engine.freed.get()
+
+
+async def test_a_grpc_client_that_cancels_frees_its_answer(apis: BothApis) -> None:
+    apis.engine.hold_after = 1
+    async with asyncio.timeout(PATIENCE):
+        answer = apis.client.generate(Request(text="hi", request_id="r"), PATIENCE)
+        await anext(answer)
+        await answer.aclose()
+        assert await apis.engine.freed.get() == "r"
+
+
+async def test_an_answer_can_be_aborted_by_name(apis: BothApis) -> None:
+    apis.engine.hold_after = 1
+    async with asyncio.timeout(PATIENCE):
+        events = []
+        async for event in apis.client.generate(Request(text="hi", request_id="r"), PATIENCE):
+            events.append(event)
+            if event.HasField("delta"):
+                assert await apis.client.abort("r")
+        assert events[-1].finished.reason == generation_pb2.FINISH_REASON_ABORT
+
+
+async def test_models_metrics_and_readiness_pass_through(apis: BothApis) -> None:
+    assert (await apis.http.get(f"/v1/models/{MODEL}")).json()["id"] == MODEL
+    assert (await apis.http.get("/metrics")).text == "answers_total 1\n"
+    assert (await apis.http.get("/ready")).status_code == 200

@@ -1,0 +1,149 @@
+"""OpenAI's requests as requests of the generation service."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cluster.core.config import LimitsSection
+from cluster.core.errors import InvalidRequest
+from cluster.ingress.openai.parse import parse
+from cluster.ingress.openai.requests import ChatRequest, CompletionRequest
+from cluster.ingress.openai.translate import chat_request, completion_requests, parameter_names, seed_of
+from pilotfish.v1 import generation_pb2
+
+LIMITS = LimitsSection(max_prompts=2)
+HI = [{"role": "user", "content": "hi"}]
+
+
+def chat(**values: object) -> ChatRequest:
+    return parse(ChatRequest, json.dumps({"messages": HI, **values}).encode())
+
+
+def completion(**values: object) -> CompletionRequest:
+    return parse(CompletionRequest, json.dumps({"prompt": "hi", **values}).encode())
+
+
+def test_a_chat_becomes_one_request() -> None:
+    body = chat(
+        model="tiny",
+        max_completion_tokens=5,
+        temperature=0,
+        stop="x",
+        logprobs=True,
+        top_logprobs=2,
+        top_k=-1,
+        logit_bias={"7": -100},
+        stop_token_ids=[9],
+        ignore_eos=True,
+    )
+    request = chat_request(body, "r", 3)
+    assert (request.request_id, request.model, request.chat.messages[0].content) == ("r", "tiny", "hi")
+    assert (request.stopping.max_tokens, [*request.stopping.stop], [*request.stopping.stop_token_ids]) == (
+        5,
+        ["x"],
+        [9],
+    )
+    assert request.stopping.ignore_eos
+    assert (request.sampling.temperature, request.sampling.logprobs, request.sampling.top_k) == (0.0, 2, 0)
+    assert (request.sampling.logit_bias[0].token_id, request.sampling.logit_bias[0].bias) == (7, -100.0)
+    assert request.sampling.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("early_stopping", "expected"),
+    [
+        (None, generation_pb2.EARLY_STOPPING_NO),
+        (False, generation_pb2.EARLY_STOPPING_NO),
+        (True, generation_pb2.EARLY_STOPPING_YES),
+        ("never", generation_pb2.EARLY_STOPPING_NEVER),
+    ],
+)
+def test_beam_search_is_asked_for_as_vllms_clients_do(early_stopping: object, expected: int) -> None:
+    values = {"use_beam_search": True, "n": 2, "best_of": 4, "length_penalty": 0, "early_stopping": early_stopping}
+    for request in (
+        chat_request(chat(**values), "r", 3),
+        *completion_requests(completion(prompt=["a", "b"], **values), LIMITS, "r", 3),
+    ):
+        assert (request.n, request.best_of) == (2, 4)
+        assert (request.beam_search.length_penalty, request.beam_search.early_stopping) == (0.0, expected)
+
+
+def test_beam_search_switched_off_may_bring_its_defaults() -> None:
+    body = chat(use_beam_search=False, length_penalty=1, early_stopping=False)
+    assert chat_request(body, "r", 3) == chat_request(chat(), "r", 3)
+
+
+@pytest.mark.parametrize(("name", "value"), [("length_penalty", 0.5), ("early_stopping", True)])
+def test_what_only_beams_know_is_refused_without_them(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match="left out unless use_beam_search is true") as caught:
+        chat_request(chat(**{name: value}), "r", 3)
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("values", [{"best_of": 2}, {"n": 2, "best_of": 3}, {"n": 2, "use_beam_search": True}])
+def test_answers_that_are_chosen_at_the_end_cannot_be_streamed(values: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match="known once all are generated") as caught:
+        completion_requests(completion(stream=True, **values), LIMITS, "r", 3)
+    assert caught.value.field == "stream"
+    completion_requests(completion(stream=True, n=2, best_of=2), LIMITS, "r", 3)
+
+
+def test_salt_and_name_pass_through() -> None:
+    request = chat_request(chat(cache_salt="tenant"), "r", 3)
+    assert (request.cache_salt, request.request_id) == ("tenant", "r")
+
+
+def test_what_is_unset_stays_unset() -> None:
+    request = chat_request(chat(), "r", 3)
+    for name in ("n", "best_of", "beam_search", "cache_salt"):
+        assert not request.HasField(name)  # type: ignore[arg-type]
+    assert not request.HasField("model")
+    assert not request.sampling.HasField("temperature")
+    assert not request.sampling.HasField("logprobs")
+    assert not request.stopping.HasField("max_tokens")
+
+
+def test_prompts_fan_out_under_one_seed_and_distinct_names() -> None:
+    requests = completion_requests(completion(prompt=["a", "b"]), LIMITS, "r", 3)
+    assert [(request.request_id, request.text, request.sampling.seed) for request in requests] == [
+        ("r-0", "a", 3),
+        ("r-1", "b", 3),
+    ]
+
+
+def test_completions_have_openais_default_length() -> None:
+    assert completion_requests(completion(), LIMITS, "r", 3)[0].stopping.max_tokens == 16
+
+
+def test_more_prompts_than_the_limit_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="'3 prompts' is refused; it must be between 1 and 2 prompts") as caught:
+        completion_requests(completion(prompt=["a", "b", "c"]), LIMITS, "r", 3)
+    assert caught.value.field == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"), ({"top_logprobs": 2}, "top_logprobs")],
+)
+def test_parameters_that_contradict_each_other_are_refused(values: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidRequest, match="it must be left out") as caught:
+        chat_request(chat(**values), "r", 3)
+    assert caught.value.field == field
+
+
+def test_a_seed_is_kept_or_drawn() -> None:
+    assert seed_of(chat(seed=2**64 - 1)) == 2**64 - 1
+    assert seed_of(chat()) != seed_of(chat())
+
+
+def test_errors_of_the_service_are_given_the_names_that_the_client_used() -> None:
+    assert parameter_names(chat()) == {}
+    assert parameter_names(chat(max_completion_tokens=5, logprobs=True, top_logprobs=2)) == {
+        "max_tokens": "max_completion_tokens",
+        "logprobs": "top_logprobs",
+    }
+    assert parameter_names(completion(speculation={"max_draft_tokens": 3})) == {
+        "max_draft_tokens": "speculation.max_draft_tokens"
+    }

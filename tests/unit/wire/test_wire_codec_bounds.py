@@ -1,0 +1,210 @@
+"""Decoding: every value out of bounds is refused by field, value and bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster.core.errors import InvalidRequest
+from cluster.wire.codec_common import decode_sequence_ids
+from cluster.wire.codec_draft import decode_draft_rows, decode_proposals
+from cluster.wire.codec_target import (
+    decode_open_result,
+    decode_open_rows,
+    decode_step_batch,
+    decode_step_result,
+    decode_target_info,
+)
+from pilotfish.v1 import common_pb2, draft_pb2, target_pb2
+
+
+def step(**changes: Any) -> target_pb2.TargetServiceStepRequest:
+    row: dict[str, Any] = {"sequence_id": "s", "base_len": 5, "pending": [1, 2], "decide": True}
+    return target_pb2.TargetServiceStepRequest(rows=[target_pb2.VerifyRow(**(row | changes))])
+
+
+def tree(tokens: list[int], parents: list[int]) -> common_pb2.TokenTree:
+    return common_pb2.TokenTree(tokens=tokens, parents=parents)
+
+
+def start(**changes: Any) -> target_pb2.TargetServiceStepRequest:
+    return step(start=common_pb2.SequenceStart(prompt_len=1, sampling=common_pb2.SamplingParameters(**changes)))
+
+
+def propose(**changes: Any) -> draft_pb2.DraftServiceProposeRequest:
+    row: dict[str, Any] = {"sequence_id": "s", "base_len": 5, "new_tokens": [1, 2], "max_nodes": 4, "max_depth": 4}
+    return draft_pb2.DraftServiceProposeRequest(rows=[draft_pb2.DraftRow(**(row | changes))])
+
+
+def verdict(**changes: Any) -> target_pb2.TargetServiceStepResponse:
+    row: dict[str, Any] = {"sequence_id": "s", "base_len": 5, "tokens": [1, 2], "drafted": 3}
+    return target_pb2.TargetServiceStepResponse(verdicts=[target_pb2.Verdict(**(row | changes))])
+
+
+def proposal(**changes: Any) -> draft_pb2.DraftServiceProposeResponse:
+    row: dict[str, Any] = {"sequence_id": "s", "base_len": 5, "tree": tree([1], [-1])}
+    return draft_pb2.DraftServiceProposeResponse(proposals=[draft_pb2.Proposal(**(row | changes))])
+
+
+def info(**changes: Any) -> target_pb2.TargetServiceGetInfoResponse:
+    fields: dict[str, Any] = {"vocabulary_size": 9, "max_context_len": 9, "block_size": 4, "tensor_parallel": 1}
+    fields["groups"] = [target_pb2.KvGroup(tables=1)]
+    return target_pb2.TargetServiceGetInfoResponse(**(fields | changes))
+
+
+def group(**changes: Any) -> target_pb2.TargetServiceGetInfoResponse:
+    return info(groups=[target_pb2.KvGroup(**({"tables": 1} | changes))])
+
+
+def opening(**changes: Any) -> target_pb2.TargetServiceOpenRequest:
+    row: dict[str, Any] = {"sequence_id": "s", "tokens": [1], "start": common_pb2.SequenceStart(prompt_len=1)}
+    return target_pb2.TargetServiceOpenRequest(rows=[target_pb2.OpenRow(**(row | changes))])
+
+
+LONG = "x" * 129
+BIG = 2**31
+TOKEN_BOUND = "between 0 and 2147483647"
+DECODERS: dict[type, Callable[[Any], object]] = {
+    target_pb2.TargetServiceOpenRequest: decode_open_rows,
+    target_pb2.TargetServiceOpenResponse: decode_open_result,
+    target_pb2.TargetServiceStepRequest: decode_step_batch,
+    target_pb2.TargetServiceStepResponse: decode_step_result,
+    target_pb2.TargetServiceGetInfoResponse: decode_target_info,
+    draft_pb2.DraftServiceProposeRequest: decode_draft_rows,
+    draft_pb2.DraftServiceProposeResponse: decode_proposals,
+}
+REFUSED = [
+    (step(sequence_id=""), "rows[0].sequence_id", "between 1 and 128 bytes"),
+    (step(sequence_id=LONG), "rows[0].sequence_id", "between 1 and 128 bytes"),
+    (step(base_len=0), "rows[0].base_len", "between 1 and 1048576"),
+    (step(base_len=2**20 + 1), "rows[0].base_len", "between 1 and 1048576"),
+    (step(pending=[]), "rows[0].pending", "between 1 and 5 entries"),
+    (step(pending=[1] * 6), "rows[0].pending", "between 1 and 5 entries"),
+    (step(pending=[1, BIG]), "rows[0].pending[1]", "between 0 and 2147483647"),
+    (step(tree=tree([1, 2], [-1])), "rows[0].tree.parents", "between 2 and 2 entries"),
+    (step(tree=tree([1, 2], [-1, 1])), "rows[0].tree.parents[1]", "between -1 and 0"),
+    (step(tree=tree([1, 2], [-1, -2])), "rows[0].tree.parents[1]", "between -1 and 0"),
+    (step(tree=tree([1, 1], [-1, -1])), "rows[0].tree.tokens[1]", "unlike its siblings under node -1"),
+    (step(tree=tree([1] * 257, list(range(-1, 256)))), "rows[0].tree.tokens", "between 0 and 256 entries"),
+    (step(tree=tree([1] * 65, list(range(-1, 64)))), "rows[0].tree.parents", "at most 64 deep"),
+    (step(tree=tree([BIG], [-1])), "rows[0].tree.tokens[0]", "between 0 and 2147483647"),
+    (step(tree=tree([1], [-1]), decide=False), "rows[0].tree", "empty where nothing is decided"),
+    (step(start=common_pb2.SequenceStart(prompt_len=0)), "rows[0].start.prompt_len", "between 1 and 1048576"),
+    (start(temperature=-0.1), "rows[0].start.sampling.temperature", "between 0 and 2"),
+    (start(temperature=math.nan), "rows[0].start.sampling.temperature", "between 0 and 2"),
+    (start(temperature=math.inf), "rows[0].start.sampling.temperature", "between 0 and 2"),
+    (start(top_k=2**20 + 1), "rows[0].start.sampling.top_k", "between 0 and 1048576"),
+    (start(top_p=0.0), "rows[0].start.sampling.top_p", "above 0 and at most 1"),
+    (start(top_p=1.1), "rows[0].start.sampling.top_p", "above 0 and at most 1"),
+    (start(min_p=-0.1), "rows[0].start.sampling.min_p", "between 0 and 1"),
+    (start(repetition_penalty=0.0), "rows[0].start.sampling.repetition_penalty", "above 0 and at most 2"),
+    (start(presence_penalty=2.1), "rows[0].start.sampling.presence_penalty", "between -2 and 2"),
+    (start(frequency_penalty=-2.1), "rows[0].start.sampling.frequency_penalty", "between -2 and 2"),
+    (start(logprobs=257), "rows[0].start.sampling.logprobs", "between 0 and 256"),
+    (
+        start(logit_bias=[common_pb2.LogitBias(token_id=1, bias=101)]),
+        "rows[0].start.sampling.logit_bias[1]",
+        "between -100 and 100",
+    ),
+    (
+        start(logit_bias=[common_pb2.LogitBias(token_id=1)] * 2),
+        "rows[0].start.sampling.logit_bias",
+        "each token at most once",
+    ),
+    (start(logit_bias=[common_pb2.LogitBias(token_id=BIG)]), "rows[0].start.sampling.logit_bias", TOKEN_BOUND),
+    (
+        start(logit_bias=[common_pb2.LogitBias(token_id=1)] * 1025),
+        "rows[0].start.sampling.logit_bias",
+        "between 0 and 1024 entries",
+    ),
+    (
+        target_pb2.TargetServiceStepRequest(rows=[step().rows[0], step().rows[0]]),
+        "rows[1].sequence_id",
+        "in one row only",
+    ),
+    (
+        target_pb2.TargetServiceStepRequest(rows=[target_pb2.VerifyRow()] * 4097),
+        "rows",
+        "between 0 and 4096 entries",
+    ),
+    (opening(sequence_id=LONG), "rows[0].sequence_id", "between 1 and 128 bytes"),
+    (opening(tokens=[]), "rows[0].tokens", "between 1 and 1048576 entries"),
+    (opening(tokens=[1, BIG]), "rows[0].tokens[1]", "between 0 and 2147483647"),
+    (opening(parent=LONG), "rows[0].parent", "between 1 and 128 bytes"),
+    (opening(start=common_pb2.SequenceStart()), "rows[0].start.prompt_len", "between 1 and 1048576"),
+    (
+        opening(start=common_pb2.SequenceStart(prompt_len=1, cache_salt="x" * 257)),
+        "rows[0].start.cache_salt",
+        "at most 256 bytes",
+    ),
+    (
+        target_pb2.TargetServiceOpenRequest(rows=[opening().rows[0], opening().rows[0]]),
+        "rows[1].sequence_id",
+        "in one row only",
+    ),
+    (target_pb2.TargetServiceOpenRequest(rows=[target_pb2.OpenRow()] * 4097), "rows", "between 0 and 4096 entries"),
+    (target_pb2.TargetServiceOpenResponse(stored_lens=[2**20 + 1]), "stored_lens[0]", "between 0 and 1048576"),
+    (propose(sequence_id=""), "rows[0].sequence_id", "between 1 and 128 bytes"),
+    (propose(base_len=0), "rows[0].base_len", "between 1 and 1048576"),
+    (propose(new_tokens=[1] * 6), "rows[0].new_tokens", "between 0 and 5 entries"),
+    (propose(max_nodes=257), "rows[0].max_nodes", "between 0 and 256"),
+    (propose(max_depth=65), "rows[0].max_depth", "between 0 and 64"),
+    (propose(start=common_pb2.SequenceStart(prompt_len=1)), "rows[0].new_tokens", "between 5 and 5 entries"),
+    (verdict(tokens=[1] * 5), "verdicts[0].tokens", "between 0 and 4 entries"),
+    (verdict(drafted=257), "verdicts[0].drafted", "between 0 and 256"),
+    (verdict(logprobs=[common_pb2.TokenLogprobs()]), "verdicts[0].logprobs", "between 2 and 2 entries"),
+    (
+        verdict(logprobs=[common_pb2.TokenLogprobs(logprob=0.5)] * 2),
+        "verdicts[0].logprobs[0].logprob",
+        "between -1e+30 and 0",
+    ),
+    (verdict(fault=common_pb2.RowFault()), "verdicts[0].fault.code", "one of [1, 2, 3]"),
+    (verdict(fault=common_pb2.RowFault(code=9)), "verdicts[0].fault.code", "one of [1, 2, 3]"),
+    (
+        verdict(fault=common_pb2.RowFault(code=1, message="x" * 1025)),
+        "verdicts[0].fault.message",
+        "between 0 and 1024 entries",
+    ),
+    (
+        target_pb2.TargetServiceStepResponse(kv=target_pb2.KvOccupancy(blocks_total=1, blocks_free=2)),
+        "kv.blocks_free",
+        "between 0 and 1",
+    ),
+    (target_pb2.TargetServiceStepResponse(step_seconds=math.nan), "step_seconds", "between 0 and 86400"),
+    (proposal(base_len=0), "proposals[0].base_len", "between 1 and 1048576"),
+    (proposal(tree=tree([1, 2], [0, -1])), "proposals[0].tree.parents[0]", "between -1 and -1"),
+    (info(vocabulary_size=0), "vocabulary_size", "between 1 and 2147483647"),
+    (info(block_size=0), "block_size", "between 1 and 1048576"),
+    (info(groups=[]), "groups", "between 1 and 256 entries"),
+    (group(tables=0), "groups[0].tables", "between 1 and 4096"),
+    (group(window=2**20 + 1), "groups[0].window", "between 0 and 1048576"),
+    (group(sinks=1), "groups[0].sinks", "between 0 and 0"),
+    (info(model="x" * 257), "model", "at most 256 bytes"),
+    (info(dtype="é" * 129), "dtype", "at most 256 bytes"),
+    (info(epoch="x" * 257), "epoch", "at most 256 bytes"),
+]
+
+
+@pytest.mark.parametrize(("message", "field", "bound"), REFUSED, ids=[f"{row[1]} {i}" for i, row in enumerate(REFUSED)])
+def test_an_out_of_bounds_message_is_refused_by_field_value_and_bound(message: Any, field: str, bound: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        DECODERS[type(message)](message)
+    assert refused.value.field == field
+    assert refused.value.bound == bound
+    assert str(refused.value).startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize("message", [step(), start(), opening(), propose(), verdict(), proposal(), info()])
+def test_the_same_messages_without_the_fault_are_taken(message: Any) -> None:
+    DECODERS[type(message)](message)
+
+
+def test_sequence_ids_are_bounded_in_number_and_length() -> None:
+    assert decode_sequence_ids(["a", "b"]) == ("a", "b")
+    with pytest.raises(InvalidRequest, match=r"sequence_ids\[1\]"):
+        decode_sequence_ids(["a", ""])
+    with pytest.raises(InvalidRequest, match="between 0 and 4096 entries"):
+        decode_sequence_ids(["a"] * 4097)

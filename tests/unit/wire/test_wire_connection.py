@@ -1,0 +1,117 @@
+"""Connections on real sockets: servers that move, stop or are absent."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+import pytest
+
+from cluster.core.errors import (
+    DrafterUnavailable,
+    PilotfishError,
+    TargetUnavailable,
+)
+from cluster.wire.connection import Resolve
+from cluster.wire.drafter_client import GrpcDrafter
+from cluster.wire.generation_client import GenerationClient
+from cluster.wire.target_client import GrpcTarget
+from tests.support.wire_servers import (
+    BATCH,
+    HOST,
+    INFO,
+    PATIENCE,
+    RESULT,
+    ROWS,
+    ScriptedServer,
+)
+from tests.support.wire_servers import channel as channel
+from tests.support.wire_servers import client as client
+from tests.support.wire_servers import drafter as drafter
+from tests.support.wire_servers import scripted as scripted
+from tests.support.wire_servers import target as target
+
+
+async def test_a_server_that_stops_does_not_wait_for_who_asks_nothing(
+    scripted: ScriptedServer, target: GrpcTarget
+) -> None:
+    assert await target.step(BATCH) == RESULT
+    old = scripted.server
+    await scripted.open()
+    async with asyncio.timeout(PATIENCE):
+        await old.stop(3 * PATIENCE)
+    assert not scripted.target.streams
+
+
+@pytest.mark.parametrize(
+    ("make", "ask", "unavailable"),
+    [
+        (GrpcTarget, lambda client: client.info(), TargetUnavailable),
+        (GrpcTarget, lambda client: client.step(BATCH), TargetUnavailable),
+        (GrpcDrafter, lambda client: client.propose(ROWS, PATIENCE), DrafterUnavailable),
+        (GenerationClient, lambda client: client.list_models(), PilotfishError),
+    ],
+    ids=["target", "steps", "drafter", "generation"],
+)
+async def test_a_server_that_moved_to_another_port_is_found_there(
+    scripted: ScriptedServer,
+    make: Callable[[Resolve], GrpcTarget],
+    ask: Callable[[object], object],
+    unavailable: type[Exception],
+) -> None:
+    client = make(scripted.resolve)
+    first = await ask(client)  # type: ignore[misc]
+    await scripted.move()
+    try:
+        again = await ask(client)  # type: ignore[misc]
+    except unavailable:  # one call may be lost: nobody repeats it unasked
+        again = await ask(client)  # type: ignore[misc]
+    assert again == first
+    assert scripted.resolved == 2
+    await client.close()
+
+
+async def test_nobody_there_is_unavailable_at_once() -> None:
+    with socket.socket() as placeholder:
+        placeholder.bind((HOST, 0))  # bound, but it does not listen
+
+        async def resolve() -> str:
+            return f"{HOST}:{placeholder.getsockname()[1]}"
+
+        target, client = GrpcTarget(resolve), GenerationClient(resolve)
+        with pytest.raises(TargetUnavailable):
+            await target.info()
+        with pytest.raises(PilotfishError):
+            await client.list_models()
+        assert not await client.is_ready()
+        await asyncio.gather(target.close(), client.close())
+
+
+async def test_a_proxy_for_the_outside_world_is_not_asked(
+    scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    target = GrpcTarget(scripted.resolve)
+    assert await target.info() == INFO
+    await target.close()
+
+
+async def test_stopping_lets_a_running_answer_end_within_the_grace(
+    scripted: ScriptedServer, client: GenerationClient
+) -> None:
+    scripted.target.hold.clear()
+    async with AsyncExitStack() as stack:
+        target = GrpcTarget(scripted.resolve)
+        stack.push_async_callback(target.close)
+        step = asyncio.create_task(target.step(BATCH))
+        await target.info()
+        stopping = asyncio.create_task(scripted.server.stop(PATIENCE))
+        await asyncio.sleep(0)
+        scripted.target.hold.set()
+        assert await step == RESULT
+        await stopping
