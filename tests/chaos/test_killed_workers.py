@@ -1,112 +1,98 @@
-"""Processes are killed in the middle of an answer; the client sees a pause at most, and the same text."""
+"""Processes are killed in the middle of an answer. The client sees a pause at most, and the same text."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-from deploy.ray.serve_cluster import ServeCluster, with_ports
-from deploy.settings import Settings
-from tests.integration.test_equality import configure
-from tests.support.live_cluster import Ask, Reference, Server, ask_grpc, ask_http
+from tests.conftest import Deploy
+from tests.integration.test_equality import Expected, configure
+from tests.support.live_cluster import Reference, RequestCase, Server, tokens_grpc, tokens_http
+from tests.support.serve_process import ServeProcess
 
 pytestmark = [pytest.mark.weights, pytest.mark.ray]
 
 TOKENS = 64
 REVIVAL_SECONDS = 60
+DEATHS = 3
 PROMPT = "Repeat this list twice: one two three four five six seven eight nine ten."
 
 
-@pytest.fixture(scope="module")
-def cluster(
-    target_directory: Path, draft_directory: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServeCluster]:
-    configuration = with_ports(configure(target_directory, draft_directory, "ngram", ranks=1))
-    with ServeCluster(Settings(configuration, tmp_path_factory.mktemp("cache")), lambda _: None) as running:
-        yield running
+@pytest.fixture
+def cluster(deploy: Deploy, target_directory: Path, draft_directory: Path) -> ServeProcess:
+    return deploy(configure(target_directory, draft_directory, "ngram", ranks=1))
 
 
 @pytest.fixture(scope="module")
-def server(cluster: ServeCluster) -> Server:
-    return Server(cluster.grpc_address, cluster.http_url)
-
-
-@pytest.fixture(scope="module")
-def asks(reference: Reference) -> dict[Ask, tuple[int, ...]]:
-    greedy = Ask(reference.chat(PROMPT), TOKENS)
-    sampled = Ask(reference.chat(PROMPT), TOKENS, 0.8, 0.95, 11)
+def expected(reference: Reference) -> Expected:
+    greedy = RequestCase(reference.chat(PROMPT), TOKENS)
+    sampled = RequestCase(reference.chat(PROMPT), TOKENS, 0.8, 0.95, 11)
     return {greedy: reference.greedy(greedy.prompt, TOKENS), sampled: reference.sampled(sampled)}
 
 
-def replicas(deployment: str) -> list[int]:
-    """Process ids of a deployment's replicas, among our own: Ray writes what a process hosts into its title."""
-    title = f"ray::ServeReplica:pilotfish:{deployment}"
-    return [process.pid for process in psutil.Process().children(recursive=True) if title in title_of(process)]
-
-
-def title_of(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:  # it ended meanwhile
-        return ""
+def replicas(cluster: ServeProcess, deployment: str) -> list[psutil.Process]:
+    """The processes of a deployment's replicas. Ray writes what a process hosts into its title."""
+    return cluster.descendants(f"ray::ServeReplica:pilotfish:{deployment}")
 
 
 def metric(server: Server, name: str) -> float:
-    """A counter's value, summed over its labels."""
+    """The value of a counter, summed over its labels."""
     text = httpx.get(f"{server.http_url}/metrics", timeout=10).text
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name}{{"))
 
 
-async def eventually(condition: object, seconds: float = REVIVAL_SECONDS) -> bool:
-    for _ in range(int(seconds * 2)):
-        if condition():  # type: ignore[operator]
+async def eventually(condition: Callable[[], bool], seconds: float = REVIVAL_SECONDS) -> bool:
+    """Whether the condition becomes true in time."""
+    for _ in range(int(seconds * 4)):
+        if condition():
             return True
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.25)
     return False
 
 
-async def kill_amid(deployment: str, server: Server, asks: dict[Ask, tuple[int, ...]]) -> None:
-    """Ask for everything at once through both doors, kill the deployment's process, compare all answers."""
-    victims = replicas(deployment)
+async def kill_during_answers(deployment: str, cluster: ServeProcess, expected: Expected) -> None:
+    """Send every request over both APIs at once, kill the deployment's processes, and compare all answers."""
+    server, victims = cluster.server, replicas(cluster, deployment)
     assert victims
     before = metric(server, "vllm:generation_tokens_total")
-    questions = [*asks, *asks]
-    doors = [ask_grpc, ask_grpc, ask_http, ask_http]
-    answers = asyncio.gather(*(door(server, asked) for door, asked in zip(doors, questions, strict=True)))
-    under_way = await eventually(lambda: metric(server, "vllm:generation_tokens_total") > before + 8)
-    assert under_way
+    cases = [*expected, *expected]
+    apis = [*[tokens_grpc] * len(expected), *[tokens_http] * len(expected)]
+    answers = asyncio.gather(*(api(server, case) for api, case in zip(apis, cases, strict=True)))
+    assert await eventually(lambda: metric(server, "vllm:generation_tokens_total") > before + 8)
     for victim in victims:
-        os.kill(victim, signal.SIGKILL)
-    complete = metric(server, "vllm:generation_tokens_total") - before
-    assert complete < len(questions) * TOKENS, "the answers were complete before the kill"
-    for asked, answer in zip(questions, await answers, strict=True):
-        assert answer == asks[asked]
+        victim.kill()
+        victim.wait()
+    generated = metric(server, "vllm:generation_tokens_total") - before
+    assert generated < len(cases) * TOKENS, "the answers were complete before the kill"
+    for case, answer in zip(cases, await answers, strict=True):
+        assert answer == expected[case]
 
 
-async def test_killing_the_drafter_leaves_the_text_unchanged(server: Server, asks: dict[Ask, tuple[int, ...]]) -> None:
-    victims = set(replicas("Draft"))
-    await kill_amid("Draft", server, asks)
-    assert await eventually(lambda: bool(set(replicas("Draft")) - victims)), "the drafter was not revived"
-
-    async def drafts_again() -> bool:
-        before = metric(server, "vllm:spec_decode_num_drafts_total")
-        await ask_grpc(server, next(iter(asks)))
-        return metric(server, "vllm:spec_decode_num_drafts_total") > before
-
+async def drafts_are_used(server: Server, expected: Expected) -> bool:
+    """Whether an answer is drafted for within a few seconds."""
     for _ in range(20):
-        if await drafts_again():
-            return
+        before = metric(server, "vllm:spec_decode_num_drafts_total")
+        await tokens_grpc(server, next(iter(expected)))
+        if metric(server, "vllm:spec_decode_num_drafts_total") > before:
+            return True
         await asyncio.sleep(1)
-    pytest.fail("the revived drafter is not used")
+    return False
 
 
-async def test_killing_the_target_leaves_the_text_unchanged(server: Server, asks: dict[Ask, tuple[int, ...]]) -> None:
-    await kill_amid("Target", server, asks)
-    assert metric(server, "pilotfish:target_replays_total") > 0
+async def test_a_drafter_killed_several_times_leaves_the_text_unchanged_and_is_used_again(
+    cluster: ServeProcess, expected: Expected
+) -> None:
+    for _ in range(DEATHS):
+        await kill_during_answers("Draft", cluster, expected)
+        assert await eventually(lambda: bool(replicas(cluster, "Draft"))), "the drafter was not started again"
+        assert await drafts_are_used(cluster.server, expected), "the new drafter is not used"
+
+
+async def test_killing_the_target_leaves_the_text_unchanged(cluster: ServeProcess, expected: Expected) -> None:
+    await kill_during_answers("Target", cluster, expected)
+    assert metric(cluster.server, "pilotfish:target_replays_total") > 0

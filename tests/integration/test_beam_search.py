@@ -25,7 +25,7 @@ from cluster.wire.generation_client import GenerationClient
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support import tiny, tiny_tokenizer
-from tests.support.live_cluster import Ask, Server, ask_grpc
+from tests.support.live_cluster import RequestCase, Server, tokens_grpc
 from workers.serve.configuration import load_configuration
 
 TOO_LONG_SECONDS = 120.0
@@ -187,11 +187,11 @@ async def test_beams_are_those_of_transformers_through_both_doors(
 async def test_beams_are_the_same_beside_others_and_without_room(directory: Path, model: Any) -> None:
     """Samples with drafts run beside, all of them want more blocks than there are, and some are preempted."""
     search = Search(6, 3)
-    asks = [Ask(tuple(range(3 + seed, 243 + seed)), 80, temperature=1.0, seed=seed) for seed in range(14)]
+    asks = [RequestCase(tuple(range(3 + seed, 243 + seed)), 80, temperature=1.0, seed=seed) for seed in range(14)]
     configuration = configure(directory, scheduler__max_step_tokens=64)
     async with asyncio.timeout(TOO_LONG_SECONDS), LocalCluster(configuration, http=True) as cluster:
         server = Server(cluster.grpc_address, cluster.http_url)
-        others = [asyncio.create_task(ask_grpc(server, asked)) for asked in asks]
+        others = [asyncio.create_task(tokens_grpc(server, asked)) for asked in asks]
         beams = await asyncio.gather(*(beams_over_grpc(server, search) for _ in range(3)))
         crowded = await asyncio.gather(*others)
         assert beams == [by_transformers(model, search)] * 3
@@ -202,7 +202,7 @@ async def test_beams_are_the_same_beside_others_and_without_room(directory: Path
                     break
                 await asyncio.sleep(0.01)
             assert await metric(http, "vllm:kv_cache_usage_perc") == 0.0
-        assert [await ask_grpc(server, asked) for asked in asks[:4]] == crowded[:4]
+        assert [await tokens_grpc(server, asked) for asked in asks[:4]] == crowded[:4]
 
 
 async def test_n_samples_are_those_of_single_requests_with_the_seeds_that_follow(server: Server) -> None:
@@ -214,7 +214,8 @@ async def test_n_samples_are_those_of_single_requests_with_the_seeds_that_follow
     )
     together = await over_grpc(server, message)
     singles = [
-        await ask_grpc(server, Ask(PROMPT, 30, temperature=0.9, seed=seed)) for seed in (2**64 - 2, 2**64 - 1, 0, 1)
+        await tokens_grpc(server, RequestCase(PROMPT, 30, temperature=0.9, seed=seed))
+        for seed in (2**64 - 2, 2**64 - 1, 0, 1)
     ]
     assert together == singles
     assert len(set(together)) == 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from cluster.core.config import MIB, Configuration
 from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
-from pilotfish.v1 import common_pb2, generation_pb2
 from tests.soak.watch import read_counts
 from tests.support import tiny, tiny_tokenizer
+from tests.support.live_cluster import RequestCase
 from workers.kv.pool import KvPool
 from workers.serve.configuration import load_configuration
 from workers.verify import build
@@ -30,39 +29,23 @@ HOST_BYTES, DISK_BYTES = MIB, 2 * MIB
 LONGEST_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class Ask:
-    """One request. Hashable: what its answer is remembered by."""
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    temperature: float
-    seed: int
-
-    @property
-    def length(self) -> int:
-        """Tokens that it has the target store."""
-        return len(self.prompt) + self.max_tokens
-
-    def message(self) -> generation_pb2.GenerateRequest:
-        """As the public service takes it."""
-        return generation_pb2.GenerateRequest(
-            token_ids=common_pb2.TokenIds(ids=self.prompt),
-            sampling=common_pb2.SamplingParameters(temperature=self.temperature, seed=self.seed),
-            stopping=generation_pb2.StoppingCriteria(max_tokens=self.max_tokens, ignore_eos=True),
-        )
+def stored_tokens(case: RequestCase) -> int:
+    """Tokens that the target stores for a request."""
+    return len(case.prompt) + case.max_tokens
 
 
-def demand() -> list[Ask]:
+def demand() -> list[RequestCase]:
     """Ten pools full of requests; many of them begin alike."""
     draw = random.Random(3)
     stems = [[draw.randrange(3, 300) for _ in range(80)] for _ in range(4)]
-    asks: list[Ask] = []
-    while sum(ask.length for ask in asks) < 10 * POOL_TOKENS:
+    cases: list[RequestCase] = []
+    while sum(map(stored_tokens, cases)) < 10 * POOL_TOKENS:
         stem = draw.choice(stems)[: draw.choice((0, 40, 80))]
         prompt = (*stem, *(draw.randrange(3, 300) for _ in range(draw.randrange(10, 60))))
-        asks.append(Ask(prompt, draw.randrange(20, 90), draw.choice((0.0, 0.9)), draw.randrange(1000)))
-    return asks
+        cases.append(
+            RequestCase(prompt, draw.randrange(20, 90), temperature=draw.choice((0.0, 0.9)), seed=draw.randrange(1000))
+        )
+    return cases
 
 
 @pytest.fixture(scope="module")
@@ -96,23 +79,23 @@ def configure(directory: Path, **memory: object) -> Configuration:
     )
 
 
-async def answer(client: GenerationClient, ask: Ask) -> tuple[int, ...]:
+async def answer(client: GenerationClient, case: RequestCase) -> tuple[int, ...]:
     tokens: list[int] = []
-    async for response in client.generate(ask.message(), LONGEST_SECONDS):
+    async for response in client.generate(case.message(), LONGEST_SECONDS):
         tokens.extend(response.delta.token_ids)
     return tuple(tokens)
 
 
-async def leave_soon(client: GenerationClient, ask: Ask) -> None:
+async def leave_soon(client: GenerationClient, case: RequestCase) -> None:
     """Read one piece and hang up."""
-    responses = client.generate(ask.message(), LONGEST_SECONDS)
+    responses = client.generate(case.message(), LONGEST_SECONDS)
     await anext(responses)
     await responses.aclose()  # type: ignore[attr-defined]
 
 
-async def answers(client: GenerationClient, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
+async def answers(client: GenerationClient, cases: Sequence[RequestCase]) -> list[tuple[int, ...]]:
     """All at once."""
-    return list(await asyncio.gather(*(answer(client, ask) for ask in asks)))
+    return list(await asyncio.gather(*(answer(client, case) for case in cases)))
 
 
 async def rest(client: GenerationClient) -> dict[str, float]:
@@ -128,21 +111,21 @@ def bytes_on_disk(directory: Path) -> int:
 
 
 async def test_ten_pools_of_requests_through_one(directory: Path, tmp_path: Path, pools: list[KvPool]) -> None:
-    asks = demand()
+    cases = demand()
     async with LocalCluster(configure(directory, pool_bytes=16 * MIB, prefix_cache=False)) as cluster:
         client = GenerationClient(fixed_address(cluster.grpc_address))
-        expected = await answers(client, asks)
+        expected = await answers(client, cases)
         assert (await rest(client))["vllm:num_preemptions_total"] == 0
         await client.close()
 
     memory = {"pool_bytes": MIB, "host_bytes": HOST_BYTES, "disk_directory": str(tmp_path), "disk_bytes": DISK_BYTES}
     async with LocalCluster(configure(directory, **memory)) as cluster:
         client = GenerationClient(fixed_address(cluster.grpc_address))
-        leaving = [asyncio.create_task(leave_soon(client, ask)) for ask in asks[::6]]
-        assert await answers(client, asks) == expected
+        leaving = [asyncio.create_task(leave_soon(client, case)) for case in cases[::6]]
+        assert await answers(client, cases) == expected
         await asyncio.gather(*leaving)
-        for index in range(len(asks) - 8, len(asks)):  # some of these were moved out and are there still
-            assert await answer(client, asks[index]) == expected[index]
+        for index in range(len(cases) - 8, len(cases)):  # some of these were moved out and are there still
+            assert await answer(client, cases[index]) == expected[index]
         counts = await rest(client)
         await client.close()
         tiers = pools[-1].tiers

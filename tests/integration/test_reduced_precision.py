@@ -23,7 +23,7 @@ from cluster.core.config import Configuration
 from deploy.local.local_cluster import LocalCluster
 from deploy.models import COMPILED
 from deploy.settings import load_settings
-from tests.support.live_cluster import Answer, Ask, Reference, Server, answer_grpc
+from tests.support.live_cluster import ClientAnswer, Reference, RequestCase, Server, answer_grpc
 from workers.forward.linear import quantize
 from workers.forward.native.build import load_library
 from workers.serve.configuration import load_configuration
@@ -37,7 +37,7 @@ FEW = 4
 BOUND = {"kernels": 0.05, "layers": 0.25}
 """Of logits between 8 and 32. The kernels round what goes from layer to layer, but no logit: 0.014 was met. Where the
 model's own layers are compiled, so are logits, whose neighbours are then up to 0.125 apart: 0.18 was met."""
-Answers = dict[Ask, tuple[int, ...]]
+Answers = dict[RequestCase, tuple[int, ...]]
 
 
 class Judge:
@@ -50,7 +50,7 @@ class Judge:
             for name, module in model.named_modules()
             if quantization == "int8" and isinstance(module, nn.Linear)
         }
-        self._known: dict[tuple[Ask, tuple[int, ...]], float] = {}
+        self._known: dict[tuple[RequestCase, tuple[int, ...]], float] = {}
         self._model = model.float()
         for name, weight in exact.items():  # a tied head is quantized alone: the embedding stays
             self._model.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
@@ -100,8 +100,8 @@ def configure(target: Path, draft: Path, method: str, quantization: str, way: st
 
 
 @pytest.fixture(scope="module")
-def asks(prompts: list[tuple[int, ...]]) -> list[Ask]:
-    return [Ask(prompt, TOKENS) for prompt in prompts[::2]]
+def asks(prompts: list[tuple[int, ...]]) -> list[RequestCase]:
+    return [RequestCase(prompt, TOKENS) for prompt in prompts[::2]]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def judges(target_directory: Path) -> dict[str, Judge]:
     return {quantization: Judge(target_directory, quantization) for quantization in ("none", "int8")}
 
 
-async def answer_all(configuration: Configuration, asks: Sequence[Ask]) -> dict[Ask, Answer]:
+async def answer_all(configuration: Configuration, asks: Sequence[RequestCase]) -> dict[RequestCase, ClientAnswer]:
     """All at once, so that rows of several sequences meet in most steps."""
     async with LocalCluster(configuration) as cluster:
         server = Server(cluster.grpc_address, "")
@@ -133,7 +133,7 @@ async def test_every_token_is_the_models_own_with_drafts_and_without(
     methods: Sequence[str],
     target_directory: Path,
     draft_directory: Path,
-    asks: list[Ask],
+    asks: list[RequestCase],
     judges: dict[str, Judge],
 ) -> None:
     if way == "kernels" and load_library(str(CODE)) is None:
@@ -153,7 +153,7 @@ async def test_every_token_is_the_models_own_with_drafts_and_without(
 
 
 def test_so_is_what_transformers_writes_in_this_precision(
-    target_directory: Path, asks: list[Ask], judges: dict[str, Judge]
+    target_directory: Path, asks: list[RequestCase], judges: dict[str, Judge]
 ) -> None:
     reference = Reference(target_directory, torch.bfloat16)
     answers = {asked: reference.greedy(asked.prompt, TOKENS // 2) for asked in asks[:FEW]}

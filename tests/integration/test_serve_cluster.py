@@ -1,18 +1,17 @@
-"""The whole cluster under Ray Serve: three ranks that live and die together, and nothing left behind.
+"""The whole cluster under Ray Serve: three ranks that live and die together, two drafters, and nothing left behind.
 
-The model is tiny and random, so that what is tested is the machinery; answers are compared with a cluster of one
-rank without drafts in this process, and with `generate` of `transformers`.
+The model is tiny and random, so the tests show the machinery. Answers are compared with a cluster of one rank without
+drafts in this process, and with `generate` of `transformers`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -22,17 +21,21 @@ from cluster.core.errors import ConfigurationError, WorkerUnavailable
 from deploy.local.local_cluster import LocalCluster
 from deploy.ray.serve_cluster import ServeCluster
 from deploy.settings import Settings
+from tests.conftest import Deploy
 from tests.support import tiny, tiny_tokenizer
-from tests.support.live_cluster import Ask, Server, ask_grpc
+from tests.support.live_cluster import RequestCase, Server, answer_all, tokens_grpc
+from tests.support.serve_process import ServeProcess
 from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.ray
 
-TOO_LONG_SECONDS = 120.0
-"""No test takes this long; it only turns a hang into a failure."""
+TIMEOUT_SECONDS = 120.0
+"""No test takes this long. The timeout turns a hang into a failure."""
 PROMPT = tuple(range(40, 60))
-GREEDY = Ask(PROMPT, max_tokens=200)
-SAMPLED = Ask(PROMPT, max_tokens=200, temperature=1.0, seed=20)
+GREEDY = RequestCase(PROMPT, max_tokens=200)
+SAMPLED = RequestCase(PROMPT, max_tokens=200, temperature=1.0, seed=20)
+SEVERAL = [RequestCase(PROMPT[:length], max_tokens=40, seed=length, temperature=length % 2) for length in range(2, 12)]
+Expected = dict[RequestCase, tuple[int, ...]]
 
 
 @pytest.fixture(scope="module")
@@ -42,72 +45,60 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_tokenizer.byte_level(directory)
 
 
-def settings(model: Path, **changes: object) -> Settings:
+@pytest.fixture(scope="module")
+def draft_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.blur(model, tmp_path_factory.mktemp("draft"), noise=0.05)
+
+
+def configure(model: Path, **changes: object) -> Configuration:
     overrides = {
         "target.path": str(model),
         "target.device": "cpu",
         "target.kv.pool_bytes": 8 << 20,
         "server.http_port": 0,
         "server.grpc_port": 0,
-        "server.start_timeout_seconds": TOO_LONG_SECONDS,
+        "server.start_timeout_seconds": TIMEOUT_SECONDS,
         "draft.timeout_seconds": 5.0,
     }
-    overrides.update({key.replace("__", "."): value for key, value in changes.items()})
-    return Settings(load_configuration({}, overrides), model.parent)
-
-
-@pytest.fixture(scope="module")
-def cluster(model: Path) -> Iterator[ServeCluster]:
-    with ServeCluster(settings(model, target__tensor_parallel=3), report=lambda _: None) as running:
-        yield running
+    return load_configuration({}, overrides | {key.replace("__", "."): value for key, value in changes.items()})
 
 
 @pytest.fixture
-def server(cluster: ServeCluster) -> Server:
-    return Server(cluster.grpc_address, cluster.http_url)
+def cluster(deploy: Deploy, model: Path) -> ServeProcess:
+    """Three ranks and prompt lookup."""
+    return deploy(configure(model, target__tensor_parallel=3))
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> dict[Ask, tuple[int, ...]]:
-    """What one rank without drafts answers."""
+def expected(model: Path) -> Expected:
+    """The answers of one rank without drafts."""
 
-    async def ask(configuration: Configuration) -> dict[Ask, tuple[int, ...]]:
+    async def answers(configuration: Configuration) -> Expected:
         async with LocalCluster(configuration) as local:
-            return {asked: await ask_grpc(Server(local.grpc_address, ""), asked) for asked in (GREEDY, SAMPLED)}
+            server = Server(local.grpc_address, "")
+            return {case: await tokens_grpc(server, case) for case in (GREEDY, SAMPLED, *SEVERAL)}
 
-    return asyncio.run(ask(settings(model, draft__method="none").configuration))
+    return asyncio.run(answers(configure(model, draft__method="none")))
 
 
 @pytest.fixture
 async def deadline() -> AsyncIterator[None]:
-    async with asyncio.timeout(TOO_LONG_SECONDS):
+    async with asyncio.timeout(TIMEOUT_SECONDS):
         yield
 
 
-def descendants(title: str) -> list[psutil.Process]:
-    """Processes below this one whose title holds the words."""
-    return [child for child in psutil.Process().children(recursive=True) if title in " ".join(_command(child))]
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
-
-
-async def ask_and_kill(server: Server, asked: Ask, title: str) -> tuple[int, ...]:
+async def kill_during_answer(cluster: ServeProcess, case: RequestCase, title: str) -> tuple[int, ...]:
     """An answer during which a worker is killed."""
-    victims = descendants(title)
+    victims = cluster.descendants(title)
     assert victims, f"no process is called {title}"
-    asking = asyncio.create_task(ask_grpc(server, asked))
+    asking = asyncio.create_task(tokens_grpc(cluster.server, case))
     await asyncio.sleep(0.2)
     assert not asking.done(), "the answer was complete before anything could be killed"
     victims[0].kill()
     return await asking
 
 
-def test_greedy_answers_are_those_of_transformers(model: Path, expected: dict[Ask, tuple[int, ...]]) -> None:
+def test_greedy_answers_are_those_of_transformers(model: Path, expected: Expected) -> None:
     alone = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     prompt = torch.tensor([PROMPT])
 
@@ -123,17 +114,17 @@ def test_greedy_answers_are_those_of_transformers(model: Path, expected: dict[As
     assert expected[GREEDY] == tuple(written[0, len(PROMPT) :].tolist())
 
 
-@pytest.mark.parametrize("asked", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-async def test_three_ranks_and_drafts_change_no_token(
-    server: Server, expected: dict[Ask, tuple[int, ...]], asked: Ask, deadline: None
+@pytest.mark.parametrize("case", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+async def test_three_ranks_and_drafts_change_no_token_over_either_api(
+    cluster: ServeProcess, expected: Expected, case: RequestCase, deadline: None
 ) -> None:
-    answers = await asyncio.gather(*(ask_grpc(server, asked) for _ in range(4)))
+    answers = await answer_all(cluster.server, [case] * 4, concurrency=4)
 
-    assert answers == [expected[asked]] * 4
+    assert [answer.tokens for pair in answers for answer in pair] == [expected[case]] * 8
 
 
-async def test_the_http_door_is_open(server: Server, deadline: None) -> None:
-    async with httpx.AsyncClient(base_url=server.http_url) as client:
+async def test_the_http_api_answers(cluster: ServeProcess, deadline: None) -> None:
+    async with httpx.AsyncClient(base_url=cluster.server.http_url) as client:
         assert (await client.get("/ready")).status_code == 200
         assert (await client.get("/v1/models")).json()["data"][0]["id"] == "tiny"
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -142,35 +133,53 @@ async def test_the_http_door_is_open(server: Server, deadline: None) -> None:
         assert "vllm:" in (await client.get("/metrics")).text
 
 
-async def test_a_killed_rank_changes_no_token(
-    server: Server, expected: dict[Ask, tuple[int, ...]], deadline: None
+async def test_a_killed_rank_changes_no_token(cluster: ServeProcess, expected: Expected, deadline: None) -> None:
+    assert await kill_during_answer(cluster, SAMPLED, "WorkerRank") == expected[SAMPLED]
+
+
+async def test_two_drafters_share_the_requests_and_one_serves_all_when_the_other_dies(
+    deploy: Deploy, model: Path, draft_model: Path, expected: Expected
 ) -> None:
-    assert await ask_and_kill(server, SAMPLED, "WorkerRank") == expected[SAMPLED]
+    pool = {"draft__replicas": 2, "draft__method": "model", "draft__controller": "off"}
+    section = {
+        "draft__model__path": str(draft_model),
+        "draft__model__device": "cpu",
+        "draft__model__kv__pool_bytes": 4 << 20,
+    }
+    cluster = deploy(configure(model, **pool, **section))
+    title = "ray::ServeReplica:pilotfish:Draft"
+    assert len(cluster.descendants(title)) == 2
+    (second,) = cluster.descendants(f"{title}2")
+
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        both = await answer_all(cluster.server, SEVERAL, concurrency=5)
+        second.kill()
+        one = await answer_all(cluster.server, SEVERAL, concurrency=5)
+
+    for answers in (both, one):
+        for case, pair in zip(SEVERAL, answers, strict=True):
+            assert [answer.tokens for answer in pair] == [expected[case]] * 2
+    assert all(answer.accepted > 0 for pair in both for answer in pair)
+    assert sum(answer.accepted > 0 for pair in one for answer in pair) > len(SEVERAL)
 
 
-def test_an_application_can_be_replaced_and_leaves_no_process_behind(
-    model: Path, expected: dict[Ask, tuple[int, ...]], cluster: ServeCluster
-) -> None:
-    cluster.redeploy(settings(model, draft__method="none").configuration)
-    answer = asyncio.run(ask_grpc(Server(cluster.grpc_address, ""), GREEDY))
-    cluster.drain()
-    cluster.stop()
-
-    assert answer == expected[GREEDY]
-    assert not descendants("ray")
-
-
-def test_a_port_in_use_is_told_before_anything_starts(model: Path) -> None:
+def test_a_port_in_use_is_reported_before_anything_starts(model: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=rf"server\.http_port: needed 127\.0\.0\.1:{port} free"):
-            ServeCluster(settings(model, server__http_port=port), report=lambda _: None).start()
+            ServeCluster(Settings(configure(model, server__http_port=port), tmp_path), report=lambda _: None).start()
 
 
-def test_a_worker_that_cannot_start_ends_everything_with_its_own_words(model: Path) -> None:
-    broken = settings(model, target__max_context_len=100_000)
+async def test_a_stopped_cluster_and_one_that_cannot_start_leave_no_process_behind(
+    model: Path, expected: Expected, tmp_path: Path
+) -> None:
+    with ServeProcess(tmp_path) as cluster:
+        server = cluster.start(configure(model, draft__method="none"))
+        assert await tokens_grpc(server, GREEDY) == expected[GREEDY]
+        cluster.drain()
+        cluster.stop()
+        assert not cluster.descendants("ray")
 
-    with pytest.raises(WorkerUnavailable, match=r"target did not start: target\.max_context_len: 100000 is refused"):
-        ServeCluster(broken, report=lambda _: None).start()
-
-    assert not descendants("ray")
+        with pytest.raises(WorkerUnavailable, match=r"target did not start: target\.max_context_len: 100000 is"):
+            cluster.start(configure(model, target__max_context_len=100_000))
+        assert not cluster.descendants("ray")

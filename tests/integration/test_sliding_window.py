@@ -15,7 +15,7 @@ from cluster.core.kv import KvGroup, KvLayout
 from cluster.core.verification import StepBatch, StepResult
 from deploy.local import local_cluster
 from deploy.settings import load_settings
-from tests.support.live_cluster import Ask, Reference, Server, ask_grpc
+from tests.support.live_cluster import Reference, RequestCase, Server, tokens_grpc
 from workers.model.model_files import resolve_model_directory
 from workers.serve.configuration import load_configuration
 from workers.verify.build import build_engine
@@ -38,12 +38,12 @@ def gemma_directory() -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(gemma_directory: Path) -> dict[Ask, tuple[int, ...]]:
+def expected(gemma_directory: Path) -> dict[RequestCase, tuple[int, ...]]:
     """What `transformers` writes: once across the window's edge while decoding, once far beyond it."""
     torch.set_num_threads(2)
     reference = Reference(gemma_directory)
     text = reference.plain(TEXT.read_text(encoding="utf-8"))
-    asks = [Ask(text[: WINDOW - 16], 32), Ask(text[200 : WINDOW + 448], 20)]
+    asks = [RequestCase(text[: WINDOW - 16], 32), RequestCase(text[200 : WINDOW + 448], 20)]
     return {asked: reference.greedy(asked.prompt, asked.max_tokens) for asked in asks}
 
 
@@ -80,7 +80,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
 
 @pytest.mark.parametrize("method", ["none", "ngram"])
 async def test_the_text_is_the_same_past_the_window_and_what_fell_out_of_it_is_free(
-    method: str, gemma_directory: Path, expected: dict[Ask, tuple[int, ...]], watched: list[Watched]
+    method: str, gemma_directory: Path, expected: dict[RequestCase, tuple[int, ...]], watched: list[Watched]
 ) -> None:
     configuration = load_configuration(
         {
@@ -92,7 +92,7 @@ async def test_the_text_is_the_same_past_the_window_and_what_fell_out_of_it_is_f
     )
     async with local_cluster.LocalCluster(configuration) as cluster:
         for asked, answer in expected.items():
-            assert await ask_grpc(Server(cluster.grpc_address, ""), asked) == answer
+            assert await tokens_grpc(Server(cluster.grpc_address, ""), asked) == answer
     (engine,) = watched
     assert set(engine.layout.groups) == {KvGroup(tables=1), KvGroup(tables=5, window=WINDOW)}
     last = max(expected, key=lambda asked: len(asked.prompt))
