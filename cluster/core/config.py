@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from cluster.core.section import Choice, PluginHost, PluginSettings, Port, Positive, Rate, Seconds, Section
+from cluster.core.section import Choice, PluginHost, PluginSettings, Port, Positive, Seconds, Section
 
 MIB = 1024 * 1024
 
@@ -79,9 +79,7 @@ class TargetSection(ModelSection, PluginHost):
     max_context_len: Positive | None = None
     """Longest sequence, in tokens; unset takes the model's own bound."""
     acceptance: str = "coupled"
-    """The registered acceptance rule: `coupled`, or `synthetic`: NOT LOSSLESS, and set by `draft.method` alone."""
-    acceptance_rates: Annotated[tuple[Rate, ...], Field(max_length=64)] = ()
-    """Set by `draft.method: synthetic`: `draft.synthetic_acceptance`."""
+    """Name of the acceptance rule. Rules other than `coupled` may be NOT LOSSLESS."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Intra-op threads of each rank on CPU; 0 divides the cores among the roles."""
     step_timeout_seconds: Seconds = 120.0

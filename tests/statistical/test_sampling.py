@@ -21,10 +21,11 @@ from scipy import stats
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from tests.support.sampling_reference import probabilities
-from workers.sampling.accept import Accepted, walk
+from workers.sampling.acceptance import Accepted
 from workers.sampling.context import Branch, DecisionContext, tree_contexts
 from workers.sampling.decide import decide
 from workers.sampling.noise import gumbel
+from workers.sampling.rules.coupled import walk
 
 BAR = 1e-4
 SEEDS = 20_000

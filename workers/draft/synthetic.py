@@ -1,7 +1,7 @@
 """NOT LOSSLESS, for experiments: guesses without a model, at a given price, that the target takes at given rates.
 
-The target beside this drafter accepts by chance, not by right (`workers.sampling.accept`): so what a system would gain
-from drafts of some quality and speed is measured before there are such drafts.
+The target beside this drafter accepts by chance, not by right (`workers.sampling.rules.synthetic`): so what a system
+would gain from drafts of some quality and speed is measured before there are such drafts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workers.draft.expansion.expander import Place
 from workers.draft.expansion.settings import ExpansionSettings
 from workers.draft.registry import register
 from workers.kv.allocator import BlockAllocator
-from workers.sampling.accept import synthetic_token
+from workers.sampling.rules.synthetic import synthetic_token
 
 _LONGEST = 1 << 30
 
@@ -86,7 +86,7 @@ class SyntheticExpander:
 
 def _target_settings(settings: SyntheticSettings) -> dict[str, Any]:
     """The target, not the drafter, accepts by chance."""
-    return {"acceptance": "synthetic", "acceptance_rates": settings.acceptance}
+    return {"acceptance": "synthetic", "synthetic.rates": settings.acceptance}
 
 
 @register("synthetic", SyntheticSettings, target_settings=_target_settings)

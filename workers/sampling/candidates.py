@@ -47,9 +47,9 @@ def candidates(
 
 
 def _of_part(part: Scored, count: int, vocabulary: Tensor | None) -> Iterator[tuple[Candidate, ...]]:
-    values, places = _leading(part.scores, count)
-    probabilities = part.scores.softmax(dim=1).gather(1, places)
-    columns = places if part.columns is None else part.columns.gather(1, places)
+    values, indices = _leading(part.scores, count)
+    probabilities = part.scores.softmax(dim=1).gather(1, indices)
+    columns = indices if part.columns is None else part.columns.gather(1, indices)
     tokens = columns if vocabulary is None else vocabulary.to(columns.device)[columns]
     numbers = torch.stack((values.double(), tokens.double(), probabilities.double()))
     for row in zip(*numbers.tolist(), strict=True):  # all that is asked of the device
@@ -62,9 +62,9 @@ def _of_part(part: Scored, count: int, vocabulary: Tensor | None) -> Iterator[tu
 
 def _leading(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest of each row and where they stand, the first among equals first."""
-    values, places = scores.topk(min(count + 1, scores.shape[1]), dim=1)  # one more, to see a tie at the edge
+    values, indices = scores.topk(min(count + 1, scores.shape[1]), dim=1)  # one more, to see a tie at the edge
     tied = ((values[:, 1:] == values[:, :-1]) & (values[:, 1:] > -math.inf)).any(dim=1)
     for row in tied.nonzero().squeeze(1).tolist():  # `topk` leaves their order open
         order = scores[row].sort(descending=True, stable=True)
-        values[row], places[row] = order.values[: values.shape[1]], order.indices[: values.shape[1]]
-    return values[:, :count], places[:, :count]
+        values[row], indices[row] = order.values[: values.shape[1]], order.indices[: values.shape[1]]
+    return values[:, :count], indices[:, :count]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from cluster.core.request import SamplingParameters
 from workers.sampling.context import GREEDY_BELOW, DecisionContext
+from workers.sampling.device_copy import row_indices
 from workers.sampling.noise import gumbel, gumbel_of
-from workers.sampling.send import places
 from workers.sampling.shortlist import shortlists
 from workers.sampling.truncate import truncate
 from workers.sampling.warp import untruncated
@@ -128,15 +128,15 @@ def _scored_part(
     if not rest:
         return
     truncate(moved, truncated)
-    scores = moved if len(rest) == len(contexts) else moved[places(rest, moved)]
-    drawn = [place for place, row in enumerate(rest) if not contexts[row].is_greedy]
+    scores = moved if len(rest) == len(contexts) else moved[row_indices(rest, moved)]
+    drawn = [index for index, row in enumerate(rest) if not contexts[row].is_greedy]
     if drawn:
-        drawn_noise = noise([rest[place] for place in drawn])
+        drawn_noise = noise([rest[index] for index in drawn])
         if len(drawn) == len(rest):
             scores = drawn_noise.add_(scores)
         else:
             scores = scores.clone() if scores.data_ptr() == logits.data_ptr() else scores
-            scores[places(drawn, scores)] += drawn_noise
+            scores[row_indices(drawn, scores)] += drawn_noise
     is_whole = len(rest) == len(contexts)
     yield Scored(range(first, first + len(rest)) if is_whole else [first + row for row in rest], scores)
 
@@ -148,6 +148,6 @@ def _winners(logits: Tensor, contexts: Sequence[DecisionContext], offset: int) -
         best = part.scores.max(dim=1)  # the first among equals
         columns = best.indices if part.columns is None else part.columns.gather(1, best.indices[:, None]).squeeze(1)
         rows = part.rows
-        where = slice(rows.start, rows.stop) if isinstance(rows, range) else places(rows, logits)
+        where = slice(rows.start, rows.stop) if isinstance(rows, range) else row_indices(rows, logits)
         values[where], ids[where] = best.values, columns
     return values, ids + offset

@@ -20,7 +20,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from workers.sampling.send import send
+from workers.sampling.device_copy import tensor_on
 
 _MASK64 = (1 << 64) - 1
 _CPU_CHUNK = 1 << 16
@@ -89,7 +89,7 @@ def _key_columns(seeds: Sequence[int], positions: Sequence[int], device: torch.d
             raise ValueError(f"seed {seed} must be an unsigned 64-bit number and position {position} at least 0")
         key = _row_key(seed, position)
         halves.append((_signed(key >> 32), _signed(key & 0xFFFFFFFF)))
-    columns = send(halves, torch.int32, device).reshape(-1, 2)
+    columns = tensor_on(device, halves, torch.int32).reshape(-1, 2)
     return columns[:, :1], columns[:, 1:]
 
 

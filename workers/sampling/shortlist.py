@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cluster.core.request import SamplingParameters
-from workers.sampling.send import places
+from workers.sampling.device_copy import row_indices
 from workers.sampling.truncate import UNIT_BITS, counts_to_reach, relative_masses, total_masses
 
 _WIDTHS = (128, 1024, 8192)
@@ -49,14 +49,14 @@ def shortlists(
         if not pending or width * _LEAST_SHARE > logits.shape[1]:
             break
         indices = [row for row, _ in pending]
-        part = logits if indices == list(range(logits.shape[0])) else logits[places(indices, logits)]
+        part = logits if indices == list(range(logits.shape[0])) else logits[row_indices(indices, logits)]
         kept, columns, fits = _shorten(part, [sampling for _, sampling in pending], width)
         if all(fits):
             return [*found, Shortlist(indices, kept, columns)], []
-        fitting = [place for place, fit in enumerate(fits) if fit]
+        fitting = [index for index, fit in enumerate(fits) if fit]
         if fitting:
-            chosen = places(fitting, logits)
-            found.append(Shortlist([indices[place] for place in fitting], kept[chosen], columns[chosen]))
+            chosen = row_indices(fitting, logits)
+            found.append(Shortlist([indices[index] for index in fitting], kept[chosen], columns[chosen]))
         pending = [entry for entry, fit in zip(pending, fits, strict=True) if not fit]
     return found, pending
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cluster.core.request import SamplingParameters
-from workers.sampling.send import places, send
+from workers.sampling.device_copy import row_indices, tensor_on
 
 _CANDIDATES = 1024
 """Most probable tokens looked at first for a nucleus; the whole vocabulary only if they do not fill it."""
@@ -42,7 +42,7 @@ def _on_rows(
     if len(rows) == logits.shape[0]:
         change(logits, samplings)
     elif rows:
-        indices = places([row for row, _ in rows], logits)
+        indices = row_indices([row for row, _ in rows], logits)
         part = logits[indices]
         change(part, samplings)
         logits[indices] = part
@@ -50,7 +50,7 @@ def _on_rows(
 
 def _drop_unlikely(logits: Tensor, samplings: Sequence[SamplingParameters]) -> None:
     """min-p, in place: p < min_p · p_best is a distance between logits."""
-    gaps = send([math.log(sampling.min_p) for sampling in samplings], logits.dtype, logits.device).unsqueeze(1)
+    gaps = tensor_on(logits.device, [math.log(sampling.min_p) for sampling in samplings], logits.dtype).unsqueeze(1)
     logits.masked_fill_(logits < logits.amax(dim=1, keepdim=True) + gaps, -math.inf)
 
 
@@ -68,7 +68,7 @@ def _keep_leading(logits: Tensor, samplings: Sequence[SamplingParameters], candi
     if max(limits) > candidates:  # only then may the leaders not tell, and only then is the device asked
         wide = [row for row, count in enumerate(counts.squeeze(1).tolist()) if count > candidates]
     if wide:
-        indices = places(wide, logits)
+        indices = row_indices(wide, logits)
         part = logits[indices]
         _keep_leading(part, [samplings[row] for row in wide], candidates * 8)
     _keep_counted(logits, leaders, counts.clamp(max=candidates))
@@ -83,7 +83,7 @@ def _leading_counts(logits: Tensor, leaders: Tensor, limits: Sequence[int], top_
     that counts for top-p is that within top-k.
     """
     candidates = leaders.shape[1]
-    limit = send(limits, torch.int64, logits.device).unsqueeze(1)  # [n, 1]
+    limit = tensor_on(logits.device, limits, torch.int64).unsqueeze(1)  # [n, 1]
     if all(share >= 1.0 for share in top_p):
         return limit
     best = leaders[:, :1].clamp(min=torch.finfo(torch.float32).min)  # −inf less −inf would be NaN
@@ -100,7 +100,7 @@ def counts_to_reach(masses: Tensor, total: Tensor, top_p: Sequence[float]) -> Te
 
     `masses` [n, k] are those of the first, of the first two and so on, `total` [n, 1] is the mass of all.
     """
-    share = send(top_p, torch.float64, masses.device).unsqueeze(1)
+    share = tensor_on(masses.device, top_p, torch.float64).unsqueeze(1)
     wanted = (total * share).ceil().long().clamp(min=1).minimum(total)
     wanted = torch.where(share < 1.0, wanted, _ALL_MASS)
     # Those that fall short of what is wanted, and the one that reaches it.
@@ -108,7 +108,7 @@ def counts_to_reach(masses: Tensor, total: Tensor, top_p: Sequence[float]) -> Te
 
 
 def _keep_counted(logits: Tensor, leaders: Tensor, counts: Tensor) -> None:
-    """Put −inf, in place, in all but the `counts` [n, 1] leading places."""
+    """Put −inf, in place, in all but the `counts` [n, 1] leading tokens."""
     edge = leaders.gather(1, counts - 1)  # [n, 1]: the least logit that is kept
     ties_kept = counts - (leaders > edge).sum(dim=1, keepdim=True)
     kept = logits >= edge

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cluster.core.request import SamplingParameters
 from workers.sampling.context import DecisionContext
-from workers.sampling.send import send
+from workers.sampling.device_copy import tensor_on
 from workers.sampling.truncate import truncate
 
 _LARGEST_LOGIT = 1e30
@@ -137,11 +137,11 @@ def _update(
     change: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
     """Replace the logits at distinct (row, token, amount) by `change(logits, amounts)`, in place."""
-    inside = [(row, place, amount) for row, token, amount in entries if (place := column(token)) is not None]
+    inside = [(row, index, amount) for row, token, amount in entries if (index := column(token)) is not None]
     if not inside:
         return
-    rows, columns = send([entry[:2] for entry in inside], torch.int64, logits.device).unbind(dim=1)
-    amounts = send([entry[2] for entry in inside], logits.dtype, logits.device)
+    rows, columns = tensor_on(logits.device, [entry[:2] for entry in inside], torch.int64).unbind(dim=1)
+    amounts = tensor_on(logits.device, [entry[2] for entry in inside], logits.dtype)
     logits[rows, columns] = change(logits[rows, columns], amounts)
 
 
@@ -150,4 +150,4 @@ def _divide_by_temperature(logits: Tensor, contexts: Sequence[DecisionContext]) 
     divisors = [1.0 if context.is_greedy else context.sampling.temperature for context in contexts]
     if any(divisor != 1.0 for divisor in divisors):
         # A tensor: by a number, GPUs multiply by the reciprocal.
-        logits /= send(divisors, logits.dtype, logits.device).unsqueeze(1)
+        logits /= tensor_on(logits.device, divisors, logits.dtype).unsqueeze(1)

@@ -9,8 +9,9 @@ from cluster.core.config import Configuration
 from cluster.core.load_config import load
 from cluster.core.registry import Plugin, Registry
 from workers.draft.registry import METHODS
+from workers.sampling.acceptance import RULES
 
-PLUGINS: tuple[Registry[Plugin], ...] = (METHODS,)
+PLUGINS: tuple[Registry[Plugin], ...] = (METHODS, RULES)
 """The registries of all kinds of plug-ins."""
 
 

@@ -6,9 +6,10 @@ import torch
 from torch import distributed
 
 from cluster.core.config import TargetSection
+from cluster.core.errors import ConfigurationError
 from workers.kv.pool import KvPool, blocks_that_fit
 from workers.model.loading import load_model
-from workers.sampling.accept import acceptance_rule
+from workers.sampling.acceptance import create_rule
 from workers.verify.decider import Decider, LocalDecider
 from workers.verify.engine import TargetEngine
 from workers.verify.group_decider import GroupDecider
@@ -19,7 +20,12 @@ def build_engine(section: TargetSection, rank: int = 0) -> TargetEngine:
 
     Raises `ModelLoadError`, `ConfigurationError`.
     """
-    rule = acceptance_rule(section)
+    rule = create_rule(section)
+    if rule.needs_distribution and section.tensor_parallel > 1:
+        raise ConfigurationError(
+            f"target.acceptance: {section.acceptance} is refused with target.tensor_parallel: "
+            f"{section.tensor_parallel}; it needs the probabilities of the whole vocabulary, and each rank has its part"
+        )
     model = load_model(
         section, rank=rank, tensor_parallel=section.tensor_parallel, max_context_len=section.max_context_len
     )

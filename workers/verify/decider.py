@@ -10,6 +10,7 @@ import torch
 
 from workers.sampling.context import DecisionContext
 from workers.sampling.decide import Undecidable, decide
+from workers.sampling.distribution import log_distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +21,20 @@ class Decisions:
     """-1 where all logits are NaN or −inf."""
     logits: dict[int, torch.Tensor]
     """Decision index → logits `[vocabulary]`, for the decisions whose log-probabilities were requested."""
+    log_probabilities: torch.Tensor | None = None
+    """float32 `[decisions, vocabulary]`, as `log_distribution` returns them; `None` unless they were wanted."""
 
 
 class Decider(Protocol):
     """Turns logits into tokens, on this rank alone or together with the other ranks."""
 
-    def decide(self, logits: torch.Tensor, contexts: Sequence[DecisionContext]) -> Decisions:
+    def decide(
+        self, logits: torch.Tensor, contexts: Sequence[DecisionContext], with_distribution: bool = False
+    ) -> Decisions:
         """Decide one token per row of `logits` `[decisions, vocabulary (this rank's part)]`.
 
-        Every rank returns the same tokens.
+        Every rank returns the same tokens. With `with_distribution`, the decisions have `log_probabilities`; raises
+        `ValueError` where the ranks cannot compute them.
         """
         ...
 
@@ -36,7 +42,9 @@ class Decider(Protocol):
 class LocalDecider:
     """Decides on a rank whose logits cover the whole vocabulary."""
 
-    def decide(self, logits: torch.Tensor, contexts: Sequence[DecisionContext]) -> Decisions:
+    def decide(
+        self, logits: torch.Tensor, contexts: Sequence[DecisionContext], with_distribution: bool = False
+    ) -> Decisions:
         """See `Decider`."""
 
         def choose(rows: list[int]) -> list[int]:
@@ -46,7 +54,7 @@ class LocalDecider:
         requested = {
             index: logits[index] for index, context in enumerate(contexts) if context.sampling.logprobs is not None
         }
-        return Decisions(tokens, requested)
+        return Decisions(tokens, requested, log_distribution(logits, contexts) if with_distribution else None)
 
 
 def decide_where_possible(count: int, choose: Callable[[list[int]], list[int]]) -> list[int]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cluster.core.config import TargetSection
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
@@ -30,7 +31,7 @@ from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.block_table import BlockTable
 from workers.kv.pool import KvPool
-from workers.sampling.accept import AcceptanceRule, Accepted, Coupled, Place
+from workers.sampling.acceptance import AcceptanceRule, Accepted, RootPosition, create_rule
 from workers.sampling.context import Branch, DecisionContext, tree_contexts
 from workers.verify.decider import Decider, Decisions
 from workers.verify.step_profile import profile_steps
@@ -87,7 +88,7 @@ class TargetEngine:
         self._pool = pool
         self._runner = ModelRunner(model, pool)
         self._decider = decider
-        self._rule = rule or Coupled()
+        self._rule = rule or create_rule(TargetSection())
         self._name = served_name or model.name
         self._sequences: dict[SequenceId, _SequenceState] = {}
         self._epoch = secrets.token_hex(8)
@@ -106,15 +107,17 @@ class TargetEngine:
             dtype=str(self._model.dtype).removeprefix("torch."),
             epoch=self._epoch,
             profile=self._profile,
-            is_lossless=self._rule.is_lossless,
+            is_lossless=self._rule.is_lossless and self._pool.is_lossless,
         )
 
     def warm_up(self) -> None:
         """Compile and record what the first steps need, and measure how long steps take. Call it on all ranks."""
         self._runner.warm_up()
-        self._profile = profile_steps(
-            self._pool, lambda rows, contexts: self._decider.decide(self._runner.forward(rows), contexts)
-        )
+
+        def decide(rows: Sequence[ForwardRow], contexts: Sequence[DecisionContext]) -> Decisions:
+            return self._decider.decide(self._runner.forward(rows), contexts, self._rule.needs_distribution)
+
+        self._profile = profile_steps(self._pool, decide)
 
     def close(self) -> None:
         """Free the memory and files outside of the pool. Closing twice is harmless."""
@@ -208,8 +211,8 @@ class TargetEngine:
     def _verify(self, ready: Sequence[_ReadyRow]) -> list[Verdict]:
         """Run the forward pass, decide at every node, and accept one path of each tree."""
         logits = self._runner.forward([entry.forward for entry in ready])
-        contexts = [context for entry in ready for context in entry.contexts()]
-        decisions = self._decider.decide(logits, contexts)
+        contexts = [context for entry in ready for context in entry.contexts()]  # while a GPU computes
+        decisions = self._decider.decide(logits, contexts, self._rule.needs_distribution)
         verdicts: list[Verdict] = []
         first = 0
         for entry in ready:
@@ -224,8 +227,10 @@ class TargetEngine:
         accepted = Accepted(nodes=(), tokens=())
         logprobs: tuple[TokenLogprobs, ...] = ()
         if row.decide:
-            place = Place(sequence.start.sampling.seed, row.base_len, self._model.vocabulary_size)
-            accepted = self._rule(row.tree, decisions.tokens[indices.start : indices.stop], place)
+            root = RootPosition(sequence.start.sampling.seed, row.base_len, self._model.vocabulary_size)
+            own = slice(indices.start, indices.stop)
+            distribution = None if decisions.log_probabilities is None else decisions.log_probabilities[own]
+            accepted = self._rule.accept(row.tree, decisions.tokens[own], root, distribution)
             if -1 in accepted.tokens:
                 stored = len(sequence.tokens)
                 self._pool.truncate(sequence.table, stored)

@@ -28,8 +28,12 @@ class GroupDecider:
         self._shard = -(-model.vocabulary_size // self._ranks)
         self._local = LocalDecider()
 
-    def decide(self, logits: torch.Tensor, contexts: Sequence[DecisionContext]) -> Decisions:
+    def decide(
+        self, logits: torch.Tensor, contexts: Sequence[DecisionContext], with_distribution: bool = False
+    ) -> Decisions:
         """See `Decider`. `logits` `[decisions, this rank's part of the vocabulary]`."""
+        if with_distribution:
+            raise ValueError("no rank of a tensor-parallel group has the whole distribution")
         if not contexts:
             return Decisions([], {})
         whole = [index for index, context in enumerate(contexts) if not is_shardable(context.sampling)]

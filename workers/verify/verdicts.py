@@ -6,7 +6,7 @@ import torch
 
 from cluster.core.request import TokenLogprobs
 from cluster.core.verification import RowFault, RowFaultCode, Verdict, VerifyRow
-from workers.sampling.accept import Accepted
+from workers.sampling.acceptance import Accepted
 from workers.sampling.logprobs import token_logprobs
 from workers.verify.decider import Decisions
 

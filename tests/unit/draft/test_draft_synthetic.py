@@ -17,7 +17,7 @@ from workers.draft.expansion.calibration import Calibration
 from workers.draft.expansion.drafter import GrowingDrafter
 from workers.draft.registry import create
 from workers.draft.synthetic import SyntheticExpander, SyntheticSettings
-from workers.sampling.accept import synthetic_token
+from workers.sampling.rules.synthetic import synthetic_token
 from workers.serve.configuration import load_configuration
 
 VOCABULARY = 50

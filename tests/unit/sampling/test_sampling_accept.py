@@ -8,8 +8,12 @@ from hypothesis import strategies as st
 
 from cluster.core.config import TargetSection
 from cluster.core.errors import ConfigurationError
+from cluster.core.section import PluginSettings
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from workers.sampling.accept import Place, Synthetic, acceptance_rule, register_rule, synthetic_token, walk
+from workers.sampling.acceptance import RULES, RootPosition, create_rule, register_rule
+from workers.sampling.rules.coupled import Coupled, walk
+from workers.sampling.rules.synthetic import Synthetic, synthetic_token
+from workers.serve.configuration import load_configuration
 
 # 5 ─ 7 ─ 8
 # 6   └ 9      (9 hangs under 7, 6 beside 5)
@@ -63,19 +67,19 @@ DECISIONS = [1, 2, 3, 4, 9]
 
 
 def test_a_rate_of_one_takes_every_first_guess_and_one_token_more_that_a_drafter_would_guess() -> None:
-    accepted = Synthetic((1.0,))(TREE, [1, 2, 3, 4, 0, 0], Place(7, 20, 100))
+    accepted = Synthetic((1.0,)).accept(TREE, [1, 2, 3, 4, 0, 0], RootPosition(7, 20, 100))
     assert (accepted.nodes, accepted.tokens) == ((0, 2, 3), (5, 7, 8, synthetic_token(7, 23, 100)))
 
 
 def test_a_rate_of_nil_takes_the_targets_own_token() -> None:
-    accepted = Synthetic((0.0,))(CHAIN, DECISIONS, Place())
+    accepted = Synthetic((0.0,)).accept(CHAIN, DECISIONS, RootPosition())
     assert (accepted.nodes, accepted.tokens) == ((), (1,))
 
 
 def test_each_depth_has_its_rate_and_the_last_one_repeats() -> None:
-    assert Synthetic((1.0, 1.0, 0.0))(CHAIN, DECISIONS, Place(3, 4)).tokens == (5, 6, 3)
-    assert Synthetic((1.0, 1.0))(CHAIN, DECISIONS, Place(3, 4)).nodes == (0, 1, 2, 3)
-    assert Synthetic((1.0, 0.0))(EMPTY_TREE, [3], Place(3, 4, 50)).tokens == (synthetic_token(3, 4, 50),)
+    assert Synthetic((1.0, 1.0, 0.0)).accept(CHAIN, DECISIONS, RootPosition(3, 4)).tokens == (5, 6, 3)
+    assert Synthetic((1.0, 1.0)).accept(CHAIN, DECISIONS, RootPosition(3, 4)).nodes == (0, 1, 2, 3)
+    assert Synthetic((1.0, 0.0)).accept(EMPTY_TREE, [3], RootPosition(3, 4, 50)).tokens == (synthetic_token(3, 4, 50),)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -88,7 +92,7 @@ def test_with_one_rate_the_text_is_the_same_whatever_was_drafted(seed: int) -> N
         while len(text) < 40:
             position = begin + len(text)
             chain = TokenTree.chain(synthetic_token(seed, position + depth, vocabulary) for depth in range(length))
-            text.extend(rule(chain, [-1] * (length + 1), Place(seed, position, vocabulary)).tokens)
+            text.extend(rule.accept(chain, [-1] * (length + 1), RootPosition(seed, position, vocabulary)).tokens)
         texts.append(text[:40])
     assert texts == [texts[0]] * 4
     assert -1 in texts[0]
@@ -98,7 +102,7 @@ def test_with_one_rate_the_text_is_the_same_whatever_was_drafted(seed: int) -> N
 def test_guesses_are_accepted_at_the_rate_that_was_asked_for(rate: float) -> None:
     rule = Synthetic((rate,))
     draws = [(seed, position) for seed in (0, 1, 2**64 - 1) for position in range(2000)]
-    taken = sum(len(rule(TokenTree.chain([1]), [0, 0], Place(*draw)).nodes) for draw in draws)
+    taken = sum(len(rule.accept(TokenTree.chain([1]), [0, 0], RootPosition(*draw)).nodes) for draw in draws)
     assert abs(taken / len(draws) - rate) < 4 * (rate * (1 - rate) / len(draws)) ** 0.5
 
 
@@ -109,29 +113,37 @@ def test_synthetic_guesses_differ_by_seed_and_by_position() -> None:
 
 def test_chance_needs_a_decision_for_every_node_too() -> None:
     with pytest.raises(ValueError, match="4 decisions for a tree of 4 nodes"):
-        Synthetic((0.5,))(CHAIN, [0] * 4, Place())
+        Synthetic((0.5,)).accept(CHAIN, [0] * 4, RootPosition())
 
 
 def test_the_coupled_rule_is_the_default() -> None:
-    rule = acceptance_rule(TargetSection())
+    rule = create_rule(TargetSection())
+    assert rule == Coupled()
     assert rule.is_lossless
-    assert rule(TREE, [5, 7, 0, 9, 0, 4], Place(1, 2)) == walk(TREE, [5, 7, 0, 9, 0, 4])
+    assert not rule.needs_distribution
+    assert rule.accept(TREE, [5, 7, 0, 9, 0, 4], RootPosition(1, 2), None) == walk(TREE, [5, 7, 0, 9, 0, 4])
 
 
-def test_the_rule_of_chance_says_that_it_is_not_lossless() -> None:
-    section = TargetSection(acceptance="synthetic", acceptance_rates=(0.8, 0.5))
-    rule = acceptance_rule(section)
+def test_the_synthetic_rule_brings_its_settings_and_is_not_lossless() -> None:
+    target = load_configuration({"target": {"acceptance": "synthetic", "synthetic": {"rates": (0.8, 0.5)}}}).target
+    rule = create_rule(target)
     assert rule == Synthetic((0.8, 0.5))
     assert not rule.is_lossless
-    with pytest.raises(ConfigurationError, match=r"target\.acceptance_rates"):
-        acceptance_rule(TargetSection(acceptance="synthetic"))
+    with pytest.raises(ConfigurationError, match=r"target\.synthetic: rates must hold at least one number"):
+        load_configuration({"target": {"acceptance": "synthetic"}})
+    with pytest.raises(ConfigurationError, match=r"target\.synthetic\.rates"):
+        load_configuration({"target": {"acceptance_rates": [0.5]}})
 
 
 def test_an_unknown_rule_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigurationError, match="'couple' is unknown; the nearest one is 'coupled'"):
-        acceptance_rule(TargetSection(acceptance="couple"))
+    message = (
+        r"target\.acceptance: 'couple' is unknown; it must be one of coupled, synthetic \(the nearest is coupled\)"
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        create_rule(TargetSection(acceptance="couple"))
 
 
 def test_a_name_is_registered_once() -> None:
-    with pytest.raises(ValueError, match="registered already"):
-        register_rule("coupled")(lambda _: Synthetic((0.5,)))
+    assert RULES.get("coupled")
+    with pytest.raises(ValueError, match="'coupled' is registered twice"):
+        register_rule("coupled", PluginSettings)(lambda _: Synthetic((0.5,)))

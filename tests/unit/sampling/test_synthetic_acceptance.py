@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config import Configuration, TargetSection
+from cluster.core.config import Configuration
 from cluster.core.errors import ConfigurationError, WorkerUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
@@ -16,7 +16,8 @@ from deploy.commands.demo import conclusion
 from deploy.commands.streamed_answer import TimedAnswer
 from deploy.lossless import NOT_LOSSLESS, is_lossless, with_acceptance
 from tests.support import tiny
-from workers.sampling.accept import synthetic_token
+from workers.sampling.acceptance import create_rule
+from workers.sampling.rules.synthetic import Synthetic, synthetic_token
 from workers.serve.configuration import load_configuration
 from workers.verify.build import build_engine
 from workers.verify.engine import TargetEngine
@@ -31,12 +32,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_engine(directory: Path, *rates: float) -> TargetEngine:
-    rule = {"acceptance": "synthetic", "acceptance_rates": rates} if rates else {}
-    return build_engine(
-        TargetSection.model_validate(
-            {"path": str(directory), "device": "cpu", "kv": {"pool_bytes": 1 << 20}, "compile": "off"} | rule
-        )
-    )
+    rule = {"acceptance": "synthetic", "synthetic": {"rates": rates}} if rates else {}
+    target = {"path": str(directory), "device": "cpu", "kv": {"pool_bytes": 1 << 20}, "compile": "off"} | rule
+    return build_engine(load_configuration({"target": target}).target)
 
 
 def first_step(engine: TargetEngine, tree: TokenTree, seed: int = 5) -> Verdict:
@@ -86,7 +84,8 @@ def test_a_synthetic_drafter_makes_its_target_accept_by_chance() -> None:
     assert with_acceptance(plain) == plain
     assert is_lossless(plain)
     settled = with_acceptance(experiment)
-    assert (settled.target.acceptance, settled.target.acceptance_rates) == ("synthetic", (0.9, 0.6))
+    assert settled.target.acceptance == "synthetic"
+    assert create_rule(settled.target) == Synthetic((0.9, 0.6))
     assert not is_lossless(settled)
     assert with_acceptance(settled) == settled
 
@@ -100,7 +99,9 @@ def test_a_demo_of_an_experiment_compares_nothing() -> None:
     assert "differ" in conclusion(load_configuration({"target": {"dtype": "bfloat16"}}), mine, other)
 
 
-@pytest.mark.parametrize("target", [{"acceptance": "synthetic"}, {"acceptance_rates": [0.5]}])
+@pytest.mark.parametrize(
+    "target", [{"acceptance": "synthetic", "synthetic": {"rates": [0.8]}}, {"synthetic": {"rates": [0.5]}}]
+)
 def test_nothing_else_may_accept_by_chance(target: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match=r"is refused; draft\.method=synthetic sets it"):
         with_acceptance(load_configuration({"target": target}))

@@ -1,0 +1,165 @@
+"""An acceptance rule that asks for the target's distribution, from its registration to a step of the engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from cluster.core.errors import ConfigurationError
+from cluster.core.ids import SequenceId
+from cluster.core.request import SamplingParameters, SequenceStart
+from cluster.core.section import PluginSettings
+from cluster.core.tree import TokenTree
+from cluster.core.verification import StepBatch, Verdict, VerifyRow
+from tests.support import tiny
+from tests.support.sampling_reference import probabilities
+from workers.sampling.acceptance import RULES, Accepted, RootPosition, register_rule
+from workers.serve.configuration import load_configuration
+from workers.verify import decider
+from workers.verify.build import build_engine
+from workers.verify.engine import TargetEngine
+
+PROMPT = (5, 17, 33, 8, 60, 41, 41, 9)
+CHAIN = TokenTree.chain((20, 30, 40))
+SAMPLED = SamplingParameters(temperature=0.8, top_k=20, seed=3)
+
+
+class ThresholdSettings(PluginSettings):
+    """Settings of `Threshold`."""
+
+    least: float = 0.5
+    """A drafted token is accepted when it is at least so probable."""
+
+
+@dataclass
+class Threshold:
+    """Accepts first children while the target holds them probable enough, as Medusa's typical acceptance does."""
+
+    least: float
+    seen: list[Tensor | None]
+    is_lossless: bool = False
+    needs_distribution: bool = True
+
+    def accept(
+        self, tree: TokenTree, decisions: Sequence[int], root: RootPosition, log_probabilities: Tensor | None
+    ) -> Accepted:
+        self.seen.append(log_probabilities)
+        assert log_probabilities is not None
+        nodes: list[int] = []
+        for node, token in enumerate(tree.tokens):  # a chain
+            if float(log_probabilities[node, token].exp()) < self.least:
+                break
+            nodes.append(node)
+        return Accepted(tuple(nodes), (*tree.tokens[: len(nodes)], decisions[len(nodes)]))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("rules"), tiny.llama(), sharpness=1.0)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
+    """Registers the rule for one test, and collects the distributions that it is given."""
+    distributions: list[Tensor | None] = []
+    RULES.names()  # the packaged rules are registered now
+    monkeypatch.setattr(RULES, "_plugins", dict(RULES._plugins))
+    register_rule("threshold", ThresholdSettings)(lambda settings: Threshold(settings.least, distributions))
+    return distributions
+
+
+def engine_with(directory: Path, **target: Any) -> TargetEngine:
+    values = {"path": str(directory), "device": "cpu", "compile": "off", "kv": {"pool_bytes": 1 << 20}}
+    return build_engine(load_configuration({"target": values | target}).target)
+
+
+def verify(engine: TargetEngine, sampling: SamplingParameters, name: str = "a") -> Verdict:
+    row = VerifyRow(SequenceId(name), len(PROMPT), PROMPT, CHAIN, start=SequenceStart(len(PROMPT), sampling))
+    return engine.step(StepBatch((row,))).verdicts[0]
+
+
+def expected_distribution(directory: Path, sampling: SamplingParameters) -> list[list[float]]:
+    """The distribution after the prompt and after each token of the chain, by `transformers` and plain Python."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokens = [*PROMPT, *CHAIN.tokens]
+    with torch.inference_mode():
+        logits = model(torch.tensor([tokens])).logits[0]
+    ends = range(len(PROMPT), len(tokens) + 1)
+    return [probabilities(logits[end - 1].tolist(), sampling, tokens[:end], len(PROMPT)) for end in ends]
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, SamplingParameters(temperature=0.0)], ids=["sampled", "greedy"])
+def test_a_rule_gets_the_distribution_at_every_node(
+    directory: Path, seen: list[Tensor | None], sampling: SamplingParameters
+) -> None:
+    verify(engine_with(directory, acceptance="threshold"), sampling)
+    distribution = seen[-1]
+    assert distribution is not None
+    assert distribution.shape == (len(CHAIN) + 1, tiny.VOCABULARY)
+    expected = torch.tensor(expected_distribution(directory, sampling))
+    torch.testing.assert_close(distribution.exp(), expected, atol=1e-4, rtol=1e-3)
+
+
+def test_the_rule_decides_by_the_distribution_and_by_its_own_settings(
+    directory: Path, seen: list[Tensor | None]
+) -> None:
+    sampling = SamplingParameters(temperature=1.0, seed=3)
+    expected = expected_distribution(directory, sampling)
+    chances = [expected[node][token] for node, token in enumerate(CHAIN.tokens)]
+    generous = verify(engine_with(directory, acceptance="threshold", threshold={"least": min(chances) * 0.9}), sampling)
+    assert generous.tokens[:-1] == CHAIN.tokens
+    strict = verify(engine_with(directory, acceptance="threshold", threshold={"least": 0.999}), sampling)
+    assert strict.accepted == 0
+
+
+def test_rows_of_one_step_get_their_own_distributions(directory: Path, seen: list[Tensor | None]) -> None:
+    engine = engine_with(directory, acceptance="threshold")
+    verify(engine, SAMPLED)
+    alone = seen[-1]
+    start = SequenceStart(len(PROMPT), SAMPLED)
+    rows = (
+        VerifyRow(SequenceId("b"), 3, (7, 8, 9), start=SequenceStart(3, SAMPLED)),
+        VerifyRow(SequenceId("c"), 2, (7, 8), decide=False, start=SequenceStart(3, SAMPLED)),
+        VerifyRow(SequenceId("d"), len(PROMPT), PROMPT, CHAIN, start=start),
+    )
+    engine.step(StepBatch(rows))
+    assert alone is not None
+    *_, short, own = seen
+    assert short is not None and own is not None
+    assert short.shape == (1, tiny.VOCABULARY)
+    torch.testing.assert_close(own, alone, atol=1e-4, rtol=1e-4)
+
+
+def test_a_lossy_rule_makes_the_target_lossy(directory: Path, seen: list[Tensor | None]) -> None:
+    assert engine_with(directory).info().is_lossless
+    assert not engine_with(directory, acceptance="threshold").info().is_lossless
+
+
+def test_logits_without_a_number_give_no_probability_to_any_token() -> None:
+    context = decider.DecisionContext(SAMPLED, (1, 2), 1)
+    distribution = decider.log_distribution(torch.full((1, 5), math.nan), [context])
+    assert distribution.tolist() == [[-math.inf] * 5]
+
+
+def test_nothing_is_computed_for_a_rule_that_does_not_ask(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Tensor:
+        raise AssertionError("a distribution was computed")
+
+    monkeypatch.setattr(decider, "log_distribution", fail)
+    assert verify(engine_with(directory), SAMPLED).fault is None
+
+
+def test_a_rule_that_needs_the_distribution_is_refused_with_several_ranks(
+    directory: Path, seen: list[Tensor | None]
+) -> None:
+    message = r"target\.acceptance: threshold is refused with target\.tensor_parallel: 3"
+    with pytest.raises(ConfigurationError, match=message):
+        engine_with(directory, acceptance="threshold", tensor_parallel=3)

@@ -1,0 +1,99 @@
+"""NOT LOSSLESS, for experiments: drafted tokens are accepted by chance.
+
+With it, the gain from a draft of some quality and speed can be measured before such a draft is trained.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
+
+from cluster.core.section import PluginSettings, Rate
+from cluster.core.tree import ROOT, TokenTree
+from workers.sampling.acceptance import Accepted, RootPosition, check_decisions, register_rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SyntheticRuleSettings(PluginSettings):
+    """NOT LOSSLESS: at which rates drafted tokens are accepted. The drafting method of the same name sets them."""
+
+    renamed: ClassVar[dict[str, str]] = {"acceptance_rates": "rates"}
+
+    rates: Annotated[tuple[Rate, ...], Field(max_length=64)] = ()
+    """Probability that a drafted token is accepted, by depth from 1; the last value holds for all deeper tokens."""
+
+    def check_selected(self) -> None:
+        """See `PluginSettings`."""
+        if not self.rates:
+            raise ValueError("rates must hold at least one number")
+
+
+@dataclass(frozen=True, slots=True)
+class Synthetic:
+    """NOT LOSSLESS: accepts a drafted token by chance, whatever the target decides.
+
+    The chance at depth `d` (1 below the root) is `rates[d - 1]`; the last rate holds for all further depths. The draws
+    and the synthetic drafter's tokens depend on (seed, position) alone, so every rank accepts the same path. With one
+    rate, the text is also the same for every tree: where the walk runs off the tree, the next token is the one that
+    the synthetic drafter would have drafted.
+    """
+
+    rates: tuple[float, ...]
+    """At least one; each from 0 to 1."""
+    is_lossless: bool = False
+    needs_distribution: bool = False
+
+    def accept(
+        self,
+        tree: TokenTree,
+        decisions: Sequence[int],
+        root: RootPosition,
+        log_probabilities: Tensor | None = None,  # noqa: ARG002 - the port's
+    ) -> Accepted:
+        """Descend to first children by chance; then one more token, decided or synthetic. See the port."""
+        check_decisions(tree, decisions)
+        nodes: list[int] = []
+        node = ROOT
+        while self._accepts(root, len(nodes)):
+            child = _first_child(tree, node)
+            if child is None:
+                last = synthetic_token(root.seed, root.position + len(nodes), root.vocabulary_size)
+                break
+            nodes.append(child)
+            node = child
+        else:
+            last = decisions[node + 1]
+        return Accepted(tuple(nodes), (*(tree.tokens[index] for index in nodes), last))
+
+    def _accepts(self, root: RootPosition, depth: int) -> bool:
+        rate = self.rates[min(depth, len(self.rates) - 1)]
+        return _hash(b"acceptance", root.seed, root.position + depth) < rate * 2.0**64
+
+
+@register_rule("synthetic", SyntheticRuleSettings)
+def create_synthetic_rule(settings: SyntheticRuleSettings) -> Synthetic:
+    """Create the rule `synthetic`."""
+    return Synthetic(settings.rates)
+
+
+def synthetic_token(seed: int, position: int, vocabulary_size: int) -> int:
+    """The token that the synthetic drafter drafts at a position, whatever precedes it."""
+    return _hash(b"guess", seed, position) % vocabulary_size
+
+
+def _hash(purpose: bytes, seed: int, position: int) -> int:
+    """64 bits, independent of the noise that decisions are drawn with."""
+    digest = blake2b(struct.pack("<QQ", seed, position), digest_size=8, person=purpose).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _first_child(tree: TokenTree, node: int) -> int | None:
+    """The most probable child of `node`: drafters put it before its siblings."""
+    return next((index for index in range(node + 1, len(tree)) if tree.parents[index] == node), None)
