@@ -1,4 +1,4 @@
-"""What the coordinator counts. vLLM's names where it has one, `pilotfish:*` where nobody has."""
+"""The coordinator's Prometheus metrics: vLLM's names where vLLM has the metric, `pilotfish:*` otherwise."""
 
 from __future__ import annotations
 
@@ -17,85 +17,132 @@ _TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 409
 
 
 class Metrics:
-    """One registry of its own; every series carries the model's name, known once the target has told it."""
+    """Metrics in a registry of their own. Every series has the model's name as a label."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.model_name = ""
-        self._plain: list[Counter | Histogram] = []
-        self._running = self._gauge("vllm:num_requests_running", "Requests in flight.")
-        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests in the queue.")
-        self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of the target's KV blocks in use, 0 to 1.")
-        self._lossless = self._gauge(
-            "pilotfish:lossless", "1 where answers are what the target alone would have written; 0: an experiment."
+        self._model_only: list[Counter | Histogram] = []
+        self._declare_request_metrics()
+        self._declare_memory_metrics()
+        self._declare_speculation_metrics()
+        self._declare_round_metrics()
+
+    def _declare_request_metrics(self) -> None:
+        self._running = self._gauge("vllm:num_requests_running", "Number of sequences that are running.")
+        self._waiting = self._gauge("vllm:num_requests_waiting", "Number of sequences that wait to run.")
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Number of prompt tokens of admitted requests.")
+        self._generation_tokens = self._counter("vllm:generation_tokens", "Number of tokens sent to readers.")
+        self._success = self._counter(
+            "vllm:request_success", "Number of answers that ended, by finish reason.", "finished_reason"
         )
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.")
-        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens committed to answers.")
-        self._success = self._counter("vllm:request_success", "Ended answers, by reason.", "finished_reason")
-        self._preemptions = self._counter("vllm:num_preemptions", "Sequences that gave their blocks up.")
-        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Trees verified.")
-        self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Nodes of trees verified.")
-        self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Answer tokens that drafters wrote.")
-        self._first_token = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first commit.", _SECONDS)
+        self._errors = self._counter(
+            "pilotfish:request_errors", "Number of requests that ended with an error, by error.", "error"
+        )
+        self._first_token = self._histogram(
+            "vllm:time_to_first_token_seconds",
+            "Time from a request's arrival to its first tokens, in seconds.",
+            _SECONDS,
+        )
         self._inter_token = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between commits, per token of the later one.", _SECONDS
+            "vllm:inter_token_latency_seconds",
+            "Time between two commits of an answer divided by the tokens of the later one, in seconds per token.",
+            _SECONDS,
         )
-        self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last commit.", _LONG_SECONDS)
+        self._e2e = self._histogram(
+            "vllm:e2e_request_latency_seconds",
+            "Time from a request's arrival to the end of an answer, in seconds.",
+            _LONG_SECONDS,
+        )
+
+    def _declare_memory_metrics(self) -> None:
+        self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of the target's KV blocks in use, from 0 to 1.")
+        self._preemptions = self._counter("vllm:num_preemptions", "Number of times that a sequence was preempted.")
+        self._replays = self._counter(
+            "pilotfish:target_replays", "Number of sequences opened again because the target lost them."
+        )
         self._prefix_queries = self._counter(
-            "vllm:prefix_cache_queries", "Tokens of sequences that were looked for in the target's prefix cache."
+            "vllm:prefix_cache_queries", "Number of tokens of new sequences looked up in the target's prefix cache."
         )
-        self._prefix_hits = self._counter("vllm:prefix_cache_hits", "Those of them that were found there.")
+        self._prefix_hits = self._counter(
+            "vllm:prefix_cache_hits", "Number of tokens of new sequences found in the target's prefix cache."
+        )
         self._resume_queries = self._counter(
-            "pilotfish:resume_queries", "Tokens of sequences that were opened again after preemption or a loss."
+            "pilotfish:resume_queries", "Number of tokens of sequences opened again after a preemption or a loss."
         )
         self._resume_hits = self._counter(
-            "pilotfish:resume_hits", "Those of them that were stored still and need no replay."
+            "pilotfish:resume_hits", "Number of tokens found stored when a sequence was opened again."
         )
-        self._forked = self._counter("pilotfish:forked_tokens", "Tokens shared with a sequence that began alike.")
+        self._forked = self._counter(
+            "pilotfish:forked_tokens", "Number of tokens whose KV a new sequence shared with its parent."
+        )
+
+    def _declare_speculation_metrics(self) -> None:
+        self._lossless = self._gauge(
+            "pilotfish:lossless", "1 if every answer is what the target alone would write, 0 for a lossy configuration."
+        )
+        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Number of draft trees verified.")
+        self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Number of drafted tokens verified.")
+        self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Number of drafted tokens accepted.")
         self._fallback = self._counter(
-            "pilotfish:drafter_fallback", "Rounds that went without wanted drafts, by reason.", "reason"
+            "pilotfish:drafter_fallback", "Number of rounds in which wanted drafts were missing, by reason.", "reason"
         )
-        self._stale = self._counter("pilotfish:stale_proposals", "Proposals dropped: grown from another length.")
-        self._replays = self._counter("pilotfish:target_replays", "Sequences sent to the target anew after a loss.")
-        self._errors = self._counter("pilotfish:request_errors", "Requests that ended with an error.", "error")
-        self._crashes = self._counter("pilotfish:loop_restarts", "Times the coordinator's loop died of a bug.")
-        self._committed = self._histogram(
-            "pilotfish:committed_tokens_per_step", "Tokens that one verdict added to a sequence.", _TOKENS
+        self._stale = self._counter(
+            "pilotfish:stale_proposals", "Number of proposals dropped because they were for another length."
         )
-        self._step_tokens = self._histogram(
-            "pilotfish:step_tokens", "Tokens in one step: prompt chunks, last tokens and trees.", _TOKENS
+        self._proposals = self._counter("pilotfish:proposals", "Number of proposals with at least one drafted token.")
+        self._ready = self._counter(
+            "pilotfish:proposals_ready", "Number of proposals that were complete before they were asked for."
         )
-        self._propose = self._histogram(
-            "pilotfish:propose_latency_seconds", "Waiting for drafts, per round that asked.", _SHORT_SECONDS
-        )
-        self._step = self._histogram("pilotfish:step_latency_seconds", "Waiting for verdicts, per round.", _SECONDS)
-        self._target = self._histogram(
-            "pilotfish:target_step_seconds", "The part of the wait that the target itself reports.", _SECONDS
-        )
-        self._proposals = self._counter("pilotfish:proposals", "Proposals with guesses in them.")
-        self._ready = self._counter("pilotfish:proposals_ready", "Those that were complete before they were asked for.")
-        self._nodes = self._counter("pilotfish:proposed_nodes", "Guesses proposed.")
+        self._nodes = self._counter("pilotfish:proposed_nodes", "Number of drafted tokens proposed.")
         self._ready_nodes = self._counter(
-            "pilotfish:proposed_nodes_ready", "Those that were there before they were asked for."
+            "pilotfish:proposed_nodes_ready", "Number of drafted tokens that existed before they were asked for."
         )
         self._pruned = self._histogram(
-            "pilotfish:chosen_nodes", "Guesses that the controller kept of one proposal.", (0, *_TOKENS)
+            "pilotfish:chosen_nodes",
+            "Number of drafted tokens that the controller kept of one proposal.",
+            (0, *_TOKENS),
         )
         self._predicted = self._counter(
-            "pilotfish:foreseen_round_seconds", "What the controller thought that rounds would take."
+            "pilotfish:foreseen_round_seconds", "Predicted total time of rounds with drafts, in seconds."
         )
-        self._measured = self._counter("pilotfish:controlled_round_seconds", "What these rounds took.")
+        self._measured = self._counter(
+            "pilotfish:controlled_round_seconds",
+            "Measured total time of the rounds in pilotfish:foreseen_round_seconds, in seconds.",
+        )
         self._drafter_seconds = self._counter(
-            "pilotfish:drafter_call_seconds", "Time in which drafters were computing proposals, waited for or not."
+            "pilotfish:drafter_call_seconds", "Total time of calls to drafters, waited for or not, in seconds."
+        )
+
+    def _declare_round_metrics(self) -> None:
+        self._committed = self._histogram(
+            "pilotfish:committed_tokens_per_step", "Number of tokens that one verdict added to a sequence.", _TOKENS
+        )
+        self._step_tokens = self._histogram(
+            "pilotfish:step_tokens", "Number of tokens in one step: prompt chunks, last tokens and trees.", _TOKENS
+        )
+        self._propose = self._histogram(
+            "pilotfish:propose_latency_seconds", "Time that a round waited for proposals, in seconds.", _SHORT_SECONDS
+        )
+        self._step = self._histogram(
+            "pilotfish:step_latency_seconds",
+            "Time that a round waited for the target's verdicts, in seconds.",
+            _SECONDS,
+        )
+        self._target = self._histogram(
+            "pilotfish:target_step_seconds", "Time that the target itself spent on a step, in seconds.", _SECONDS
         )
         self._overhead = self._histogram(
             "pilotfish:round_overhead_seconds",
-            "A round less its wait for drafts and the target's own step: the coordinator's work and the wire.",
+            "Time of a round without its wait for proposals and the target's own step, in seconds.",
             _SHORT_SECONDS,
+        )
+        self._crashes = self._counter(
+            "pilotfish:loop_restarts", "Number of times that the coordinator's loop restarted after a bug."
         )
 
     def exposition(self) -> tuple[bytes, str]:
-        """Everything in Prometheus' text format, and its content type."""
+        """All metrics in Prometheus' text format, and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def begin(
@@ -106,10 +153,10 @@ class Metrics:
         waiting: Callable[[], float],
         kv_usage: Callable[[], float],
     ) -> None:
-        """Name the model, let every series stand at zero, and read the gauges whenever the metrics are asked for."""
+        """Label all series with the model's name and start them at zero; the gauges are read at each exposition."""
         self.model_name = model_name
         self._lossless.labels(model_name).set(is_lossless)
-        for metric in self._plain:
+        for metric in self._model_only:
             metric.labels(model_name)
         for reason in FinishReason:
             self._success.labels(model_name, reason.value)
@@ -118,7 +165,7 @@ class Metrics:
         self._kv_usage.labels(model_name).set_function(kv_usage)
 
     def opened(self, tokens: int, stored: int, *, resumed: bool, from_parent: bool) -> None:
-        """The target was asked for the KV of `tokens` tokens and had that of `stored`."""
+        """A sequence of `tokens` tokens was opened, and the target had the KV of `stored` of them."""
         if resumed:
             self._resume_queries.labels(self.model_name).inc(tokens)
             self._resume_hits.labels(self.model_name).inc(stored)
@@ -141,9 +188,10 @@ class Metrics:
             self._accepted.labels(self.model_name).inc(commit.accepted)
 
     def emitted(self, count: int, since_arrival: float | None, since_latest: float | None) -> None:
-        """`count` tokens of an answer went to its reader. In seconds.
+        """`count` tokens of an answer were sent to its reader.
 
-        `since_arrival` is given for the first of the request, `since_latest` for all but the first of the answer.
+        `since_arrival` is given for the first tokens of the request, `since_latest` for all but the first tokens of the
+        answer; both in seconds.
         """
         self._generation_tokens.labels(self.model_name).inc(count)
         if since_arrival is not None:
@@ -154,7 +202,7 @@ class Metrics:
                 inter_token.observe(since_latest / count)
 
     def finished(self, reason: str, since_arrival: float) -> None:
-        """An answer ended with a finish reason; one that a client left counts as `abort`."""
+        """An answer ended with a finish reason, `since_arrival` seconds after its request arrived."""
         self._success.labels(self.model_name, reason).inc()
         self._e2e.labels(self.model_name).observe(since_arrival)
 
@@ -163,24 +211,27 @@ class Metrics:
         self._errors.labels(self.model_name, type(error).__name__).inc()
 
     def preempted(self, count: int) -> None:
-        """Sequences gave their blocks up to older ones."""
+        """`count` sequences were preempted."""
         self._preemptions.labels(self.model_name).inc(count)
 
     def replayed(self, count: int) -> None:
-        """Sequences will be sent anew: the target lost them."""
+        """`count` sequences were lost on the target and will be opened again."""
         self._replays.labels(self.model_name).inc(count)
 
     def drafter_fallback(self, reason: str) -> None:
-        """A round goes without drafts that it wanted: `late`, `failed`, `open` (breaker), `busy` (a late
-        call) or `untold` (it does not know the sequence yet)."""
+        """A round lacks drafts that it wanted.
+
+        Reasons: `late`, `failed`, `open` (circuit breaker), `busy` (a call of an earlier round is under way), `prefill`
+        (the drafter lacks too much of the sequence).
+        """
         self._fallback.labels(self.model_name, reason).inc()
 
     def stale_proposal(self) -> None:
-        """A proposal was dropped."""
+        """A proposal for another length was dropped."""
         self._stale.labels(self.model_name).inc()
 
     def proposed(self, nodes: int, ready: int) -> None:
-        """A proposal came in time, with so many nodes; `ready` of them were there before they were asked for."""
+        """A proposal of `nodes` nodes arrived in time; `ready` of them existed before they were asked for."""
         if nodes:
             self._proposals.labels(self.model_name).inc()
             self._ready.labels(self.model_name).inc(ready == nodes)
@@ -188,24 +239,24 @@ class Metrics:
             self._ready_nodes.labels(self.model_name).inc(ready)
 
     def pruned(self, nodes: int) -> None:
-        """The controller kept so many nodes of a proposal."""
+        """The controller kept `nodes` nodes of a proposal."""
         self._pruned.labels(self.model_name).observe(nodes)
 
     def predicted_round(self, expected: float, actual: float) -> None:
-        """A round with guesses: the seconds it was expected to take, and took."""
+        """A round with drafts was predicted to take `expected` seconds and took `actual` seconds."""
         self._predicted.labels(self.model_name).inc(expected)
         self._measured.labels(self.model_name).inc(actual)
 
     def drafter_worked(self, seconds: float) -> None:
-        """A call to a drafter has ended."""
+        """A call to a drafter took `seconds` seconds."""
         self._drafter_seconds.labels(self.model_name).inc(seconds)
 
     def loop_died(self) -> None:
-        """The coordinator's loop is restarted."""
+        """The coordinator's loop restarts after a bug."""
         self._crashes.labels(self.model_name).inc()
 
     def round(self, *, tokens: int, total: float, propose: float | None, step: float, target: float) -> None:
-        """One round: tokens in its step, and seconds; `propose` is `None` when no drafts were asked for."""
+        """A round had `tokens` tokens in its step. Times are in seconds; `propose` is `None` without proposals."""
         self._step_tokens.labels(self.model_name).observe(tokens)
         if propose is not None:
             self._propose.labels(self.model_name).observe(propose)
@@ -219,10 +270,10 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         counter = Counter(name, text, (_MODEL, *labels), registry=self.registry)
         if not labels:
-            self._plain.append(counter)
+            self._model_only.append(counter)
         return counter
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         histogram = Histogram(name, text, (_MODEL,), registry=self.registry, buckets=buckets)
-        self._plain.append(histogram)
+        self._model_only.append(histogram)
         return histogram

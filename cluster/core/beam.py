@@ -1,9 +1,8 @@
-"""Beam search as values: a state, and the next one when the target has told what may follow each beam.
+"""Beam search as pure functions: from one state and the candidates of each beam to the next state.
 
-Always the `width` continuations with the highest summed log-probability are followed. Which ends of
-an answer count, when the search is over and how answers are scored is what `transformers` does
-(`GenerationMixin._beam_search`), so that a search here and one there give the same answers. The
-heuristics behind `EarlyStopping.NO` and `NEVER` are those of its pull request 20901.
+The search follows the `width` continuations with the highest summed log-probability. It ends, scores and ranks answers
+like `transformers` (`GenerationMixin._beam_search`), so that both give the same answers. The heuristics of
+`EarlyStopping.NO` and `NEVER` are those of pull request 20901 of `transformers`.
 """
 
 from __future__ import annotations
@@ -17,61 +16,61 @@ from cluster.core.errors import InvalidRequest
 from cluster.core.request import BeamParameters, EarlyStopping, FinishReason
 
 Candidate = tuple[int, float]
-"""A token and its natural log-probability after the beam's tokens."""
+"""A token and its natural log-probability after the tokens of its beam."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """An answer that is still growing."""
+    """An unfinished answer."""
 
     tokens: tuple[int, ...] = ()
-    """Of the answer, without the prompt."""
+    """Tokens of the answer, without the prompt."""
     logprob: float = 0.0
-    """Summed over `tokens`."""
+    """Sum of the log-probabilities of `tokens`."""
     parent: int = 0
-    """Index, among the running beams of the state before, of the one it grew from by one token."""
+    """Index of its parent, which has one token less, among the running beams of the state before."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedBeam:
-    """An answer that ended."""
+    """A finished answer."""
 
     tokens: tuple[int, ...]
-    """Of the answer, its stop token included."""
+    """Tokens of the answer, including its stop token."""
     logprob: float
-    """Summed over `tokens`."""
+    """Sum of the log-probabilities of `tokens`."""
     score: float
-    """`logprob` ÷ (tokens ** length penalty): what answers are ranked by."""
+    """`logprob` ÷ (number of tokens ** length penalty). Answers are ranked by it."""
     finish: FinishReason
     """`STOP` or `LENGTH`."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeamState:
-    """A search between two steps. All running beams have as many tokens."""
+    """A search between two steps. All running beams have the same number of tokens."""
 
     parameters: BeamParameters
     max_tokens: int
     """Most tokens of an answer."""
     stop_token_ids: frozenset[int]
-    """Tokens that end an answer, kept as its last."""
+    """Tokens that end an answer and are kept as its last token."""
     running: tuple[Beam, ...] = (Beam(),)
-    """Most probable first; at the start one without tokens, later `width`."""
+    """Running beams, most probable first: one without tokens at the start, later up to `width`."""
     finished: tuple[FinishedBeam, ...] = ()
-    """Best first, at most `width`."""
+    """Finished answers, best first, at most `width`."""
 
     @property
     def candidates(self) -> int:
-        """How many of a beam's most probable continuations `advance` needs to miss none that count.
+        """How many of the most probable continuations of each beam `advance` needs.
 
-        Were all `width` survivors of one beam, its stop tokens could still come before each of them.
+        All `width` next beams may come from one beam, and all stop tokens may be more probable than any of them.
         """
         return candidates_needed(self.parameters.width, self.stop_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class _Continuation:
-    """A beam and one token more."""
+    """A beam with one more token."""
 
     parent: int
     token: int
@@ -79,7 +78,7 @@ class _Continuation:
 
 
 def candidates_needed(width: int, stop_token_ids: frozenset[int]) -> int:
-    """Most probable continuations per beam that a search of this width has to see."""
+    """How many of the most probable continuations per beam a search of this width needs."""
     return width + len(stop_token_ids)
 
 
@@ -93,12 +92,11 @@ def start(parameters: BeamParameters, max_tokens: int, stop_token_ids: frozenset
 
 
 def advance(state: BeamState, candidates: Sequence[Sequence[Candidate]]) -> BeamState:
-    """The state one token on. Afterwards `running[i].parent` tells whose memory beam `i` takes over.
+    """The state after one more token. Beam `i` of it continues beam `running[i].parent` of `state`.
 
-    `candidates[i]` are the most probable continuations of `state.running[i]`, at least
-    `state.candidates` of them where the vocabulary has as many; their order does not matter.
-    Of equal sums the one of the earlier beam goes first, then that of the smaller token.
-    A search that is done stays as it is. Raises `InvalidRequest` for another number of lists.
+    `candidates[i]` are the most probable continuations of `state.running[i]` in any order: at least
+    `state.candidates`, or all if the vocabulary has fewer. Among equal sums the earlier beam goes first, then the
+    smaller token. A search that is done stays unchanged. Raises `InvalidRequest` for a wrong number of lists.
     """
     if is_done(state):
         return state
@@ -122,7 +120,7 @@ def advance(state: BeamState, candidates: Sequence[Sequence[Candidate]]) -> Beam
 
 
 def is_done(state: BeamState) -> bool:
-    """Whether the answers are settled: as many as beams, and none that still grows could better them."""
+    """Whether the search is over: as many answers as beams, and no running beam can become better."""
     if not state.running:
         return True
     if len(state.finished) < state.parameters.width:
@@ -133,12 +131,12 @@ def is_done(state: BeamState) -> bool:
 
 
 def best(state: BeamState, count: int) -> tuple[FinishedBeam, ...]:
-    """The `count` best answers, best first; fewer when fewer have ended. Of equal scores the earlier goes first."""
+    """The `count` best answers, best first; fewer when fewer exist. Among equal scores the earlier one goes first."""
     return state.finished[:count]
 
 
 def _running(state: BeamState, ranked: Sequence[_Continuation]) -> tuple[Beam, ...]:
-    """The `width` best continuations that do not end; none once answers have their full length."""
+    """The `width` best continuations that do not end; none once answers have `max_tokens`."""
     if len(state.running[0].tokens) + 1 >= state.max_tokens:
         return ()
     going_on = (entry for entry in ranked if entry.token not in state.stop_token_ids)
@@ -149,7 +147,7 @@ def _running(state: BeamState, ranked: Sequence[_Continuation]) -> tuple[Beam, .
 
 
 def _finished(state: BeamState, ranked: Sequence[_Continuation]) -> tuple[FinishedBeam, ...]:
-    """The `width` best answers that have ended. One counts only if it ends among the `width` best continuations."""
+    """The `width` best finished answers. A new one counts only if it is among the `width` best continuations."""
     length = len(state.running[0].tokens) + 1
     divisor = math.pow(length, state.parameters.length_penalty)
     ended = list(state.finished)
@@ -159,12 +157,12 @@ def _finished(state: BeamState, ranked: Sequence[_Continuation]) -> tuple[Finish
             tokens = (*state.running[entry.parent].tokens, entry.token)
             reason = FinishReason.STOP if stops else FinishReason.LENGTH
             ended.append(FinishedBeam(tokens, entry.logprob, entry.logprob / divisor, reason))
-    ended.sort(key=lambda answer: -answer.score)  # stable: of equal scores the one that ended first
+    ended.sort(key=lambda answer: -answer.score)  # a stable sort: among equal scores the earlier one stays first
     return tuple(ended[: state.parameters.width])
 
 
 def _best_possible(state: BeamState) -> float:
-    """The score that the best running beam is taken to be able to reach."""
+    """The score that the best running beam can reach, by the heuristic of `early_stopping`."""
     penalty = state.parameters.length_penalty
     longest = state.parameters.early_stopping is EarlyStopping.NEVER and penalty > 0
     length = state.max_tokens if longest else len(state.running[0].tokens)

@@ -1,14 +1,14 @@
-"""Distinct identifiers are distinct types, so that one can never be passed for another."""
+"""Identifier types. They are distinct so that one cannot be passed for another."""
 
 from __future__ import annotations
 
 from typing import NewType
 
 RequestId = NewType("RequestId", str)
-"""Names one client request; chosen by the client or drawn by the ingress."""
+"""The id of a client's request, chosen by the client or by the ingress."""
 
 SequenceId = NewType("SequenceId", str)
-"""Names one token sequence on every worker that holds state for it."""
+"""The id of a token sequence, the same on every worker that holds state for it."""
 
 TokenId = int
 """An index into the model's vocabulary, `0 <= id < vocabulary_size`."""

@@ -1,4 +1,4 @@
-"""What the coordinator asks of the data plane; gRPC and the tests' fakes implement it alike."""
+"""The ports from the coordinator to the workers. The gRPC clients and the fakes of the tests implement them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult
 
 
 class Drafter(Protocol):
-    """Guesses. Late, wrong or dead, it costs speed and nothing else."""
+    """Proposes drafts. A drafter that is late, wrong or dead costs speed and nothing else."""
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
         """One proposal per row, in order. Raises `DrafterUnavailable`."""
@@ -23,17 +23,17 @@ class Drafter(Protocol):
 
 
 class Target(Protocol):
-    """Decides. Its verdict is the only thing that commits a token."""
+    """Verifies drafts and decides tokens. Only its verdicts commit a token."""
 
     async def open(self, rows: Sequence[OpenRow]) -> OpenResult:
-        """Create sequences with whatever of their KV is stored already. Repeating it does no harm.
+        """Create sequences with as much of their KV as is stored already. The call may be repeated.
 
         Raises `TargetUnavailable`.
         """
         ...
 
     async def step(self, batch: StepBatch) -> StepResult:
-        """Compute the rows. Repeating a row's (sequence, base_len) repeats its verdict.
+        """Compute the rows in one forward pass. The same row again returns the same verdict.
 
         Raises `TargetUnavailable`.
         """
@@ -44,7 +44,7 @@ class Target(Protocol):
         ...
 
     async def release_all(self) -> None:
-        """Free whatever is held: asked by a coordinator that starts, before it sends anything.
+        """Free all sequences. A coordinator that starts calls this before anything else.
 
         Raises `TargetUnavailable`.
         """

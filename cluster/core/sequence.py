@@ -1,4 +1,4 @@
-"""One answer in the making: the only mutable record of the control plane."""
+"""One token sequence: the prompt, the answer so far, and what the target stores of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.core.verification import RowFaultCode, Verdict
 class Sequence:
     """Prompt and answer so far, and how much of it the target stores.
 
-    Only `commit` changes its tokens. `opened` notes what the target holds of them, and can change no answer.
+    Only `commit` changes the tokens. `opened` records what the target holds and never changes the answer.
     """
 
     __slots__ = ("_drafted", "_accepted", "_steps", "_stored_len", "arrival", "finish", "id", "request", "tokens")
@@ -20,7 +20,7 @@ class Sequence:
         self.id = sequence_id
         self.request = request
         self.arrival = arrival
-        """Order of arrival: the older goes first, and a preempted sequence keeps its place."""
+        """Order of arrival: older sequences go first, and a preempted one keeps its number."""
         self.tokens: list[int] = list(request.prompt)
         self.finish: FinishReason | None = None
         self._stored_len = 0
@@ -33,16 +33,17 @@ class Sequence:
 
     @property
     def prompt_len(self) -> int:
+        """Tokens of the prompt."""
         return len(self.request.prompt)
 
     @property
     def stored_len(self) -> int:
-        """Leading tokens whose KV the target holds; fewer than `len(self)` until it finishes."""
+        """Leading tokens whose KV the target holds; fewer than `len(self)` until the sequence finishes."""
         return self._stored_len
 
     @property
     def missing(self) -> int:
-        """Committed tokens whose KV is not stored: 1 while decoding, more while (re)filling."""
+        """Committed tokens without stored KV: 1 while decoding, more during prefill."""
         return len(self.tokens) - self._stored_len
 
     @property
@@ -52,9 +53,11 @@ class Sequence:
 
     @property
     def start(self) -> SequenceStart:
+        """What a worker must know once about the sequence."""
         return SequenceStart(self.prompt_len, self.request.sampling, self.request.cache_salt)
 
     def usage(self) -> Usage:
+        """What the answer has cost so far."""
         return Usage(
             prompt_tokens=self.prompt_len,
             completion_tokens=len(self.tokens) - self.prompt_len,
@@ -64,9 +67,9 @@ class Sequence:
         )
 
     def opened(self, stored_len: int) -> None:
-        """The target holds the first `stored_len` tokens now: it was asked to open the sequence, or lost it (0).
+        """The target holds the first `stored_len` tokens now: it has opened the sequence, or lost or released it (0).
 
-        Raises `InvalidRequest` unless a token is left to decide on.
+        Raises `InvalidRequest` unless at least one token is left to send. A finished sequence stays unchanged.
         """
         if not 0 <= stored_len < len(self.tokens):
             raise InvalidRequest("stored_len", stored_len, f"between 0 and {len(self.tokens) - 1}")
@@ -74,10 +77,10 @@ class Sequence:
             self._stored_len = stored_len
 
     def commit(self, verdict: Verdict) -> Commit | None:
-        """Take the target's word. Returns what it added to the answer, or `None` for nothing.
+        """Add the tokens of a verdict. Returns what it added to the answer, or `None` for nothing.
 
-        A verdict that grew from another length than expected is dropped, never repaired; one whose
-        fault says that the target lost the sequence makes it be sent from the start again.
+        A verdict for another length than expected is dropped. After a fault that says that the target lost the
+        sequence, the sequence is sent from its start again.
         """
         if self.finish is not None:
             return None
@@ -88,7 +91,7 @@ class Sequence:
         if not self._stored_len < verdict.base_len <= len(self.tokens):
             return None
         if bool(verdict.tokens) != (verdict.base_len == len(self.tokens)):
-            return None  # decided before its end, or not decided at its end
+            return None  # a decision before the end of the sequence, or none at its end
         if not verdict.tokens:
             self._stored_len = verdict.base_len
             return None
@@ -110,7 +113,7 @@ class Sequence:
         )
 
     def _until_stop(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Cut a block at the first stop token (kept, as its last) or at the length bound."""
+        """Cut the tokens after the first stop token or at the length bound, and say which ended the answer."""
         stops = self.request.stopping.stop_token_ids
         for count, token in enumerate(tokens[: self.remaining], start=1):
             if token in stops:
