@@ -90,7 +90,7 @@ async def leave_soon(client: GenerationClient, case: RequestCase) -> None:
     """Read one piece and hang up."""
     responses = client.generate(case.message(), LONGEST_SECONDS)
     await anext(responses)
-    await responses.aclose()  # type: ignore[attr-defined]
+    await responses.aclose()
 
 
 async def answers(client: GenerationClient, cases: Sequence[RequestCase]) -> list[tuple[int, ...]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cluster.core.config import TargetSection
 from cluster.core.errors import ModelLoadError
 from cluster.core.kv import KvGroup, KvLayout
 from cluster.core.verification import StepBatch, StepResult
@@ -68,7 +69,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
     """The engines that are built meanwhile."""
     engines: list[Watched] = []
 
-    def build(section: object) -> TargetEngine:
+    def build(section: TargetSection) -> TargetEngine:
         engine = build_engine(section)
         engines.append(Watched(engine))
         monkeypatch.setattr(engine, "step", engines[-1].step)
