@@ -11,8 +11,10 @@ from cluster.core.errors import ConfigurationError, shorten
 from workers.draft.registry import METHODS
 from workers.serve.configuration import load_configuration
 
-NOT_LOSSLESS = "NOT LOSSLESS: drafts are accepted by chance, so answers are not the model's"
-"""The notice that accompanies every answer of such an experiment."""
+NOT_LOSSLESS = (
+    "NOT LOSSLESS: answers differ from what the model alone writes, because of target.acceptance or target.kv.window"
+)
+"""The notice that accompanies every answer of a target that says so (`TargetInfo.is_lossless`)."""
 
 
 def with_acceptance(configuration: Configuration) -> Configuration:
@@ -33,11 +35,6 @@ def with_acceptance(configuration: Configuration) -> Configuration:
             if _at(values, key) != _at(defaults, key):
                 raise ConfigurationError(f"{key}: {shorten(_at(values, key))} is refused; draft.method={name} sets it")
     return configuration
-
-
-def is_lossless(configuration: Configuration) -> bool:
-    """Whether the drafting method leaves answers as the model alone would have written them."""
-    return METHODS.get(configuration.draft.method).target_settings is None
 
 
 def _at(values: Mapping[str, Any], key: str) -> Any:

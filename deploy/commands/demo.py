@@ -16,7 +16,7 @@ from cluster.core.errors import WorkerUnavailable
 from cluster.ingress.text.tokenizer import Tokenizer
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.commands.streamed_answer import MarkedPrinter, TimedAnswer, measure, stream_chat
-from deploy.lossless import NOT_LOSSLESS, is_lossless
+from deploy.lossless import NOT_LOSSLESS
 from deploy.models import resolve_models, served_name
 from deploy.settings import Settings, load_settings
 from deploy.signals import raise_on_signals
@@ -58,6 +58,7 @@ def run(settings: Settings, output: Console, notices: Console) -> None:
         tokenizer = Tokenizer.load(resolve_models(drafting, settings.cache_directory, status.update).target)
         status.stop()
         output.print(Text(f"Prompt: {PROMPT}"))
+        is_lossless = cluster.is_lossless
         with_drafts = _answer(cluster, drafting, output, tokenizer)
         status.start()
         cluster.redeploy(plain)
@@ -65,16 +66,19 @@ def run(settings: Settings, output: Console, notices: Console) -> None:
         without = _answer(cluster, plain, output, tokenizer)
         status.start()
     output.print(comparison(drafting.draft.method, with_drafts, without))
-    output.print(conclusion(drafting, with_drafts, without))
+    output.print(conclusion(drafting.target.dtype, is_lossless, with_drafts, without))
 
 
-def conclusion(drafting: Configuration, with_drafts: TimedAnswer, without: TimedAnswer) -> str:
-    """One sentence about the two answers. Raises `WorkerUnavailable` if they differ and must not."""
-    if not is_lossless(drafting):
+def conclusion(dtype: str, is_lossless: bool, with_drafts: TimedAnswer, without: TimedAnswer) -> str:
+    """One sentence about the two answers. Raises `WorkerUnavailable` if they differ and must not.
+
+    `is_lossless` is what the target says of itself when it verifies drafts.
+    """
+    if not is_lossless:
         return f"{NOT_LOSSLESS}."
     if with_drafts.tokens == without.tokens:
         return f"Both answers are the same {len(without.tokens)} tokens."
-    if drafting.target.dtype == "float32":
+    if dtype == "float32":
         raise WorkerUnavailable("the two answers differ, which must not happen in float32: please report it")
     return "The answers differ: in half precision, two nearly equal logits may change places."
 
@@ -109,7 +113,7 @@ def _demo_configuration(configuration: Configuration) -> Configuration:
 def _answer(cluster: ServeCluster, configuration: Configuration, output: Console, tokenizer: Tokenizer) -> TimedAnswer:
     """Stream one greedy answer to the terminal and time it."""
     method = configuration.draft.method
-    if not is_lossless(configuration):
+    if not cluster.is_lossless:
         output.print(f"\n{NOT_LOSSLESS}.", style="bold red")
     legend = "green" if output.is_terminal else "in brackets"
     note = f"{legend}: drafted, then accepted by the target" if method != "none" else "the target writes every token"

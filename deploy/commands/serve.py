@@ -8,7 +8,7 @@ import sys
 from cluster.core.config import Configuration
 from cluster.wire.address import http_url, join_host_port
 from deploy.commands.options import ConfigOption, SetOption
-from deploy.lossless import NOT_LOSSLESS, is_lossless
+from deploy.lossless import NOT_LOSSLESS
 from deploy.models import served_name
 from deploy.settings import load_settings
 from deploy.signals import raise_on_signals, wait_for_signal
@@ -28,7 +28,7 @@ def serve(config: ConfigOption = None, assignments: SetOption = None) -> None:
     try:
         raise_on_signals()  # starting Ray replaces the signal handlers
         output.print(usage_examples(cluster.configuration), markup=False)
-        if not is_lossless(cluster.configuration):
+        if not cluster.is_lossless:
             notices.print(NOT_LOSSLESS)
         wait_for_signal()
         notices.print("draining; a second signal stops at once")

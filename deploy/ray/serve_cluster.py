@@ -49,6 +49,7 @@ class ServeCluster:
         self._report = report
         self._owns_ray = settings.ray_address is None
         self._resources: Resources | None = None
+        self._is_lossless = True
 
     def __enter__(self) -> Self:
         self.start()
@@ -63,6 +64,11 @@ class ServeCluster:
     def configuration(self) -> Configuration:
         """What runs."""
         return self._configuration
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the running target writes what the model alone would write, as its first answer said."""
+        return self._is_lossless
 
     @property
     def http_url(self) -> str:
@@ -171,6 +177,7 @@ class ServeCluster:
             raise WorkerUnavailable(
                 f"the first answer failed: {response.status_code} {response.text[:_LONGEST_REASON]}"
             )
+        self._is_lossless = bool(response.json()["lossless"])
 
 
 def with_ports(configuration: Configuration) -> Configuration:

@@ -14,7 +14,7 @@ from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, Verdict, VerifyRow
 from deploy.commands.demo import conclusion
 from deploy.commands.streamed_answer import TimedAnswer
-from deploy.lossless import NOT_LOSSLESS, is_lossless, with_acceptance
+from deploy.lossless import NOT_LOSSLESS, with_acceptance
 from tests.support import tiny
 from workers.sampling.acceptance import create_rule
 from workers.sampling.rules.synthetic import Synthetic, synthetic_token
@@ -82,21 +82,20 @@ def configured(**draft: object) -> Configuration:
 def test_a_synthetic_drafter_makes_its_target_accept_by_chance() -> None:
     plain, experiment = configured(method="ngram"), configured(method="synthetic", synthetic={"acceptance": (0.9, 0.6)})
     assert with_acceptance(plain) == plain
-    assert is_lossless(plain)
     settled = with_acceptance(experiment)
     assert settled.target.acceptance == "synthetic"
     assert create_rule(settled.target) == Synthetic((0.9, 0.6))
-    assert not is_lossless(settled)
+    assert not create_rule(settled.target).is_lossless
     assert with_acceptance(settled) == settled
 
 
 def test_a_demo_of_an_experiment_compares_nothing() -> None:
     mine, other = (TimedAnswer(tokens, 1, 2, 1, 1.0, 0.5) for tokens in ((1, 2), (1, 3)))
-    assert conclusion(configured(method="synthetic"), mine, other) == f"{NOT_LOSSLESS}."
-    assert conclusion(configured(method="ngram"), mine, mine) == "Both answers are the same 2 tokens."
+    assert conclusion("float32", False, mine, other) == f"{NOT_LOSSLESS}."
+    assert conclusion("float32", True, mine, mine) == "Both answers are the same 2 tokens."
     with pytest.raises(WorkerUnavailable, match="must not happen in float32"):
-        conclusion(configured(method="ngram"), mine, other)
-    assert "differ" in conclusion(load_configuration({"target": {"dtype": "bfloat16"}}), mine, other)
+        conclusion("float32", True, mine, other)
+    assert "differ" in conclusion("bfloat16", True, mine, other)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""What is lossy says so everywhere: in HTTP answers, model cards, gRPC responses and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.wire.generation_client import GenerationClient
+from deploy.coordinator_server import fixed_address
+from deploy.local.local_cluster import LocalCluster
+from pilotfish.v1 import common_pb2, generation_pb2
+from tests.support import tiny, tiny_tokenizer
+from workers.serve.configuration import load_configuration
+
+SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tiny.save(tmp_path_factory.mktemp("lossless"), tiny.llama(vocab_size=320))
+    return tiny_tokenizer.byte_level(target)
+
+
+async def statements(directory: Path, target: dict[str, Any]) -> dict[str, bool]:
+    """Whether the cluster is lossless, by where it says so."""
+    kv = {"pool_bytes": 1 << 20} | target.pop("kv", {})
+    values = {
+        "target": {"path": str(directory), "served_name": "tiny", "device": "cpu", "compile": "off", "kv": kv} | target,
+        "server": {"http_port": 0, "grpc_port": 0},
+    }
+    async with asyncio.timeout(SECONDS), LocalCluster(load_configuration(values), http=True) as cluster:
+        async with httpx.AsyncClient(base_url=cluster.http_url, timeout=SECONDS) as http:
+            body = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
+            answer = (await http.post("/v1/completions", json=body)).json()
+            models = (await http.get("/v1/models")).json()
+            metrics = (await http.get("/metrics")).text
+        client = GenerationClient(fixed_address(cluster.grpc_address))
+        request = generation_pb2.GenerateRequest(
+            token_ids=common_pb2.TokenIds(ids=(5, 6, 7)),
+            stopping=generation_pb2.StoppingCriteria(max_tokens=4),
+        )
+        lossy = {response.lossy async for response in client.generate(request, SECONDS)}
+        card = await client.get_model("tiny")
+        await client.close()
+    assert len(lossy) == 1
+    return {
+        "HTTP answer": answer["lossless"],
+        "HTTP model card": models["data"][0]["lossless"],
+        "gRPC responses": not lossy.pop(),
+        "gRPC model card": not card.lossy,
+        "metric": 'pilotfish:lossless{model_name="tiny"} 1.0' in metrics,
+    }
+
+
+@pytest.mark.parametrize(
+    ("target", "is_lossless"),
+    [({}, True), ({"kv": {"window": 16}}, False), ({"quantization": "int8"}, True)],
+    ids=["plain", "window", "int8"],
+)
+async def test_every_api_says_whether_answers_are_lossless(
+    directory: Path, target: dict[str, Any], is_lossless: bool
+) -> None:
+    found = await statements(directory, dict(target))
+    assert found == dict.fromkeys(found, is_lossless)
