@@ -26,10 +26,11 @@ SECTIONS = {
     "memory": "peak of the target's process; start to ready, cold and warm",
     "ranks": "tensor parallelism: transformers' sharded layers against plain local shards",
     "serving": "the whole cluster, with and without drafts",
+    "serving-pairs": "two clusters with default settings, plain and with a draft model, in turn (--pairs 10)",
     "speculation": "drafts against plain decoding on Spec-Bench's six tasks, at batch 1 to 32",
     "overlap": "drafts that run ahead against serial ones; the same with synthetic acceptance, beside theory",
 }
-"""In the order in which they run; each is a module of this package with `run(options)`."""
+"""In the order in which they run. Each is a module of this package with `run(options)`."""
 
 
 def main() -> None:
@@ -39,7 +40,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     write(describe())
     for name in names:
-        importlib.import_module(f"tests.bench.{name}").run(options)
+        importlib.import_module(f"tests.bench.{name.replace('-', '_')}").run(options)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -> tuple[list[str], Options]:
     """The sections asked for (all, when none is named) and the options."""
-    listed = "\n".join(f"  {name:<11}{text}" for name, text in sections.items())
+    listed = "\n".join(f"  {name:<15}{text}" for name, text in sections.items())
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench",
         description=f"Measure. Prints tables; asserts nothing about time.\n\nsections (default: all):\n{listed}",
@@ -117,12 +117,15 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
     parser.add_argument("--tokens", type=int, help="tokens per answer (default: 48, for Spec-Bench's prompts 64)")
     parser.add_argument("--per-task", type=int, default=8, help="prompts of each of Spec-Bench's tasks")
     parser.add_argument(
-        "--batches", type=_counts, default=(), help="sequences at once that `speculation` measures: 1,4,8"
+        "--batches",
+        type=_counts,
+        default=(),
+        help="requests in flight, for `speculation` and `serving-pairs`: 1,4,8",
     )
     parser.add_argument("--draft", help="a draft model: directory or packaged name (default: the shipped one)")
     parser.add_argument("--plot", type=Path, help="where `prefix` draws its curve (PNG; needs matplotlib)")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="types that `throughput` and `memory` hold")
-    parser.add_argument("--variants", default="", help="variants that `step` measures, by name")
+    parser.add_argument("--variants", default="", help="variants for `step`, or drafting methods for `serving-pairs`")
     parser.add_argument("--quick", action="store_true", help="the smallest run that shows every table")
     asked = parser.parse_args(arguments)
     unknown = [name for name in asked.sections if name not in sections]
