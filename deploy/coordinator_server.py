@@ -1,4 +1,4 @@
-"""The coordinator's process: the loop, and the two public services that speak for it on one port."""
+"""The coordinator with its two public gRPC services on one port."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ GENERATION_SERVICE = "pilotfish.v1.GenerationService"
 OPERATIONS_SERVICE = "pilotfish.v1.OperationsService"
 
 _HEALTH_SECONDS = 0.25
-"""How often readiness is looked at."""
+"""How often the readiness of the coordinator is copied to `grpc.health.v1`."""
 _READY_POLL_SECONDS = 0.01
 _CLOSING_SECONDS = 1.0
-"""How long the last words may take to reach their clients once every answer has ended."""
+"""How long the gRPC server waits for running calls when it stops, after every answer has ended."""
 
 
 class CoordinatorServer:
-    """Listens from `start()` on; is ready once the target has told what it is."""
+    """Listens after `start()`. Is ready once the target has described itself."""
 
     def __init__(self, configuration: Configuration, target: Target, drafters: Sequence[Drafter]) -> None:
         self._configuration = configuration
@@ -47,11 +47,11 @@ class CoordinatorServer:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken."""
+        """Whether requests are accepted."""
         return self._coordinator.ready
 
     async def start(self) -> int:
-        """Listen; returns the bound port. Raises `ConfigurationError` for a directory without a tokenizer."""
+        """Start listening and return the bound port. Raises `ConfigurationError` if the model has no tokenizer."""
         configuration = self._configuration
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(configuration.target.path))
         generation = GenerationService(
@@ -72,45 +72,45 @@ class CoordinatorServer:
         return port
 
     def check_health(self) -> None:
-        """Raise what keeps this process from ever being ready."""
+        """Raise the error that prevents the coordinator from becoming ready, if there is one."""
         if self._opening is not None and self._opening.done() and not self._opening.cancelled():
             self._opening.result()
 
     async def wait_until_ready(self) -> None:
-        """Return once requests are taken. Raises what prevents it."""
+        """Return once requests are accepted. Raises the error that prevents it."""
         while not self.ready:
             self.check_health()
             await asyncio.sleep(_READY_POLL_SECONDS)
 
     async def stop(self, drain_seconds: float) -> None:
-        """Take no new requests, let the running ones end within `drain_seconds`, then close."""
+        """Refuse new requests, wait up to `drain_seconds` for the running ones, then close."""
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
-        await self._tell(ready=False)
+        await self._set_health(False)
         await self._coordinator.stop(drain_seconds)
         await self._server.stop(_CLOSING_SECONDS)
 
     async def _open(self) -> None:
-        """Meet the target, then let `grpc.health.v1` say what the coordinator says of itself."""
+        """Connect to the target, then keep `grpc.health.v1` up to date."""
         await self._coordinator.start()
         logger.info("ready: %s", self._coordinator.info)
         if not self._coordinator.info.is_lossless:
             logger.warning(NOT_LOSSLESS)
-        told = False
+        serving = False
         while True:
-            if self._coordinator.ready != told:
-                told = not told
-                await self._tell(ready=told)
+            if self._coordinator.ready != serving:
+                serving = not serving
+                await self._set_health(serving)
             await asyncio.sleep(_HEALTH_SECONDS)
 
-    async def _tell(self, ready: bool) -> None:
+    async def _set_health(self, serving: bool) -> None:
         for service in (GENERATION_SERVICE, OPERATIONS_SERVICE):
-            await self._server.set_serving(service, ready)
+            await self._server.set_serving(service, serving)
 
 
 def fixed_address(address: str) -> Resolve:
-    """Where a server that never moves is."""
+    """A resolver for a server whose address never changes."""
 
     async def resolve() -> str:
         return address

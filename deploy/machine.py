@@ -1,4 +1,4 @@
-"""What the machine at hand offers; the one place that looks."""
+"""Reads the resources of this machine or container."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def local_resources() -> Resources:
-    """Cores, free memory and visible GPUs of this machine or container, without starting anything."""
-    # Imported here: torch takes seconds, and most commands end before they need it.
+    """Cores, free memory and visible GPUs. Starts nothing."""
+    # Torch takes seconds to import, and most commands end before they need it.
     import psutil
     import torch
 
@@ -27,7 +27,7 @@ def local_resources() -> Resources:
 
 
 def usable_cores(control_group: Path) -> int:
-    """Cores this process may run on: by affinity, and by the container's quota where there is one."""
+    """Number of cores that this process may use: its affinity, limited by the container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _read(control_group / "cpu.max").partition(" ")
     if quota.isdigit() and period.isdigit() and int(period):
@@ -36,7 +36,7 @@ def usable_cores(control_group: Path) -> int:
 
 
 def free_memory_limit(control_group: Path) -> int:
-    """Bytes that the container's memory limit leaves; a very large number where there is no limit."""
+    """Bytes below the container's memory limit; a very large number if there is no limit."""
     limit, used = _read(control_group / "memory.max"), _read(control_group / "memory.current")
     return max(0, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else 1 << 62
 

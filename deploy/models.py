@@ -1,4 +1,4 @@
-"""From the names in a configuration to local directories, before any actor starts."""
+"""Resolves the model names in a configuration to local directories, before any actor starts."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from cluster.core.config import Configuration, ModelSection
 from cluster.core.errors import ModelLoadError
 
 COMPILED = "compiled"
-"""Folder of the cache where code made for this machine is kept between starts."""
+"""Folder of the cache for code compiled on this machine."""
 
 DRAFTS = {"smollm2-135m-draft": "smollm2-135m-instruct"}
-"""Drafts that come with Pilotfish: their names, and their targets', by which their folders are called."""
+"""Draft models that come with Pilotfish: their names, and the names of their targets, which name their folders."""
 
-Report = Callable[[str], None]
-"""Hears, in a few words, what long work is going on."""
+ReportProgress = Callable[[str], None]
+"""Called with a short text whenever another stage of long work begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Where the models lie, and the configuration that says so."""
+    """The directories of the models, and the configuration with these paths."""
 
     configuration: Configuration
-    """As the operator wrote it, with every path resolved and the served name settled."""
+    """The configuration with every path resolved and the served name set."""
     target: Path
     draft: Path | None
 
 
 def served_name(configuration: Configuration) -> str:
-    """The model name clients send: as configured, or the last part of the path, without `.gguf`."""
+    """The model name that clients send: `target.served_name`, or the last part of the path without `.gguf`."""
     return configuration.target.served_name or Path(configuration.target.path).name.removesuffix(".gguf")
 
 
-def resolve_models(configuration: Configuration, cache_directory: Path, report: Report) -> Models:
-    """Find, fetch or convert the configured models. Raises `ModelLoadError`, which says what to do."""
+def resolve_models(configuration: Configuration, cache_directory: Path, report: ReportProgress) -> Models:
+    """Find, fetch or convert the configured models. Raises `ModelLoadError` with a remedy."""
     target = _resolve(configuration.target, cache_directory, report)
     draft = None
     if configuration.draft.weights is not None:
@@ -43,11 +43,11 @@ def resolve_models(configuration: Configuration, cache_directory: Path, report: 
     return Models(_with_paths(configuration, target, draft, str(cache_directory / COMPILED)), target, draft)
 
 
-def _resolve(section: ModelSection, cache_directory: Path, report: Report) -> Path:
+def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgress) -> Path:
     if section.path in DRAFTS:
         return _shipped(section.path)
-    report(f"finding {section.path} (fetched or converted the first time)")
-    # Imported here: torch and transformers take seconds, and most commands end before they need them.
+    report(f"finding {section.path} (it is fetched or converted the first time)")
+    # Torch and transformers take seconds to import, and most commands end before they need them.
     from workers.model.model_files import resolve_model_directory
 
     return resolve_model_directory(section.path, cache_directory, section.revision)
@@ -61,16 +61,16 @@ def _shipped(name: str) -> Path:
 
 
 def _with_paths(configuration: Configuration, target: Path, draft: Path | None, compiled: str) -> Configuration:
-    def settled(section: ModelSection, path: Path) -> dict[str, str | None]:
+    def resolved(section: ModelSection, path: Path) -> dict[str, str | None]:
         return {"path": str(path), "revision": None, "compile_directory": section.compile_directory or compiled}
 
     sections = {
         "target": configuration.target.model_copy(
-            update=settled(configuration.target, target) | {"served_name": served_name(configuration)}
+            update=resolved(configuration.target, target) | {"served_name": served_name(configuration)}
         )
     }
     weights = configuration.draft.weights
     if draft is None or weights is None:
         return configuration.model_copy(update=sections)
-    drafting = configuration.draft.with_weights(**settled(weights, draft))
+    drafting = configuration.draft.with_weights(**resolved(weights, draft))
     return configuration.model_copy(update=sections | {"draft": drafting})

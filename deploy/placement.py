@@ -1,7 +1,7 @@
-"""Who sits where: a pure function from a configuration and a node's resources to bundles and threads.
+"""Decides where every role runs: a pure function from a configuration and a node's resources.
 
-One Serve replica is one placement group. A target's ranks are packed on one node (their all-reduces
-cross it at every layer); a draft model takes a GPU that no rank uses, so that both can run at once.
+One Serve replica is one placement group. The ranks of a target are packed on one node, because they all-reduce in every
+layer. A draft model takes a GPU that no rank uses, so that drafting and verifying can overlap.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from cluster.core.config import Configuration
 Device = Literal["cpu", "cuda"]
 
 HELPER_CPUS = 0.1
-"""What a role that only waits, sends and looks up claims of a core."""
+"""Share of a core that a role without a model claims."""
 
 STRATEGY = "STRICT_PACK"
-"""All bundles of a replica on one node."""
+"""Ray's placement strategy: all bundles of a replica are on one node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one node offers."""
+    """The resources of one node."""
 
     cpus: float
     gpus: int
     memory_bytes: int
     """Free main memory."""
     gpu_memory_bytes: int = 0
-    """Free memory of the fullest GPU."""
+    """Free memory of the GPU that has least."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What one process claims."""
+    """The resources that one process claims."""
 
     cpus: float
     gpus: int = 0
 
     def claims(self) -> dict[str, float]:
-        """As Ray writes it."""
+        """The claims in Ray's form."""
         return {"CPU": self.cpus} | ({"GPU": float(self.gpus)} if self.gpus else {})
 
 
 @dataclass(frozen=True, slots=True)
 class RolePlacement:
-    """One role: a bundle per process. Of a target, the first is for the replica itself; each drafter has one."""
+    """The device, bundles and threads of one role. There is one bundle per rank of a target, and one per drafter."""
 
     role: str
     device: Device
@@ -57,7 +57,7 @@ class RolePlacement:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Every role."""
+    """The placement of all roles."""
 
     target: RolePlacement
     draft: RolePlacement
@@ -66,16 +66,17 @@ class Placement:
 
     @property
     def roles(self) -> tuple[RolePlacement, ...]:
+        """All roles, in the order in which they are shown."""
         return (self.ingress, self.coordinator, self.draft, self.target)
 
     @property
     def cpus(self) -> float:
-        """All cores claimed."""
+        """Number of cores that all roles claim."""
         return sum(bundle.cpus for role in self.roles for bundle in role.bundles)
 
     @property
     def gpus(self) -> int:
-        """All GPUs claimed."""
+        """Number of GPUs that all roles claim."""
         return sum(bundle.gpus for role in self.roles for bundle in role.bundles)
 
 
@@ -91,7 +92,7 @@ def plan(configuration: Configuration, resources: Resources) -> Placement:
     ranks = target.tensor_parallel
     target_device = _device(target.device, resources.gpus)
     gpus_left = resources.gpus - (ranks if target_device == "cuda" else 0)
-    # Several drafters are alike: all of them have a GPU, or none.
+    # All drafters are of one kind: each of them has a GPU, or none has.
     draft_device = _device(draft.weights.device, gpus_left // draft.replicas) if draft.weights is not None else "cpu"
 
     drafts_on_cpu = draft.weights is not None and draft_device == "cpu"
@@ -116,7 +117,7 @@ def plan(configuration: Configuration, resources: Resources) -> Placement:
 
 
 def _device(asked: str, gpus_left: int) -> Device:
-    """`auto` takes a GPU where one is left."""
+    """The device of a role. `auto` takes a GPU if one is left."""
     if asked == "auto":
         return "cuda" if gpus_left > 0 else "cpu"
     return "cuda" if asked == "cuda" else "cpu"
@@ -133,5 +134,5 @@ def _draft_share(target_device: Device) -> float:
 
 
 def _share(cpus: float, fraction: float) -> float:
-    """A part of the cores, rounded down to hundredths so that the parts never add up to more than the whole."""
+    """A share of the cores, rounded down to hundredths, so that all shares together fit."""
     return max(0.01, int(cpus * fraction * 100) / 100)

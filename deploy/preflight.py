@@ -1,4 +1,4 @@
-"""What is missing, said before anything starts: one line each, with what was needed and what was found."""
+"""Checks before anything starts. Each problem is one line: what was needed, what was found, and a remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LONGEST_HEADER = 100 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that keeps the cluster from starting."""
+    """One reason why the cluster cannot start."""
 
     subject: str
     needed: str
@@ -34,21 +34,21 @@ class Problem:
         return f"{self.subject}: needed {self.needed}, found {self.found}; {self.remedy}"
 
 
-def check(problems: Iterator[Problem]) -> None:
-    """Raise `ConfigurationError` with every problem on a line of its own, if there are any."""
+def raise_problems(problems: Iterator[Problem]) -> None:
+    """Raise `ConfigurationError` with one line per problem, if there are problems."""
     found = [str(problem) for problem in problems]
     if found:
         raise ConfigurationError("\n".join(found))
 
 
 def machine_problems(configuration: Configuration, placement: Placement, resources: Resources) -> Iterator[Problem]:
-    """What the machine lacks, seen without touching any model."""
+    """Problems with the machine, found without reading any model."""
     yield from capacity_problems(placement, resources)
     yield from port_problems(configuration.server)
 
 
 def capacity_problems(placement: Placement, resources: Resources) -> Iterator[Problem]:
-    """More GPUs or cores claimed than there are."""
+    """More GPUs or cores claimed than the node has."""
     if placement.gpus > resources.gpus:
         yield Problem(
             "GPUs",
@@ -62,27 +62,27 @@ def capacity_problems(placement: Placement, resources: Resources) -> Iterator[Pr
 
 
 def port_problems(server: ServerSection) -> Iterator[Problem]:
-    """Ports that something else listens on, or addresses that are not this machine's."""
+    """Ports in use, and addresses that do not belong to this machine."""
     if server.http_port == server.grpc_port != 0:
         yield Problem(
             "server.grpc_port", "another port than server.http_port", str(server.grpc_port), "set one of them otherwise"
         )
-    doors = (("http", server.http_host, server.http_port), ("grpc", server.grpc_host, server.grpc_port))
-    for door, host, port in doors:
+    apis = (("http", server.http_host, server.http_port), ("grpc", server.grpc_host, server.grpc_port))
+    for api, host, port in apis:
         reason = _why_unbindable(host, port)
         if reason:
             yield Problem(
-                f"server.{door}_port",
+                f"server.{api}_port",
                 f"{join_host_port(host, port)} free",
                 reason,
-                f"stop what listens there or set server.{door}_port",
+                f"stop what listens there or set server.{api}_port",
             )
 
 
 def model_problems(
     configuration: Configuration, placement: Placement, resources: Resources, target: Path, draft: Path | None
 ) -> Iterator[Problem]:
-    """What does not fit between the models, the configuration and the memory.
+    """Problems between the models, the configuration and the memory.
 
     `target` and `draft` are resolved directories with `config.json`, safetensors and `tokenizer.json`.
     """
@@ -96,7 +96,7 @@ def model_problems(
 
 
 def head_problems(directory: Path, tensor_parallel: int) -> Iterator[Problem]:
-    """Heads that do not divide among the ranks."""
+    """A number of attention heads that the ranks cannot divide."""
     config = read_model_config(directory)
     heads = int(config.get("num_attention_heads") or config.get("n_head") or tensor_parallel)
     kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -114,7 +114,7 @@ def vocabulary_problems(target: Path, draft: Path, key: str) -> Iterator[Problem
     """A draft whose vocabulary is not the target's. `key` is the setting that names the draft."""
     target_tokens, draft_tokens = _vocabulary(target), _vocabulary(draft)
     if target_tokens is None or draft_tokens is None:
-        # Without tokenizers to compare, sizes must do.
+        # There are no tokenizers to compare, so the vocabulary sizes are compared.
         sizes = [int(read_model_config(directory).get("vocab_size") or 0) for directory in (target, draft)]
         if sizes[0] == sizes[1]:
             return
@@ -157,9 +157,10 @@ def memory_problems(
 
 
 def weight_bytes(directory: Path, dtype: str) -> int:
-    """Bytes the safetensors of a directory take once held as `dtype`, from their headers alone.
+    """Bytes that the safetensors of a directory take when loaded as `dtype`. Reads their headers only.
 
-    A distilled draft also holds its target's embedding, and as many rows of its head as it knows tokens.
+    A distilled draft also loads the embedding of its target, and one row of the target's head for each token that it
+    can propose.
     """
     total = 0
     if is_distilled(directory):
@@ -174,7 +175,7 @@ def weight_bytes(directory: Path, dtype: str) -> int:
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """`config.json`, the text part of a multimodal one. Raises `ConfigurationError`."""
+    """Read `config.json`, or the text part of it for a multimodal model. Raises `ConfigurationError`."""
     try:
         config = json.loads((directory / "config.json").read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -209,7 +210,7 @@ def _safetensors_header(file: Path) -> dict[str, Any]:
 
 
 def _vocabulary(directory: Path) -> dict[str, int] | None:
-    """Token to id, special tokens included; `None` when there is no plain vocabulary to read."""
+    """Token ids by token, special tokens included; `None` if there is no plain vocabulary."""
     try:
         tokenizer = json.loads((directory / "tokenizer.json").read_text("utf-8"))
         tokens = tokenizer["model"]["vocab"]
@@ -226,7 +227,7 @@ def _why_unbindable(host: str, port: int) -> str | None:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            # A port in TIME_WAIT is free for a server, and one in use is not.
+            # With this option a port in TIME_WAIT counts as free, and a port in use does not.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:

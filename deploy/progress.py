@@ -1,4 +1,4 @@
-"""A bar where someone watches, a line a minute where a file does."""
+"""Reports the progress of long work: a bar on a terminal, a line every minute in a file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LINE_SECONDS = 60.0
 
 
 class ProgressReporter:
-    """How far one piece of work has come. A context manager; the work calls it as it goes."""
+    """The progress of one task. A context manager; the task calls it with its progress."""
 
-    def __init__(self, console: Console, what: str, clock: Clock = time.monotonic) -> None:
+    def __init__(self, console: Console, title: str, clock: Clock = time.monotonic) -> None:
         self._console = console
-        self._what = what
+        self._title = title
         self._clock = clock
         self._next_line = clock() + _LINE_SECONDS
         self._bar = Progress(
@@ -33,7 +33,7 @@ class ProgressReporter:
             refresh_per_second=2,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(what, total=1.0)
+        self._task = self._bar.add_task(title, total=1.0)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -45,8 +45,8 @@ class ProgressReporter:
         self._bar.stop()
 
     def __call__(self, done: float, text: str) -> None:
-        """`done` of it, between 0 and 1; `text` says it in words."""
-        self._bar.update(self._task, completed=done, description=f"{self._what}: {text}")
+        """Report that the share `done` (0 to 1) is complete. `text` describes the current state."""
+        self._bar.update(self._task, completed=done, description=f"{self._title}: {text}")
         if not self._console.is_terminal and (now := self._clock()) >= self._next_line:
             self._next_line = now + _LINE_SECONDS
-            self._console.print(f"{self._what}: {done:.0%}, {text}", markup=False)
+            self._console.print(f"{self._title}: {done:.0%}, {text}", markup=False)

@@ -1,9 +1,9 @@
-"""Where settings come from: presets, files, `--set` and the environment, in that order of strength.
+"""Reads the settings: a preset or a file, then `--set` assignments over it.
 
-This is the only reader of the environment:
+This is the only module that reads the environment:
 
-- `PILOTFISH_CONFIG`: the preset or file taken when none is named (default: the preset `cpu`);
-- `PILOTFISH_CACHE_DIR`: where converted weights are kept (default: `~/.cache/pilotfish`);
+- `PILOTFISH_CONFIG`: the preset or file if none is named (default: the preset `cpu`);
+- `PILOTFISH_CACHE_DIR`: the directory for converted weights (default: `~/.cache/pilotfish`);
 - `PILOTFISH_RAY_ADDRESS`: a running Ray cluster to join (default: start one on this machine).
 """
 
@@ -27,13 +27,13 @@ DEFAULT_PRESET = "cpu"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All that a command needs to know before it starts anything."""
+    """The configuration of a cluster and of the machine that starts it."""
 
     configuration: Configuration
     cache_directory: Path
-    """Where converted weights are kept."""
+    """Directory for converted weights and compiled code."""
     ray_address: str | None = None
-    """A running Ray cluster to join; `None` starts one on this machine."""
+    """Address of a running Ray cluster to join. `None` starts one on this machine."""
 
 
 def load_settings(
@@ -51,8 +51,8 @@ def load_settings(
 def settings_from_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Settings:
     """Settings from the arguments of `serve run deploy.ray.application:build_app config=cpu target.dtype=bfloat16`.
 
-    `config` names a preset or a file; every other key is a setting, dotted or nested; strings are read
-    as YAML. Raises `ConfigurationError`.
+    `config` names a preset or a file. Every other key is a setting, dotted or nested. Strings are read as YAML.
+    Raises `ConfigurationError`.
     """
     values = {key: value for key, value in arguments.items() if key != "config"}
     overrides = {key: _parse(key, value) if isinstance(value, str) else value for key, value in _flatten(values)}
@@ -63,7 +63,7 @@ def settings_from_arguments(arguments: Mapping[str, Any], environment: Mapping[s
 
 
 def set_ray_environment() -> None:
-    """Before Ray starts: it reports nothing about its use to its makers, and a busy machine gets time to start it."""
+    """Set the environment of Ray before it starts: no usage reports, and more time to start on a busy machine."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
 
@@ -79,7 +79,7 @@ def _settle(config: str | None, overrides: Mapping[str, Any], environment: Mappi
 
 
 def presets() -> tuple[str, ...]:
-    """Names of the presets that come with Pilotfish."""
+    """The names of the presets that come with Pilotfish."""
     directory = resources.files("deploy").joinpath("presets")
     return tuple(
         sorted(entry.name.removesuffix(".yaml") for entry in directory.iterdir() if entry.name.endswith(".yaml"))
@@ -87,7 +87,7 @@ def presets() -> tuple[str, ...]:
 
 
 def read_values(config: str) -> dict[str, Any]:
-    """The nested values of a preset or a YAML file. Raises `ConfigurationError`."""
+    """Read the nested values of a preset or a YAML file. Raises `ConfigurationError`."""
     if config in presets():
         text = resources.files("deploy").joinpath("presets", f"{config}.yaml").read_text("utf-8")
     else:
@@ -107,7 +107,7 @@ def read_values(config: str) -> dict[str, Any]:
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
-    """`["target.dtype=bfloat16"]` to dotted overrides; values are YAML. Raises `ConfigurationError`."""
+    """Parse `["target.dtype=bfloat16"]` into dotted overrides. Values are YAML. Raises `ConfigurationError`."""
     overrides: dict[str, Any] = {}
     for assignment in assignments:
         key, sign, value = assignment.partition("=")

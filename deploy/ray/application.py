@@ -20,7 +20,7 @@ from deploy.lossless import with_acceptance
 from deploy.machine import local_resources
 from deploy.models import resolve_models
 from deploy.placement import STRATEGY, Placement, Resources, RolePlacement, plan
-from deploy.preflight import check, model_problems
+from deploy.preflight import model_problems, raise_problems
 from deploy.ray.deployments import CoordinatorReplica, IngressReplica
 from deploy.settings import Settings, load_settings, settings_from_arguments
 from workers.serve.actors import DraftReplica, TargetReplica
@@ -43,7 +43,7 @@ def build_app(config: Configuration | Mapping[str, Any] | str | Path | None = No
     models = resolve_models(settings.configuration, settings.cache_directory, report=lambda _: None)
     resources = cluster_resources()
     placement = plan(models.configuration, resources)
-    check(model_problems(models.configuration, placement, resources, models.target, models.draft))
+    raise_problems(model_problems(models.configuration, placement, resources, models.target, models.draft))
     return bind(models.configuration, placement, worker_host=None)
 
 

@@ -19,9 +19,9 @@ from ray.serve.exceptions import RayServeException
 from cluster.core.config import Configuration
 from cluster.core.errors import WorkerUnavailable
 from cluster.wire.address import http_url, join_host_port
-from deploy.models import Report, resolve_models, served_name
+from deploy.models import ReportProgress, resolve_models, served_name
 from deploy.placement import Resources, plan
-from deploy.preflight import check, machine_problems, model_problems
+from deploy.preflight import machine_problems, model_problems, raise_problems
 from deploy.ray.application import APPLICATION, bind, cluster_resources
 from deploy.settings import Settings, set_ray_environment
 from workers.serve.actors import free_port
@@ -43,7 +43,7 @@ class ServeCluster:
     Joins the Ray cluster that the settings name, or starts one on this machine and ends it again.
     """
 
-    def __init__(self, settings: Settings, report: Report) -> None:
+    def __init__(self, settings: Settings, report: ReportProgress) -> None:
         self._settings = settings
         self._configuration = with_ports(settings.configuration)
         self._report = report
@@ -89,7 +89,7 @@ class ServeCluster:
             self._report("looking at what there is")
             self._resources = cluster_resources()
             configuration = self._configuration
-            check(machine_problems(configuration, plan(configuration, self._resources), self._resources))
+            raise_problems(machine_problems(configuration, plan(configuration, self._resources), self._resources))
             self._deploy()
         except BaseException:
             self.stop()
@@ -128,7 +128,7 @@ class ServeCluster:
         models = resolve_models(configuration, self._settings.cache_directory, self._report)
         resources = self._resources or cluster_resources()
         placement = plan(models.configuration, resources)
-        check(model_problems(models.configuration, placement, resources, models.target, models.draft))
+        raise_problems(model_problems(models.configuration, placement, resources, models.target, models.draft))
         if not ray.is_initialized():
             self._report("starting Ray")
             _start_local_ray(resources)

@@ -193,7 +193,7 @@ def test_every_problem_is_a_line_of_the_error() -> None:
     problems = [preflight.Problem("x", "1", "0", "do this"), preflight.Problem("y", "2", "0", "do that")]
 
     with pytest.raises(ConfigurationError) as refused:
-        preflight.check(iter(problems))
+        preflight.raise_problems(iter(problems))
 
     assert str(refused.value).splitlines() == [
         "x: needed 1, found 0; do this",
