@@ -1,6 +1,6 @@
-"""The whole cluster in one process, without Ray: the same parts, over real gRPC on loopback.
+"""The whole cluster in one process, without Ray: the same parts, connected by gRPC on loopback.
 
-For `pilotfish generate --in-process` and for tests. One rank only: further ranks need processes.
+Used by `pilotfish generate --in-process` and by tests. It has one rank, because further ranks need processes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ LOOPBACK = "127.0.0.1"
 
 
 class LocalCluster:
-    """`async with LocalCluster(configuration) as cluster:` answers at `cluster.grpc_address`.
+    """An asynchronous context manager: inside, the cluster serves at `grpc_address`.
 
-    Model paths in the configuration are local directories. With `http`, a server answers at
-    `cluster.http_url` too. Ports of 0 take free ones. Raises `ConfigurationError`, `ModelLoadError`.
+    Model paths in the configuration are local directories. With `http`, the HTTP API is served at `http_url` too. A
+    port of 0 takes a free one. Raises `ConfigurationError`, `ModelLoadError`.
     """
 
     def __init__(self, configuration: Configuration, *, http: bool = False) -> None:
@@ -45,12 +45,12 @@ class LocalCluster:
 
     @property
     def grpc_address(self) -> str:
-        """Where the public gRPC service listens."""
+        """The address of the gRPC API."""
         return join_host_port(self._configuration.server.grpc_host, self._grpc_port)
 
     @property
     def http_url(self) -> str:
-        """Where the HTTP ingress listens, if it was asked for."""
+        """The URL of the HTTP API, if the cluster was started with `http`."""
         return http_url(self._configuration.server.http_host, self._http_port)
 
     async def __aenter__(self) -> Self:

@@ -1,7 +1,7 @@
-"""The Serve application: which deployments there are, what each is told, and where each sits.
+"""The Serve application: its deployments, their arguments and their placement.
 
-`serve run deploy.ray.application:build_app config=cpu` and `pilotfish serve` build the same one. A worker's
-address is asked of Serve whenever a connection is opened, so a revived one is found at its new port.
+`serve run deploy.ray.application:build_app config=cpu` and `pilotfish serve` build the same application. A client asks
+Serve for a worker's address whenever it opens a connection, so it finds a restarted worker at its new port.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _HEALTH_PERIOD_SECONDS = 1.0
 _HEALTH_TIMEOUT_SECONDS = 30.0
 _CLOSING_SECONDS = 5.0
 _MOST_HTTP_CALLS = 10_000
-"""Far beyond what the coordinator queues: it says `Overloaded`, Serve never makes a client wait unheard."""
+"""Far more than the coordinator queues. So the coordinator rejects requests as `Overloaded`, and Serve queues none."""
 
 
 def build_app(config: Configuration | Mapping[str, Any] | str | Path | None = None) -> Application:
-    """The application for a configuration, a preset's name or file, or `serve run`'s arguments.
+    """Build the application for a configuration, a preset or file, or the arguments of `serve run`.
 
     Finds, fetches or converts the models first. Raises `ConfigurationError`, `ModelLoadError`.
     """
@@ -50,10 +50,10 @@ def build_app(config: Configuration | Mapping[str, Any] | str | Path | None = No
 def bind(configuration: Configuration, placement: Placement, worker_host: str | None) -> Application:
     """Bind the deployments. Model paths in `configuration` are local directories.
 
-    Workers listen on `worker_host`, or on their node's address when it is `None`.
+    Workers listen on `worker_host`, or on their node's address if it is `None`.
     """
     configuration = with_acceptance(configuration)
-    # The device that was planned, not what a process finds: one that claims no GPU may still see them all.
+    # A process that claims no GPU may still see all of them, so it is told the planned device.
     planned = {
         "target": configuration.target.model_copy(update={"device": placement.target.device}),
         "draft": configuration.draft.with_weights(device=placement.draft.device),
@@ -66,7 +66,7 @@ def bind(configuration: Configuration, placement: Placement, worker_host: str | 
         ray_actor_options=_actor_options(placement.target, worker_host),
         **_supervision(configuration),
     )(TargetReplica).bind(values["target"], placement.target.threads, worker_host)
-    # Each drafter is a deployment: replicas of one could not be told apart, nor asked where they listen.
+    # Each drafter is a deployment of its own, because Serve cannot address single replicas of a deployment.
     drafts = [
         serve.deployment(
             name=name, ray_actor_options=_actor_options(placement.draft, worker_host), **_supervision(configuration)
@@ -87,12 +87,12 @@ def bind(configuration: Configuration, placement: Placement, worker_host: str | 
 
 
 def draft_names(replicas: int) -> tuple[str, ...]:
-    """The deployments of the drafters."""
+    """The names of the drafters' deployments."""
     return ("Draft", *(f"Draft{number}" for number in range(2, replicas + 1)))
 
 
 def cluster_resources() -> Resources:
-    """The largest node of the Ray cluster joined, or this machine when there is none yet."""
+    """The resources of the largest node of the Ray cluster, or of this machine if Ray is not initialized."""
     here = local_resources()
     if not ray.is_initialized():
         return here
@@ -115,15 +115,15 @@ def _settings(config: Configuration | Mapping[str, Any] | str | Path | None) -> 
 
 
 def _actor_options(role: RolePlacement, worker_host: str | None) -> dict[str, Any]:
-    """The first bundle is the replica's own; the others are for its followers, or for others of its kind."""
+    """Ray's options for a replica. It claims the role's first bundle; further ranks claim the others."""
     claims = role.bundles[0].claims()
     options: dict[str, Any] = {"num_cpus": claims["CPU"], "num_gpus": claims.get("GPU", 0)}
     variables: dict[str, str] = {}
     if role.device == "cpu":
-        # Target and drafter share cores: threads that spin for more work would take them from each other.
+        # Target and drafters share cores: threads that spin while they wait would slow each other down.
         variables["OMP_WAIT_POLICY"] = "PASSIVE"
     if worker_host == "127.0.0.1" and len(role.bundles) > 1 and sys.platform == "linux":
-        # The ranks' own traffic stays on loopback too.
+        # The traffic between ranks stays on loopback too.
         variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if variables:
         options["runtime_env"] = {"env_vars": variables}
@@ -131,10 +131,10 @@ def _actor_options(role: RolePlacement, worker_host: str | None) -> dict[str, An
 
 
 def _supervision(configuration: Configuration) -> dict[str, Any]:
-    """A dead replica is noticed within a second or two; a constructor's failure is told, not repeated."""
+    """Serve's options for supervision. It notices a dead replica in two seconds and never retries a constructor."""
     return {
         "num_replicas": 1,
-        "user_config": {"log_level": configuration.log_level},  # Serve hands it to `reconfigure`
+        "user_config": {"log_level": configuration.log_level},  # Serve passes it to `reconfigure`
         "health_check_period_s": _HEALTH_PERIOD_SECONDS,
         "health_check_timeout_s": _HEALTH_TIMEOUT_SECONDS,
         "graceful_shutdown_wait_loop_s": 0.1,

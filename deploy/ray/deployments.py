@@ -1,4 +1,4 @@
-"""The deployments of the control plane. Kept apart from the data plane's: their processes need no torch."""
+"""The Serve deployments of the control plane. Their processes do not import torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared with, never bound to
 
 
 class CoordinatorReplica:
-    """Hosts the coordinator and the public gRPC service."""
+    """Runs the coordinator and the gRPC API."""
 
     def __init__(
         self, values: Mapping[str, Any], target: DeploymentHandle[Any], *drafts: DeploymentHandle[Any]
@@ -43,26 +43,26 @@ class CoordinatorReplica:
         self._port = 0
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:
-        """Serve calls this on the event loop of requests, before it counts the replica as up."""
+        """Start on the first call. Serve calls this on the event loop of requests before the replica is healthy."""
         set_log_level(user_config)
         if not self._port:
             self._port = await self._server.start()
 
     async def address(self) -> str:
-        """Where the public gRPC service listens."""
+        """The address of the gRPC API."""
         host = node_address() if self._host in _EVERYWHERE else self._host
         return join_host_port(host, self._port)
 
     async def drain(self) -> None:
-        """Take no new requests and let the running ones end."""
+        """Refuse new requests and wait for the running ones."""
         await self._server.stop(self._drain_seconds)
 
     async def check_health(self) -> None:
-        """Raise what keeps the coordinator from ever being ready."""
+        """Raise the error that prevents the coordinator from becoming ready, if there is one."""
         self._server.check_health()
 
     async def __del__(self) -> None:
-        """Serve calls this when the replica ends on purpose."""
+        """Stop. Serve calls and awaits this when it stops the replica."""
         await self._server.stop(drain_seconds=0.0)
         await self._target.close()
         for drafter in self._drafters:
@@ -71,7 +71,7 @@ class CoordinatorReplica:
 
 @serve.ingress()
 class IngressReplica:
-    """The HTTP door, a gRPC client of the coordinator."""
+    """The HTTP API, a gRPC client of the coordinator."""
 
     def __init__(self, values: Mapping[str, Any], coordinator: DeploymentHandle[Any]) -> None:
         configuration = load_configuration(values)
@@ -80,12 +80,12 @@ class IngressReplica:
         self._client = GenerationClient(resolver(coordinator, NotReady))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Serve asks for the application once the replica is made."""
+        """The ASGI application. Serve asks for it once the replica is constructed."""
         return create_app(self._client, self._limits)
 
 
 def resolver(handle: DeploymentHandle[Any], unavailable: type[PilotfishError]) -> Resolve:
-    """Ask Serve where a deployment's replica listens now."""
+    """A resolver that asks Serve for the current address of a deployment's replica."""
 
     async def resolve() -> str:
         try:

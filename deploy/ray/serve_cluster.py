@@ -1,4 +1,4 @@
-"""The cluster while it runs under Ray Serve: started with progress, watched, stopped without a trace."""
+"""Starts, changes and stops the cluster under Ray Serve."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 
 _OBJECT_STORE_BYTES = 96 * 2**20
-"""Ray's objects carry configurations here, nothing else."""
+"""Size of Ray's object store. It only holds configurations."""
 _STOP_SECONDS = 20.0
 _POLL_SECONDS = 0.25
 _LONGEST_REASON = 2000
 
 
 class ServeCluster:
-    """Everything between `start()` and `stop()`; also a context manager.
+    """A cluster that runs from `start()` to `stop()`. Also a context manager.
 
-    Joins the Ray cluster that the settings name, or starts one on this machine and ends it again.
+    Joins the Ray cluster that the settings name, or starts one on this machine and stops it again. `start` and
+    `redeploy` pass the stage that they have reached to `report`.
     """
 
     def __init__(self, settings: Settings, report: ReportProgress) -> None:
@@ -62,31 +63,31 @@ class ServeCluster:
 
     @property
     def configuration(self) -> Configuration:
-        """What runs."""
+        """The running configuration, with the ports that were chosen."""
         return self._configuration
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the running target writes what the model alone would write, as its first answer said."""
+        """Whether the running target generates exactly what the model alone would. Reported by its first answer."""
         return self._is_lossless
 
     @property
     def http_url(self) -> str:
-        """Where HTTP clients come in."""
+        """The URL of the HTTP API."""
         return http_url(self._configuration.server.http_host, self._configuration.server.http_port)
 
     @property
     def grpc_address(self) -> str:
-        """Where gRPC clients come in."""
+        """The address of the gRPC API."""
         return join_host_port(self._configuration.server.grpc_host, self._configuration.server.grpc_port)
 
     def start(self) -> None:
-        """Return once requests are taken. Raises `ConfigurationError`, `ModelLoadError`, `WorkerUnavailable`."""
+        """Return once requests are accepted. Raises `ConfigurationError`, `ModelLoadError`, `WorkerUnavailable`."""
         try:
             if not self._owns_ray:
                 self._report(f"joining Ray at {self._settings.ray_address}")
                 ray.init(address=self._settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)
-            self._report("looking at what there is")
+            self._report("reading the resources of the machine")
             self._resources = cluster_resources()
             configuration = self._configuration
             raise_problems(machine_problems(configuration, plan(configuration, self._resources), self._resources))
@@ -96,34 +97,34 @@ class ServeCluster:
             raise
 
     def redeploy(self, configuration: Configuration) -> None:
-        """Replace what runs by another configuration, on the same ports. Raises like `start`."""
-        self._report("ending what runs")
+        """Replace the running configuration, on the same ports. Raises the errors of `start`."""
+        self._report("stopping the running application")
         serve.delete(APPLICATION)
         self._configuration = configuration.model_copy(update={"server": self._configuration.server})
         self._deploy()
 
     def drain(self) -> None:
-        """Take no new requests and let the running ones end, within the configured time."""
+        """Refuse new requests and wait for the running ones, up to `server.drain_timeout_seconds`."""
         seconds = self._configuration.server.drain_timeout_seconds
         try:
             serve.get_deployment_handle("Coordinator", APPLICATION).drain.remote().result(timeout_s=seconds + 5)
         except (RayError, RayServeException, TimeoutError) as error:
-            self._report(f"draining was cut short: {error}")
+            self._report(f"draining ended early: {error}")
 
     def stop(self) -> None:
-        """End everything that `start` began; more than once does no harm."""
+        """Stop everything that `start` started. Stopping twice is harmless."""
         if not ray.is_initialized():
             return
         self._report("stopping")
         try:
-            # Replicas end on purpose, and give back what they hold; Serve's own actors end with Ray.
+            # Deleted replicas release what they hold. Serve's own actors end with Ray.
             _in_thread(lambda: serve.delete(APPLICATION)).result(_STOP_SECONDS)
         except (RayError, RayServeException, TimeoutError) as error:
-            logger.warning("the application did not end by itself: %s", error)
+            logger.warning("the application did not stop in time: %s", error)
         ray.shutdown()
 
     def _deploy(self) -> None:
-        """Find the models, see whether they fit, hand the application to Serve and wait for it."""
+        """Resolve the models, check that they fit, run the application and wait until it is ready."""
         configuration = self._configuration
         models = resolve_models(configuration, self._settings.cache_directory, self._report)
         resources = self._resources or cluster_resources()
@@ -155,7 +156,7 @@ class ServeCluster:
         self._warm_up(served_name(configuration), deadline)
 
     def _wait_until_ready(self, deadline: float) -> None:
-        self._report("waiting for the coordinator to meet the target")
+        self._report("waiting for the coordinator to connect to the target")
         while time.monotonic() < deadline:
             try:
                 if httpx.get(f"{self.http_url}/ready", timeout=5.0).status_code == httpx.codes.OK:
@@ -163,25 +164,25 @@ class ServeCluster:
             except httpx.TransportError:
                 pass
             time.sleep(_POLL_SECONDS)
-        raise WorkerUnavailable(f"{self.http_url}/ready did not answer 200 in time; see `/tmp/ray/session_latest/logs`")
+        raise WorkerUnavailable(f"{self.http_url}/ready did not answer 200 in time; see /tmp/ray/session_latest/logs")
 
     def _warm_up(self, model: str, deadline: float) -> None:
-        """One small answer through every part: the first client finds nothing cold, and nothing broken."""
+        """Send one small request, so that the first client does not pay for the start. Raises if it fails."""
         self._report("warming up")
         body = {"model": model, "prompt": "The", "max_tokens": 4}
         try:
             response = httpx.post(f"{self.http_url}/v1/completions", json=body, timeout=deadline - time.monotonic())
         except httpx.TransportError as error:
-            raise WorkerUnavailable(f"the first answer broke off: {error!r}") from None
+            raise WorkerUnavailable(f"the connection of the first request was lost: {error!r}") from None
         if response.status_code != httpx.codes.OK:
             raise WorkerUnavailable(
-                f"the first answer failed: {response.status_code} {response.text[:_LONGEST_REASON]}"
+                f"the first request failed: {response.status_code} {response.text[:_LONGEST_REASON]}"
             )
         self._is_lossless = bool(response.json()["lossless"])
 
 
 def with_ports(configuration: Configuration) -> Configuration:
-    """Ports of 0 replaced by free ones: Serve's proxy takes none, and clients must know them."""
+    """The configuration with free ports in place of 0: Serve's proxy needs one, and clients must know it."""
     server = configuration.server
     ports = {
         "http_port": server.http_port or free_port(server.http_host),
@@ -191,10 +192,10 @@ def with_ports(configuration: Configuration) -> Configuration:
 
 
 def _in_thread(function: Callable[[], object]) -> Future[None]:
-    """Run what waits without a word, and perhaps for ever, where a signal need not wait for it."""
+    """Run a blocking function in a daemon thread, so that a signal can interrupt the main thread."""
     outcome: Future[None] = Future()
 
-    def work() -> None:
+    def run() -> None:
         try:
             function()
         except BaseException as error:
@@ -202,12 +203,12 @@ def _in_thread(function: Callable[[], object]) -> Future[None]:
         else:
             outcome.set_result(None)
 
-    threading.Thread(target=work, name="serve-run", daemon=True).start()
+    threading.Thread(target=run, name="serve-run", daemon=True).start()
     return outcome
 
 
 def _start_local_ray(resources: Resources) -> None:
-    """Ray on this machine, for us alone: no dashboard, no reports about its use, no worker chatter."""
+    """Start Ray on this machine, without its dashboard, usage reports and worker logs."""
     set_ray_environment()
     ray.init(
         address="local",
@@ -221,23 +222,25 @@ def _start_local_ray(resources: Resources) -> None:
 
 
 def _progress() -> str:
-    """What each deployment is doing, in a few words."""
+    """The state of the deployments, in one line."""
     application = serve.status().applications.get(APPLICATION)
     if application is None or not application.deployments:
         return "placing the workers"
     loaded = [name.lower() for name, entry in application.deployments.items() if entry.status == "HEALTHY"]
     awaited = [name.lower() for name, entry in application.deployments.items() if entry.status != "HEALTHY"]
-    return f"loading and warming up: {', '.join(awaited) or 'done'}" + (f" (up: {', '.join(loaded)})" if loaded else "")
+    return f"loading and warming up: {', '.join(awaited) or 'done'}" + (
+        f" (ready: {', '.join(loaded)})" if loaded else ""
+    )
 
 
 def _reason(error: RuntimeError) -> str:
-    """The failed deployment's own last words, or Serve's account when there are none."""
+    """Why a deployment failed: the last line of its traceback, or Serve's message if there is none."""
     application = serve.status().applications.get(APPLICATION)
     deployments = application.deployments if application is not None else {}
     for name, entry in deployments.items():
         lines = [line.strip() for line in entry.message.splitlines() if line.strip()]
         if entry.status == "DEPLOY_FAILED" and lines:
-            # "package.module.Error: message" is the last line of the traceback that Serve passes on.
-            words = lines[-1].partition(": ")[2] or lines[-1]
-            return f"{name.lower()} did not start: {words[:_LONGEST_REASON]}"
+            # The last line of a traceback is "package.module.Error: message".
+            reason = lines[-1].partition(": ")[2] or lines[-1]
+            return f"{name.lower()} did not start: {reason[:_LONGEST_REASON]}"
     return str(error)[:_LONGEST_REASON]
