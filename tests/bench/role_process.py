@@ -142,7 +142,7 @@ async def _start_draft(role: Role, configuration: Configuration, stack: AsyncExi
     draft = configuration.draft
     if draft.weights is not None:  # who only looks up needs no torch
         _set_threads(role.threads)
-    method = Timed(await asyncio.to_thread(create, draft, configuration.target), ("propose", "grow"))
+    method = Timed(await asyncio.to_thread(create, draft, configuration.target), ("propose", "run_ahead"))
     host = await stack.enter_async_context(host_draft(LOOPBACK, method))
     return host.address, lambda: {"busy_seconds": method.seconds}
 

@@ -1,4 +1,4 @@
-"""A model for drafters that grow trees, without tensors: a checksum of the text guesses, and reads are checked."""
+"""An expander without tensors: a checksum of the text drafts tokens, and every read of stored tokens is checked."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from collections.abc import Sequence
 
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout
-from workers.draft.expansion.draft_tree import Guess
-from workers.draft.expansion.expander import Place
+from workers.draft.expansion.expander import DraftedToken, ExpansionRow
 from workers.kv.allocator import BlockAllocator, BlockCopy
 from workers.kv.block_table import BlockTable
 
 BLOCK = 4
 VOCABULARY = 7
-SURE = (0.6, 0.2, 0.1)
-"""How sure it is of its guesses, one after another."""
+CONFIDENCES = (0.6, 0.2, 0.1)
+"""How confidences it is of its drafted, one after another."""
 
 
 def ranked(tokens: Sequence[int]) -> list[int]:
-    """Three distinct guesses that depend on every token before them."""
+    """Three distinct drafted that depend on every token before them."""
     first = zlib.crc32(bytes(tokens)) % VOCABULARY
     return [(first + step) % VOCABULARY for step in range(3)]
 
@@ -51,8 +50,8 @@ class FakeMemory(BlockAllocator):
             self._content[table.blocks[0][position // BLOCK], position % BLOCK] = token
 
     def read(self, table: BlockTable) -> list[int]:
-        places = (divmod(position, BLOCK) for position in range(table.stored_len))
-        return [self._content[table.blocks[0][block], offset] for block, offset in places]
+        rows = (divmod(position, BLOCK) for position in range(table.stored_len))
+        return [self._content[table.blocks[0][block], offset] for block, offset in rows]
 
     @property
     def blocks_held(self) -> int:
@@ -62,31 +61,33 @@ class FakeMemory(BlockAllocator):
 class FakeExpander:
     """Remembers how many tokens went through in each pass."""
 
-    def __init__(self, blocks: int = 100, max_context_len: int = 1000, sure: Sequence[float] = SURE) -> None:
+    def __init__(
+        self, blocks: int = 100, max_context_len: int = 1000, confidences: Sequence[float] = CONFIDENCES
+    ) -> None:
         self._memory = FakeMemory(blocks)
-        self._sure = sure
+        self._confidences = confidences
         self.max_context_len = max_context_len
         self.vocabulary_size: int | None = None
         self.passes: list[list[int]] = []
-        """Tokens of each place in each pass."""
+        """Tokens of each row in each pass."""
         self.failing = False
 
     @property
     def memory(self) -> FakeMemory:
         return self._memory
 
-    def expand(self, places: Sequence[Place]) -> list[tuple[Guess, ...]]:
+    def expand(self, rows: Sequence[ExpansionRow]) -> list[tuple[DraftedToken, ...]]:
         if self.failing:
             raise RuntimeError("out of memory")
-        self.passes.append([len(place.tokens) for place in places])
-        assert len({id(place.table) for place in places}) == len(places)
-        for place in places:  # all of them write before any is read, as in a forward pass
-            assert place.tokens
-            self.memory.write(place.table, place.tokens)
-        found: list[tuple[Guess, ...]] = []
-        for place in places:
-            self.memory.commit(place.table, place.tokens)
-            assert self.memory.read(place.table) == place.table.tokens
-            guesses = zip(ranked(place.table.tokens), self._sure, strict=False)
-            found.append(tuple(guesses) if place.is_last else ())
+        self.passes.append([len(row.tokens) for row in rows])
+        assert len({id(row.table) for row in rows}) == len(rows)
+        for row in rows:  # all of them write before any is read, as in a forward pass
+            assert row.tokens
+            self.memory.write(row.table, row.tokens)
+        found: list[tuple[DraftedToken, ...]] = []
+        for row in rows:
+            self.memory.commit(row.table, row.tokens)
+            assert self.memory.read(row.table) == row.table.tokens
+            drafted = zip(ranked(row.table.tokens), self._confidences, strict=False)
+            found.append(tuple(drafted) if row.is_last else ())
         return found

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from cluster.core.config import DraftModelSection, DraftSection, TargetSection
 from cluster.core.section import Choice
-from workers.draft.expansion.drafter import GrowingDrafter
+from workers.draft.expansion.drafter import TreeDrafter
 from workers.draft.expansion.settings import ExpansionSettings
 from workers.draft.registry import register
 
@@ -30,7 +30,7 @@ class DraftModelSettings(DraftModelSection, ExpansionSettings):
 
 
 @register("model", DraftModelSettings)
-def create_model(settings: DraftModelSettings, draft: DraftSection, target: TargetSection) -> GrowingDrafter:
+def create_model(settings: DraftModelSettings, draft: DraftSection, target: TargetSection) -> TreeDrafter:
     """Create the method `model`: load the weights and warm up.
 
     Raises `ConfigurationError` when the draft's vocabulary is not the target's, and `ModelLoadError`.
@@ -43,4 +43,4 @@ def create_model(settings: DraftModelSettings, draft: DraftSection, target: Targ
     check_vocabularies(model, Path(settings.path), target)
     expander = ModelExpander(model, KvPool(model.kv_spec, settings.kv, truncatable=True), settings.candidates)
     expander.warm_up()
-    return GrowingDrafter(expander, settings, draft, has_lookup=settings.lookup == "on")
+    return TreeDrafter(expander, settings, draft, has_lookup=settings.lookup == "on")

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last few tokens when they came before is likely to follow again."""
+"""Prompt lookup: what followed the last few tokens earlier in the sequence is likely to follow again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from workers.draft.sessions import Session, Sessions
 from workers.draft.suffix_index import SuffixIndex
 
 LOOKS_PER_CANDIDATE = 8
-"""Earlier occurrences of one suffix that are looked at for each candidate wanted: most are alike."""
+"""Earlier occurrences of one suffix that are examined per requested candidate; most of them are alike."""
 
 
 class NgramSettings(PluginSettings):
@@ -43,7 +43,7 @@ class NgramSettings(PluginSettings):
 
 
 class IndexedSession(Session):
-    """Committed tokens, and where every n-gram in them ended."""
+    """Committed tokens and an index of the n-grams in them."""
 
     __slots__ = ("_index",)
 
@@ -58,9 +58,9 @@ class IndexedSession(Session):
         self._index.extend(known_len)
 
     def continuations(self, count: int, length: int) -> tuple[tuple[int, ...], ...]:
-        """At most `count` distinct continuations of `length` tokens, likeliest first.
+        """At most `count` distinct continuations of `length` tokens, the most probable first.
 
-        Likelier is what followed a longer match, and among equal matches the later one.
+        A longer match ranks before a shorter one, and among equal lengths the later match ranks first.
         """
         found: dict[tuple[int, ...], None] = {}
         for ngram in reversed(self._index.ending_at(len(self.tokens))):
@@ -72,13 +72,13 @@ class IndexedSession(Session):
         return tuple(found)
 
     def _continued(self, position: int, length: int) -> tuple[int, ...]:
-        """The tokens from `position` on; at the end of the context the repetition goes on."""
+        """The tokens from `position` on; beyond the end of the context the repetition continues."""
         period = len(self.tokens) - position
         return tuple(self.tokens[position + step % period] for step in range(length))
 
 
 class NgramDrafter:
-    """Looks every row's last tokens up in that row's own context."""
+    """Looks up each row's last tokens in the row's own context."""
 
     def __init__(self, settings: NgramSettings, draft: DraftSection) -> None:
         self._candidates = settings.candidates
@@ -90,21 +90,9 @@ class NgramDrafter:
         """See `DraftMethod`."""
         return tuple(self._propose(row) for row in rows)
 
-    def learn(self, sequence_ids: Sequence[SequenceId]) -> bool:  # noqa: ARG002
-        """See `DraftMethod`."""
-        return False
-
-    def grow(self) -> bool:
-        """Nothing grows: guesses are made when asked for."""
-        return False
-
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """See `DraftMethod`."""
         self._sessions.release(sequence_ids)
-
-    def close(self) -> None:
-        """See `DraftMethod`."""
-        self._sessions.clear()
 
     def _propose(self, row: DraftRow) -> Proposal:
         session = self._sessions.apply(row)

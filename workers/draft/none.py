@@ -18,19 +18,8 @@ class NoDrafter:
         """See `DraftMethod`."""
         return tuple(Proposal(row.sequence_id, row.base_len) for row in rows)
 
-    def learn(self, sequence_ids: Sequence[SequenceId]) -> bool:  # noqa: ARG002
-        """See `DraftMethod`."""
-        return False
-
-    def grow(self) -> bool:
-        """Nothing grows: guesses are made when asked for."""
-        return False
-
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Nothing is held."""
-
-    def close(self) -> None:
-        """Nothing is held."""
+        """See `DraftMethod`. There is nothing to free."""
 
 
 @register("none", PluginSettings)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from cluster.core.config import DraftSection, TargetSection
 from cluster.core.drafting import DraftRow, Proposal
@@ -19,36 +19,37 @@ from cluster.core.section import PluginSettings
 
 
 class DraftMethod(Protocol):
-    """Guesses; synchronous, and always called from one thread."""
+    """Proposes drafts. It is synchronous and always called from one thread."""
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """Commit each row's new tokens, then grow a tree after them: one proposal per row, in order.
+        """Commit each row's new tokens and draft a tree after them. Returns one proposal per row, in order.
 
-        `rows` are of distinct sequences. A row that cannot be served gets a fault; the others do not
-        notice. Repeating a row repeats its proposal.
-        """
-        ...
-
-    def learn(self, sequence_ids: Sequence[SequenceId]) -> bool:
-        """Let a piece of what these sequences were told go through, where `propose` has not done so.
-
-        False when nothing is left, or cannot be done now. Unknown ones are no error.
-        """
-        ...
-
-    def grow(self) -> bool:
-        """Do one short piece of work that nobody waits for, so that the next proposals are ready sooner.
-
-        False when there is none: nothing is to be asked again before the next `propose`.
+        The rows are of distinct sequences. A row that cannot be served gets a fault and does not affect the others.
+        Repeating a row repeats its proposal.
         """
         ...
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Forget the sequences; unknown ones are no error."""
+        """Free all that is stored of the sequences. Unknown sequences are no error."""
         ...
 
-    def close(self) -> None:
-        """Free everything. Nothing is called afterwards."""
+
+@runtime_checkable
+class IdleWork(Protocol):
+    """Work of a `DraftMethod` between calls, in pieces so short that the next call hardly waits. It is optional."""
+
+    def catch_up(self, sequence_ids: Sequence[SequenceId]) -> bool:
+        """Compute one piece of the committed tokens of these sequences for which `propose` has not done so.
+
+        Returns false when nothing is left or there is no room. Unknown sequences are no error.
+        """
+        ...
+
+    def run_ahead(self) -> bool:
+        """Do one piece of work that makes the next proposals ready sooner.
+
+        Returns false when there is none left before the next `propose`.
+        """
         ...
 
 

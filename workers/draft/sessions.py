@@ -1,7 +1,7 @@
-"""What a drafter remembers of each sequence: its committed tokens, and nothing that it could not lose.
+"""What a drafter stores of each sequence: its committed tokens.
 
-A drafter's memory is a cache of the coordinator's truth. Whatever is dropped here, or lost with the
-process, costs one `OUT_OF_SYNC` fault, after which the coordinator sends the sequence again.
+This is a cache: the coordinator has every sequence. Whatever is dropped here, or lost with the process, costs one
+`OUT_OF_SYNC` fault, after which the coordinator sends the sequence again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from cluster.core.request import SequenceStart
 from cluster.core.verification import RowFault, RowFaultCode
 
 MOST_SESSIONS = 4096
-"""As many as one batch may have rows, so that no row of a batch pushes out another one of it."""
+"""Most sequences. One batch has at most as many rows, so no row of a batch evicts another row of it."""
 
 
 class Session:
-    """One sequence's committed tokens. Methods derive from it what else they keep."""
+    """One sequence's committed tokens. A drafting method derives a class from it to store more."""
 
     __slots__ = ("start", "tokens")
 
@@ -29,7 +29,7 @@ class Session:
         self.tokens: list[int] = []
 
     def replace(self, known_len: int, new_tokens: Sequence[int]) -> None:
-        """Keep the first `known_len` tokens and put `new_tokens` in place of the rest."""
+        """Replace all tokens after the first `known_len` by `new_tokens`."""
         self.tokens[known_len:] = new_tokens
 
 
@@ -37,7 +37,7 @@ SessionType = TypeVar("SessionType", bound=Session)
 
 
 class Sessions(Generic[SessionType]):
-    """All sequences of one drafter, the least recently used first to go."""
+    """All sequences of one drafter. Beyond `most`, the least recently used one is evicted."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class Sessions(Generic[SessionType]):
         return len(self._sessions)
 
     def apply(self, row: DraftRow) -> RowFault | SessionType:
-        """Commit the row's new tokens. A fault says why nothing was changed.
+        """Commit the row's new tokens. Returns the session, or a fault when nothing was changed.
 
-        A repeated row changes nothing; one that was overtaken takes tokens away, which its successor
-        finds out of sync.
+        A repeated row changes nothing. A row that arrives after its successor removes the successor's tokens, and the
+        next row is then out of sync.
         """
         problem = self._problem(row)
         if problem is not None:
@@ -70,29 +70,25 @@ class Sessions(Generic[SessionType]):
             session.start = row.start
         elif session is None or row.known_len > len(session.tokens):
             held = 0 if session is None else len(session.tokens)
-            return RowFault(RowFaultCode.OUT_OF_SYNC, f"{held} tokens are held, not {row.known_len}", held)
+            return RowFault(RowFaultCode.OUT_OF_SYNC, f"{held} tokens are stored, not {row.known_len}", held)
         session.replace(row.known_len, row.new_tokens)
         self._sessions.move_to_end(row.sequence_id)
         return session
 
     def least_recent(self, without: Collection[SequenceId] = ()) -> Iterator[SessionType]:
-        """Sessions, the least recently used first, but for those of the given ids."""
+        """Sessions except those of the ids in `without`, the least recently used first."""
         return (session for sequence_id, session in self._sessions.items() if sequence_id not in without)
 
     def known(self, sequence_ids: Iterable[SequenceId]) -> Iterator[SessionType]:
-        """Those of the sequences that are remembered."""
+        """Sessions of those sequences that are stored."""
         return (self._sessions[sequence_id] for sequence_id in sequence_ids if sequence_id in self._sessions)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Forget the sequences; unknown ones are no error."""
+        """Drop the sequences. Unknown sequences are no error."""
         for sequence_id in sequence_ids:
             session = self._sessions.pop(sequence_id, None)
             if session is not None:
                 self._discard(session)
-
-    def clear(self) -> None:
-        """Forget all."""
-        self.release(tuple(self._sessions))
 
     def _open(self, sequence_id: SequenceId, start: SequenceStart) -> SessionType:
         while len(self._sessions) >= self._most:
@@ -101,7 +97,7 @@ class Sessions(Generic[SessionType]):
         return session
 
     def _problem(self, row: DraftRow) -> str | None:
-        """Why this row can never be served, if so."""
+        """Why this row can never be served; `None` if it can."""
         if row.known_len < 0 or row.base_len < 1:
             return f"base_len: {row.base_len} must be at least 1 and the number of new_tokens ({len(row.new_tokens)})"
         if row.start is not None and row.known_len:

@@ -1,4 +1,4 @@
-"""What followed the last few tokens when they came before: looked up, not computed."""
+"""An index of the n-grams of a growing list of tokens, for prompt lookup."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class SuffixIndex:
-    """For every n-gram of a list of tokens the positions after it, ascending.
+    """For every n-gram of a list of tokens, the positions after its occurrences in ascending order.
 
-    Adding or taking away a token costs one step per n-gram length; looking up costs nothing that grows with the
-    context. The list belongs to somebody else, who says what changes: `cut` before tokens go, `extend` after they came.
+    Adding or removing a token costs one step per n-gram length, and the cost of a lookup does not grow with the list.
+    The caller owns the list and reports its changes: `cut` before it removes tokens, `extend` after it added some.
     """
 
     __slots__ = ("_ends", "_sizes", "_tokens")
@@ -20,30 +20,33 @@ class SuffixIndex:
         self._ends: dict[tuple[int, ...], list[int]] = {}
 
     def cut(self, length: int) -> None:
-        """The tokens from `length` on are about to go."""
+        """Remove the tokens from position `length` on from the index, before they are removed from the list."""
         for end in range(len(self._tokens), length, -1):
             for ngram in self.ending_at(end):
                 ends = self._ends[ngram]
-                ends.pop()  # what was indexed last goes first, so this is `end`
+                ends.pop()  # positions are removed in reverse order of insertion, so this is `end`
                 if not ends:
                     del self._ends[ngram]
 
     def extend(self, length: int) -> None:
-        """The tokens from `length` on are new."""
+        """Add the tokens from position `length` on to the index."""
         for end in range(length + 1, len(self._tokens) + 1):
             for ngram in self.ending_at(end):
                 self._ends.setdefault(ngram, []).append(end)
 
     def ends(self, ngram: tuple[int, ...]) -> Sequence[int]:
-        """The positions after it; that of the last token too, if it ends there."""
+        """Positions after the occurrences of `ngram`, including the end of the list if it ends with it."""
         return self._ends.get(ngram, ())
 
     def ending_at(self, end: int) -> list[tuple[int, ...]]:
-        """The n-grams before position `end`, shortest first."""
+        """The n-grams that end before position `end`, shortest first."""
         return [tuple(self._tokens[end - size : end]) for size in self._sizes if size <= end]
 
     def next_after(self, path: Sequence[int]) -> tuple[int, int] | None:
-        """What followed the longest suffix of the tokens and `path` when it came last, and that suffix's length."""
+        """Find the last earlier occurrence of the longest possible suffix of the tokens followed by `path`.
+
+        Returns the token after that occurrence and the suffix's length, or `None` without an occurrence.
+        """
         longest = self._sizes[-1]
         tail = [*self._tokens[max(0, len(self._tokens) + len(path) - longest) :], *path][-longest:]
         length = len(self._tokens)
@@ -53,6 +56,6 @@ class SuffixIndex:
             for end in reversed(self.ends(tuple(tail[-size:]))):
                 if end < length:
                     return self._tokens[end], size
-                if path:  # it ended with the last token: what follows is the path itself
+                if path:  # the occurrence ends with the list, so the path follows it
                     return path[0], size
         return None

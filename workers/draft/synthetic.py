@@ -1,7 +1,7 @@
-"""NOT LOSSLESS, for experiments: guesses without a model, at a given price, that the target takes at given rates.
+"""NOT LOSSLESS, for experiments: drafts without a model, with a chosen cost, accepted at chosen rates.
 
-The target beside this drafter accepts by chance, not by right (`workers.sampling.rules.synthetic`): so what a system
-would gain from drafts of some quality and speed is measured before there are such drafts.
+The target beside this drafter accepts by chance instead of by its own decisions (`workers.sampling.rules.synthetic`).
+So the gain from drafts of some quality and speed can be measured before such drafts exist.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from cluster.core.errors import ConfigurationError
 from cluster.core.kv import KvLayout
 from cluster.core.section import Rate
 from workers.draft.expansion.calibration import Calibration
-from workers.draft.expansion.draft_tree import Guess
-from workers.draft.expansion.drafter import GrowingDrafter
-from workers.draft.expansion.expander import Place
+from workers.draft.expansion.drafter import TreeDrafter
+from workers.draft.expansion.expander import DraftedToken, ExpansionRow
 from workers.draft.expansion.settings import ExpansionSettings
 from workers.draft.registry import register
 from workers.kv.allocator import BlockAllocator
@@ -41,7 +40,7 @@ class SyntheticSettings(ExpansionSettings):
 
 
 class SyntheticExpander:
-    """One guess after each token, drawn from the sequence's seed and the position; a pass takes `seconds`."""
+    """Drafts one token after each, a function of the sequence's seed and the position. A pass takes `seconds`."""
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class SyntheticExpander:
         self._seconds = seconds
         self._vocabulary_size = vocabulary_size
         self._sleep = sleep
-        # Without layers there is nothing to store in blocks: tables are lists of tokens.
+        # There are no keys and values to store, so the tables are lists of tokens only.
         self._memory = BlockAllocator(1, KvLayout(1, groups=()), prefix_cache=False)
 
     @property
@@ -72,15 +71,15 @@ class SyntheticExpander:
         """See `Expander`."""
         return self._vocabulary_size
 
-    def expand(self, places: Sequence[Place]) -> list[tuple[Guess, ...]]:
+    def expand(self, rows: Sequence[ExpansionRow]) -> list[tuple[DraftedToken, ...]]:
         """See `Expander`."""
         self._sleep(self._seconds)
-        found: list[tuple[Guess, ...]] = []
-        for place in places:
-            self._memory.commit(place.table, place.tokens)
-            token = synthetic_token(place.start.sampling.seed, place.table.stored_len, self._vocabulary_size)
-            rate = self._rates[min(place.depth, len(self._rates)) - 1]
-            found.append(((token, rate),) if place.is_last else ())
+        found: list[tuple[DraftedToken, ...]] = []
+        for row in rows:
+            self._memory.commit(row.table, row.tokens)
+            token = synthetic_token(row.start.sampling.seed, row.table.stored_len, self._vocabulary_size)
+            rate = self._rates[min(row.depth, len(self._rates)) - 1]
+            found.append(((token, rate),) if row.is_last else ())
         return found
 
 
@@ -90,7 +89,7 @@ def _target_settings(settings: SyntheticSettings) -> dict[str, Any]:
 
 
 @register("synthetic", SyntheticSettings, target_settings=_target_settings)
-def create_synthetic(settings: SyntheticSettings, draft: DraftSection, target: TargetSection) -> GrowingDrafter:
+def create_synthetic(settings: SyntheticSettings, draft: DraftSection, target: TargetSection) -> TreeDrafter:
     """Create the method `synthetic`.
 
     Raises `ConfigurationError` when the target's configuration is not on this machine.
@@ -102,4 +101,4 @@ def create_synthetic(settings: SyntheticSettings, draft: DraftSection, target: T
         raise ConfigurationError(f"target.path: {str(directory)!r} must hold the config.json of the target")
     vocabulary_size = AutoConfig.from_pretrained(directory, trust_remote_code=False).get_text_config().vocab_size
     expander = SyntheticExpander(settings.acceptance, settings.seconds, vocabulary_size)
-    return GrowingDrafter(expander, settings, draft, calibration=Calibration(trust=1.0))
+    return TreeDrafter(expander, settings, draft, calibration=Calibration(trust=1.0))

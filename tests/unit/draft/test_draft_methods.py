@@ -1,4 +1,4 @@
-"""The registry of drafting methods, and the one that never guesses."""
+"""The registry of drafting methods, and the method without drafts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ def test_a_name_cannot_be_taken_twice() -> None:
         METHODS.register("none", METHODS.get("ngram"))
 
 
-def test_none_answers_every_row_with_the_empty_tree_whatever_it_was_told_before() -> None:
+def test_the_method_none_answers_every_row_with_the_empty_tree() -> None:
     method = create(DraftSection(method="none"), TargetSection())
     rows = [DraftRow(SequenceId(name), 9, (5,), DraftBudget(4, 4)) for name in "ab"]
     assert method.propose(rows) == tuple(Proposal(SequenceId(name), 9, EMPTY_TREE) for name in "ab")
     method.release([SequenceId("a")])
-    method.close()

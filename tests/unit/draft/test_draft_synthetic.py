@@ -1,4 +1,4 @@
-"""The drafter of experiments: the guesses that a synthetic target takes, at the price and the rates that were set."""
+"""The synthetic drafter: the tokens that a synthetic target accepts, at the configured rates and cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from workers.draft.expansion.calibration import Calibration
-from workers.draft.expansion.drafter import GrowingDrafter
+from workers.draft.expansion.drafter import TreeDrafter
 from workers.draft.registry import create
 from workers.draft.synthetic import SyntheticExpander, SyntheticSettings
 from workers.sampling.rules.synthetic import synthetic_token
@@ -38,12 +38,10 @@ class Slept:
         self.now += seconds
 
 
-def drafter(slept: Slept, rates: tuple[float, ...] = (0.8,), mode: str = "serial") -> GrowingDrafter:
+def drafter(slept: Slept, rates: tuple[float, ...] = (0.8,), mode: str = "serial") -> TreeDrafter:
     expander = SyntheticExpander(rates, 0.25, VOCABULARY, slept.sleep)
     settings = SyntheticSettings.model_validate({"mode": mode})
-    return GrowingDrafter(
-        expander, settings, DraftSection(), clock=lambda: slept.now, calibration=Calibration(trust=1.0)
-    )
+    return TreeDrafter(expander, settings, DraftSection(), clock=lambda: slept.now, calibration=Calibration(trust=1.0))
 
 
 def row(tokens: tuple[int, ...], known: int = 0, nodes: int = 5) -> DraftRow:
@@ -51,13 +49,13 @@ def row(tokens: tuple[int, ...], known: int = 0, nodes: int = 5) -> DraftRow:
     return DraftRow(SequenceId("a"), len(tokens), tokens[known:], DraftBudget(nodes, nodes), start)
 
 
-def guessed(begin: int, count: int) -> tuple[int, ...]:
+def drafted_chain(begin: int, count: int) -> tuple[int, ...]:
     return tuple(synthetic_token(SEED, begin + step, VOCABULARY) for step in range(count))
 
 
-def test_guesses_are_the_chain_that_a_synthetic_target_may_take() -> None:
+def test_drafts_are_the_chain_that_a_synthetic_target_may_take() -> None:
     proposal = drafter(Slept()).propose([row(PROMPT)])[0]
-    assert proposal.tree == TokenTree.chain(guessed(3, 5))
+    assert proposal.tree == TokenTree.chain(drafted_chain(3, 5))
 
 
 def test_a_pass_takes_the_time_that_was_set() -> None:
@@ -71,27 +69,26 @@ def test_probabilities_follow_the_rates_by_depth() -> None:
     assert proposal.probabilities == pytest.approx((0.8, 0.4, 0.2))
 
 
-def test_what_was_grown_ahead_is_ready_after_full_acceptance() -> None:
+def test_nodes_expanded_ahead_are_ready_after_full_acceptance() -> None:
     slept = Slept()
     ahead = drafter(slept, mode="run_ahead")
     ahead.propose([row(PROMPT, nodes=2)])
     for _ in range(3):
-        assert ahead.grow()
+        assert ahead.run_ahead()
     slept.naps.clear()
-    committed = (*PROMPT, *guessed(3, 3))
+    committed = (*PROMPT, *drafted_chain(3, 3))
     proposal = ahead.propose([row(committed, known=3, nodes=2)])[0]
-    assert proposal.tree == TokenTree.chain(guessed(6, 2))
+    assert proposal.tree == TokenTree.chain(drafted_chain(6, 2))
     assert (proposal.ready, slept.naps) == (2, [])
 
 
-def test_the_method_learns_the_vocabulary_from_the_targets_configuration(tmp_path: Path) -> None:
+def test_the_method_reads_the_vocabulary_size_from_the_targets_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": VOCABULARY}))
     values = {"method": "synthetic", "synthetic": {"acceptance": (0.9,), "seconds": 0.0}}
     method = create(load_configuration({"draft": values}).draft, TargetSection(path=str(tmp_path)))
-    assert method.propose([row(PROMPT)])[0].tree == TokenTree.chain(guessed(3, 5))
-    method.close()
+    assert method.propose([row(PROMPT)])[0].tree == TokenTree.chain(drafted_chain(3, 5))
 
 
-def test_a_target_that_is_not_on_this_machine_is_named(tmp_path: Path) -> None:
+def test_a_target_that_is_not_on_this_machine_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"target\.path: .*config\.json"):
         create(DraftSection(method="synthetic"), TargetSection(path=str(tmp_path)))

@@ -103,25 +103,22 @@ class EchoDrafter:
             raise RuntimeError("choked")
         return tuple(Proposal(row.sequence_id, row.base_len, TokenTree.chain(row.new_tokens[-1:])) for row in rows)
 
-    def learn(self, sequence_ids: Sequence[SequenceId]) -> bool:
+    def catch_up(self, sequence_ids: Sequence[SequenceId]) -> bool:
         if self.untold < 1:
             return False
-        self._note("learn", *sequence_ids)
+        self._note("catch_up", *sequence_ids)
         self.untold -= 1
         return True
 
-    def grow(self) -> bool:
+    def run_ahead(self) -> bool:
         if self.growing < 1:
             return False
-        self._note("grow")
+        self._note("run_ahead")
         self.growing -= 1
         return True
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         self._note("release", *sequence_ids)
-
-    def close(self) -> None:
-        self._note("close")
 
     def _note(self, kind: str, *names: str) -> None:
         self.calls.append((kind, *(name.partition("/")[2] for name in names)))
@@ -256,7 +253,7 @@ async def test_everything_is_computed_in_one_thread_that_is_not_the_event_loops(
     servicer = DraftServicer(method)
     await asyncio.gather(*(propose(servicer, draft_row(name, 1)) for name in "abcd"), release(servicer, "a"))
     await servicer.close()
-    assert len(method.calls) == 6
+    assert len(method.calls) == 5
     assert len(method.threads) == 1
     assert threading.get_ident() not in method.threads
 
@@ -287,7 +284,7 @@ async def test_a_client_that_does_not_wait_leaves_the_computation_whole_and_aski
         await asyncio.gather(leaving, return_exceptions=True)
         gate.opened.set()
         assert (await drafter.propose([draft_row("a", 1)], 10))[0].tree == TokenTree.chain([1])
-    assert method.calls == [("propose", "a"), ("propose", "a"), ("close",)]
+    assert method.calls == [("propose", "a"), ("propose", "a")]
 
 
 async def test_a_proposal_that_nobody_waits_for_any_more_is_not_begun(
@@ -319,7 +316,7 @@ async def test_a_release_is_done_even_if_nobody_waits_for_it(
     gate.opened.set()
     await begun
     await servicer.close()
-    assert method.calls == [("propose", "a"), ("release", "a"), ("close",)]
+    assert method.calls == [("propose", "a"), ("release", "a")]
 
 
 async def test_a_failure_that_nobody_waits_for_is_logged(
@@ -350,7 +347,7 @@ async def test_closing_finishes_what_is_under_way_and_refuses_what_comes_after(
     await closing
     await servicer.close()
     assert (await begun)[0].tree == TokenTree.chain([1])
-    assert method.calls == [("propose", "a"), ("close",)]
+    assert method.calls == [("propose", "a")]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -365,7 +362,7 @@ async def test_between_calls_the_method_grows_until_there_is_nothing_left_to_gro
     await propose(servicer, draft_row("a", 1))
     await until(lambda: method.growing == 0)
     await servicer.close()
-    assert method.calls == [("propose", "a"), *[("grow",)] * 3, ("close",)]
+    assert method.calls == [("propose", "a"), *[("run_ahead",)] * 3]
     assert len(method.threads) == 1
 
 
@@ -376,7 +373,7 @@ async def test_a_call_that_only_tells_is_answered_once_its_sequences_are_learned
     await propose(servicer, draft_row("b", 1))  # wants guesses: these do not wait
     assert method.untold == 3
     await propose(servicer, telling_row("a", 1))
-    assert method.calls == [("propose", "b"), ("propose", "a"), *[("learn", "a")] * 3]
+    assert method.calls == [("propose", "b"), ("propose", "a"), *[("catch_up", "a")] * 3]
     assert len(method.threads) == 1
     await servicer.close()
 
@@ -384,13 +381,13 @@ async def test_a_call_that_only_tells_is_answered_once_its_sequences_are_learned
 async def test_who_asks_goes_between_the_pieces_that_another_is_told(gate: Gate) -> None:
     method = EchoDrafter()
     method.untold = 3
-    learn = method.learn
+    catch_up = method.catch_up
 
-    def held_learn(sequence_ids: Sequence[SequenceId]) -> bool:
+    def held_catch_up(sequence_ids: Sequence[SequenceId]) -> bool:
         gate.pass_through()
-        return learn(sequence_ids)
+        return catch_up(sequence_ids)
 
-    method.learn = held_learn  # type: ignore[method-assign]
+    method.catch_up = held_catch_up  # type: ignore[method-assign]
     servicer = DraftServicer(method)
     telling = asyncio.create_task(propose(servicer, telling_row("a", 1)))
     await gate.reached()
@@ -398,7 +395,7 @@ async def test_who_asks_goes_between_the_pieces_that_another_is_told(gate: Gate)
     await asyncio.sleep(0)
     gate.opened.set()
     await asyncio.gather(telling, asking)
-    assert method.calls == [("propose", "a"), ("learn", "a"), ("propose", "b"), *[("learn", "a")] * 2]
+    assert method.calls == [("propose", "a"), ("catch_up", "a"), ("propose", "b"), *[("catch_up", "a")] * 2]
     await servicer.close()
 
 
@@ -408,22 +405,22 @@ async def test_what_cannot_be_learned_is_left_to_the_next_proposal(caplog: pytes
     def failing(_: Sequence[SequenceId]) -> bool:
         raise RuntimeError("choked")
 
-    method.learn = failing  # type: ignore[method-assign]
+    method.catch_up = failing  # type: ignore[method-assign]
     servicer = DraftServicer(method)
     assert (await propose(servicer, telling_row("a", 1)))[0].fault is None
-    assert "learning has failed" in caplog.text
+    assert "committed tokens could not be computed" in caplog.text
     await servicer.close()
 
 
 async def test_a_call_that_waits_goes_before_the_next_pass_between_calls(gate: Gate) -> None:
     method = EchoDrafter(growing=5)
-    grow = method.grow
+    run_ahead = method.run_ahead
 
-    def held_grow() -> bool:
+    def held_run_ahead() -> bool:
         gate.pass_through()
-        return grow()
+        return run_ahead()
 
-    method.grow = held_grow  # type: ignore[method-assign]
+    method.run_ahead = held_run_ahead  # type: ignore[method-assign]
     servicer = DraftServicer(method)
     await propose(servicer, draft_row("a", 1))
     await gate.reached()
@@ -434,8 +431,8 @@ async def test_a_call_that_waits_goes_before_the_next_pass_between_calls(gate: G
     await asyncio.gather(waiting, freeing)
     await until(lambda: method.growing == 0)
     await servicer.close()
-    begun = [("propose", "a"), ("grow",), ("propose", "b"), ("release", "a")]
-    assert method.calls == [*begun, *[("grow",)] * 4, ("close",)]
+    begun = [("propose", "a"), ("run_ahead",), ("propose", "b"), ("release", "a")]
+    assert method.calls == [*begun, *[("run_ahead",)] * 4]
 
 
 async def test_growth_that_fails_is_logged_and_rests_until_the_next_call(caplog: pytest.LogCaptureFixture) -> None:
@@ -447,7 +444,7 @@ async def test_growth_that_fails_is_logged_and_rests_until_the_next_call(caplog:
         tried += 1
         raise RuntimeError("no room to grow")
 
-    method.grow = broken  # type: ignore[method-assign]
+    method.run_ahead = broken  # type: ignore[method-assign]
     servicer = DraftServicer(method)
     for call in (1, 2):
         assert (await propose(servicer, draft_row("a", 1)))[0].tree == TokenTree.chain([1])

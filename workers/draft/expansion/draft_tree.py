@@ -1,375 +1,235 @@
-"""The growing tree of one sequence: what it may go on with, how likely that is, and which of it is stored.
+"""The draft tree of one sequence. It outlives a round: a commit moves its root, and what hangs below the root stays.
 
-Its root is the last committed token. A node is *expanded* once its token has gone through the model: its keys and
-values are stored in a branch, and its children are guessed. A branch is a block table that begins with all that was
-stored of the parent's: the first child goes on in the parent's own table, its siblings in forks of it. A commit makes
-a node the root: what hangs below it stays as it is, the rest is freed.
+The root is the last committed token. The keys and values of expanded nodes are stored in branches. A branch is a block
+table that begins with all that is stored of the parent's: the first expanded child continues the parent's own table,
+its siblings continue forks of it. A commit frees the branches that do not hang below the new root.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Container, Sequence
 
 from cluster.core.tree import ROOT, TokenTree
-from workers.draft.expansion.calibration import KINDS, Calibration, Kind
-from workers.draft.expansion.lookup_acceptance import Agreement
+from workers.draft.expansion.calibration import Calibration
+from workers.draft.expansion.draft_node import DraftNode
+from workers.draft.expansion.expander import BranchMemory, DraftedToken
+from workers.draft.expansion.node_probabilities import estimate_children, observe_decision
 from workers.kv.block_table import BlockTable
 
-Guess = tuple[int, float]
-"""A token, and how sure the model is of it."""
 LookUp = Callable[[Sequence[int]], tuple[int, int] | None]
-"""What followed the committed text and a path below it when they came before, and how many tokens match."""
-LEAST_PATH = 0.05
-"""A text less likely than this is not looked up."""
+"""Finds what followed the committed text and a path below it earlier: the token and the number of matching tokens."""
+LEAST_PATH_PROBABILITY = 0.05
+"""Paths less probable than this are not looked up."""
 
 
-class Memory(Protocol):
-    """Where branches are stored: `KvPool`, or the `BlockAllocator` alone."""
-
-    @property
-    def blocks_total(self) -> int:
-        """Blocks there are."""
-        ...
-
-    @property
-    def blocks_free(self) -> int:
-        """Blocks that no table holds."""
-        ...
-
-    def new_table(self) -> BlockTable:
-        """An empty one."""
-        ...
-
-    def fork(self, table: BlockTable, length: int) -> BlockTable:
-        """A table of its own that begins with the first `length` stored tokens; takes no block yet."""
-        ...
-
-    def reserve(self, table: BlockTable, length: int) -> object:
-        """Make room for `length` tokens. Raises `KvPoolExhausted`, having changed nothing."""
-        ...
-
-    def truncate(self, table: BlockTable, length: int) -> None:
-        """Free what lies beyond `length` tokens."""
-        ...
-
-    def release(self, table: BlockTable) -> None:
-        """Free everything the table holds."""
-        ...
-
-
-class Node:
-    """A guessed token in its place."""
-
-    __slots__ = (
-        "born",
-        "branch",
-        "chance",
-        "children",
-        "confidence",
-        "is_ahead",
-        "is_sent",
-        "length",
-        "match",
-        "parent",
-        "path",
-        "rank",
-        "token",
-    )
-
-    def __init__(
-        self, token: int, parent: Node | None, length: int, confidence: float = 1.0, chance: float = 1.0, born: int = 0
-    ) -> None:
-        self.token = token
-        self.parent = parent
-        self.length = length
-        """Tokens up to this one, itself included."""
-        self.confidence = confidence
-        """The model's own."""
-        self.chance = chance
-        """That this token follows, where its parent's does."""
-        self.path: float = chance if parent is None else parent.path * chance
-        """The chance that the committed text passes through here."""
-        self.rank: int | None = None
-        """Its place among the model's guesses after its parent; `None` if it is none of them."""
-        self.match = 0
-        """Tokens before it that had come before, where it was looked up what followed them."""
-        self.born = born
-        """The call during or after which it was grown."""
-        self.children: list[Node] = []
-        """The model's guesses, likeliest first, and what was looked up."""
-        self.branch: BlockTable | None = None
-        """Set once expanded: a table that begins with the text up to here."""
-        self.is_sent = False
-        """Whether it was in the last proposal."""
-        self.is_ahead: bool = parent is not None and parent.is_ahead
-        """Whether it is a leaf of what was sent, or below one: where the text goes on if a whole path is accepted."""
-
-    def unclaimed(self) -> float:
-        """The chance that the text passes through here and goes on with none of the children."""
-        return self.path * max(0.0, 1.0 - sum(child.chance for child in self.children))
-
-    def text(self) -> list[int]:
-        """The tokens below the root, down to this one."""
-        tokens: list[int] = []
-        node = self
-        while node.parent is not None:
-            tokens.append(node.token)
-            node = node.parent
-        return tokens[::-1]
-
-
-class GrowingTree:
-    """Nodes below the last committed token, and the tables that hold them."""
+class DraftTree:
+    """Nodes below the last committed token, and the block tables that store them."""
 
     def __init__(
         self,
-        memory: Memory,
+        memory: BranchMemory,
         calibration: Calibration,
         is_greedy: bool,
         look_up: LookUp | None = None,
-        max_depth: int = 0,
+        max_lookup_depth: int = 0,
     ) -> None:
         self._memory = memory
         self._calibration = calibration
         self._look_up = look_up
-        self._max_depth = max_depth
-        """Of what is looked up ahead."""
+        self._max_lookup_depth = max_lookup_depth
         self.is_greedy = is_greedy
-        """Whether the sequence's tokens are taken without noise: confidence means another thing then."""
-        self.trunk = memory.new_table()
-        """Begins with committed tokens: all of them once the root is expanded."""
-        self.root = Node(0, None, 0)
-        self.nodes: list[Node] = []
-        """All but the root, parents first."""
-        self.expanded_ahead = 0
-        """Nodes that were expanded since the last proposal was sent."""
+        """Whether the target decodes this sequence greedily; confidences are calibrated separately for that."""
+        self.root_table = memory.new_table()
+        """Table that begins with committed tokens: all of them once the root is expanded."""
+        self.root = DraftNode(0, None, 0)
+        self.nodes: list[DraftNode] = []
+        """All nodes but the root, parents before their children."""
+        self.expanded_since_proposal = 0
+        """Number of nodes that were expanded since the last proposal."""
 
     @property
-    def is_stored(self) -> bool:
-        """Whether it holds any block."""
-        return any(table.held for table in self._tables())
+    def holds_blocks(self) -> bool:
+        """Whether any table of the tree holds a block."""
+        return any(table.held for table in self.tables())
+
+    def tables(self) -> set[BlockTable]:
+        """All tables of the tree."""
+        return {self.root_table, *(node.table for node in self.nodes if node.table is not None)}
+
+    # --- commits --------------------------------------------------------------------------------
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """These follow the last committed token: where they lead is the root now, and what does not hang there goes."""
+        """Append `tokens` to the committed text: the node that they lead to becomes the root, all others go."""
         node = self.root
         for token in tokens:
-            child = next((child for child in node.children if child.token == token), None)
-            self._observe(node, child)
+            child = node.child(token)
+            observe_decision(node, child, self._calibration, self.is_greedy)
             if child is None:
-                stem = self._stem(node)
-                self._memory.truncate(stem, min(stem.stored_len, node.length))
-                self._replace(Node(tokens[-1], None, self.root.length + len(tokens)), stem)
+                table = self._continuing_table(node)
+                self._memory.truncate(table, min(table.stored_len, node.length))
+                self._set_root(DraftNode(tokens[-1], None, self.root.length + len(tokens)), table)
                 return
             node = child
         if node is not self.root:
-            self._replace(node, self._stem(node))
+            self._set_root(node, self._continuing_table(node))
 
     def restart(self, tokens: Sequence[int], is_greedy: bool) -> None:
-        """Begin anew with `tokens`, of which what the trunk holds is kept, but for the last."""
+        """Drop all nodes and begin with `tokens`; what the root's table stores of them, except the last, stays."""
         self.is_greedy = is_greedy
-        stored = self.trunk.tokens
+        stored = self.root_table.tokens
         limit = min(len(stored), len(tokens) - 1)
-        agreed = next((place for place in range(limit) if stored[place] != tokens[place]), limit)
-        self._memory.truncate(self.trunk, agreed)
-        self._replace(Node(tokens[-1], None, len(tokens)), self.trunk)
+        common = next((position for position in range(limit) if stored[position] != tokens[position]), limit)
+        self._memory.truncate(self.root_table, common)
+        self._set_root(DraftNode(tokens[-1], None, len(tokens)), self.root_table)
 
-    def forget(self) -> None:
-        """Free all that is stored; what was guessed goes with it."""
-        for table in self._tables():
+    def evict(self) -> None:
+        """Free all tables and drop all nodes."""
+        for table in self.tables():
             self._memory.release(table)
-        self.trunk = self._memory.new_table()
-        self.root = Node(self.root.token, None, self.root.length)
+        self.root_table = self._memory.new_table()
+        self.root = DraftNode(self.root.token, None, self.root.length)
         self.nodes = []
 
-    def table_for(self, node: Node, taken: Container[BlockTable]) -> BlockTable:
-        """Where the node's token is to be stored: the table that ends with its parent, or a fork where it is `taken`.
+    # --- expansion ------------------------------------------------------------------------------
 
-        Whoever asks either gives it to `grow` or drops it.
+    def table_for(self, node: DraftNode, in_use: Container[BlockTable]) -> BlockTable:
+        """The table to store the node's token in: its parent's if that ends there and is not `in_use`, else a fork.
+
+        The caller passes it either to `expand` or to `discard`. Raises `RuntimeError` for a node whose parent is not
+        expanded.
         """
         parent = node.parent
         if parent is None:
-            return self.trunk
-        table = parent.branch
+            return self.root_table
+        table = parent.table
         if table is None:
             raise RuntimeError("a node is expanded before its parent")
-        if table.stored_len == parent.length and table not in taken:
+        if table.stored_len == parent.length and table not in in_use:
             return table
         return self._memory.fork(table, parent.length)
 
-    def drop(self, node: Node, table: BlockTable) -> None:
-        """The node was not expanded after all: give back what its table has beyond what was stored."""
+    def discard(self, node: DraftNode, table: BlockTable) -> None:
+        """Undo `table_for` for a node that is not expanded: free what the table has beyond its stored tokens."""
         if node.parent is None:
-            # Guesses are made after the root's token alone: it is the one that must go through again.
+            # Candidates are drafted after the root's token, so it must go through the model again.
             self._memory.truncate(table, min(table.stored_len, node.length - 1))
-        elif table is node.parent.branch:
+        elif table is node.parent.table:
             self._memory.truncate(table, table.stored_len)
         else:
             self._memory.release(table)
 
-    def grow(self, node: Node, table: BlockTable, guesses: Sequence[Guess], born: int) -> None:
-        """The node's token is stored in `table`, and these may follow it, likeliest first."""
-        node.branch = table
-        there = {child.token: child for child in node.children}
-        for rank, (token, confidence) in enumerate(guesses):
-            child = there.get(token)
-            if child is None:
-                child = Node(token, node, node.length + 1, born=born)
-                node.children.append(child)
-                self.nodes.append(child)
+    def expand(self, node: DraftNode, table: BlockTable, candidates: Sequence[DraftedToken], call: int) -> None:
+        """Record that `table` stores the node's token and that the model drafted `candidates`, best first, after it."""
+        node.table = table
+        known = {child.token: child for child in node.children}
+        for rank, (token, confidence) in enumerate(candidates):
+            child = known.get(token) or self._add_child(node, token, call)
             child.rank, child.confidence = rank, confidence
-        node.children.sort(key=lambda child: len(guesses) if child.rank is None else child.rank)
-        self._weigh(node)
-        if there:
-            self._renew_paths(node)
+        node.children.sort(key=lambda child: len(candidates) if child.rank is None else child.rank)
+        estimate_children(node, self._calibration, self.is_greedy)
+        if known:
+            node.update_path_probabilities()
         for child in node.children:
-            self._look_ahead(child, born)
-        self.expanded_ahead += 1
+            self._extend(child, call)
+        self.expanded_since_proposal += 1
 
-    def within(self, max_depth: int) -> list[Node]:
-        """Nodes at most `max_depth` deep, likeliest first, parents before their children."""
-        deepest = self.root.length + max_depth
-        return sorted((node for node in self.nodes if node.length <= deepest), key=lambda node: -node.path)
-
-    def send(self, nodes: Sequence[Node]) -> tuple[TokenTree, tuple[float, ...]]:
-        """The tree of `nodes`, with the chance of each, and a note of what was sent.
-
-        Each node is followed by its likeliest child, so that what is most probably accepted lies together.
-        """
-        for node in self.nodes:
-            node.is_sent = False
-        for node in nodes:
-            node.is_sent = True
-        self.expanded_ahead = 0
-        self.root.is_ahead = not nodes
-        for node in self.nodes:
-            parent = node.parent
-            above = parent is not None and parent.is_ahead
-            node.is_ahead = above or (node.is_sent and not any(child.is_sent for child in node.children))
-        tokens: list[int] = []
-        parents: list[int] = []
-        probabilities: list[float] = []
-        waiting = [(self.root, ROOT)]
-        while waiting:
-            node, place = waiting.pop()
-            if node is not self.root:
-                tokens.append(node.token)
-                parents.append(place)
-                probabilities.append(node.path)
-                place = len(tokens) - 1
-            sent = sorted((child for child in node.children if child.is_sent), key=lambda child: child.path)
-            waiting.extend((child, place) for child in sent)
-        return TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities)
-
-    def look_ahead(self, born: int) -> None:
-        """Go on with what followed before, from the root and from wherever the tree ends."""
+    def extend_by_lookup(self, call: int) -> None:
+        """Add looked-up tokens below the root and below every leaf. This costs no forward pass."""
         if self._look_up is not None:
             for node in [self.root, *self.nodes]:
                 if node is self.root or not node.children:
-                    self._look_ahead(node, born)
+                    self._extend(node, call)
 
-    def _look_ahead(self, node: Node, born: int) -> None:
-        """Hang below `node` what followed its text before, and below that what followed it, and so on."""
-        if self._look_up is None or node.path < LEAST_PATH or node.length - self.root.length >= self._max_depth:
+    # --- proposals ------------------------------------------------------------------------------
+
+    def nodes_within(self, max_depth: int) -> list[DraftNode]:
+        """Nodes at most `max_depth` below the root, most probable path first, parents before their children."""
+        deepest = self.root.length + max_depth
+        return sorted((node for node in self.nodes if node.length <= deepest), key=lambda node: -node.path_probability)
+
+    def propose(self, nodes: Sequence[DraftNode]) -> tuple[TokenTree, tuple[float, ...]]:
+        """Build the proposal of `nodes` with their path probabilities, and mark them as proposed.
+
+        Each node is followed by its most probable child, so that the most probable path is contiguous.
+        """
+        self._mark_proposed(nodes)
+        tokens: list[int] = []
+        parents: list[int] = []
+        probabilities: list[float] = []
+        stack = [(self.root, ROOT)]
+        while stack:
+            node, index = stack.pop()
+            if node is not self.root:
+                tokens.append(node.token)
+                parents.append(index)
+                probabilities.append(node.path_probability)
+                index = len(tokens) - 1
+            proposed = (child for child in node.children if child.is_proposed)
+            stack.extend((child, index) for child in sorted(proposed, key=lambda child: child.path_probability))
+        return TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities)
+
+    # --- internals ------------------------------------------------------------------------------
+
+    def _mark_proposed(self, nodes: Sequence[DraftNode]) -> None:
+        for node in self.nodes:
+            node.is_proposed = False
+        for node in nodes:
+            node.is_proposed = True
+        self.expanded_since_proposal = 0
+        self.root.is_beyond_proposal = not nodes
+        for node in self.nodes:
+            is_leaf = node.is_proposed and not any(child.is_proposed for child in node.children)
+            node.is_beyond_proposal = is_leaf or (node.parent is not None and node.parent.is_beyond_proposal)
+
+    def _add_child(self, node: DraftNode, token: int, call: int) -> DraftNode:
+        child = DraftNode(token, node, node.length + 1, call)
+        node.children.append(child)
+        self.nodes.append(child)
+        return child
+
+    def _extend(self, node: DraftNode, call: int) -> None:
+        """Add below `node` the token that followed its path earlier, below that the token after it, and so on."""
+        if self._look_up is None or not self._may_extend(node):
             return
-        path = node.text()
-        while node.length - self.root.length < self._max_depth and node.path >= LEAST_PATH:
+        path = node.path_tokens()
+        while self._may_extend(node):
             found = self._look_up(path)
             if found is None:
                 return
-            token, match = found
-            is_leaf = not node.children
-            child = next((child for child in node.children if child.token == token), None)
-            if child is None:
-                child = Node(token, node, node.length + 1, born=born)
-                node.children.append(child)
-                self.nodes.append(child)
-            child.match = match
-            self._weigh(node)
-            if not is_leaf:
-                self._renew_paths(node)
+            token, match_length = found
+            had_children = bool(node.children)
+            child = node.child(token) or self._add_child(node, token, call)
+            child.match_length = match_length
+            estimate_children(node, self._calibration, self.is_greedy)
+            if had_children:
+                node.update_path_probabilities()
             path.append(token)
             node = child
 
-    def _weigh(self, node: Node) -> None:
-        """The chances of its children: what was looked up first, and what that leaves for the model's guesses."""
-        guessed = [child for child in node.children if child.rank is not None]
-        chances = self._calibration.chances([child.confidence for child in guessed], self._kind(node))
-        for child, chance in zip(guessed, chances, strict=True):
-            child.chance = chance
-        for child in node.children:
-            if child.match:
-                before = child.chance if child.rank is not None else 0.0
-                child.chance = self._calibration.lookups.chance(child.match, _agreement(node, child), self.is_greedy)
-                left = (1.0 - child.chance) / max(1.0 - before, 1e-6)
-                for other in node.children:
-                    if other is not child:
-                        other.chance *= min(1.0, left) if before < 1.0 else 0.0
-        for child in node.children:
-            child.path = node.path * child.chance
+    def _may_extend(self, node: DraftNode) -> bool:
+        depth = node.length - self.root.length
+        return depth < self._max_lookup_depth and node.path_probability >= LEAST_PATH_PROBABILITY
 
-    def _observe(self, node: Node, taken: Node | None) -> None:
-        """The target took this child of `node`, or none of them."""
-        guessed = [child for child in node.children if child.rank is not None]
-        if guessed:
-            place = guessed.index(taken) if taken in guessed else None
-            self._calibration.observe([child.confidence for child in guessed], place, self._kind(node))
-        for child in node.children:
-            if child.match:
-                self._calibration.lookups.observe(
-                    child.match, _agreement(node, child), self.is_greedy, hit=child is taken
-                )
-
-    def _kind(self, node: Node) -> Kind:
-        """Of the guesses below `node`."""
-        return KINDS[self.is_greedy, node.rank == 0]
-
-    def _stem(self, node: Node) -> BlockTable:
-        """The table that goes on after `node`, or after as much before it as is stored."""
-        if node.branch is not None:
-            return node.branch
+    def _continuing_table(self, node: DraftNode) -> BlockTable:
+        """The table that stores the path to `node`, or as much of it as is stored."""
+        if node.table is not None:
+            return node.table
         above = node.parent
-        while above is not None and above.branch is None:
+        while above is not None and above.table is None:
             above = above.parent
-        if above is None or above.branch is None:
-            return self.trunk
-        # Of an unexpanded node's siblings none will be asked for again: the table above may end before them.
-        self._memory.truncate(above.branch, min(above.branch.stored_len, above.length))
-        return above.branch
+        if above is None or above.table is None:
+            return self.root_table
+        # No sibling of an unexpanded node is needed any more, so the table may end before them.
+        self._memory.truncate(above.table, min(above.table.stored_len, above.length))
+        return above.table
 
-    def _replace(self, root: Node, trunk: BlockTable) -> None:
-        """Keep `trunk` and what hangs below `root`."""
-        before = set(self._tables())
+    def _set_root(self, root: DraftNode, table: BlockTable) -> None:
+        """Keep `table` and the nodes below `root`; free all other tables."""
+        before = self.tables()
         root.parent = None
-        root.chance = root.path = 1.0
-        self.root, self.trunk = root, trunk
-        self.nodes = list(_below(root))
-        self._renew_paths(root)
-        for table in before.difference(self._tables()):
-            self._memory.release(table)
-
-    def _renew_paths(self, node: Node) -> None:
-        """The chances of its children have changed."""
-        for below in _below(node):
-            if below.parent is not None:
-                below.path = below.parent.path * below.chance
-
-    def _tables(self) -> set[BlockTable]:
-        return {self.trunk, *(node.branch for node in self.nodes if node.branch is not None)}
-
-
-def _below(root: Node) -> Iterator[Node]:
-    """Parents before their children."""
-    level = root.children
-    while level:
-        yield from level
-        level = [child for node in level for child in node.children]
-
-
-def _agreement(node: Node, child: Node) -> Agreement:
-    """What the model makes of a child that was looked up."""
-    if node.branch is None:
-        return Agreement.UNASKED
-    if child.rank is None:
-        return Agreement.NONE
-    return Agreement.FIRST if child.rank == 0 else Agreement.LATER
+        root.probability = root.path_probability = 1.0
+        self.root, self.root_table = root, table
+        self.nodes = list(root.descendants())
+        root.update_path_probabilities()
+        for unused in before.difference(self.tables()):
+            self._memory.release(unused)

@@ -1,8 +1,8 @@
-"""A drafter that grows trees: what it is asked for first, and in between what is likely to be asked for next.
+"""A drafter that expands draft trees: within a call for its rows, between calls for the likely next rows.
 
-There is one growth, best-first over all sequences: a forward pass expands the likeliest nodes of all of them together.
-The modes are filters of it: `serial` expands only what a call waits for, `run_ahead` between calls also what follows
-the paths that were sent, `enumerate` anything, the likely corrections of what was sent included.
+Expansion is best-first over all sequences: one forward pass expands the most probable nodes of all trees together. The
+modes filter it. `serial` expands only within calls, `run_ahead` between calls also below the proposed paths,
+`enumerate` between calls anywhere, so that likely corrections of a proposal are covered too.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from cluster.core.ids import SequenceId
 from cluster.core.verification import RowFault
 from workers.draft.expansion.calibration import Calibration
 from workers.draft.expansion.expander import Expander
-from workers.draft.expansion.pass_gain import Pace
-from workers.draft.expansion.row import Work
-from workers.draft.expansion.run_ahead import Frontier
-from workers.draft.expansion.session import GrowingSession, Pick
+from workers.draft.expansion.pass_cost import PassCost
+from workers.draft.expansion.proposal_builder import ProposalBuilder
+from workers.draft.expansion.run_ahead import RunAheadQueue
+from workers.draft.expansion.session import NodeExpansion, TreeSession
 from workers.draft.expansion.settings import ExpansionSettings
 from workers.draft.sessions import Sessions
 from workers.kv.block_table import BlockTable
 
 MOST_FORWARD_TOKENS = 512
-"""Tokens in one forward pass: a long prompt goes in chunks, beside the other rows' guesses."""
+"""Most tokens in one forward pass. A long prompt goes in chunks, beside the tokens of other rows."""
 LOOKUP_SIZES = range(2, 9)
 """Lengths of the suffixes that are looked up, in tokens."""
 _BACKGROUND_NODES = 8
-"""Nodes that a pass between calls expands: about as many as cost no more than one."""
+"""Nodes that one pass between calls expands: about as many as cost no more than one."""
 _BACKGROUND_TOKENS = 64
-"""Committed tokens that go through in a pass between calls: the next call may be waiting already."""
+"""Most committed tokens in one pass between calls, since the next call may already wait."""
 _SPARE = 8
-"""Between calls one block in so many stays free."""
+"""Between calls, at least one block in this many stays free."""
 
 _Reserve = Callable[[BlockTable, int], bool]
 
 
-class GrowingDrafter:
-    """Trees from anything that expands nodes.
+class TreeDrafter:
+    """Proposes draft trees over any expander. It is a `DraftMethod` with `IdleWork`.
 
-    Keys and values of guessed tokens stay until the next row tells which of them were committed. When the memory is
-    full, sequences that were not asked for lately lose theirs (they are computed again when asked for); a row for
-    which that is not enough goes with what could be grown, down to nothing.
+    Keys and values of drafted tokens stay until the next row tells which of them were committed. When the memory is
+    full, the least recently used sequences lose theirs, and they are computed again on demand. A row for which even
+    that is not enough gets the tree that there is, down to none.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class GrowingDrafter:
         self._most_forward_tokens = most_forward_tokens
         self._clock = clock
         self._calibration = Calibration() if calibration is None else calibration
-        self._pace = Pace()
-        self._frontier = Frontier(settings, draft.max_nodes, expander.max_context_len)
-        lookups = LOOKUP_SIZES if has_lookup else None
+        self._cost = PassCost()
+        self._queue = RunAheadQueue(settings, draft.max_nodes, expander.max_context_len)
+        lookup_sizes = LOOKUP_SIZES if has_lookup else None
         self._sessions = Sessions(
-            lambda start: GrowingSession(start, self._memory, self._calibration, lookups, draft.max_depth),
-            GrowingSession.forget,
+            lambda start: TreeSession(start, self._memory, self._calibration, lookup_sizes, draft.max_depth),
+            TreeSession.evict,
             expander.vocabulary_size,
         )
         self._calls = 0
@@ -78,142 +78,140 @@ class GrowingDrafter:
         """See `DraftMethod`."""
         self._calls += 1
         now = self._clock()
-        works: dict[SequenceId, Work] = {}
+        builders: dict[SequenceId, ProposalBuilder] = {}
         faults: dict[SequenceId, RowFault] = {}
         for row in rows:
             session = self._sessions.apply(row)
             if isinstance(session, RowFault):
                 faults[row.sequence_id] = session
-            else:
-                session.note_asked(now, self._pace)
-                session.tree.look_ahead(self._calls)
-                works[row.sequence_id] = Work(session, row, self._draft, self._width, self._expander.max_context_len)
-        self._serve(works)
+                continue
+            session.record_call(now, self._cost)
+            session.tree.extend_by_lookup(self._calls)
+            max_context_len = self._expander.max_context_len
+            builders[row.sequence_id] = ProposalBuilder(session, row, self._draft, self._width, max_context_len)
+        self._expand_for(builders)
         proposals = tuple(
             Proposal(row.sequence_id, row.base_len, fault=faults[row.sequence_id])
             if row.sequence_id in faults
-            else works[row.sequence_id].proposal(self._calls)
+            else builders[row.sequence_id].build(self._calls)
             for row in rows
         )
-        self._frontier.renew([work.session for work in works.values()])
+        self._queue.renew([builder.session for builder in builders.values()])
         return proposals
-
-    def learn(self, sequence_ids: Sequence[SequenceId]) -> bool:
-        """See `DraftMethod`."""
-        for session in self._sessions.known(sequence_ids):
-            told = session.behind(self._expander.max_context_len)
-            if told:
-                piece = Pick(session, session.tree.root, told[:_BACKGROUND_TOKENS], is_last=False)
-                return bool(self._expand([piece], self._reserve_spare))
-        return False
-
-    def grow(self) -> bool:
-        """See `DraftMethod`."""
-        picks = self._frontier.take(_BACKGROUND_NODES, _BACKGROUND_TOKENS)
-        if not picks:
-            return False
-        expanded = self._expand(picks, self._reserve_spare)
-        if len(expanded) < len(picks):
-            self._frontier.clear()  # there is no room before the next call
-        self._frontier.add(expanded)
-        return True
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """See `DraftMethod`."""
         self._sessions.release(sequence_ids)
 
-    def close(self) -> None:
-        """See `DraftMethod`."""
-        self._frontier.clear()
-        self._sessions.clear()
+    def catch_up(self, sequence_ids: Sequence[SequenceId]) -> bool:
+        """See `IdleWork`."""
+        for session in self._sessions.known(sequence_ids):
+            unstored = session.catch_up_tokens(self._expander.max_context_len)
+            if unstored:
+                root = session.tree.root
+                piece = NodeExpansion(session, root, unstored[:_BACKGROUND_TOKENS], is_last=False)
+                return bool(self._run_pass([piece], self._reserve_spare))
+        return False
 
-    def _serve(self, works: dict[SequenceId, Work]) -> None:
-        """Grow until every budget is served, or what is left to grow is not worth waiting for."""
-        others = self._others(works)
-        serving = {work.session: work for work in works.values()}
+    def run_ahead(self) -> bool:
+        """See `IdleWork`."""
+        planned = self._queue.take(_BACKGROUND_NODES, _BACKGROUND_TOKENS)
+        if not planned:
+            return False
+        expanded = self._run_pass(planned, self._reserve_spare)
+        if len(expanded) < len(planned):
+            self._queue.clear()  # there is no room before the next call
+        self._queue.add_below(expanded)
+        return True
+
+    def _expand_for(self, builders: dict[SequenceId, ProposalBuilder]) -> None:
+        """Run passes until every budget is used up, or what is left to expand is not worth waiting for."""
+        evictable = self._evictable(builders)
+        by_session = {builder.session: builder for builder in builders.values()}
         try:
-            for work in works.values():
-                self._make_room(work, others)
-            while picks := self._plan(list(works.values())):
-                expanded = self._expand(picks, lambda table, length: self._reserve(table, length, others))
-                for session in {pick.session for pick in picks}.difference(pick.session for pick in expanded):
-                    serving[session].give_up()
-                for session in {pick.session for pick in expanded if pick.is_last}:
-                    serving[session].expanded()
+            for builder in builders.values():
+                self._make_room(builder, evictable)
+            while planned := self._plan_pass(list(builders.values())):
+                expanded = self._run_pass(planned, lambda table, length: self._reserve(table, length, evictable))
+                done = {expansion.session for expansion in expanded}
+                for session in {expansion.session for expansion in planned} - done:
+                    by_session[session].stop()
+                for session in {expansion.session for expansion in expanded if expansion.is_last}:
+                    by_session[session].count_pass()
         finally:
-            for session in serving:  # room that was made and not used goes back
-                self._memory.truncate(session.tree.trunk, session.tree.trunk.stored_len)
+            for session in by_session:  # free what was reserved and not used
+                self._memory.truncate(session.tree.root_table, session.tree.root_table.stored_len)
 
-    def _make_room(self, work: Work, others: Iterator[GrowingSession]) -> None:
-        """For a row's committed tokens and one path; one that cannot have that frees its own for those beside it."""
-        end = work.path_end()
-        if end and not self._reserve(work.session.tree.trunk, end, others):
-            work.session.forget()
-            work.give_up()
+    def _make_room(self, builder: ProposalBuilder, evictable: Iterator[TreeSession]) -> None:
+        """Reserve blocks for a row's committed tokens and its first path, or evict the row where that fails."""
+        length = builder.first_path_len()
+        if length and not self._reserve(builder.session.tree.root_table, length, evictable):
+            builder.session.evict()
+            builder.stop()
 
-    def _plan(self, works: Sequence[Work]) -> list[Pick]:
-        """The next pass: what is short first, then what is worth it."""
-        wanted = [pick for work in works for pick in work.picks(self._calibration)]
-        if not any(work.is_short for work in works) and not self._pace.is_worth(
-            sum(work.gain for work in works), len(works)
-        ):
+    def _plan_pass(self, builders: Sequence[ProposalBuilder]) -> list[NodeExpansion]:
+        """Choose the expansions of the next pass; none if no tree is short and the gain does not pay."""
+        wanted = [expansion for builder in builders for expansion in builder.choose(self._calibration)]
+        gain = sum(builder.gain for builder in builders)
+        if not any(builder.is_short for builder in builders) and not self._cost.is_worthwhile(gain, len(builders)):
             return []
-        # Few tokens first: a chunk of a long prompt takes the room that the others leave.
+        # Short rows first: a chunk of a long prompt takes the room that the others leave.
         room = self._most_forward_tokens
-        picks: list[Pick] = []
-        for pick in sorted(wanted, key=lambda pick: len(pick.tokens)):
+        planned: list[NodeExpansion] = []
+        for expansion in sorted(wanted, key=lambda expansion: len(expansion.tokens)):
             if room < 1:
                 break
-            if len(pick.tokens) > room:
-                pick = Pick(pick.session, pick.node, pick.tokens[:room], is_last=False)
-            picks.append(pick)
-            room -= len(pick.tokens)
-        return picks
+            if len(expansion.tokens) > room:
+                chunk = expansion.tokens[:room]
+                expansion = NodeExpansion(expansion.session, expansion.node, chunk, is_last=False)
+            planned.append(expansion)
+            room -= len(expansion.tokens)
+        return planned
 
-    def _expand(self, picks: Sequence[Pick], reserve: _Reserve) -> list[Pick]:
-        """One forward pass. Returns those of `picks` for which there was room."""
-        taken: dict[BlockTable, Pick] = {}
+    def _run_pass(self, planned: Sequence[NodeExpansion], reserve: _Reserve) -> list[NodeExpansion]:
+        """Run one forward pass. Returns the expansions for which there was room."""
+        by_table: dict[BlockTable, NodeExpansion] = {}
         begun = self._clock()
         try:
-            for pick in picks:
-                tree = pick.session.tree
-                table = tree.table_for(pick.node, taken)
-                if reserve(table, table.stored_len + len(pick.tokens)):
-                    taken[table] = pick
+            for expansion in planned:
+                tree = expansion.session.tree
+                table = tree.table_for(expansion.node, by_table)
+                if reserve(table, table.stored_len + len(expansion.tokens)):
+                    by_table[table] = expansion
                 else:
-                    tree.drop(pick.node, table)
-            places = [pick.place(table) for table, pick in taken.items()]
-            found = self._expander.expand(places) if places else []
+                    tree.discard(expansion.node, table)
+            rows = [expansion.row(table) for table, expansion in by_table.items()]
+            found = self._expander.expand(rows) if rows else []
         except BaseException:
-            for table, pick in taken.items():
-                pick.session.tree.drop(pick.node, table)
+            for table, expansion in by_table.items():
+                expansion.session.tree.discard(expansion.node, table)
             raise
-        for (table, pick), guesses in zip(taken.items(), found, strict=True):
-            if pick.is_last:
-                pick.session.tree.grow(pick.node, table, guesses, self._calls)
-        if places and all(len(place.tokens) <= 2 for place in places):
-            self._pace.note_pass(self._clock() - begun)
-        return list(taken.values())
+        for (table, expansion), candidates in zip(by_table.items(), found, strict=True):
+            if expansion.is_last:
+                expansion.session.tree.expand(expansion.node, table, candidates, self._calls)
+        if rows and all(len(row.tokens) <= 2 for row in rows):
+            self._cost.record_pass(self._clock() - begun)
+        return list(by_table.values())
 
-    def _others(self, in_use: Collection[SequenceId]) -> Iterator[GrowingSession]:
-        """Those that must give way to the ones in use, one after another."""
-        return (session for session in self._sessions.least_recent(without=in_use) if session.tree.is_stored)
+    def _evictable(self, in_use: Collection[SequenceId]) -> Iterator[TreeSession]:
+        """Sessions that hold blocks and are not in use, the least recently used first."""
+        return (session for session in self._sessions.least_recent(without=in_use) if session.tree.holds_blocks)
 
-    def _reserve(self, table: BlockTable, length: int, others: Iterator[GrowingSession]) -> bool:
-        """Make room for `length` tokens, at the cost of sequences that are not in use."""
+    def _reserve(self, table: BlockTable, length: int, evictable: Iterator[TreeSession]) -> bool:
+        """Make room for `length` tokens, evicting sessions if need be. Returns whether there is room."""
         while True:
             try:
                 self._memory.reserve(table, length)
             except KvPoolExhausted:
-                other = next(others, None)
-                if other is None:
+                session = next(evictable, None)
+                if session is None:
                     return False
-                other.forget()
+                session.evict()
             else:
                 return True
 
     def _reserve_spare(self, table: BlockTable, length: int) -> bool:
-        """Make room for `length` tokens where there is plenty."""
+        """Make room for `length` tokens if enough blocks are free without eviction. Returns whether there is room."""
         if self._memory.blocks_free * _SPARE < self._memory.blocks_total:
             return False
         try:

@@ -1,4 +1,4 @@
-"""What grows trees, as they see it: a model that guesses what follows."""
+"""What tree expansion needs: a model that drafts tokens, and the memory that stores keys and values of branches."""
 
 from __future__ import annotations
 
@@ -7,44 +7,81 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.core.request import SequenceStart
-from workers.draft.expansion.draft_tree import Guess, Memory
 from workers.kv.block_table import BlockTable
+
+DraftedToken = tuple[int, float]
+"""A token, and the draft's own confidence in it."""
+
+
+class BranchMemory(Protocol):
+    """Where the keys and values of branches are stored: `KvPool`, or a `BlockAllocator` alone."""
+
+    @property
+    def blocks_total(self) -> int:
+        """Number of blocks."""
+        ...
+
+    @property
+    def blocks_free(self) -> int:
+        """Number of blocks that no table holds."""
+        ...
+
+    def new_table(self) -> BlockTable:
+        """Create an empty table."""
+        ...
+
+    def fork(self, table: BlockTable, length: int) -> BlockTable:
+        """Create a table that begins with the first `length` stored tokens of `table`; it takes no block yet."""
+        ...
+
+    def reserve(self, table: BlockTable, length: int) -> object:
+        """Make room for `length` tokens. Raises `KvPoolExhausted`, having changed nothing."""
+        ...
+
+    def truncate(self, table: BlockTable, length: int) -> None:
+        """Free the blocks beyond `length` tokens."""
+        ...
+
+    def release(self, table: BlockTable) -> None:
+        """Free all blocks of the table."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Tokens of one sequence that go through the model: they follow those in `table`, which has room for them."""
+class ExpansionRow:
+    """Tokens of one sequence that go through the model. They follow those in `table`, which has room for them."""
 
     table: BlockTable
     tokens: tuple[int, ...]
     start: SequenceStart
     is_last: bool = True
-    """Whether guesses are wanted after them."""
+    """Whether tokens are to be drafted after these."""
     depth: int = 1
-    """How far below the last committed token those are."""
+    """Depth of the drafted tokens below the last committed token; 1 follows it directly."""
 
 
 class Expander(Protocol):
-    """Guesses, and remembers in the tables of its memory what it was given."""
+    """Drafts tokens, and stores the tokens that it reads in the tables of its memory."""
 
     @property
-    def memory(self) -> Memory:
-        """Where it stores."""
+    def memory(self) -> BranchMemory:
+        """The memory that holds the tables."""
         ...
 
     @property
     def max_context_len(self) -> int:
-        """Most tokens after which it can guess."""
+        """Largest number of tokens after which the model can draft another."""
         ...
 
     @property
     def vocabulary_size(self) -> int | None:
-        """Tokens are below this; `None` where any will do."""
+        """All tokens are below this value; `None` where any token is valid."""
         ...
 
-    def expand(self, places: Sequence[Place]) -> list[tuple[Guess, ...]]:
-        """One forward pass: commits each place's tokens to its table, and guesses, likeliest first.
+    def expand(self, rows: Sequence[ExpansionRow]) -> list[tuple[DraftedToken, ...]]:
+        """Run one forward pass: commit each row's tokens to its table and draft the tokens that may follow.
 
-        One entry per place, in order; empty where no guess is wanted or none can be made. No two places share a table.
+        Returns one entry per row, in order, the most probable token first. An entry is empty where `is_last` is false
+        or nothing can be drafted. No two rows share a table.
         """
         ...

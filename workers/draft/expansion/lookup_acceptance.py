@@ -1,4 +1,4 @@
-"""How often what followed some words before follows them again: learned by the length of the match and who agrees."""
+"""How often the target takes a token that was looked up: learned by match length and by the model's agreement."""
 
 from __future__ import annotations
 
@@ -6,56 +6,56 @@ from enum import Enum
 
 
 class Agreement(Enum):
-    """What the model makes of a token that was looked up."""
+    """Where a looked-up token stands among the model's candidates."""
 
-    UNASKED = 0
-    """It has not been asked yet."""
+    UNKNOWN = 0
+    """The model has drafted no candidates at this position yet."""
     FIRST = 1
-    """It is its first guess."""
+    """It is the model's first candidate."""
     LATER = 2
-    """It is among its guesses."""
-    NONE = 3
-    """It is not."""
+    """It is a later candidate of the model."""
+    ABSENT = 3
+    """It is not among the model's candidates."""
 
 
-Lookup = tuple[int, Agreement, bool]
-"""The tokens that match, what the model makes of it, and whether tokens are taken without noise."""
+LookupKey = tuple[int, Agreement, bool]
+"""Number of matching tokens, the model's agreement, and whether the target decodes greedily."""
 
 _LONGEST = 8
-"""Longer matches share this one's counts."""
+"""Longer matches share the counts of this length."""
 _PRIOR = (0.3, 0.45, 0.55, 0.62, 0.7, 0.78, 0.84, 0.88)
-"""Before anything is known, by the tokens that match, where the model was not asked."""
-_WEIGHT = 6.0
-"""What the prior is worth, in lookups."""
-_FADING = 0.998
+"""Acceptance rate assumed before any observation, by match length from 1, where the model's candidates are unknown."""
+_PRIOR_WEIGHT = 6.0
+"""Weight of the assumed rate, in observations."""
+_DECAY = 0.998
+"""Factor by which each observation reduces the weight of earlier ones."""
 
 
-class Lookups:
-    """From matches to chances, and what commits teach of them."""
+class LookupAcceptance:
+    """Acceptance rates of looked-up tokens, updated by every decision of the target."""
 
     def __init__(self) -> None:
-        self._hits: dict[Lookup, float] = {}
-        self._trials: dict[Lookup, float] = {}
+        self._hits: dict[LookupKey, float] = {}
+        self._trials: dict[LookupKey, float] = {}
 
-    def chance(self, match: int, agreement: Agreement, is_greedy: bool) -> float:
-        """That the token follows which followed `match` equal tokens before."""
-        key = min(match, _LONGEST), agreement, is_greedy
-        prior = _prior(*key)
-        return (_WEIGHT * prior + self._hits.get(key, 0.0)) / (_WEIGHT + self._trials.get(key, 0.0))
+    def probability(self, match_length: int, agreement: Agreement, is_greedy: bool) -> float:
+        """Probability that the target takes the token that followed `match_length` equal tokens earlier."""
+        key = min(match_length, _LONGEST), agreement, is_greedy
+        return (_PRIOR_WEIGHT * _prior(*key) + self._hits.get(key, 0.0)) / (_PRIOR_WEIGHT + self._trials.get(key, 0.0))
 
-    def observe(self, match: int, agreement: Agreement, is_greedy: bool, hit: bool) -> None:
-        """The target has decided: it took the token (`hit`) or another."""
-        key = min(match, _LONGEST), agreement, is_greedy
-        self._hits[key] = self._hits.get(key, 0.0) * _FADING + hit
-        self._trials[key] = self._trials.get(key, 0.0) * _FADING + 1.0
+    def observe(self, match_length: int, agreement: Agreement, is_greedy: bool, hit: bool) -> None:
+        """Record whether the target took the token (`hit`) or another one."""
+        key = min(match_length, _LONGEST), agreement, is_greedy
+        self._hits[key] = self._hits.get(key, 0.0) * _DECAY + hit
+        self._trials[key] = self._trials.get(key, 0.0) * _DECAY + 1.0
 
 
-def _prior(match: int, agreement: Agreement, is_greedy: bool) -> float:
-    """Two that agree are right where either is; one that is contradicted loses half of its weight."""
-    alone = _PRIOR[match - 1] * (1.0 if is_greedy else 0.7)
+def _prior(match_length: int, agreement: Agreement, is_greedy: bool) -> float:
+    """The assumed rate: higher where the model agrees, lower where it does not or where the target samples."""
+    alone = _PRIOR[match_length - 1] * (1.0 if is_greedy else 0.7)
     return {
-        Agreement.UNASKED: alone,
+        Agreement.UNKNOWN: alone,
         Agreement.FIRST: 1.0 - (1.0 - alone) * 0.4,
         Agreement.LATER: alone * 0.7,
-        Agreement.NONE: alone * 0.5,
+        Agreement.ABSENT: alone * 0.5,
     }[agreement]

@@ -10,8 +10,7 @@ from transformers import AutoConfig
 
 from cluster.core.config import TargetSection
 from cluster.core.errors import ConfigurationError
-from workers.draft.expansion.draft_tree import Guess
-from workers.draft.expansion.expander import Place
+from workers.draft.expansion.expander import DraftedToken, ExpansionRow
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
@@ -20,13 +19,13 @@ from workers.sampling.context import DecisionContext
 
 
 class ModelExpander:
-    """Expands nodes by forward passes of a loaded model; `pool` must rewind."""
+    """Expands nodes by forward passes of a loaded model. `pool` must be truncatable."""
 
     def __init__(self, model: LoadedModel, pool: KvPool, count: int) -> None:
         self._model = model
         self._pool = pool
         self._count = count
-        """Guesses after each node."""
+        """Number of candidates drafted below each node."""
         self._runner = ModelRunner(model, pool)
 
     @property
@@ -45,38 +44,35 @@ class ModelExpander:
         return self._model.vocabulary_size
 
     def warm_up(self) -> None:
-        """Pay now for what the first proposals would wait for."""
+        """Run passes of the usual shapes, so that the first proposals do not wait for one-time work."""
         self._runner.warm_up()
 
-    def expand(self, places: Sequence[Place]) -> list[tuple[Guess, ...]]:
+    def expand(self, rows: Sequence[ExpansionRow]) -> list[tuple[DraftedToken, ...]]:
         """See `Expander`."""
-        rows = [
-            ForwardRow(place.table, place.tokens, select=(len(place.tokens) - 1,) if place.is_last else ())
-            for place in places
+        forward_rows = [
+            ForwardRow(row.table, row.tokens, select=(len(row.tokens) - 1,) if row.is_last else ()) for row in rows
         ]
-        logits = self._runner.forward(rows)  # [places that are last, vocabulary]
-        for row in rows:
-            self._runner.commit(row)
+        logits = self._runner.forward(forward_rows)  # [rows with is_last, vocabulary]
+        for forward_row in forward_rows:
+            self._runner.commit(forward_row)
         contexts = [
-            DecisionContext(place.start.sampling, place.table.tokens, place.start.prompt_len)
-            for place in places
-            if place.is_last
+            DecisionContext(row.start.sampling, row.table.tokens, row.start.prompt_len) for row in rows if row.is_last
         ]
         if not contexts:
-            return [()] * len(places)
+            return [()] * len(rows)
         found = iter(candidates(logits, contexts, self._count, self._model.vocabulary))
         return [
-            tuple((guess.token, guess.probability) for guess in next(found)) if place.is_last else ()
-            for place in places
+            tuple((candidate.token, candidate.probability) for candidate in next(found)) if row.is_last else ()
+            for row in rows
         ]
 
 
 def check_vocabularies(draft: LoadedModel, draft_directory: Path, target: TargetSection) -> None:
-    """Raise `ConfigurationError` unless the draft has as many tokens as the target, or at least its tokenizer.
+    """Raise `ConfigurationError` unless the draft's vocabulary has the target's size or its tokenizer is the same.
 
-    Models of one family pad their embeddings differently: sizes may differ where the tokenizers are the same, and
-    the coordinator drops guesses beyond the target's. A target whose directory is not on this machine cannot be
-    looked at, and is not.
+    Models of one family pad their embeddings differently: with the same tokenizer the sizes may differ, and the
+    coordinator drops drafted tokens beyond the target's vocabulary. Nothing is checked where the target's directory is
+    not on this machine.
     """
     directory = Path(target.path)
     if not (directory / "config.json").is_file():

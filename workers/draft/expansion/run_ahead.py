@@ -1,4 +1,4 @@
-"""What may be expanded between calls, the likeliest of all sequences first."""
+"""Run-ahead expansion: which nodes to expand between calls, most probable first over all sequences."""
 
 from __future__ import annotations
 
@@ -6,96 +6,100 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 
-from workers.draft.expansion.draft_tree import Node
-from workers.draft.expansion.session import GrowingSession, Pick
+from workers.draft.expansion.draft_node import DraftNode
+from workers.draft.expansion.session import NodeExpansion, TreeSession
 from workers.draft.expansion.settings import ExpansionSettings
 
-BEYOND = 4
-"""Nodes of a tree that may be expanded before the next call, in units of the largest tree."""
-FLOOR = 0.02
-"""A node less likely than this is not expanded before it is asked for."""
+MOST_AHEAD = 4
+"""Most nodes of one tree that are expanded between two calls, in units of the largest tree."""
+LEAST_PATH_PROBABILITY = 0.02
+"""Less probable nodes are not expanded between calls."""
 
-_Entry = tuple[float, int, int, GrowingSession, Node]
-"""Minus the chance, a number to tell equals apart, the session's version, and what it is about."""
+_Entry = tuple[float, int, int, TreeSession, DraftNode]
+"""Minus the path probability, a serial number that breaks ties, the session's version, the session and the node."""
 
 
-class Frontier:
-    """Nodes that the mode allows to expand ahead; an entry is void once its session has been told anything."""
+class RunAheadQueue:
+    """Priority queue of nodes that the mode allows to expand. An entry is void once its session's version changed."""
 
     def __init__(self, settings: ExpansionSettings, max_nodes: int, max_context_len: int) -> None:
         self._mode = settings.mode
         self._width = settings.width
-        self._most_ahead = BEYOND * max_nodes
+        self._most_ahead = MOST_AHEAD * max_nodes
         self._max_context_len = max_context_len
         self._entries: list[_Entry] = []
         self._count = 0
 
-    def renew(self, sessions: Sequence[GrowingSession]) -> None:
-        """These have just been served: what was planned for them before is void."""
+    def renew(self, sessions: Sequence[TreeSession]) -> None:
+        """Replace the entries of sessions for which a proposal was just made, and drop void ones."""
         for session in sessions:
             session.version += 1
         self._entries = [entry for entry in self._entries if entry[2] == entry[3].version]
         heapq.heapify(self._entries)
         for session in sessions:
             root = session.tree.root
-            if root.branch is None:
+            if root.table is None:
                 if root.length <= self._max_context_len:
                     self._push(session, root)
             else:
-                self._push_children(session, session.tree.nodes)
+                self._push_expandable(session, session.tree.nodes)
 
-    def take(self, most_nodes: int, most_tokens: int) -> list[Pick]:
-        """The next pass: at most so many nodes, and so many committed tokens of a sequence that must catch up."""
-        picks: list[Pick] = []
+    def take(self, most_nodes: int, most_tokens: int) -> list[NodeExpansion]:
+        """Remove and return the next pass: up to `most_nodes` nodes, or up to `most_tokens` unstored committed tokens.
+
+        Committed tokens of one sequence make a pass of their own.
+        """
+        taken: list[NodeExpansion] = []
         width: Counter[int] = Counter()
-        put_off: list[_Entry] = []
-        while self._entries and len(picks) < most_nodes:
+        postponed: list[_Entry] = []
+        while self._entries and len(taken) < most_nodes:
             entry = heapq.heappop(self._entries)
             _, _, version, session, node = entry
-            if version != session.version or node.branch is not None:
+            if version != session.version or node.table is not None:
                 continue
             if node.parent is None:
-                told = session.behind(self._max_context_len)
-                if told and not picks:
-                    picks.append(Pick(session, node, told[:most_tokens], is_last=False))
-                    break  # a chunk makes a pass long enough
-                if told:
-                    put_off.append(entry)
-            elif session.tree.expanded_ahead < self._most_ahead:
+                unstored = session.catch_up_tokens(self._max_context_len)
+                if unstored and not taken:
+                    taken.append(NodeExpansion(session, node, unstored[:most_tokens], is_last=False))
+                    break
+                if unstored:
+                    postponed.append(entry)
+            elif session.tree.expanded_since_proposal < self._most_ahead:
                 if width[id(session)] < self._width:
                     width[id(session)] += 1
-                    picks.append(Pick(session, node, (node.token,)))
+                    taken.append(NodeExpansion(session, node, (node.token,)))
                 else:
-                    put_off.append(entry)
-        for entry in put_off:
+                    postponed.append(entry)
+        for entry in postponed:
             heapq.heappush(self._entries, entry)
-        return picks
+        return taken
 
-    def add(self, picks: Sequence[Pick]) -> None:
-        """These have been expanded: what hangs below them may be next."""
-        for pick in picks:
-            if pick.is_last:
-                self._push_children(pick.session, pick.node.children)
+    def add_below(self, expanded: Sequence[NodeExpansion]) -> None:
+        """Add the children of nodes that were just expanded, or the rest of a sequence's committed tokens."""
+        for expansion in expanded:
+            if expansion.is_last:
+                self._push_expandable(expansion.session, expansion.node.children)
             else:
-                self._push(pick.session, pick.node)
+                self._push(expansion.session, expansion.node)
 
     def clear(self) -> None:
-        """Nothing is to be expanded."""
+        """Drop all entries."""
         self._entries.clear()
 
-    def _push_children(self, session: GrowingSession, nodes: Sequence[Node]) -> None:
-        if self._mode == "serial" or not session.is_asked:
+    def _push_expandable(self, session: TreeSession, nodes: Sequence[DraftNode]) -> None:
+        if self._mode == "serial" or not session.wants_drafts:
             return
         for node in nodes:
-            is_allowed = (self._mode == "enumerate" or node.is_ahead) and _is_next(node)
-            if is_allowed and node.branch is None and node.path >= FLOOR and node.length <= self._max_context_len:
+            is_allowed = self._mode == "enumerate" or node.is_beyond_proposal
+            if is_allowed and _is_expandable(node) and node.length <= self._max_context_len:
                 self._push(session, node)
 
-    def _push(self, session: GrowingSession, node: Node) -> None:
+    def _push(self, session: TreeSession, node: DraftNode) -> None:
         self._count += 1
-        heapq.heappush(self._entries, (-node.path, self._count, session.version, session, node))
+        heapq.heappush(self._entries, (-node.path_probability, self._count, session.version, session, node))
 
 
-def _is_next(node: Node) -> bool:
-    """Whether its parent has been expanded: what was looked up hangs below nodes that have not."""
-    return node.parent is not None and node.parent.branch is not None
+def _is_expandable(node: DraftNode) -> bool:
+    """Whether the node is probable enough, not expanded yet, and below an expanded one (looked-up nodes may not be)."""
+    has_expanded_parent = node.parent is not None and node.parent.table is not None
+    return has_expanded_parent and node.table is None and node.path_probability >= LEAST_PATH_PROBABILITY

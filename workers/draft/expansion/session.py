@@ -1,4 +1,4 @@
-"""One sequence of a drafter that grows trees: committed tokens, the tree below them, and what is to go through next."""
+"""One sequence of a drafter that expands trees: its committed tokens and its draft tree."""
 
 from __future__ import annotations
 
@@ -7,113 +7,115 @@ from dataclasses import dataclass
 
 from cluster.core.request import SequenceStart
 from workers.draft.expansion.calibration import Calibration
-from workers.draft.expansion.draft_tree import GrowingTree, Memory, Node
-from workers.draft.expansion.expander import Place
-from workers.draft.expansion.pass_gain import Pace
+from workers.draft.expansion.draft_node import DraftNode
+from workers.draft.expansion.draft_tree import DraftTree
+from workers.draft.expansion.expander import BranchMemory, ExpansionRow
+from workers.draft.expansion.pass_cost import PassCost
 from workers.draft.sessions import Session
 from workers.draft.suffix_index import SuffixIndex
 from workers.kv.block_table import BlockTable
 from workers.sampling.context import GREEDY_BELOW
 
 LEAST_CATCH_UP = 16
-"""Fewer committed tokens go through with the guesses that are asked for next."""
+"""Fewer unstored committed tokens than this wait for the next call's first pass."""
 
 
-class GrowingSession(Session):
-    """Committed tokens, and the tree that grows below them."""
+class TreeSession(Session):
+    """Committed tokens and the draft tree below them."""
 
     __slots__ = (
-        "_asked_at",
-        "_asked_len",
-        "_calibration",
-        "_grown_for",
+        "_drafted_for",
         "_index",
-        "_memory",
-        "is_asked",
+        "_last_call_at",
+        "_last_call_len",
         "tree",
         "version",
+        "wants_drafts",
     )
 
     def __init__(
-        self, start: SequenceStart, memory: Memory, calibration: Calibration, lookups: range | None, max_depth: int
+        self,
+        start: SequenceStart,
+        memory: BranchMemory,
+        calibration: Calibration,
+        lookup_sizes: range | None,
+        max_depth: int,
     ) -> None:
         super().__init__(start)
-        self._index = None if lookups is None else SuffixIndex(self.tokens, lookups[0], lookups[-1])
-        self._memory = memory
-        self._calibration = calibration
-        self._grown_for = start
-        self._asked_at = float("-inf")
-        self._asked_len = 0
+        self._index = None if lookup_sizes is None else SuffixIndex(self.tokens, lookup_sizes[0], lookup_sizes[-1])
+        self._drafted_for = start
+        self._last_call_at = float("-inf")
+        self._last_call_len = 0
         look_up = None if self._index is None else self._index.next_after
-        self.tree = GrowingTree(memory, calibration, _is_greedy(start), look_up, max_depth)
-        self.is_asked = False
-        """Whether the last call wanted guesses: else only committed tokens go through between calls."""
+        self.tree = DraftTree(memory, calibration, _is_greedy(start), look_up, max_depth)
+        self.wants_drafts = False
+        """Whether the last call had a budget; without one, only committed tokens go through between calls."""
         self.version = 0
-        """Grows with whatever makes plans of before void."""
+        """Incremented by every change that invalidates planned expansions."""
 
     def replace(self, known_len: int, new_tokens: Sequence[int]) -> None:
-        """See `Session`. What was told before changes nothing; what follows it re-roots the tree."""
+        """See `Session`. Tokens that are already there change nothing; tokens that follow them move the tree's root."""
         self.version += 1
         overlap = len(self.tokens) - known_len
-        told = overlap <= len(new_tokens) and self.tokens[known_len:] == list(new_tokens[:overlap])
-        if self.tokens and told and self._has_grown_for(self.start):
-            fresh = new_tokens[overlap:]
-            self.tokens.extend(fresh)
-            self._learn(len(self.tokens) - len(fresh))
-            self.tree.commit(fresh)
+        is_known = overlap <= len(new_tokens) and self.tokens[known_len:] == list(new_tokens[:overlap])
+        if self.tokens and is_known and self._is_drafted_for(self.start):
+            appended = new_tokens[overlap:]
+            self.tokens.extend(appended)
+            self._index_from(len(self.tokens) - len(appended))
+            self.tree.commit(appended)
         else:
             if self._index is not None:
                 self._index.cut(known_len)
             super().replace(known_len, new_tokens)
-            self._learn(known_len)
-            self._grown_for = self.start
+            self._index_from(known_len)
+            self._drafted_for = self.start
             self.tree.restart(self.tokens, _is_greedy(self.start))
 
-    def _learn(self, length: int) -> None:
-        """The committed tokens from `length` on are new."""
+    def evict(self) -> None:
+        """Free all stored keys and values; the committed tokens stay."""
+        self.version += 1
+        self.tree.evict()
+
+    def record_call(self, now: float, cost: PassCost) -> None:
+        """Record in `cost` what was committed since the last call. `now` is in seconds."""
+        if len(self.tokens) > self._last_call_len > 0:
+            cost.record_commit(len(self.tokens) - self._last_call_len, now - self._last_call_at)
+        self._last_call_at, self._last_call_len = now, len(self.tokens)
+
+    def unstored_tokens(self) -> list[int]:
+        """Committed tokens that must go through the model, the root's last; empty once the root is expanded."""
+        tree = self.tree
+        return [] if tree.root.table is not None else self.tokens[tree.root_table.stored_len :]
+
+    def catch_up_tokens(self, max_context_len: int) -> tuple[int, ...]:
+        """Unstored committed tokens before the root's, if there are enough of them for a pass of their own."""
+        unstored = self.unstored_tokens()[:-1] if self.tree.root.length <= max_context_len else ()
+        return tuple(unstored) if len(unstored) >= LEAST_CATCH_UP else ()
+
+    def _index_from(self, length: int) -> None:
+        """Add the committed tokens from position `length` on to the index."""
         if self._index is not None:
             self._index.extend(length)
 
-    def forget(self) -> None:
-        """Free all that is stored; the committed tokens stay."""
-        self.version += 1
-        self.tree.forget()
-
-    def note_asked(self, now: float, pace: Pace) -> None:
-        """A call names this sequence at `now`, in seconds."""
-        if len(self.tokens) > self._asked_len > 0:
-            pace.note_commit(len(self.tokens) - self._asked_len, now - self._asked_at)
-        self._asked_at, self._asked_len = now, len(self.tokens)
-
-    def pending(self) -> list[int]:
-        """Committed tokens that are to go through: until the root is expanded, its own is the last of them."""
-        tree = self.tree
-        return [] if tree.root.branch is not None else self.tokens[tree.trunk.stored_len :]
-
-    def behind(self, max_context_len: int) -> tuple[int, ...]:
-        """Committed tokens that should not be left to the next call, which also wants guesses."""
-        pending = self.pending()[:-1] if self.tree.root.length <= max_context_len else ()
-        return tuple(pending) if len(pending) >= LEAST_CATCH_UP else ()
-
-    def _has_grown_for(self, start: SequenceStart) -> bool:
-        """Whether the guesses were made with these parameters."""
-        return self._grown_for is start or self._grown_for == start
+    def _is_drafted_for(self, start: SequenceStart) -> bool:
+        """Whether the tree was drafted with these sampling parameters."""
+        return self._drafted_for is start or self._drafted_for == start
 
 
 @dataclass(frozen=True, slots=True)
-class Pick:
-    """A node that is to be expanded, with the tokens that go through for it."""
+class NodeExpansion:
+    """A node to expand, with the tokens that go through the model for it."""
 
-    session: GrowingSession
-    node: Node
+    session: TreeSession
+    node: DraftNode
     tokens: tuple[int, ...]
     is_last: bool = True
-    """False while committed tokens are left that must go through first: there are no guesses yet."""
+    """False while further committed tokens must go through first; then no candidates are drafted."""
 
-    def place(self, table: BlockTable) -> Place:
-        """What goes through the model, where `table` has room for it."""
+    def row(self, table: BlockTable) -> ExpansionRow:
+        """The row of the forward pass. `table` has room for the tokens."""
         depth = self.node.length - self.session.tree.root.length + 1
-        return Place(table, self.tokens, self.session.start, self.is_last, depth)
+        return ExpansionRow(table, self.tokens, self.session.start, self.is_last, depth)
 
 
 def _is_greedy(start: SequenceStart) -> bool:

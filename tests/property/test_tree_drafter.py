@@ -15,8 +15,8 @@ from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import ROOT
 from cluster.core.verification import RowFaultCode
 from tests.support.fake_expander import BLOCK, FakeExpander, ranked
-from workers.draft.expansion.draft_tree import GrowingTree
-from workers.draft.expansion.drafter import GrowingDrafter
+from workers.draft.expansion.draft_tree import DraftTree
+from workers.draft.expansion.drafter import TreeDrafter
 from workers.draft.expansion.settings import ExpansionSettings
 
 NAMES = "abc"
@@ -24,46 +24,46 @@ SAMPLINGS = (SamplingParameters(temperature=0.0), SamplingParameters(seed=1))
 CONTEXT = 40
 
 
-def came_before(tokens: list[int]) -> list[int]:
+def followed_earlier(tokens: list[int]) -> list[int]:
     """What followed the last two tokens elsewhere."""
     return [tokens[end] for end in range(2, len(tokens)) if tokens[end - 2 : end] == tokens[-2:]]
 
 
-class Growing(RuleBasedStateMachine):
+class TreeDrafterMachine(RuleBasedStateMachine):
     """A coordinator with its own books, and a drafter whose memory is nearly always full."""
 
     @initialize(
         mode=st.sampled_from(["serial", "run_ahead", "enumerate"]),
         blocks=st.integers(4, 60),
         width=st.integers(1, 4),
-        guesses=st.integers(1, 3),
+        drafted=st.integers(1, 3),
         chunk=st.integers(4, 64),
         lookup=st.sampled_from(["off", "on"]),
     )
-    def begin(self, mode: Any, blocks: int, width: int, guesses: int, chunk: int, lookup: Any) -> None:
-        self.looks_up = lookup == "on"
-        self.expander = FakeExpander(blocks, CONTEXT, sure=(0.6, 0.2, 0.1)[:guesses])
+    def begin(self, mode: Any, blocks: int, width: int, drafted: int, chunk: int, lookup: Any) -> None:
+        self.has_lookup = lookup == "on"
+        self.expander = FakeExpander(blocks, CONTEXT, confidences=(0.6, 0.2, 0.1)[:drafted])
         settings, draft = ExpansionSettings(mode=mode, width=width), DraftSection(max_nodes=8, max_depth=6)
-        self.drafter = GrowingDrafter(self.expander, settings, draft, self.looks_up, chunk, clock=lambda: 0.0)
+        self.drafter = TreeDrafter(self.expander, settings, draft, self.has_lookup, chunk, clock=lambda: 0.0)
         self.tokens: dict[str, list[int]] = {}
-        self.told: dict[str, int] = {}
-        self.sent: dict[str, Proposal] = {}
+        self.sent_len: dict[str, int] = {}
+        self.proposals: dict[str, Proposal] = {}
 
     def row(self, name: str, nodes: int, depth: int, start: SequenceStart | None = None) -> DraftRow:
         tokens = self.tokens[name]
-        new = tokens if start is not None else tokens[min(self.told[name], len(tokens)) :]
+        new = tokens if start is not None else tokens[min(self.sent_len[name], len(tokens)) :]
         return DraftRow(SequenceId(name), len(tokens), tuple(new), DraftBudget(nodes, depth), start)
 
-    def ask(self, rows: list[DraftRow]) -> None:
+    def propose(self, rows: list[DraftRow]) -> None:
         for row, proposal in zip(rows, self.drafter.propose(rows), strict=True):
             name = str(row.sequence_id)
             if proposal.fault is not None:
                 assert proposal.fault.code is RowFaultCode.OUT_OF_SYNC
-                self.sent.pop(name, None)
+                self.proposals.pop(name, None)
                 del self.tokens[name]
                 continue
-            self.told[name] = row.base_len
-            self.sent[name] = proposal
+            self.sent_len[name] = row.base_len
+            self.proposals[name] = proposal
             self.check_proposal(row, proposal)
 
     def check_proposal(self, row: DraftRow, proposal: Proposal) -> None:
@@ -74,8 +74,8 @@ class Growing(RuleBasedStateMachine):
             above = 1.0 if parent == ROOT else proposal.probabilities[parent]
             assert 0.0 <= proposal.probabilities[node] <= above
             before = [*self.tokens[str(row.sequence_id)], *tree.path_tokens(parent)]
-            assert tree.tokens[node] in (came_before(before) if self.looks_up else []) + ranked(before)
-            assert len(before) <= CONTEXT or self.looks_up
+            assert tree.tokens[node] in (followed_earlier(before) if self.has_lookup else []) + ranked(before)
+            assert len(before) <= CONTEXT or self.has_lookup
 
     @rule(
         name=st.sampled_from(NAMES),
@@ -85,43 +85,43 @@ class Growing(RuleBasedStateMachine):
     )
     def start(self, name: str, prompt: list[int], sampling: SamplingParameters, nodes: int) -> None:
         self.tokens[name] = list(prompt)
-        self.ask([self.row(name, nodes, 6, SequenceStart(len(prompt), sampling))])
+        self.propose([self.row(name, nodes, 6, SequenceStart(len(prompt), sampling))])
 
     @rule(data=st.data(), nodes=st.integers(0, 8), depth=st.integers(0, 6))
     def commit(self, data: st.DataObject, nodes: int, depth: int) -> None:
         """Of each of some sequences: a path that was sent, or a part of it, and a token of the target's own."""
         rows = []
-        for name in sorted(self.sent):
+        for name in sorted(self.proposals):
             if not data.draw(st.booleans()):
                 continue
-            tree = self.sent[name].tree
+            tree = self.proposals[name].tree
             node = data.draw(st.integers(ROOT, len(tree) - 1))
             self.tokens[name] += [*tree.path_tokens(node), data.draw(st.integers(0, 6))]
             rows.append(self.row(name, nodes, depth))
-        self.ask(rows)
+        self.propose(rows)
 
     @rule(data=st.data())
     def repeat(self, data: st.DataObject) -> None:
         """A row comes again, perhaps one that was told long ago."""
-        for name in sorted(self.sent):
+        for name in sorted(self.proposals):
             shorter = data.draw(st.integers(0, 3))
             if shorter:
                 del self.tokens[name][max(1, len(self.tokens[name]) - shorter) :]
-                self.told[name] = max(0, len(self.tokens[name]) - data.draw(st.integers(0, 2)))
-            before = self.sent[name]
-            self.ask([self.row(name, 8, 6)])
-            if not shorter and name in self.sent and len(before.tree) == 8:
-                assert len(self.sent[name].tree) == 8
+                self.sent_len[name] = max(0, len(self.tokens[name]) - data.draw(st.integers(0, 2)))
+            before = self.proposals[name]
+            self.propose([self.row(name, 8, 6)])
+            if not shorter and name in self.proposals and len(before.tree) == 8:
+                assert len(self.proposals[name].tree) == 8
 
     @rule(passes=st.integers(1, 5))
-    def grow(self, passes: int) -> None:
+    def run_ahead(self, passes: int) -> None:
         for _ in range(passes):
-            self.drafter.grow()
+            self.drafter.run_ahead()
 
     @rule(name=st.sampled_from(NAMES))
     def release(self, name: str) -> None:
         self.drafter.release([SequenceId(name)])
-        self.sent.pop(name, None)
+        self.proposals.pop(name, None)
         self.tokens.pop(name, None)
 
     @rule()
@@ -129,7 +129,7 @@ class Growing(RuleBasedStateMachine):
         """A pass that fails leaves everything as it was."""
         self.expander.failing = True
         try:
-            self.drafter.grow()
+            self.drafter.run_ahead()
         except RuntimeError:
             pass
         finally:
@@ -143,34 +143,34 @@ class Growing(RuleBasedStateMachine):
         tables = set()
         for name, session in sessions.items():
             self.check_tree(session.tree, self.tokens.get(str(name), session.tokens))
-            tables |= session.tree._tables()
+            tables |= session.tree.tables()
         held = {block for table in tables for block in table.blocks[0]}
         assert self.expander.memory.blocks_held == len(held)  # nothing leaks
         for table in tables:
             assert len(table.blocks[0]) == -(-table.stored_len // BLOCK)  # nothing is held that is not used
             assert self.expander.memory.read(table) == table.tokens
 
-    def check_tree(self, tree: GrowingTree, tokens: list[int]) -> None:
-        assert tree.root.length == len(tokens) and tree.root.path == 1.0
-        assert tree.trunk.tokens[: len(tokens)] == tokens[: tree.trunk.stored_len]
-        assert (tree.root.branch is None) == (tree.trunk.stored_len < len(tokens))
+    def check_tree(self, tree: DraftTree, tokens: list[int]) -> None:
+        assert tree.root.length == len(tokens) and tree.root.path_probability == 1.0
+        assert tree.root_table.tokens[: len(tokens)] == tokens[: tree.root_table.stored_len]
+        assert (tree.root.table is None) == (tree.root_table.stored_len < len(tokens))
         paths = {id(tree.root): tokens}
         for node in tree.nodes:
             parent = node.parent
             assert parent is not None and node in parent.children
-            assert parent.branch is not None or (node.match and node.branch is None)
-            assert 0.0 <= node.path <= parent.path + 1e-9
+            assert parent.table is not None or (node.match_length and node.table is None)
+            assert 0.0 <= node.path_probability <= parent.path_probability + 1e-9
             path = paths[id(node)] = [*paths[id(parent)], node.token]
             assert node.length == len(path)
-            if node.branch is not None:
-                assert node.branch.tokens[: len(path)] == path
+            if node.table is not None:
+                assert node.table.tokens[: len(path)] == path
         assert sum(len(node.children) for node in (tree.root, *tree.nodes)) == len(tree.nodes)
 
     def teardown(self) -> None:
         if hasattr(self, "drafter"):
-            self.drafter.close()
+            self.drafter.release([SequenceId(name) for name in NAMES])
             assert self.expander.memory.blocks_held == 0
 
 
-TestGrowing = Growing.TestCase
-TestGrowing.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestTreeDrafter = TreeDrafterMachine.TestCase
+TestTreeDrafter.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

@@ -1,0 +1,40 @@
+"""Whether one more forward pass of the drafter is worth waiting for, from measured times."""
+
+from __future__ import annotations
+
+_DECAY = 0.98
+_LONGEST_SECONDS = 2.0
+"""A longer time between two calls means that the sequence was not decoding; it is not counted."""
+_LEAST_GAIN = 0.02
+"""Least expected number of tokens for which any pass is made."""
+
+
+class PassCost:
+    """The tokens that a round loses while it waits for a pass. All times are in seconds.
+
+    A pass must add tokens faster than the target commits them anyway, since every row of the round waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._pass_seconds = 0.0
+        self._passes = 0.0
+
+    def record_commit(self, tokens: int, seconds: float) -> None:
+        """Record that one sequence gained `tokens` between two calls that were `seconds` apart."""
+        if seconds < _LONGEST_SECONDS:
+            self._tokens = self._tokens * _DECAY + tokens
+            self._seconds = self._seconds * _DECAY + seconds
+
+    def record_pass(self, seconds: float) -> None:
+        """Record the time of one forward pass that expanded nodes."""
+        self._pass_seconds = self._pass_seconds * _DECAY + seconds
+        self._passes = self._passes * _DECAY + 1.0
+
+    def is_worthwhile(self, gain: float, rows: int) -> bool:
+        """Whether a pass pays that is expected to add `gain` tokens to a round of `rows` sequences."""
+        lost = 0.0
+        if self._seconds > 0.0 and self._passes > 0.0:
+            lost = rows * self._tokens / self._seconds * self._pass_seconds / self._passes
+        return gain > max(lost, _LEAST_GAIN)
