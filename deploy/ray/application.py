@@ -63,25 +63,25 @@ def bind(configuration: Configuration, placement: Placement, worker_host: str | 
         name="Target",
         placement_group_bundles=[bundle.claims() for bundle in placement.target.bundles],
         placement_group_strategy=STRATEGY,
-        ray_actor_options=_actor_options(placement.target, worker_host),
+        ray_actor_options=actor_options(placement.target, worker_host),
         **_supervision(configuration),
     )(TargetReplica).bind(values["target"], placement.target.threads, worker_host)
     # Each drafter is a deployment of its own, because Serve cannot address single replicas of a deployment.
     drafts = [
         serve.deployment(
-            name=name, ray_actor_options=_actor_options(placement.draft, worker_host), **_supervision(configuration)
+            name=name, ray_actor_options=actor_options(placement.draft, worker_host), **_supervision(configuration)
         )(DraftReplica).bind(values["draft"], values["target"], placement.draft.threads, worker_host)
         for name in draft_names(configuration.draft.replicas)
     ]
     coordinator = serve.deployment(
         name="Coordinator",
-        ray_actor_options=_actor_options(placement.coordinator, worker_host),
+        ray_actor_options=actor_options(placement.coordinator, worker_host),
         **_supervision(configuration),
     )(CoordinatorReplica).bind(values, target, *drafts)
     return serve.deployment(
         name="Ingress",
         max_ongoing_requests=_MOST_HTTP_CALLS,
-        ray_actor_options=_actor_options(placement.ingress, worker_host),
+        ray_actor_options=actor_options(placement.ingress, worker_host),
         **_supervision(configuration) | {"user_config": None},
     )(IngressReplica).bind(values, coordinator)
 
@@ -114,7 +114,7 @@ def _settings(config: Configuration | Mapping[str, Any] | str | Path | None) -> 
     return load_settings(None if config is None else str(config))
 
 
-def _actor_options(role: RolePlacement, worker_host: str | None) -> dict[str, Any]:
+def actor_options(role: RolePlacement, worker_host: str | None) -> dict[str, Any]:
     """Ray's options for a replica. It claims the role's first bundle; further ranks claim the others."""
     claims = role.bundles[0].claims()
     options: dict[str, Any] = {"num_cpus": claims["CPU"], "num_gpus": claims.get("GPU", 0)}
@@ -122,6 +122,8 @@ def _actor_options(role: RolePlacement, worker_host: str | None) -> dict[str, An
     if role.device == "cpu":
         # Target and drafters share cores: threads that spin while they wait would slow each other down.
         variables["OMP_WAIT_POLICY"] = "PASSIVE"
+        # torch.set_num_threads does not reach threads that start later, and Ray sets one OpenMP thread for them.
+        variables["OMP_NUM_THREADS"] = str(role.threads)
     if worker_host == "127.0.0.1" and len(role.bundles) > 1 and sys.platform == "linux":
         # The traffic between ranks stays on loopback too.
         variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

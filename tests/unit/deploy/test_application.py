@@ -1,0 +1,31 @@
+"""The options with which Ray starts the actors."""
+
+from __future__ import annotations
+
+from deploy.placement import Bundle, RolePlacement
+from deploy.ray.application import actor_options, draft_names
+
+
+def test_every_thread_of_a_role_on_cpu_may_use_the_planned_number_of_openmp_threads() -> None:
+    options = actor_options(RolePlacement("draft", "cpu", (Bundle(0.4),), threads=2), None)
+
+    assert options["runtime_env"]["env_vars"] == {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+    assert options["num_cpus"] == 0.4
+
+
+def test_a_role_on_a_gpu_keeps_the_environment_of_the_node() -> None:
+    assert actor_options(RolePlacement("target", "cuda", (Bundle(1.0, 1),), threads=1), None) == {
+        "num_cpus": 1.0,
+        "num_gpus": 1.0,
+    }
+
+
+def test_ranks_of_one_machine_speak_over_loopback() -> None:
+    options = actor_options(RolePlacement("target", "cpu", (Bundle(0.5),) * 2, threads=1), "127.0.0.1")
+
+    assert options["runtime_env"]["env_vars"]["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_every_drafter_has_a_name_of_its_own() -> None:
+    assert draft_names(1) == ("Draft",)
+    assert draft_names(3) == ("Draft", "Draft2", "Draft3")
