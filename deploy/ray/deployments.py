@@ -81,7 +81,7 @@ class IngressReplica:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The ASGI application. Serve asks for it once the replica is constructed."""
-        return create_app(self._client, self._limits)
+        return create_app(self._client, self._limits, adds_request_id=False)  # Serve's proxy adds the header
 
 
 def resolver(handle: DeploymentHandle[Any], unavailable: type[PilotfishError]) -> Resolve:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from deploy.models import ReportProgress, resolve_models, served_name
 from deploy.placement import Resources, plan
 from deploy.preflight import machine_problems, model_problems, raise_problems
 from deploy.ray.application import APPLICATION, bind, cluster_resources
+from deploy.ray.proxy import CALLBACK, CALLBACK_VARIABLE
 from deploy.settings import Settings, set_ray_environment
 from workers.serve.actors import free_port
 
@@ -210,6 +212,7 @@ def _in_thread(function: Callable[[], object]) -> Future[None]:
 def _start_local_ray(resources: Resources) -> None:
     """Start Ray on this machine, without its dashboard, usage reports and worker logs."""
     set_ray_environment()
+    os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)  # inherited by the processes of Serve's proxies
     ray.init(
         address="local",
         num_cpus=int(resources.cpus),

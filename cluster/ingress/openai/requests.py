@@ -58,8 +58,9 @@ class StrictModel(BaseModel):
         """Keep one unknown field, to report it. The errors of a million fields would not fit in memory."""
         if not isinstance(value, dict):
             return value
-        unknown = [name for name in value if name not in cls.model_fields][1:]
-        return {name: entry for name, entry in value.items() if name not in set(unknown)} if unknown else value
+        known = {name: entry for name, entry in value.items() if name in cls.model_fields}
+        unknown = next((name for name in value if name not in cls.model_fields), None)
+        return known if unknown is None else {**known, unknown: value[unknown]}
 
 
 class StreamOptions(StrictModel):

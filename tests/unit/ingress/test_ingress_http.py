@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import pytest
 from cluster.core.errors import DeadlineExceeded, DrafterUnavailable, NotReady, Overloaded, TargetUnavailable
 from cluster.ingress.grpc import GenerationServicer
 from cluster.ingress.http import create_app
-from tests.support.fake_engine import MODEL, InProcessClient, ScriptedEngine, fake_service
-from tests.support.http_app import LIMITS, HttpApi, chunks, error_of
+from tests.support.fake_engine import CONTEXT, MODEL, VOCABULARY, InProcessClient, ScriptedEngine, fake_service
+from tests.support.http_app import HI, LIMITS, HttpApi, chunks, error_of
 
 
 @pytest.fixture
@@ -216,26 +215,6 @@ async def test_a_form_is_not_json(api: HttpApi) -> None:
     assert "application/json" in error_of(response)["message"]
 
 
-async def test_a_request_is_named_by_its_client_or_by_us(api: HttpApi) -> None:
-    named = await api.complete(request_id="my-1")
-    assert named.json()["id"] == "cmpl-my-1"
-    assert api.engine.requests[0].request_id == "my-1"
-    response = await api.http.post("/v1/completions", json={"prompt": "hi"}, headers={"x-request-id": "not valid"})
-    assert response.headers["x-request-id"] != "not valid"
-    assert api.engine.requests[1].request_id == response.headers["x-request-id"]
-    assert response.json()["id"] == f"cmpl-{response.headers['x-request-id']}"
-
-
-async def test_what_a_client_calls_its_requests_may_be_said_twice_at_once(api: HttpApi) -> None:
-    headers = {"x-request-id": "my-1"}
-    responses = await asyncio.gather(
-        *(api.http.post("/v1/completions", json={"prompt": "hi"}, headers=headers) for _ in range(3))
-    )
-    assert [(response.status_code, response.headers["x-request-id"]) for response in responses] == [(200, "my-1")] * 3
-    assert len({response.json()["id"] for response in responses}) == 3
-    assert len({request.request_id for request in api.engine.requests}) == 3
-
-
 async def test_a_client_may_shorten_the_deadline(api: HttpApi) -> None:
     for header, expected in (("2.5", 2.5), ("1e9", LIMITS.max_timeout_seconds)):
         response = await api.http.post("/v1/completions", json={"prompt": "hi"}, headers={"x-request-timeout": header})
@@ -259,3 +238,40 @@ def test_the_application_describes_its_requests(tmp_path: Path) -> None:
     schema = create_app(InProcessClient(GenerationServicer(generation), lambda: True), LIMITS).openapi()
     body = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]
     assert "messages" in body["content"]["application/json"]["schema"]["properties"]
+
+
+@pytest.mark.parametrize(
+    ("path", "values", "param"),
+    [
+        ("chat/completions", {"n": 0}, "n"),
+        ("chat/completions", {"n": 17}, "n"),
+        ("chat/completions", {"max_tokens": 100_000}, "max_tokens"),
+        ("chat/completions", {"max_completion_tokens": 100_000}, "max_completion_tokens"),
+        ("chat/completions", {"max_completion_tokens": CONTEXT - 1}, "max_completion_tokens"),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("chat/completions", {"top_k": 2**20 + 1}, "top_k"),
+        ("completions", {"best_of": 0}, "best_of"),
+        ("completions", {"logprobs": 21}, "logprobs"),
+        ("completions", {"stop_token_ids": [VOCABULARY]}, "stop_token_ids[0]"),
+        ("completions", {"logit_bias": {str(VOCABULARY): 1}}, "logit_bias"),
+        ("completions", {"max_draft_tokens": 257}, "max_draft_tokens"),
+        ("completions", {"speculation": {"max_draft_tokens": 257}}, "speculation.max_draft_tokens"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_names_the_parameter_that_the_client_sent(
+    api: HttpApi, path: str, values: dict[str, Any], param: str, stream: bool
+) -> None:
+    prompt = {"prompt": "hi"} if path == "completions" else {"messages": HI}
+    response = await api.post(f"/v1/{path}", **prompt, **values, stream=stream)
+    error = error_of(response)
+    assert (response.status_code, error["param"]) == (400, param)
+    assert error["message"].startswith(f"{param}: ")
+    assert not api.engine.requests
+
+
+async def test_a_body_that_is_nested_too_deep_is_refused(api: HttpApi) -> None:
+    body = b'{"prompt": %s}' % (b"[" * 965 + b"]" * 965)
+    response = await api.http.post("/v1/completions", content=body)
+    assert (response.status_code, error_of(response)["code"]) == (400, None)
+    assert "nested at most 64 levels deep" in error_of(response)["message"]

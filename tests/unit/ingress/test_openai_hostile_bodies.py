@@ -1,0 +1,130 @@
+"""Bodies made to cost time or memory: they are refused after little work."""
+
+from __future__ import annotations
+
+import difflib
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from cluster.core.bounds import MAX_JSON_DEPTH
+from cluster.core.errors import InvalidRequest, UnsupportedParameter
+from cluster.ingress.openai import parse as parsing
+from cluster.ingress.openai import requests
+from cluster.ingress.openai.parse import parse
+from cluster.ingress.openai.requests import CompletionRequest
+
+MANY = 300_000
+
+
+def refusal(values: dict[str, object] | bytes) -> InvalidRequest:
+    body = values if isinstance(values, bytes) else json.dumps({"prompt": "hi", **values}).encode()
+    with pytest.raises(InvalidRequest) as caught:
+        parse(CompletionRequest, body)
+    return caught.value
+
+
+def nested(levels: int) -> bytes:
+    """Arrays in arrays; the innermost is empty."""
+    return b"[" * levels + b"]" * levels
+
+
+def test_an_unknown_name_is_cut_before_it_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    real = difflib.get_close_matches
+
+    def recorded(word: str, *others: object, **options: object) -> list[str]:
+        compared.append(len(word))
+        return real(word, *others, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(difflib, "get_close_matches", recorded)
+    error = refusal({"temperature" * 50_000: 1})
+    assert compared and max(compared) <= 64
+    assert len(error.field) <= 64
+    assert len(str(error)) < 300
+
+
+def test_too_many_biases_are_refused_before_any_of_them_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(requests, "_check_token_key", lambda _, key: read.append(key))
+    error = refusal({"logit_bias": {f"wrong {index}": "wrong" for index in range(MANY)}})
+    assert (error.field, error.value) == ("logit_bias", f"{MANY} entries")
+    assert not read
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"metadata": {f"key {index}": index for index in range(MANY)}}, "metadata.key 0"),
+        ({"stream_options": {f"key {index}": index for index in range(MANY)}}, "stream_options.key 0"),
+        ({"speculation": {f"key {index}": index for index in range(MANY)}}, "speculation.key 0"),
+        ({"stop_token_ids": ["wrong"] * MANY}, "stop_token_ids[0]"),
+    ],
+)
+def test_of_many_errors_only_the_first_is_collected(
+    values: dict[str, object], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collected: list[int] = []
+    real = parsing._first_error
+
+    def recorded(error: ValidationError) -> InvalidRequest:
+        collected.append(error.error_count())
+        return real(error)
+
+    monkeypatch.setattr(parsing, "_first_error", recorded)
+    assert refusal(values).field == field
+    assert collected == [1]
+
+
+@pytest.mark.parametrize("levels", [MAX_JSON_DEPTH, 500, *range(940, 1000, 10), 965, 5000, 100_000])
+@pytest.mark.parametrize("name", ["prompt", "stop", "messages", "tools", "nobody_knows_it"])
+def test_a_body_that_is_nested_too_deep_is_refused_in_these_words(levels: int, name: str) -> None:
+    error = refusal(b'{"%s": %s}' % (name.encode(), nested(levels)))
+    assert error.field == "body"
+    assert error.bound == f"JSON that is nested at most {MAX_JSON_DEPTH} levels deep"
+
+
+def test_a_body_at_the_bound_of_nesting_is_read() -> None:
+    at_bound = nested(MAX_JSON_DEPTH - 1)
+    error = refusal(b'{"prompt": "hi", "response_format": %s}' % at_bound)
+    assert isinstance(error, UnsupportedParameter)
+    assert error.field == "response_format"
+    assert len(str(error)) < 300
+
+
+def test_a_million_entries_are_not_written_out_for_an_error_message() -> None:
+    class Counted(list[int]):
+        shown = 0
+
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            for entry in super().__iter__():
+                Counted.shown += 1
+                yield entry
+
+    message = str(InvalidRequest("stop", Counted(range(1_000_000)), "shorter"))
+    assert message.startswith("stop: [0, 1, 2, 3, ")
+    assert len(message) < 150
+    assert Counted.shown < 100
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "short",
+        b"short",
+        5,
+        None,
+        [],
+        {},
+        (),
+        (1,),
+        ["a", 1, None],
+        {"a": [1, {"b": 2.5}]},
+        "it's",
+        [[[[]]]],
+        [(1, "x")],
+    ],
+)
+def test_a_short_value_is_shown_as_it_is(value: object) -> None:
+    assert str(InvalidRequest("field", value, "other")) == f"field: {value!r} is refused; it must be other"
