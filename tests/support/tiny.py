@@ -9,6 +9,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
@@ -53,6 +54,13 @@ def mistral(**changes: Any) -> PreTrainedConfig:
     return MistralConfig(**(_SHAPE | {"head_dim": 8, "sliding_window": 24} | changes))
 
 
+def granite(**changes: Any) -> PreTrainedConfig:
+    """Scaled embeddings, attention, residuals and logits."""
+    multipliers = {"embedding_multiplier": 12.0, "attention_multiplier": 0.25}
+    multipliers |= {"residual_multiplier": 0.22, "logits_scaling": 8.0}
+    return GraniteConfig(**(_SHAPE | multipliers | changes))
+
+
 def gpt2(**changes: Any) -> PreTrainedConfig:
     """Learned positions, fused projections."""
     shape = {"vocab_size": VOCABULARY, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 256}
@@ -76,7 +84,15 @@ def opt(**changes: Any) -> PreTrainedConfig:
     return OPTConfig(**(shape | changes))
 
 
-FAMILIES = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3, "mistral": mistral, "gpt2": gpt2, "opt": opt}
+FAMILIES = {
+    "llama": llama,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "mistral": mistral,
+    "granite": granite,
+    "gpt2": gpt2,
+    "opt": opt,
+}
 
 
 def save(directory: Path, config: PreTrainedConfig, seed: int = 0, sharpness: float = 4.0) -> Path:

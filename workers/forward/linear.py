@@ -23,7 +23,8 @@ from torch import distributed, nn
 
 from workers.forward.operators import define
 
-_ROWS_OF_EIGHT_BIT_KERNEL = 48  # beyond these, widening the weights once is cheaper than the kernel
+_INT8_OPERATOR_ROWS = 48  # with more rows, converting the weights once is cheaper than torch's int8 operator
+_INT8_OPERATOR_INPUTS = 16  # in bfloat16, torch's int8 operator reads out of bounds unless 16 divides the inputs
 _PACKED_FOR_ROWS = 8  # the layout that oneDNN chooses serves other widths as well
 
 
@@ -85,7 +86,7 @@ class Int8Kernel:
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """See `LinearKernel`. Both ways compute `(x @ integers) * scale`: eight bits are exact in every float type."""
         flat = x.flatten(0, -2)
-        if flat.shape[0] <= _ROWS_OF_EIGHT_BIT_KERNEL and not x.is_cuda:
+        if flat.shape[0] <= _INT8_OPERATOR_ROWS and flat.shape[1] % _INT8_OPERATOR_INPUTS == 0 and not x.is_cuda:
             product = torch._weight_int8pack_mm(flat, self.weight, self.scale)
         else:
             product = nn.functional.linear(flat, self.weight.to(x.dtype)) * self.scale

@@ -124,6 +124,18 @@ class TestEightBit:
         check(product.multiply(x), x, whole, bias, roundings=3)
 
 
+def test_int8_weights_multiply_inputs_of_any_number() -> None:
+    """In bfloat16, torch's operator reads out of bounds where 16 does not divide the inputs."""
+    for inputs in (33, 40, 56, 60, 84):
+        for dtype in DTYPES:
+            kernel = make_linear_kernel(numbers(OUT, inputs, dtype=dtype), None, "int8")
+            assert isinstance(kernel, Int8Kernel)
+            whole = kernel.weight.double() * kernel.scale.double()[:, None]
+            for rows in (1, 7, 50):
+                x = numbers(rows, inputs, dtype=dtype, seed=rows)
+                check(kernel.multiply(x), x, whole, None, roundings=3)
+
+
 def together(widths: tuple[int, ...] = (16, 8, 8)) -> tuple[tuple[nn.Module, ...], list[torch.Tensor], list[int]]:
     """Siblings, each one's weights, and how often their product was asked for."""
     weights = [numbers(width, IN, seed=index) for index, width in enumerate(widths)]

@@ -18,7 +18,6 @@ from workers.forward.native import build
 from workers.forward.native.decoder import NativeDecoder, supported_shape
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
-from workers.model import kernel_handover
 from workers.model.loading import load_model
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -198,7 +197,7 @@ def test_forks_go_on_as_if_each_were_alone(native: str, load: Load) -> None:
         torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
+@pytest.mark.parametrize("family", ["gpt2", "granite", "opt"])
 def test_other_families_are_left_to_torch(family: str, load: Load) -> None:
     assert load(family).native is None
 
@@ -235,16 +234,3 @@ def test_a_token_that_the_model_does_not_have_is_refused(load: Load) -> None:
 def test_it_can_be_turned_off(load: Load) -> None:
     assert load("llama", native="off").native is None
     assert load("llama", compile="on").native is None
-
-
-def test_a_model_that_only_looks_known_is_loaded_again(
-    load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    right = Bench(load("llama"))
-    expected = right.logits(right.row(TEXT, 4))
-    monkeypatch.setattr(kernel_handover, "_LEAST_COSINE", {torch.float32: 2.0})
-    model = load("llama")
-    assert model.native is None
-    assert "compute something else" in caplog.text
-    bench = Bench(model)
-    torch.testing.assert_close(bench.logits(bench.row(TEXT, 4))[0], expected[0], rtol=1e-4, atol=1e-4)

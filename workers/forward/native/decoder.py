@@ -29,6 +29,8 @@ _LINE_FLOATS = CACHE_LINE // 4
 _LEAST_ANGLES = 1024
 _CHANGING_ROTATIONS = {"dynamic", "longrope"}
 """Those whose angles depend on the longest text in a step."""
+_UNSUPPORTED_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+"""Granite's configuration fields whose effect the kernels lack. `attention_multiplier` they honour: it is the scale."""
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
@@ -229,6 +231,8 @@ def supported_shape(model: Any, dtype: torch.dtype) -> DecoderShape | None:
         return None
     rotation = getattr(getattr(base, "rotary_emb", None), "rope_type", "default")
     if not isinstance(rotation, str) or rotation in _CHANGING_ROTATIONS:  # some have one for each kind of layer
+        return None
+    if any(getattr(model.config, name, None) not in (None, 1) for name in _UNSUPPORTED_MULTIPLIERS):
         return None
     is_gated_by_silu = getattr(model.config, "hidden_act", None) in ("silu", "swish")
     if not is_gated_by_silu or type(getattr(model, "lm_head", None)) is not nn.Linear:
