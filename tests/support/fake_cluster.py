@@ -1,4 +1,4 @@
-"""A coordinator over fakes, and the few moves that its tests make."""
+"""A coordinator over a fake target and fake drafters, and helpers for its tests."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from cluster.core.config import Configuration
 from cluster.core.ids import RequestId
 from cluster.core.load_config import load
 from cluster.core.request import BeamParameters, Commit, GenerationRequest, SamplingParameters, StoppingCriteria
-from tests.support.fake_drafters import FakeDrafter, FakeTarget
+from tests.support.fake_drafters import FakeDrafter
+from tests.support.fake_target import FakeTarget
 
 TOO_LONG_SECONDS = 30.0
-"""No test waits for this; it only turns a hang into a failure."""
+"""Turns a hang into a failure. No test waits this long."""
 
 
 def configure(**overrides: object) -> Configuration:
-    """Small budgets, so that every bound is met; `draft__max_nodes=0` sets `draft.max_nodes`."""
+    """A configuration with small budgets, so that tests reach them; `draft__max_nodes=0` sets `draft.max_nodes`."""
     values: dict[str, object] = {"draft.max_nodes": 6, "draft.max_depth": 4, "scheduler.max_step_tokens": 32}
-    values["draft.controller"] = "off"  # what is asked for hangs on no clock
+    values["draft.controller"] = "off"  # so that tree sizes do not depend on a clock
     values.update({key.replace("__", "."): value for key, value in overrides.items()})
     return load({}, values)
 
@@ -48,7 +49,7 @@ def request(
     n: int = 1,
     beam: BeamParameters | None = None,
 ) -> GenerationRequest:
-    """A request as the ingress would make it."""
+    """A request as the ingress makes it."""
     return GenerationRequest(
         RequestId(name),
         tuple(prompt),
@@ -62,7 +63,7 @@ def request(
 
 
 def requests(count: int, max_tokens: int = 20, temperature: float = 1.0) -> list[GenerationRequest]:
-    """Distinct ones: prompts of several lengths, seeds of their own."""
+    """Requests with different prompt lengths and seeds."""
     return [
         request(f"r{index}", range(1, 4 + 3 * index), max_tokens, temperature=temperature, seed=index)
         for index in range(count)
@@ -70,12 +71,12 @@ def requests(count: int, max_tokens: int = 20, temperature: float = 1.0) -> list
 
 
 async def read(coordinator: Coordinator, wanted: GenerationRequest) -> list[Commit]:
-    """The whole stream."""
+    """All commits of a request."""
     return [commit async for commit in coordinator.generate(wanted)]
 
 
 async def tokens_of(coordinator: Coordinator, wanted: GenerationRequest) -> list[int]:
-    """The answer's tokens."""
+    """The tokens of a request's answer."""
     return [token for commit in await read(coordinator, wanted) for token in commit.tokens]
 
 
@@ -88,22 +89,22 @@ async def answers_of(coordinator: Coordinator, wanted: GenerationRequest) -> lis
 
 
 async def all_tokens(coordinator: Coordinator, wanted: Sequence[GenerationRequest]) -> list[list[int]]:
-    """The answers to requests that run side by side."""
+    """The tokens of requests that run at the same time."""
     return list(await asyncio.gather(*(tokens_of(coordinator, one) for one in wanted)))
 
 
 async def first_commit_then_leave(coordinator: Coordinator, wanted: GenerationRequest) -> Commit:
-    """A client that hangs up after the first words."""
+    """Read one commit and disconnect."""
     async with aclosing(coordinator.generate(wanted)) as commits:
         return await anext(commits)
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the others work until it holds (a hang ends by the test's own timeout)."""
-    while not condition():  # noqa: ASYNC110 - what it waits for has no event
+    """Let other tasks run until the condition holds. The timeout of the test ends a hang."""
+    while not condition():  # noqa: ASYNC110 - the condition has no event
         await asyncio.sleep(0.001)
 
 
 def value_of(coordinator_metrics: Metrics, name: str, **labels: str) -> float:
-    """One series' value; 0 when it was never touched."""
+    """The value of one series; 0 when it does not exist."""
     return coordinator_metrics.registry.get_sample_value(name, {"model_name": "fake", **labels}) or 0.0

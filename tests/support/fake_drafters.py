@@ -1,4 +1,4 @@
-"""Drafters of every character, beside the target that they guess for."""
+"""Fake drafters: right, wrong, slow, failing, forgetful or invalid."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from cluster.core.verification import RowFault, RowFaultCode
-from tests.support.fake_target import FakeTarget as FakeTarget
+from tests.support.fake_target import FakeTarget
 
 
 class FakeDrafter:
-    """Never guesses right. Keeps what it was told as the port demands, and faults when it was told too little."""
+    """Drafts nothing. Stores what it is sent as the port demands, and answers a fault when tokens are missing."""
 
     def __init__(self, target: FakeTarget) -> None:
         self.target = target
         self.known: dict[SequenceId, tuple[SequenceStart, list[int]]] = {}
+        """What was sent of each sequence that was not released."""
         self.calls: list[tuple[DraftRow, ...]] = []
         """The rows of every call."""
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
         """See `Drafter`."""
         self.calls.append(tuple(rows))
-        await self.think()
+        await self.before_answer()
         return tuple(self.answer(row) for row in rows)
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
@@ -36,52 +37,56 @@ class FakeDrafter:
         for sequence_id in sequence_ids:
             self.known.pop(sequence_id, None)
 
-    async def think(self) -> None:
-        """Before the answer: where a drafter is late or fails."""
+    async def before_answer(self) -> None:
+        """Wait or fail before the answer."""
         await asyncio.sleep(0)
 
     def answer(self, row: DraftRow) -> Proposal:
-        """Learn what is new, then guess."""
+        """Store the new tokens, then draft."""
         if row.start is not None and row.known_len == 0:
             self.known[row.sequence_id] = (row.start, [])
         if row.sequence_id not in self.known or len(self.known[row.sequence_id][1]) < row.known_len:
-            fault = RowFault(RowFaultCode.OUT_OF_SYNC, "told too little")
+            fault = RowFault(RowFaultCode.OUT_OF_SYNC, "tokens are missing")
             return Proposal(row.sequence_id, row.base_len, fault=fault)
         start, tokens = self.known[row.sequence_id]
         tokens[row.known_len :] = row.new_tokens
-        return Proposal(row.sequence_id, row.base_len, self.guess(start.sampling, tokens, row))
+        return Proposal(row.sequence_id, row.base_len, self.draft(start.sampling, tokens, row))
 
-    def guess(self, sampling: SamplingParameters, tokens: list[int], row: DraftRow) -> TokenTree:
+    def draft(self, sampling: SamplingParameters, tokens: list[int], row: DraftRow) -> TokenTree:
         """A tree below `tokens`."""
+        return EMPTY_TREE
+
+
+class WrongDrafter(FakeDrafter):
+    """Drafts chains whose first token is always wrong."""
+
+    def draft(self, sampling: SamplingParameters, tokens: list[int], row: DraftRow) -> TokenTree:
+        """A chain as long as the budget allows."""
         length = min(row.budget.max_nodes, row.budget.max_depth)
         wrong = (self.target.next_token(tokens, sampling) + 1) % self.target.vocabulary_size
         return TokenTree.chain([wrong] * length)
 
 
-class NeverAgree(FakeDrafter):
-    """Its first token is wrong, always."""
+class PerfectDrafter(FakeDrafter):
+    """Drafts chains that are always right."""
 
-
-class AlwaysAgree(FakeDrafter):
-    """Knows the model by heart."""
-
-    def guess(self, sampling: SamplingParameters, tokens: list[int], row: DraftRow) -> TokenTree:
-        """A chain of what the target will say."""
+    def draft(self, sampling: SamplingParameters, tokens: list[int], row: DraftRow) -> TokenTree:
+        """A chain of what the target will decide."""
         chain = list(tokens)
         for _ in range(min(row.budget.max_nodes, row.budget.max_depth)):
             chain.append(self.target.next_token(chain, sampling))
         return TokenTree.chain(chain[len(tokens) :])
 
 
-class RandomGuesses(FakeDrafter):
-    """Random trees, in which the right token is often among the children."""
+class RandomDrafter(FakeDrafter):
+    """Drafts random trees in which the right token is often among the children."""
 
     def __init__(self, target: FakeTarget, seed: int = 0) -> None:
         super().__init__(target)
         self.random = random.Random(seed)
 
-    def guess(self, sampling: SamplingParameters, tokens: list[int], row: DraftRow) -> TokenTree:
-        """Candidates that follow the target for a while and then stray."""
+    def draft(self, sampling: SamplingParameters, tokens: list[int], row: DraftRow) -> TokenTree:
+        """Candidates that follow the target for a while and then leave it."""
         candidates: list[list[int]] = []
         for _ in range(self.random.randrange(4)):
             path = list(tokens)
@@ -92,47 +97,47 @@ class RandomGuesses(FakeDrafter):
         return TokenTree.from_candidates(candidates, row.budget.max_nodes)
 
 
-class Slow(AlwaysAgree):
-    """Right, and too late."""
+class SlowDrafter(PerfectDrafter):
+    """Answers after `delay` seconds."""
 
     def __init__(self, target: FakeTarget, delay: float) -> None:
         super().__init__(target)
         self.delay = delay
 
-    async def think(self) -> None:
-        """Take its time."""
+    async def before_answer(self) -> None:
+        """Wait."""
         await asyncio.sleep(self.delay)
 
 
-class Failing(AlwaysAgree):
-    """Gone while `is_down`, then empty-headed again."""
+class FailingDrafter(PerfectDrafter):
+    """Unavailable while `is_down`; comes back without any sequence."""
 
     is_down = True
 
-    async def think(self) -> None:
-        """Refuse while down."""
+    async def before_answer(self) -> None:
+        """Fail while down."""
         await asyncio.sleep(0)
         if self.is_down:
             self.known.clear()
             raise DrafterUnavailable("connection refused")
 
 
-class Broken(AlwaysAgree):
-    """Raises what no port allows."""
+class BuggyDrafter(PerfectDrafter):
+    """Raises an error that the port does not allow."""
 
-    async def think(self) -> None:
-        """A bug."""
+    async def before_answer(self) -> None:
+        """Raise."""
         raise ZeroDivisionError("a bug in the drafter")
 
 
-class OutOfSync(AlwaysAgree):
-    """Forgets sequences now and then."""
+class ForgetfulDrafter(PerfectDrafter):
+    """Loses some sequences before every answer."""
 
     def __init__(self, target: FakeTarget, seed: int = 0) -> None:
         super().__init__(target)
         self.random = random.Random(seed)
 
-    async def think(self) -> None:
+    async def before_answer(self) -> None:
         """Lose some."""
         await asyncio.sleep(0)
         for sequence_id in list(self.known):
@@ -140,12 +145,12 @@ class OutOfSync(AlwaysAgree):
                 del self.known[sequence_id]
 
 
-class Liar(RandomGuesses):
-    """Breaks the contract: stale stamps, trees beyond the budget, tokens beyond the vocabulary, answers for others."""
+class InvalidDrafter(RandomDrafter):
+    """Sends stale lengths, trees beyond the budget, tokens beyond the vocabulary, and answers for unknown sequences."""
 
     def answer(self, row: DraftRow) -> Proposal:
-        """One lie in turn."""
-        honest = super().answer(row)
+        """A valid proposal in one of five cases."""
+        valid = super().answer(row)
         match self.random.randrange(5):
             case 0:
                 return Proposal(row.sequence_id, row.base_len - 1, TokenTree.chain([1, 2]))
@@ -154,5 +159,5 @@ class Liar(RandomGuesses):
             case 2:
                 return Proposal(row.sequence_id, row.base_len, TokenTree.chain([self.target.vocabulary_size]))
             case 3:
-                return Proposal(SequenceId("nobody"), row.base_len, EMPTY_TREE)
-        return honest
+                return Proposal(SequenceId("unknown"), row.base_len, EMPTY_TREE)
+        return valid

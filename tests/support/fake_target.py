@@ -1,7 +1,7 @@
-"""A little language model that decides, behind the target's port.
+"""A fake target: a tiny deterministic language model behind the target's port.
 
-Its next token is a pure hash of everything before it and the seed, so a wrong, missing or repeated token anywhere
-changes all that follows: a stream equal to `FakeTarget.answer()` is right to the last token.
+The next token is a pure hash of all tokens before it and the seed, so a wrong, missing or repeated token changes all
+tokens after it. A stream that equals `FakeTarget.answer()` is right to the last token.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Stored:
 
 
 class FakeTarget:
-    """Holds its ground: checks every row against what it stores, out of a pool of blocks that can run out."""
+    """Checks every row against what it stores. Its pool of blocks can run out."""
 
     def __init__(
         self,
@@ -52,24 +52,28 @@ class FakeTarget:
         blocks: int = 256,
         max_context_len: int = 512,
         step_delay: float = 0.0,
-        remembers: bool = False,
+        prefix_cache: bool = False,
     ) -> None:
         self.vocabulary_size = vocabulary_size
         self.max_context_len = max_context_len
         self.step_delay = step_delay
         self.stored: dict[SequenceId, _Stored] = {}
         self.memory = FakeMemory(
-            blocks, block_size, lambda: [stored.table for stored in self.stored.values()], remembers=remembers
+            blocks, block_size, lambda: [stored.table for stored in self.stored.values()], prefix_cache=prefix_cache
         )
         self.openings: list[tuple[OpenRow, int]] = []
-        """Every row that was opened, and how many of its tokens were found."""
+        """Every opened row, and how many of its tokens were found."""
         self.batches: list[StepBatch] = []
-        """Every batch that was computed."""
+        """Every computed batch."""
         self.faults: list[RowFault] = []
-        """Every fault that was answered."""
+        """Every fault in a verdict."""
+        self.drafted = 0
+        """Number of drafted tokens verified."""
+        self.accepted = 0
+        """Number of drafted tokens accepted."""
         self.is_down = False
         self.fail_after_computing = 0
-        """So many steps and openings are computed and then break before they answer."""
+        """Number of steps and openings that are computed and then fail before they answer."""
         self._epoch = 0
         self._unhung = asyncio.Event()
         self._unhung.set()
@@ -77,12 +81,12 @@ class FakeTarget:
     # --- the model ---
 
     def next_token(self, tokens: Sequence[int], sampling: SamplingParameters) -> int:
-        """The decision after `tokens`; the seed counts unless the temperature is 0."""
+        """The decision after `tokens`; it depends on the seed unless the temperature is 0."""
         seed = sampling.seed if sampling.temperature > 0 else 0
         return zlib.crc32(array("I", tokens).tobytes(), seed & 0xFFFFFFFF) % self.vocabulary_size
 
     def answer(self, request: GenerationRequest) -> list[int]:
-        """What plain decoding, one token at a time, writes."""
+        """The answer of plain decoding, one token at a time."""
         tokens = list(request.prompt)
         while len(tokens) - len(request.prompt) < request.stopping.max_tokens:
             tokens.append(self.next_token(tokens, request.sampling))
@@ -91,35 +95,39 @@ class FakeTarget:
         return tokens[len(request.prompt) :]
 
     def answers(self, request: GenerationRequest) -> list[list[int]]:
-        """What plain decoding writes for each of the request's seeds."""
+        """The answers of plain decoding for each of the request's seeds."""
         seeds = ((request.sampling.seed + index) % 2**64 for index in range(request.n))
         return [self.answer(replace(request, sampling=replace(request.sampling, seed=seed))) for seed in seeds]
 
     def logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """What may follow `tokens`, without warping: the greedy decision is the most probable."""
+        """Log-probabilities of all tokens after `tokens`, before warping. The greedy decision is the most probable."""
         seen = zlib.crc32(array("I", tokens).tobytes())
         logits = [zlib.crc32(bytes([token]), seen) / 2**29 for token in range(self.vocabulary_size)]
         logits[seen % self.vocabulary_size] = 8.5
         total = math.log(sum(map(math.exp, logits)))
         return [logit - total for logit in logits]
 
-    # --- misfortune ---
+    # --- failures ---
 
     def crash(self) -> None:
-        """Lose everything and answer nothing until `revive()`."""
+        """Lose everything and refuse all calls until `revive()`."""
         self.is_down = True
         self.stored.clear()
         self.memory.forget()
 
     def revive(self) -> None:
-        """Come back, empty, in a new life."""
+        """Come back empty, with a new epoch."""
+        self.drafted = 0
+        """Number of drafted tokens verified."""
+        self.accepted = 0
+        """Number of drafted tokens accepted."""
         self.is_down = False
         self.stored.clear()
         self.memory.forget()
         self._epoch += 1
 
     def hang(self) -> None:
-        """Take calls and never answer, until `unhang()`."""
+        """Do not answer any call until `unhang()`."""
         self._unhung.clear()
 
     def unhang(self) -> None:
@@ -138,6 +146,11 @@ class FakeTarget:
         """Blocks that no sequence holds."""
         return self.memory.blocks_free
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sequence is stored and no block is held."""
+        return not self.stored and self.blocks_free == self.blocks
+
     async def step(self, batch: StepBatch) -> StepResult:
         """See `Target`."""
         await self._answering()
@@ -145,7 +158,7 @@ class FakeTarget:
         self._check_alive()
         self.batches.append(batch)
         verdicts = tuple(self._verify(batch))
-        self._lose_the_answer()
+        self._fail_after_computing()
         return StepResult(verdicts, KvOccupancy(self.blocks, self.blocks_free))
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
@@ -160,11 +173,11 @@ class FakeTarget:
         self.stored.clear()
 
     async def open(self, rows: Sequence[OpenRow]) -> OpenResult:
-        """See `Target`. Finds what the parent stores and, if it remembers at all, full blocks of earlier sequences."""
+        """See `Target`. Finds what the parent stores and, with a prefix cache, full blocks of earlier sequences."""
         await self._answering()
         lens = tuple(self._open(row) for row in rows)
         self.openings += zip(rows, lens, strict=True)
-        self._lose_the_answer()
+        self._fail_after_computing()
         return OpenResult(lens, KvOccupancy(self.blocks, self.blocks_free))
 
     async def info(self) -> TargetInfo:
@@ -191,10 +204,10 @@ class FakeTarget:
         if self.is_down:
             raise TargetUnavailable("connection refused")
 
-    def _lose_the_answer(self) -> None:
+    def _fail_after_computing(self) -> None:
         if self.fail_after_computing:
             self.fail_after_computing -= 1
-            raise TargetUnavailable("the answer was lost on its way")
+            raise TargetUnavailable("the answer was lost")
 
     def _open(self, row: OpenRow) -> int:
         parent = self.stored.get(row.parent) if row.parent is not None else None
@@ -210,15 +223,15 @@ class FakeTarget:
         return alike
 
     def _verify(self, batch: StepBatch) -> list[Verdict]:
-        """All rows take their blocks first, as in one forward pass; then each is decided."""
+        """Reserve the blocks of all rows, as in one forward pass; then decide each row."""
         reserved = 0
-        works: list[tuple[VerifyRow, _Stored | RowFault | Verdict]] = []
+        prepared: list[tuple[VerifyRow, _Stored | RowFault | Verdict]] = []
         for row in batch.rows:
-            work = self._prepare(row, reserved)
-            if isinstance(work, _Stored):
-                reserved += self._needed(row, work)
-            works.append((row, work))
-        return [self._conclude(row, work) for row, work in works]
+            state = self._prepare(row, reserved)
+            if isinstance(state, _Stored):
+                reserved += self._needed(row, state)
+            prepared.append((row, state))
+        return [self._decide(row, state) for row, state in prepared]
 
     def _prepare(self, row: VerifyRow, reserved: int) -> _Stored | RowFault | Verdict:
         stored = self.stored.get(row.sequence_id)
@@ -242,36 +255,38 @@ class FakeTarget:
     def _needed(self, row: VerifyRow, stored: _Stored) -> int:
         return self.memory.needed(stored.table, len(stored.tokens), row.base_len + len(row.tree))
 
-    def _conclude(self, row: VerifyRow, work: _Stored | RowFault | Verdict) -> Verdict:
-        if isinstance(work, Verdict):
-            return work
-        if isinstance(work, RowFault):
-            self.faults.append(work)
-            return Verdict(row.sequence_id, row.base_len, fault=work)
-        stored_len = len(work.tokens)
-        work.tokens.extend(row.pending)
+    def _decide(self, row: VerifyRow, state: _Stored | RowFault | Verdict) -> Verdict:
+        if isinstance(state, Verdict):
+            return state
+        if isinstance(state, RowFault):
+            self.faults.append(state)
+            return Verdict(row.sequence_id, row.base_len, fault=state)
+        stored_len = len(state.tokens)
+        state.tokens.extend(row.pending)
         decided: list[int] = []
         node: int | None = ROOT
         while row.decide and node is not None:
-            token = self.next_token([*work.tokens, *decided], work.start.sampling)
+            token = self.next_token([*state.tokens, *decided], state.start.sampling)
             decided.append(token)
             node = row.tree.child(node, token)
-        work.tokens.extend(decided[:-1])
-        self.memory.write(work.table, stored_len, len(work.tokens))
-        self.memory.remember(work.start.cache_salt, work.tokens, work.table)
-        work.answered = row
-        logprobs = self._tell(work, row.base_len, decided)
-        work.verdict = Verdict(row.sequence_id, row.base_len, tuple(decided), len(row.tree), logprobs)
-        return work.verdict
+        state.tokens.extend(decided[:-1])
+        self.drafted += len(row.tree)
+        self.accepted += max(0, len(decided) - 1)
+        self.memory.write(state.table, stored_len, len(state.tokens))
+        self.memory.cache(state.start.cache_salt, state.tokens, state.table)
+        state.answered = row
+        logprobs = self._top_logprobs(state, row.base_len, decided)
+        state.verdict = Verdict(row.sequence_id, row.base_len, tuple(decided), len(row.tree), logprobs)
+        return state.verdict
 
-    def _tell(self, work: _Stored, base_len: int, decided: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-        if work.start.sampling.logprobs is None:
+    def _top_logprobs(self, state: _Stored, base_len: int, decided: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+        if state.start.sampling.logprobs is None:
             return ()
-        told: list[TokenLogprobs] = []
-        tokens = work.tokens[:base_len]
+        reported: list[TokenLogprobs] = []
+        tokens = state.tokens[:base_len]
         for token in decided:
             values = self.logprobs(tokens)
-            ranked = sorted(range(len(values)), key=lambda other: -values[other])[: work.start.sampling.logprobs]
-            told.append(TokenLogprobs(token, values[token], tuple((other, values[other]) for other in ranked)))
+            ranked = sorted(range(len(values)), key=lambda other: -values[other])[: state.start.sampling.logprobs]
+            reported.append(TokenLogprobs(token, values[token], tuple((other, values[other]) for other in ranked)))
             tokens.append(token)
-        return tuple(told)
+        return tuple(reported)

@@ -1,4 +1,4 @@
-"""Serving in simulated time: steps and proposals take what a law says, the clock jumps, and a minute takes a moment."""
+"""Serving in simulated time: steps and proposals take modelled times, and sleeping takes no real time."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from typing import Any, TypeVar
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core.drafting import DraftRow, Proposal
-from cluster.core.request import SamplingParameters
+from cluster.core.request import GenerationRequest, SamplingParameters
 from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, StepResult, StepSample, TargetInfo
 from tests.support.fake_cluster import all_tokens, configure, request
-from tests.support.fake_drafters import FakeDrafter, FakeTarget
+from tests.support.fake_drafters import FakeDrafter
+from tests.support.fake_target import FakeTarget
 
 Value = TypeVar("Value")
 
 TOO_LONG_SECONDS = 60.0
-"""Simulated: what waits for longer waits for ever."""
+"""Simulated seconds after which a wait counts as a hang."""
 
 
 class _Selector(selectors.SelectSelector):
-    """Never waits: the time that it should have waited has passed at once."""
+    """Returns at once and advances the simulated time instead of waiting."""
 
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """See `selectors`."""
         if timeout is None:
-            raise RuntimeError("everybody waits, and nothing will ever happen")
+            raise RuntimeError("all tasks wait and no timer is set")
         self.now += max(0.0, timeout)
         return super().select(0)
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """An event loop in which only sleeping takes time."""
+    """An event loop in which only sleeping takes (simulated) time."""
 
     def __init__(self) -> None:
         self._simulated = _Selector()
@@ -50,12 +51,12 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return self._simulated.now
 
 
-def simulate(work: Coroutine[Any, Any, Value]) -> Value:
-    """Run `work` to its end in simulated time."""
+def simulate(coroutine: Coroutine[Any, Any, Value]) -> Value:
+    """Run a coroutine in simulated time."""
 
     async def bounded() -> Value:
         async with asyncio.timeout(TOO_LONG_SECONDS):
-            return await work
+            return await coroutine
 
     with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
         return runner.run(bounded())
@@ -66,101 +67,144 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-Law = Callable[[int, int], float]
+StepTime = Callable[[int, int], float]
+"""From the rows and tokens of a step to its time in seconds."""
 
 
 def cpu_step(rows: int, tokens: int) -> float:
-    """Two cores: flat to eight tokens, then in proportion, and something for each row."""
+    """Two CPU cores: flat up to eight tokens, then linear, and a little for each row."""
     return 0.007 + 0.0001 * rows + 0.00015 * min(tokens, 8) + 0.0006 * max(0, tokens - 8)
 
 
 def gpu_step(rows: int, tokens: int) -> float:
-    """A memory-bound device: hardly more for 64 tokens than for one, in stairs."""
+    """A memory-bound GPU: hardly more for 64 tokens than for one, in stairs."""
     return 0.010 + 0.00002 * rows + 0.0004 * -(-tokens // 32)
 
 
 class TimedTarget(FakeTarget):
-    """Steps take what its law says; it has measured a few of them before."""
+    """A target whose steps take `step_time`; with `profiled`, it has measured some of them during warm-up."""
 
-    def __init__(self, law: Law, *, profiled: bool = True) -> None:
+    def __init__(self, step_time: StepTime, *, profiled: bool = True) -> None:
         super().__init__(blocks=100_000, max_context_len=4096, vocabulary_size=97)
-        self.law = law
+        self.step_time = step_time
         self.profiled = profiled
 
     async def step(self, batch: StepBatch) -> StepResult:
         """See `Target`."""
-        await asyncio.sleep(self.law(len(batch.rows), sum(row.width for row in batch.rows)))
+        await asyncio.sleep(self.step_time(len(batch.rows), sum(row.width for row in batch.rows)))
         return await super().step(batch)
 
     async def info(self) -> TargetInfo:
         """See `Target`."""
         info = await super().info()
         sizes = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 32), (8, 8), (8, 32), (32, 32))
-        profile = tuple(StepSample(rows, tokens, self.law(rows, tokens)) for rows, tokens in sizes)
+        profile = tuple(StepSample(rows, tokens, self.step_time(rows, tokens)) for rows, tokens in sizes)
         return replace(info, profile=profile if self.profiled else ())
 
     def next_token(self, tokens: Sequence[int], sampling: SamplingParameters) -> int:
-        """A cheaper hash than its parent's: of the length and the seed, and so not of what came before."""
+        """A cheaper hash than its parent's: of the length and the seed only."""
         return zlib.crc32(b"%d %d" % (len(tokens), sampling.seed)) % self.vocabulary_size
 
 
 @dataclass(frozen=True, slots=True)
-class Habit:
-    """What a drafter is like."""
+class DrafterModel:
+    """How accurate and how fast a drafter is. Times are in seconds."""
 
     acceptance: float
-    """The chance that a guess is right where those above it are."""
-    silence: float = 0.0
-    """The chance that it has nothing to say."""
+    """The probability that a drafted token is right if its parent is."""
+    empty: float = 0.0
+    """The probability of an empty tree."""
     call_seconds: float = 0.0006
     row_seconds: float = 0.00005
     depth_seconds: float = 0.0
-    """What each token of the deepest chain takes."""
-    tells: bool = False
-    """Whether it says how likely its guesses are."""
+    """Time per token of the deepest chain."""
+    has_probabilities: bool = False
+    """Whether it sends probabilities."""
 
 
 class TimedDrafter(FakeDrafter):
-    """Guesses chains, by its habit, which may change."""
+    """Drafts chains as its model says. The model may be replaced at any time."""
 
-    def __init__(self, target: FakeTarget, habit: Habit) -> None:
+    def __init__(self, target: FakeTarget, model: DrafterModel) -> None:
         super().__init__(target)
-        self.habit = habit
+        self.model = model
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
         """See `Drafter`."""
-        habit, deepest = self.habit, max((row.budget.max_depth for row in rows), default=0)
-        await asyncio.sleep(habit.call_seconds + habit.row_seconds * len(rows) + habit.depth_seconds * deepest)
+        model, deepest = self.model, max((row.budget.max_depth for row in rows), default=0)
+        await asyncio.sleep(model.call_seconds + model.row_seconds * len(rows) + model.depth_seconds * deepest)
         return await super().propose(rows, timeout_seconds)
 
     def answer(self, row: DraftRow) -> Proposal:
         """See `FakeDrafter`."""
         proposal = super().answer(row)
-        if not self.habit.tells:
+        if not self.model.has_probabilities:
             return proposal
-        chances = tuple(self.habit.acceptance**depth for depth in proposal.tree.depths())
+        chances = tuple(self.model.acceptance**depth for depth in proposal.tree.depths())
         return Proposal(row.sequence_id, row.base_len, proposal.tree, proposal.fault, chances)
 
-    def guess(self, sampling: SamplingParameters, tokens: list[int], row: DraftRow) -> TokenTree:
-        """A chain whose tokens are right by chance."""
-        if self._draw(sampling.seed, len(tokens), 0) < self.habit.silence:
+    def draft(self, sampling: SamplingParameters, tokens: list[int], row: DraftRow) -> TokenTree:
+        """A chain whose tokens are right at random."""
+        if self._draw(sampling.seed, len(tokens), 0) < self.model.empty:
             return TokenTree()
         chain = list(tokens)
         for depth in range(1, min(row.budget.max_nodes, row.budget.max_depth) + 1):
             right = self.target.next_token(chain, sampling)
-            is_right = self._draw(sampling.seed, len(chain), depth) < self.habit.acceptance
+            is_right = self._draw(sampling.seed, len(chain), depth) < self.model.acceptance
             chain.append(right if is_right else (right + 1) % self.target.vocabulary_size)
         return TokenTree.chain(chain[len(tokens) :])
 
     @staticmethod
-    def _draw(seed: int, place: int, depth: int) -> float:
-        digest = hashlib.blake2b(b"%d/%d/%d" % (seed, place, depth), digest_size=4).digest()
+    def _draw(seed: int, position: int, depth: int) -> float:
+        digest = hashlib.blake2b(b"%d/%d/%d" % (seed, position, depth), digest_size=4).digest()
         return int.from_bytes(digest, "little") / 2**32
 
 
-async def measure(
-    law: Law,
-    habit: Habit | None,
+class PrefillingDrafter(TimedDrafter):
+    """Also takes `token_seconds` for each new token of a sequence."""
+
+    def __init__(self, target: FakeTarget, model: DrafterModel, token_seconds: float) -> None:
+        super().__init__(target, model)
+        self.token_seconds = token_seconds
+        self.cancelled = 0
+        """Number of calls that were cancelled."""
+
+    async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
+        """See `Drafter`."""
+        try:
+            await asyncio.sleep(self.token_seconds * sum(len(row.new_tokens) for row in rows))
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return await super().propose(rows, timeout_seconds)
+
+
+class SimulatedCluster:
+    """A coordinator in simulated time with its target and drafters; it has a speculation controller by default."""
+
+    def __init__(self, drafters: Sequence[FakeDrafter], target: FakeTarget, **settings: object) -> None:
+        self.metrics = Metrics()
+        self.target = target
+        overrides = {"draft__controller": "auto", "scheduler__max_step_tokens": 512, "draft__max_nodes": 8}
+        configuration = configure(**(overrides | settings))
+        self.coordinator = Coordinator(target, drafters, configuration, self.metrics, now)
+
+    async def serve(self, wanted: Sequence[GenerationRequest]) -> float:
+        """Serve requests at the same time and check their tokens. Returns the time it took, in seconds."""
+        begun = now()
+        answers = await all_tokens(self.coordinator, wanted)
+        assert answers == [self.target.answer(one) for one in wanted]
+        return now() - begun
+
+
+def equal_requests(count: int, tokens: int, name: str = "r") -> list[GenerationRequest]:
+    """Requests with the same prompt and length, and different seeds."""
+    return [request(f"{name}{index}", max_tokens=tokens, seed=index + 1) for index in range(count)]
+
+
+async def tokens_per_second(
+    step_time: StepTime,
+    model: DrafterModel | None,
     batch: int,
     tokens: int = 200,
     *,
@@ -168,19 +212,19 @@ async def measure(
     profiled: bool = True,
     **settings: object,
 ) -> float:
-    """Tokens per second of `batch` answers side by side; without a habit, of plain decoding.
+    """Measure the speed of `batch` answers at the same time; without a drafter model, of plain decoding.
 
-    `before`: tokens of as many answers that were given earlier.
+    `before` is the length of as many answers that are served first.
     """
-    target = TimedTarget(law, profiled=profiled)
-    drafter = TimedDrafter(target, habit or Habit(0.0))
+    target = TimedTarget(step_time, profiled=profiled)
+    drafter = TimedDrafter(target, model or DrafterModel(0.0))
     overrides: dict[str, object] = {
         "draft__controller": "auto",
         "draft__max_nodes": 8,
         "draft__max_depth": 8,
         "scheduler__max_step_tokens": 512,
     }
-    if habit is None:
+    if model is None:
         overrides["draft__method"] = "none"
     configuration = configure(**(overrides | settings))
     wanted = [request(f"r{index}", max_tokens=tokens, seed=index + 1) for index in range(batch)]
@@ -192,5 +236,5 @@ async def measure(
         answers = await all_tokens(coordinator, wanted)
         seconds = now() - begun
     if answers != [target.answer(one) for one in wanted]:
-        raise AssertionError("another text")
+        raise AssertionError("the tokens differ from those of plain decoding")
     return batch * tokens / seconds

@@ -19,11 +19,12 @@ from cluster.ingress.service import GenerationService
 from cluster.ingress.text.tokenizer import Tokenizer
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.fake_cluster import value_of
-from tests.support.fake_drafters import AlwaysAgree, FakeDrafter, FakeTarget, NeverAgree, RandomGuesses
+from tests.support.fake_drafters import FakeDrafter, PerfectDrafter, RandomDrafter, WrongDrafter
+from tests.support.fake_target import FakeTarget
 from tests.support.tiny_tokenizer import byte_level
 
 REASONS = ("stop", "length", "abort")
-DRAFTERS = [NeverAgree, AlwaysAgree, RandomGuesses]
+DRAFTERS = [WrongDrafter, PerfectDrafter, RandomDrafter]
 Read = tuple[str, list[int], Finished]
 
 
@@ -53,7 +54,7 @@ async def read(generation: GenerationService, *stops: str, seed: int = 5) -> Rea
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 async def test_text_and_stop_are_the_same_whoever_drafts(tmp_path: Path, drafter: type[FakeDrafter]) -> None:
-    async with coordinated(tmp_path, NeverAgree) as (plain, _):
+    async with coordinated(tmp_path, WrongDrafter) as (plain, _):
         text, tokens, finished = await read(plain)
         assert (len(tokens), finished.reason) == (60, FinishReason.LENGTH)
         stop = text[len(text) // 2 :][:3]
@@ -74,7 +75,7 @@ async def test_an_answer_cut_by_a_stop_string_counts_what_was_kept_and_frees_the
         usage = finished.usage
         assert (finished.reason, usage.completion_tokens) == (FinishReason.STOP, len(tokens))
         assert 0 <= usage.accepted_tokens <= usage.drafted_tokens
-        assert (usage.accepted_tokens > 0) is (drafter is not NeverAgree)
+        assert (usage.accepted_tokens > 0) is (drafter is not WrongDrafter)
         async with asyncio.timeout(5):
             while target.stored:  # noqa: ASYNC110 - the fake tells nobody
                 await asyncio.sleep(0)
@@ -84,7 +85,7 @@ async def test_an_answer_cut_by_a_stop_string_counts_as_stopped_and_one_whose_re
     tmp_path: Path,
 ) -> None:
     metrics = Metrics()
-    async with coordinated(tmp_path, AlwaysAgree, metrics) as (generation, _):
+    async with coordinated(tmp_path, PerfectDrafter, metrics) as (generation, _):
         text, _, _ = await read(generation)
         await read(generation, text[len(text) // 2 :][:3])
         request = generation_pb2.GenerateRequest(text="hello", sampling=common_pb2.SamplingParameters(seed=5))
@@ -101,7 +102,7 @@ async def test_an_answer_cut_by_a_stop_string_counts_as_stopped_and_one_whose_re
 async def test_several_answers_are_those_of_single_requests_each_cut_by_its_own_stop(
     tmp_path: Path, drafter: type[FakeDrafter]
 ) -> None:
-    async with coordinated(tmp_path, NeverAgree) as (plain, _):
+    async with coordinated(tmp_path, WrongDrafter) as (plain, _):
         singles = [await read(plain, "a", "b", seed=5 + index) for index in range(4)]
     assert len({len(tokens) for _, tokens, _ in singles}) > 1
     async with coordinated(tmp_path, drafter) as (generation, target):

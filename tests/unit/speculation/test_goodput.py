@@ -13,13 +13,13 @@ from cluster.core.scheduler import clip_draft
 from cluster.core.verification import StepSample
 from cluster.speculation.goodput import DraftForecast, budget_for, prune_trees, size_trees
 from cluster.speculation.latency import LatencyModel
-from tests.support.simulated_time import Law, cpu_step, gpu_step
+from tests.support.simulated_time import StepTime, cpu_step, gpu_step
 
 
-def known(law: Law) -> LatencyModel:
+def known(step_time: StepTime) -> LatencyModel:
     sizes = itertools.product((1, 4, 8, 32), (1, 2, 4, 8, 16, 32, 64, 128, 256))
     return LatencyModel.of_profile(
-        [StepSample(rows, tokens, law(rows, tokens)) for rows, tokens in sizes if tokens >= rows]
+        [StepSample(rows, tokens, step_time(rows, tokens)) for rows, tokens in sizes if tokens >= rows]
     )
 
 
@@ -125,11 +125,11 @@ def trees(draw: st.DrawFn) -> list[list[float]]:
     return grown
 
 
-laws = st.sampled_from([FLAT, STEEP, known(cpu_step), known(gpu_step)])
+latencies = st.sampled_from([FLAT, STEEP, known(cpu_step), known(gpu_step)])
 
 
 @settings(deadline=None, max_examples=50)
-@given(trees(), laws, st.floats(0, 0.05))
+@given(trees(), latencies, st.floats(0, 0.05))
 def test_what_is_kept_is_never_worse_than_nothing_and_never_worse_than_one_node_less_or_more(
     grown: list[list[float]], steps: LatencyModel, waited: float
 ) -> None:
@@ -144,7 +144,7 @@ def test_what_is_kept_is_never_worse_than_nothing_and_never_worse_than_one_node_
 
 
 @settings(deadline=None, max_examples=50)
-@given(trees(), laws)
+@given(trees(), latencies)
 def test_where_parents_are_likelier_a_kept_node_has_its_parent(grown: list[list[float]], steps: LatencyModel) -> None:
     falling = [
         sorted(probabilities, reverse=True) for probabilities in grown
@@ -165,7 +165,7 @@ forecasts = st.lists(
 
 
 @settings(deadline=None, max_examples=50)
-@given(forecasts, laws, st.sampled_from([FREE, DEAR, LatencyModel(grows_from_zero=True).observed(2, 4, 0.004)]))
+@given(forecasts, latencies, st.sampled_from([FREE, DEAR, LatencyModel(grows_from_zero=True).observed(2, 4, 0.004)]))
 def test_chosen_sizes_never_promise_less_than_plain_decoding(
     some: list[DraftForecast], steps: LatencyModel, waits: LatencyModel
 ) -> None:
@@ -176,7 +176,7 @@ def test_chosen_sizes_never_promise_less_than_plain_decoding(
 
 
 @settings(deadline=None, max_examples=50)
-@given(forecasts, laws)
+@given(forecasts, latencies)
 def test_guesses_that_are_likelier_promise_no_less(some: list[DraftForecast], steps: LatencyModel) -> None:
     better = [
         DraftForecast(tuple(min(1.0, 1.1 * chance) for chance in one.probabilities), one.depths, 8) for one in some

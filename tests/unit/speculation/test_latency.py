@@ -16,20 +16,22 @@ from tests.support.simulated_time import cpu_step, gpu_step
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def taught(law: object, samples: int = 600, noise: float = 0.0, rows: tuple[int, ...] = (1, 4, 8)) -> LatencyModel:
+def taught(
+    step_time: object, samples: int = 600, noise: float = 0.0, rows: tuple[int, ...] = (1, 4, 8)
+) -> LatencyModel:
     luck, model = random.Random(1), LatencyModel()
     for _ in range(samples):
         row, size = luck.choice(rows), luck.choice(SIZES)
-        model = model.observed(row, size, law(row, size) * luck.uniform(1 - noise, 1 + noise))  # type: ignore[operator]
+        model = model.observed(row, size, step_time(row, size) * luck.uniform(1 - noise, 1 + noise))  # type: ignore[operator]
     return model
 
 
-@pytest.mark.parametrize("law", [cpu_step, gpu_step])
+@pytest.mark.parametrize("step_time", [cpu_step, gpu_step])
 @pytest.mark.parametrize("noise", [0.0, 0.2])
-def test_a_law_is_learned_whatever_its_form(law: object, noise: float) -> None:
-    model = taught(law, noise=noise)
+def test_a_law_is_learned_whatever_its_form(step_time: object, noise: float) -> None:
+    model = taught(step_time, noise=noise)
     for size in (1, 2, 4, 8, 12, 16, 24, 32, 64):
-        assert model.seconds(4, size) == pytest.approx(law(4, size), rel=0.12)  # type: ignore[operator]
+        assert model.seconds(4, size) == pytest.approx(step_time(4, size), rel=0.12)  # type: ignore[operator]
 
 
 def test_a_profile_tells_the_law_before_the_first_step() -> None:

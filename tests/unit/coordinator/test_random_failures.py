@@ -1,6 +1,6 @@
-"""Everything at once: samples, searches, readers that leave or have enough, too little memory, targets that die.
+"""Random requests, clients and failures at the same time.
 
-Whoever stays reads the right text, and at the end nobody holds anything.
+Every client that stays reads the right tokens, and in the end nothing is held.
 """
 
 from __future__ import annotations
@@ -14,16 +14,24 @@ import pytest
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core.request import EarlyStopping, GenerationRequest
+from tests.support.beam_requests import beam_answers, beam_request
 from tests.support.fake_cluster import TOO_LONG_SECONDS, answers_of, configure, read, request, until, value_of
-from tests.support.fake_drafters import AlwaysAgree, FakeDrafter, FakeTarget, Liar, NeverAgree, OutOfSync, RandomGuesses
-from tests.unit.coordinator.test_coordinator_beams import found, searching
+from tests.support.fake_drafters import (
+    FakeDrafter,
+    ForgetfulDrafter,
+    InvalidDrafter,
+    PerfectDrafter,
+    RandomDrafter,
+    WrongDrafter,
+)
+from tests.support.fake_target import FakeTarget
 
 CLIENTS = 14
 
 
 @dataclass(slots=True)
-class World:
-    """A target and a drafter of random character, and clients of every kind."""
+class RandomCluster:
+    """A random target, a random drafter, and random clients."""
 
     luck: random.Random
     target: FakeTarget = field(init=False)
@@ -35,13 +43,15 @@ class World:
         block_size = luck.choice([3, 4, 16])
         blocks = luck.choice([72, 100, 600]) // block_size
         self.target = FakeTarget(
-            block_size=block_size, blocks=blocks, step_delay=luck.choice([0, 0.0003]), remembers=luck.random() < 0.6
+            block_size=block_size, blocks=blocks, step_delay=luck.choice([0, 0.0003]), prefix_cache=luck.random() < 0.6
         )
-        self.drafter = luck.choice([NeverAgree, AlwaysAgree, RandomGuesses, OutOfSync, Liar])(self.target)
+        self.drafter = luck.choice([WrongDrafter, PerfectDrafter, RandomDrafter, ForgetfulDrafter, InvalidDrafter])(
+            self.target
+        )
         self.common = [luck.randrange(32) for _ in range(30)]
 
-    def wanted(self, index: int) -> GenerationRequest:
-        """A request that the pool can hold, often beginning like others."""
+    def random_request(self, index: int) -> GenerationRequest:
+        """A request that fits into the pool and often shares a prefix with others."""
         luck = self.luck
         prompt = self.common[: luck.randrange(1, 20)] + [luck.randrange(32) for _ in range(luck.randrange(4))]
         longest = min(luck.randrange(1, 40), self.target.blocks * self.target.memory.block_size - len(prompt))
@@ -49,14 +59,14 @@ class World:
         if luck.random() < 0.25:
             width = luck.randrange(2, 6)
             early = luck.choice(list(EarlyStopping))
-            return searching(f"r{index}", prompt, min(longest, 12), width=width, n=width - 1, stop=stop, early=early)
+            return beam_request(f"r{index}", prompt, min(longest, 12), width=width, n=width - 1, stop=stop, early=early)
         n, salt = luck.choice([1, 1, 2, 5]), luck.choice(["", "salt"])
         temperature = luck.choice([0.0, 1.0])
         return request(f"r{index}", prompt, longest, temperature=temperature, seed=index, stop=stop, salt=salt, n=n)
 
     async def client(self, coordinator: Coordinator, index: int) -> None:
-        """One who reads to the end, leaves, aborts, or has enough of one answer."""
-        luck, wanted = self.luck, self.wanted(index)
+        """Read to the end, disconnect, abort, or conclude one answer."""
+        luck, wanted = self.luck, self.random_request(index)
         await asyncio.sleep(luck.uniform(0, 0.05))
         match luck.randrange(6):
             case 0:
@@ -70,13 +80,13 @@ class World:
                 coordinator.abort(wanted.request_id)
                 assert sum(commit.finish is not None for commit in await reading) == wanted.n
             case 2 if wanted.beam is None:
-                await self.has_enough(coordinator, wanted)
+                await self.conclude_one(coordinator, wanted)
             case _:
-                right = self.target.answers(wanted) if wanted.beam is None else found(self.target, wanted)
+                right = self.target.answers(wanted) if wanted.beam is None else beam_answers(self.target, wanted)
                 assert await answers_of(coordinator, wanted) == right
 
-    async def has_enough(self, coordinator: Coordinator, wanted: GenerationRequest) -> None:
-        """Conclude one answer somewhere; the others go on."""
+    async def conclude_one(self, coordinator: Coordinator, wanted: GenerationRequest) -> None:
+        """Conclude one answer and read the others to the end."""
         cut, enough = self.luck.randrange(wanted.n), self.luck.randrange(1, 10)
         answers: list[list[int]] = [[] for _ in range(wanted.n)]
         async for commit in coordinator.generate(wanted):
@@ -87,8 +97,8 @@ class World:
         right[cut] = right[cut][: len(answers[cut])]
         assert answers == right
 
-    async def misfortune(self) -> None:
-        """The target dies, forgets, or runs out of blocks for a moment."""
+    async def fail_at_random(self) -> None:
+        """The target crashes, restarts, loses an answer, or runs out of blocks for a moment."""
         for _ in range(self.luck.choice([0, 0, 8])):
             await asyncio.sleep(self.luck.uniform(0, 0.02))
             match self.luck.randrange(4):
@@ -107,17 +117,17 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(10))
-async def test_whoever_stays_reads_the_right_text_and_nothing_is_left_behind(seed: int) -> None:
-    world = World(random.Random(seed))
-    most = world.luck.choice([None, 1, 8])
-    limits = configure(scheduler__max_prompt_tokens=most, scheduler__max_sequences=world.luck.choice([6, 16]))
+async def test_every_client_that_stays_reads_the_right_tokens_and_nothing_is_held_in_the_end(seed: int) -> None:
+    cluster = RandomCluster(random.Random(seed))
+    most = cluster.luck.choice([None, 1, 8])
+    limits = configure(scheduler__max_prompt_tokens=most, scheduler__max_sequences=cluster.luck.choice([6, 16]))
     metrics = Metrics()
     async with (
         asyncio.timeout(TOO_LONG_SECONDS),
-        Coordinator(world.target, [world.drafter], limits, metrics) as coordinator,
+        Coordinator(cluster.target, [cluster.drafter], limits, metrics) as coordinator,
     ):
-        clients = [world.client(coordinator, index) for index in range(CLIENTS)]
-        await asyncio.gather(world.misfortune(), *clients)
-        await until(lambda: not world.target.stored and not world.drafter.known)
-    assert world.target.blocks_free == world.target.blocks
+        clients = [cluster.client(coordinator, index) for index in range(CLIENTS)]
+        await asyncio.gather(cluster.fail_at_random(), *clients)
+        await until(lambda: not cluster.target.stored and not cluster.drafter.known)
+    assert cluster.target.blocks_free == cluster.target.blocks
     assert value_of(metrics, "pilotfish:loop_restarts_total") == 0

@@ -25,13 +25,10 @@ from tests.support.fake_cluster import (
     until,
     value_of,
 )
-from tests.support.fake_drafters import AlwaysAgree, FakeDrafter, FakeTarget, NeverAgree, RandomGuesses
+from tests.support.fake_drafters import FakeDrafter, PerfectDrafter, RandomDrafter, WrongDrafter
+from tests.support.fake_target import FakeTarget
 
 PROMPT = tuple(range(1, 23))
-
-
-def freed(target: FakeTarget) -> bool:
-    return not target.stored and target.blocks_free == target.blocks
 
 
 def widths(target: FakeTarget) -> list[int]:
@@ -42,25 +39,27 @@ def widths(target: FakeTarget) -> list[int]:
 # --- the text -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("remembers", [False, True], ids=["plain", "remembers"])
+@pytest.mark.parametrize("prefix_cache", [False, True], ids=["plain", "prefix_cache"])
 @pytest.mark.parametrize("blocks", [256, 16], ids=["roomy", "tight"])
-@pytest.mark.parametrize("drafter", [NeverAgree, AlwaysAgree, RandomGuesses])
+@pytest.mark.parametrize("drafter", [WrongDrafter, PerfectDrafter, RandomDrafter])
 async def test_every_answer_is_that_of_a_single_request_with_its_seed(
-    drafter: type[FakeDrafter], blocks: int, remembers: bool
+    drafter: type[FakeDrafter], blocks: int, prefix_cache: bool
 ) -> None:
-    target = FakeTarget(blocks=blocks, remembers=remembers)
+    target = FakeTarget(blocks=blocks, prefix_cache=prefix_cache)
     wanted = [request(f"r{index}", PROMPT[: 10 + 3 * index], 25, seed=100 * index, n=5) for index in range(3)]
     guesser = drafter(target)
     async with serving(target, guesser) as coordinator:
         answers = await asyncio.gather(*(answers_of(coordinator, one) for one in wanted))
-        await until(lambda: freed(target) and not guesser.known)
+        await until(lambda: target.is_empty and not guesser.known)
     assert answers == [target.answers(one) for one in wanted]
+    assert target.drafted > 0
+    assert (target.accepted > 0) == (drafter is not WrongDrafter)
 
 
 async def test_seeds_go_round_at_two_to_the_64th() -> None:
     target = FakeTarget()
     wanted = request(seed=2**64 - 1, n=3)
-    async with serving(target, NeverAgree(target)) as coordinator:
+    async with serving(target, WrongDrafter(target)) as coordinator:
         assert await answers_of(coordinator, wanted) == target.answers(wanted)
         assert (await answers_of(coordinator, wanted))[1] == target.answer(request(seed=0))
 
@@ -70,7 +69,7 @@ async def test_each_answer_ends_by_itself_with_its_own_usage() -> None:
     lone = target.answers(request(max_tokens=30, n=4))
     stop = frozenset({lone[2][4]})
     wanted = request(max_tokens=30, n=4, stop=stop)
-    async with serving(target, RandomGuesses(target)) as coordinator:
+    async with serving(target, RandomDrafter(target)) as coordinator:
         commits = await read(coordinator, wanted)
     ends = {commit.index: commit for commit in commits if commit.finish is not None}
     assert sum(commit.finish is not None for commit in commits) == len(ends) == 4
@@ -87,7 +86,7 @@ async def test_each_answer_ends_by_itself_with_its_own_usage() -> None:
 async def test_the_prompt_is_computed_once_and_its_blocks_are_shared() -> None:
     target = FakeTarget(step_delay=0.001)
     fewest = target.blocks
-    async with serving(target, NeverAgree(target), draft__method="none") as coordinator:
+    async with serving(target, WrongDrafter(target), draft__method="none") as coordinator:
         reading = asyncio.create_task(answers_of(coordinator, request(prompt=PROMPT, max_tokens=3, n=8)))
         while not reading.done():
             fewest = min(fewest, target.blocks_free)
@@ -97,13 +96,13 @@ async def test_the_prompt_is_computed_once_and_its_blocks_are_shared() -> None:
     assert target.blocks - fewest == 5 + 8  # five full blocks for all, and a last one of each
 
 
-@pytest.mark.parametrize("remembers", [False, True])
-async def test_a_leader_that_ends_with_its_first_token_still_shares_the_prompt(remembers: bool) -> None:
-    target = FakeTarget(remembers=remembers)
+@pytest.mark.parametrize("prefix_cache", [False, True])
+async def test_a_leader_that_ends_with_its_first_token_still_shares_the_prompt(prefix_cache: bool) -> None:
+    target = FakeTarget(prefix_cache=prefix_cache)
     wanted = request(prompt=PROMPT, max_tokens=1, n=4)
-    async with serving(target, NeverAgree(target)) as coordinator:
+    async with serving(target, WrongDrafter(target)) as coordinator:
         assert await answers_of(coordinator, wanted) == target.answers(wanted)
-        await until(lambda: freed(target))
+        await until(lambda: target.is_empty)
     assert [found for _, found in target.openings] == [0, 21, 21, 21]
 
 
@@ -112,12 +111,12 @@ async def test_a_leader_that_has_ended_gives_way_before_anyone_who_runs() -> Non
     metrics = Metrics()
     wanted = request("samples", PROMPT, max_tokens=1, n=6)
     other = request("old", PROMPT[:4], max_tokens=30)
-    async with Coordinator(target, [NeverAgree(target)], configure(), metrics) as coordinator:
+    async with Coordinator(target, [WrongDrafter(target)], configure(), metrics) as coordinator:
         running = asyncio.create_task(tokens_of(coordinator, other))
         await until(lambda: len(target.batches) > 12)  # half of the pool is taken, and will be needed
         assert await answers_of(coordinator, wanted) == target.answers(wanted)
         assert await running == target.answer(other)
-        await until(lambda: freed(target))
+        await until(lambda: target.is_empty)
 
 
 async def test_answers_whose_leader_was_lost_are_opened_without_it() -> None:
@@ -130,12 +129,12 @@ async def test_answers_whose_leader_was_lost_are_opened_without_it() -> None:
         target.revive()  # a new life: the leader's blocks are gone
         return await plain(rows)  # type: ignore[arg-type]
 
-    async with serving(target, NeverAgree(target)) as coordinator:
+    async with serving(target, WrongDrafter(target)) as coordinator:
         reading = asyncio.create_task(answers_of(coordinator, wanted))
         await until(lambda: len(target.openings) == 1)
         target.open = crash_then_open  # type: ignore[method-assign, assignment]
         assert await reading == target.answers(wanted)
-        await until(lambda: freed(target))
+        await until(lambda: target.is_empty)
     assert sum(found > 0 for _, found in target.openings) == 0
 
 
@@ -144,32 +143,32 @@ async def test_answers_whose_leader_was_lost_are_opened_without_it() -> None:
 
 async def test_a_client_that_leaves_frees_every_answer_within_one_step() -> None:
     target = FakeTarget(step_delay=0.001)
-    drafter = AlwaysAgree(target)
+    drafter = PerfectDrafter(target)
     async with serving(target, drafter) as coordinator:
         async with aclosing(coordinator.generate(request(max_tokens=400, n=4))) as commits:
             async for commit in commits:
                 if commit.index == 3:
                     break
         steps = len(target.batches)
-        await until(lambda: freed(target) and not drafter.known)
+        await until(lambda: target.is_empty and not drafter.known)
         assert len(target.batches) <= steps + 1
 
 
 async def test_a_client_that_leaves_while_the_others_wait_for_the_leader_frees_everything() -> None:
     target = FakeTarget(step_delay=0.001)
-    async with serving(target, NeverAgree(target)) as coordinator:
+    async with serving(target, WrongDrafter(target)) as coordinator:
         await first_commit_then_leave(coordinator, request(prompt=PROMPT, max_tokens=400, n=8))
-        await until(lambda: freed(target))
+        await until(lambda: target.is_empty)
         reading = asyncio.create_task(read(coordinator, request(prompt=range(1, 60), max_tokens=400, n=8)))
         await until(lambda: bool(target.stored))  # the prompt is not even computed
         reading.cancel()
-        await until(lambda: freed(target))
+        await until(lambda: target.is_empty)
         assert await tokens_of(coordinator, request("next")) == target.answer(request("next"))
 
 
 async def test_abort_ends_every_answer_that_is_unfinished() -> None:
     target = FakeTarget(step_delay=0.001)
-    async with serving(target, NeverAgree(target)) as coordinator:
+    async with serving(target, WrongDrafter(target)) as coordinator:
         reading = asyncio.create_task(read(coordinator, request("r", max_tokens=400, n=3)))
         await until(lambda: len(target.batches) > 5)
         assert coordinator.abort(RequestId("r"))
@@ -180,12 +179,12 @@ async def test_abort_ends_every_answer_that_is_unfinished() -> None:
             assert end.usage is not None
             written = sum(len(commit.tokens) for commit in commits if commit.index == end.index)
             assert end.usage.completion_tokens == written > 0
-        await until(lambda: freed(target))
+        await until(lambda: target.is_empty)
 
 
 async def test_abort_before_the_prompt_is_computed_ends_answers_that_never_began() -> None:
     target = FakeTarget(step_delay=0.001)
-    async with serving(target, NeverAgree(target), scheduler__max_sequences=3) as coordinator:
+    async with serving(target, WrongDrafter(target), scheduler__max_sequences=3) as coordinator:
         busy = asyncio.create_task(read(coordinator, request("busy", max_tokens=100, n=3)))
         await until(lambda: len(target.batches) > 5)
         reading = asyncio.create_task(read(coordinator, request("r", n=2)))
@@ -198,17 +197,17 @@ async def test_abort_before_the_prompt_is_computed_ends_answers_that_never_began
 
 async def test_a_deadline_ends_all() -> None:
     target = FakeTarget(step_delay=0.002)
-    async with serving(target, NeverAgree(target)) as coordinator:
+    async with serving(target, WrongDrafter(target)) as coordinator:
         with pytest.raises(DeadlineExceeded):
             await read(coordinator, request(max_tokens=400, n=3, deadline=time.monotonic() + 0.05))
-        await until(lambda: freed(target))
+        await until(lambda: target.is_empty)
 
 
 async def test_an_answer_that_its_reader_concludes_costs_nothing_more_and_the_others_go_on() -> None:
     target = FakeTarget(step_delay=0.0005)
     metrics = Metrics()
     wanted = request("r", max_tokens=40, n=3)
-    async with Coordinator(target, [NeverAgree(target)], configure(), metrics) as coordinator:
+    async with Coordinator(target, [WrongDrafter(target)], configure(), metrics) as coordinator:
         answers: list[list[int]] = [[] for _ in range(3)]
         finishes: list[tuple[int, FinishReason]] = []
         async for commit in coordinator.generate(wanted):
@@ -219,7 +218,7 @@ async def test_an_answer_that_its_reader_concludes_costs_nothing_more_and_the_ot
                 assert coordinator.conclude(RequestId("r"), 1)
                 assert not coordinator.conclude(RequestId("r"), 1)
         assert not coordinator.conclude(RequestId("r"), 0)
-        await until(lambda: freed(target))
+        await until(lambda: target.is_empty)
     whole = target.answers(wanted)
     assert answers == [whole[0], whole[1][:7], whole[2]]
     assert finishes == [(1, FinishReason.STOP), (0, FinishReason.LENGTH), (2, FinishReason.LENGTH)]
@@ -230,7 +229,7 @@ async def test_an_answer_that_its_reader_concludes_costs_nothing_more_and_the_ot
 async def test_nothing_is_concluded_before_it_has_begun() -> None:
     target = FakeTarget(step_delay=0.001)
     wanted = request("r", max_tokens=5, n=2)
-    async with serving(target, NeverAgree(target)) as coordinator:
+    async with serving(target, WrongDrafter(target)) as coordinator:
         reading = asyncio.create_task(answers_of(coordinator, wanted))
         await asyncio.sleep(0)
         assert not any(coordinator.conclude(RequestId("r"), index) for index in (0, 1, 2))
@@ -240,13 +239,13 @@ async def test_nothing_is_concluded_before_it_has_begun() -> None:
 
 async def test_the_last_answer_concluded_ends_the_stream() -> None:
     target = FakeTarget(step_delay=0.001)
-    async with serving(target, NeverAgree(target)) as coordinator:
+    async with serving(target, WrongDrafter(target)) as coordinator:
         commits = []
         async for commit in coordinator.generate(request("r", max_tokens=400)):
             commits.append(commit)
             coordinator.conclude(RequestId("r"))
         assert commits[-1].finish is FinishReason.STOP
-        await until(lambda: freed(target))
+        await until(lambda: target.is_empty)
 
 
 # --- bounds and books ---------------------------------------------------------------------------
@@ -255,7 +254,7 @@ async def test_the_last_answer_concluded_ends_the_stream() -> None:
 @pytest.mark.parametrize("n", [0, 5])
 async def test_more_answers_than_sequences_are_refused_naming_the_bound(n: int) -> None:
     target = FakeTarget()
-    async with serving(target, NeverAgree(target), scheduler__max_sequences=4) as coordinator:
+    async with serving(target, WrongDrafter(target), scheduler__max_sequences=4) as coordinator:
         with pytest.raises(InvalidRequest, match="4 sequences at a time") as refusal:
             await read(coordinator, request(n=n))
         assert refusal.value.field == "n"
@@ -265,7 +264,7 @@ async def test_more_answers_than_sequences_are_refused_naming_the_bound(n: int) 
 async def test_the_queue_counts_answers_not_requests() -> None:
     target = FakeTarget(step_delay=0.001)
     limits = {"scheduler__max_sequences": 4, "scheduler__max_waiting": 4}
-    async with serving(target, NeverAgree(target), **limits) as coordinator:
+    async with serving(target, WrongDrafter(target), **limits) as coordinator:
         first = asyncio.create_task(answers_of(coordinator, request("first", max_tokens=30, n=4)))
         second = asyncio.create_task(answers_of(coordinator, request("second", n=3)))
         await until(lambda: len(target.batches) > 3)
@@ -280,7 +279,7 @@ async def test_the_queue_counts_answers_not_requests() -> None:
 async def test_a_prompt_counts_once_and_every_answer_counts() -> None:
     target = FakeTarget()
     metrics = Metrics()
-    async with Coordinator(target, [NeverAgree(target)], configure(), metrics) as coordinator:
+    async with Coordinator(target, [WrongDrafter(target)], configure(), metrics) as coordinator:
         await answers_of(coordinator, request(prompt=PROMPT, max_tokens=10, n=4))
         await all_tokens(coordinator, [request("another", max_tokens=5)])
     assert value_of(metrics, "vllm:prompt_tokens_total") == 22 + 5

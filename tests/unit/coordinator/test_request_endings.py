@@ -1,0 +1,115 @@
+"""Requests that end early free everything that they hold."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+
+import pytest
+
+from cluster.core.errors import DeadlineExceeded
+from cluster.core.ids import RequestId
+from cluster.core.request import Commit, FinishReason
+from tests.support.fake_cluster import (
+    all_tokens,
+    first_commit_then_leave,
+    read,
+    request,
+    requests,
+    serving,
+    until,
+)
+from tests.support.fake_drafters import (
+    PerfectDrafter,
+    RandomDrafter,
+    WrongDrafter,
+)
+from tests.support.fake_target import FakeTarget
+
+
+async def test_a_client_that_disconnects_frees_everything_within_one_step() -> None:
+    target = FakeTarget(step_delay=0.001)
+    drafter = PerfectDrafter(target)
+    async with serving(target, drafter) as coordinator:
+        await first_commit_then_leave(coordinator, request(max_tokens=400))
+        steps = len(target.batches)
+        await until(lambda: target.blocks_free == target.blocks and not drafter.known)
+        assert len(target.batches) <= steps + 1
+
+
+async def test_a_cancelled_reader_frees_everything() -> None:
+    target = FakeTarget(step_delay=0.001)
+    drafter = PerfectDrafter(target)
+    async with serving(target, drafter) as coordinator:
+        reader = asyncio.create_task(read(coordinator, request(max_tokens=400)))
+        await until(lambda: len(target.batches) > 2)
+        reader.cancel()
+        await until(lambda: target.blocks_free == target.blocks and not drafter.known)
+
+
+async def test_other_requests_continue_when_one_client_disconnects() -> None:
+    target = FakeTarget()
+    wanted = requests(4)
+    async with serving(target, RandomDrafter(target)) as coordinator:
+        leaving = first_commit_then_leave(coordinator, request("leaver", max_tokens=100))
+        answers, _ = await asyncio.gather(all_tokens(coordinator, wanted), leaving)
+    assert answers == [target.answer(one) for one in wanted]
+    assert target.accepted > 0
+
+
+async def test_abort_ends_a_running_stream_with_its_usage() -> None:
+    target = FakeTarget(step_delay=0.001)
+    async with serving(target, PerfectDrafter(target)) as coordinator:
+        commits: list[Commit] = []
+        async for commit in coordinator.generate(request("r", max_tokens=400)):
+            commits.append(commit)
+            if len(commits) == 2:
+                assert coordinator.abort(RequestId("r"))
+        assert commits[-1].finish is FinishReason.ABORT
+        assert commits[-1].usage is not None
+        assert commits[-1].usage.completion_tokens == sum(len(commit.tokens) for commit in commits)
+        await until(lambda: target.blocks_free == target.blocks)
+        assert not coordinator.abort(RequestId("r"))
+
+
+async def test_abort_ends_a_waiting_stream() -> None:
+    target = FakeTarget(step_delay=0.001)
+    async with serving(target, WrongDrafter(target), scheduler__max_sequences=1) as coordinator:
+        runner = asyncio.create_task(read(coordinator, request("runs", max_tokens=400)))
+        waiter = asyncio.create_task(read(coordinator, request("waits")))
+        await until(lambda: len(target.batches) > 2)
+        assert coordinator.abort(RequestId("waits"))
+        (last,) = await waiter
+        assert last.finish is FinishReason.ABORT and last.tokens == ()
+        coordinator.abort(RequestId("runs"))
+        await runner
+
+
+async def test_a_deadline_ends_the_stream_and_frees_everything() -> None:
+    target = FakeTarget(step_delay=0.005)
+    drafter = WrongDrafter(target)
+    async with serving(target, drafter) as coordinator:
+        with pytest.raises(DeadlineExceeded):
+            await read(coordinator, request(max_tokens=400, deadline=time.monotonic() + 0.03))
+        await until(lambda: target.blocks_free == target.blocks and not drafter.known)
+
+
+async def test_a_deadline_passes_while_the_client_does_not_read() -> None:
+    target = FakeTarget(step_delay=0.001)
+    async with serving(target, WrongDrafter(target)) as coordinator:
+        wanted = request(max_tokens=400, deadline=time.monotonic() + 0.03)
+        async with aclosing(coordinator.generate(wanted)) as commits:
+            await anext(commits)
+            await until(lambda: target.blocks_free == target.blocks)
+            with pytest.raises(DeadlineExceeded):
+                async for _ in commits:
+                    pass
+
+
+async def test_a_deadline_that_has_passed_is_refused_at_once() -> None:
+    target = FakeTarget()
+    async with serving(target, WrongDrafter(target)) as coordinator:
+        with pytest.raises(DeadlineExceeded):
+            await read(coordinator, request(deadline=time.monotonic() - 1))
+    assert target.batches == []

@@ -1,0 +1,80 @@
+"""Speculation in simulated time: never slower than plain decoding, and nearly as fast as the drafter allows."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from tests.support.simulated_time import (
+    DrafterModel,
+    StepTime,
+    cpu_step,
+    gpu_step,
+    simulate,
+    tokens_per_second,
+)
+
+NEVER_SLOWER = 0.97
+
+
+BAD = {
+    "sends empty trees": DrafterModel(0.0, empty=1.0),
+    "is always wrong": DrafterModel(0.0),
+    "is often empty and often wrong": DrafterModel(0.5, empty=0.8),
+    "is slow": DrafterModel(0.4, depth_seconds=0.003, has_probabilities=True),
+    "is wrong and takes its time": DrafterModel(0.1, row_seconds=0.0002, depth_seconds=0.001),
+}
+
+
+GOOD = {
+    "is quick": DrafterModel(0.7, call_seconds=0.0003, row_seconds=0.00001, has_probabilities=True),
+    "is quick without probabilities": DrafterModel(0.8, call_seconds=0.0003, row_seconds=0.00001),
+    "is slow but right": DrafterModel(0.8, depth_seconds=0.0012, has_probabilities=True),
+}
+
+
+@cache
+def plain(step_time: StepTime, batch: int, tokens: int) -> float:
+    return simulate(tokens_per_second(step_time, None, batch, tokens))
+
+
+@pytest.mark.parametrize(("step_time", "batch"), [(cpu_step, 1), (cpu_step, 8), (gpu_step, 4)])
+@pytest.mark.parametrize("character", BAD)
+def test_a_bad_drafter_costs_next_to_nothing(character: str, step_time: StepTime, batch: int) -> None:
+    assert simulate(tokens_per_second(step_time, BAD[character], batch, 150)) >= NEVER_SLOWER * plain(
+        step_time, batch, 150
+    )
+
+
+def test_a_large_batch_is_as_fast_as_plain_decoding_with_a_good_drafter() -> None:
+    speed = simulate(tokens_per_second(cpu_step, GOOD["is slow but right"], 32, 50))
+    assert speed >= NEVER_SLOWER * plain(cpu_step, 32, 50)
+
+
+def test_the_step_time_is_learned_without_a_profile() -> None:
+    speed = simulate(tokens_per_second(cpu_step, BAD["is always wrong"], 8, 150, profiled=False))
+    assert speed >= NEVER_SLOWER * plain(cpu_step, 8, 150)
+
+
+@pytest.mark.parametrize(("step_time", "batch"), [(cpu_step, 1), (gpu_step, 4)])
+@pytest.mark.parametrize("character", GOOD)
+def test_a_good_drafter_is_nearly_as_fast_as_with_the_best_fixed_length(
+    character: str, step_time: StepTime, batch: int
+) -> None:
+    model = GOOD[character]
+    fixed = [
+        simulate(
+            tokens_per_second(
+                step_time, model, batch, 120, draft__controller="off", draft__max_nodes=k, draft__max_depth=k
+            )
+        )
+        for k in (2, 4, 8)
+    ]
+    assert simulate(tokens_per_second(step_time, model, batch, 120, before=200)) >= 0.87 * max(fixed)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_first_answers_have_drafts(batch: int) -> None:
+    speed = simulate(tokens_per_second(gpu_step, GOOD["is quick"], batch, 60))
+    assert speed >= 1.4 * plain(gpu_step, batch, 60)
