@@ -1,4 +1,4 @@
-"""What `speculation` and `overlap` share: the prompts of Spec-Bench's tasks, the draft, and one measured pass."""
+"""Shared by `speculation` and `overlap`: prompts of Spec-Bench's tasks, configurations, and one measured pass."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ ROOM = (
     "draft.model.kv.pool_bytes=402653184",
     "scheduler.max_sequences=32",
 )
-"""Every pass asks the same prompts, and no sequence ever waits for memory."""
+"""Settings of all clusters: passes repeat the same prompts without a prefix cache, and memory is never short."""
 GREEDY = RequestOptions(ignore_eos=False)
 SAMPLED = RequestOptions(temperature=0.7, top_p=0.9, ignore_eos=False)
 
 
 @dataclass(frozen=True)
 class TaskPrompts:
-    """Prompts, task after task."""
+    """The prompts of all tasks, one task after another."""
 
     prompts: tuple[tuple[int, ...], ...]
     places: dict[str, slice]
-    """By task, where its prompts are."""
+    """The place of each task's prompts, by task."""
 
     def describe(self, tokens: int) -> str:
-        """As the reader of a table wants to know it."""
+        """One line for the report: number, length and tasks of the prompts."""
         lengths = [len(prompt) for prompt in self.prompts]
         return (
             f"{len(lengths)} prompts of {min(lengths)}–{max(lengths)} tokens from {len(self.places)} tasks, "
@@ -47,13 +47,13 @@ class TaskPrompts:
         )
 
     def at_least(self, count: int) -> tuple[tuple[int, ...], ...]:
-        """All of them, again and again until there are `count`."""
+        """All prompts, repeated until there are at least `count`."""
         times = -(-count // len(self.prompts))
         return (self.prompts * times)[: max(count, len(self.prompts))]
 
 
 def read_task_prompts(options: Options) -> TaskPrompts:
-    """Chat prompts of each task. Raises `ConfigurationError`, which names the file."""
+    """Read the chat prompts of each task. Raises `ConfigurationError` with the name of the file."""
     prompts: list[tuple[int, ...]] = []
     places: dict[str, slice] = {}
     for task, texts in read_tasks(options.prompts_file, options.per_task).items():
@@ -63,25 +63,25 @@ def read_task_prompts(options: Options) -> TaskPrompts:
 
 
 def plain(options: Options) -> Configuration:
-    """Without drafts."""
+    """The configuration without drafts."""
     return options.based_on(*ROOM, "draft.method=none")
 
 
 def ngram(options: Options) -> Configuration:
-    """Prompt lookup."""
+    """The configuration with prompt lookup."""
     return options.based_on(*ROOM, "draft.method=ngram")
 
 
 def changed(
     configuration: Configuration, model_changes: Mapping[str, object] | None = None, **changes: object
 ) -> Configuration:
-    """With changes of the `draft` section, and of the settings of its draft model."""
+    """The configuration with another `draft` section and other settings of its draft model."""
     draft = configuration.draft.with_weights(**(model_changes or {})).model_copy(update=changes)
     return configuration.model_copy(update={"draft": draft})
 
 
 def modelled(options: Options, *assignments: str) -> Configuration | None:
-    """With a draft model in the target's type; `None`, with a word of why, where there is none."""
+    """The configuration with a draft model in the target's type. Prints why and returns `None` if there is no model."""
     dtype = options.configuration().target.dtype
     model = ("draft.method=model", f"draft.model.path={options.draft or SHIPPED}", f"draft.model.dtype={dtype}")
     try:
@@ -95,7 +95,7 @@ def modelled(options: Options, *assignments: str) -> Configuration | None:
 
 
 def describe(configuration: Configuration) -> str:
-    """The drafts, as the reader of a table wants to know them."""
+    """One line for the report: the drafting method and its settings."""
     draft = configuration.draft
     words = [f"drafts: {draft.method}", f"at most {draft.max_nodes} nodes, {draft.max_depth} deep"]
     if draft.weights is not None:
@@ -107,23 +107,23 @@ def describe(configuration: Configuration) -> str:
 
 @dataclass
 class Passes:
-    """What one cluster did at one batch size; one per repetition."""
+    """The measurements of one cluster at one batch size, one per repetition."""
 
     answers: list[Answers] = field(default_factory=list)
     activity: list[Activity] = field(default_factory=list)
 
     @property
     def rates(self) -> list[float]:
-        """Tokens per second of the whole pass."""
+        """Tokens per second of each pass."""
         return [answers.rate for answers in self.answers]
 
     @property
     def committed(self) -> list[float]:
-        """τ."""
+        """Tokens per target step (τ) of each pass."""
         return [answers.committed_per_step for answers in self.answers]
 
     def equal(self, plain: Passes) -> str:
-        """How many answers equal plain decoding's, of all repetitions."""
+        """How many answers of all repetitions equal those of plain decoding, as text."""
         pairs = [
             pair
             for mine, theirs in zip(self.answers, plain.answers, strict=True)
@@ -140,13 +140,13 @@ def measure(
     into: Passes,
     request_options: RequestOptions = GREEDY,
 ) -> None:
-    """One pass through all prompts."""
+    """Measure one pass through all prompts."""
     cluster.collect()
     into.answers.append(asyncio.run(ask_all(cluster.coordinator.address, prompts, tokens, batch, request_options)))
     into.activity.append(cluster.collect())
 
 
 def warm(cluster: ProcessCluster, prompts: Sequence[tuple[int, ...]], tokens: int, batches: Sequence[int]) -> None:
-    """Let everybody see each width once, and the controller learn what things take."""
+    """Ask a few prompts at each batch size, so that nothing is compiled and the controller knows the times."""
     for batch in batches:
         asyncio.run(ask_all(cluster.coordinator.address, prompts[: max(2, batch)], tokens, batch))

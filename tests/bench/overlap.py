@@ -159,7 +159,7 @@ class _Experiment:
             return [self._row(target, free, cost, step, overhead) for cost in costs]
 
     def _row(
-        self, target: clusters.Process, free: ProcessCluster, cost: float, step: float, overhead: float
+        self, target: clusters.RoleProcess, free: ProcessCluster, cost: float, step: float, overhead: float
     ) -> list[str]:
         """Plain, serial and run-ahead in turn."""
         plain, serial, ahead = Passes(), Passes(), Passes()

@@ -1,9 +1,9 @@
-"""One role of the cluster in a process of its own, on the cores that it is given.
+"""Runs one role of the cluster in this process, on chosen cores.
 
     python -m tests.bench.role_process '{"role": "target", "configuration": …, "cores": [0], "threads": 1}'
 
-Prints a line of JSON with its address once it is ready; answers every line of its input with a line of what it did
-since the last one; ends with its input.
+Prints its address as a line of JSON once it is ready. Answers every line of stdin with its counters since the last one.
+Ends when stdin is closed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from workers.serve.configuration import load_configuration
 
 LOOPBACK = "127.0.0.1"
 CollectCounters = Callable[[], dict[str, float]]
+"""Returns the counters of a role since the last call."""
 
 
 @dataclass(frozen=True)
@@ -37,28 +38,28 @@ class Role:
 
     role: Literal["target", "draft", "coordinator"]
     configuration: str
-    """As JSON. Model paths are local directories."""
+    """The configuration as JSON. Model paths are local directories."""
     cores: tuple[int, ...]
-    """Where it may run."""
+    """The cores that the process may use."""
     threads: int = 1
     target: str = ""
-    """The target's address, for the front: coordinator and public services."""
+    """The target's address, for a coordinator."""
     drafts: tuple[str, ...] = ()
-    """The drafters' addresses, for the front."""
+    """The drafters' addresses, for a coordinator."""
 
     def to_json(self) -> str:
-        """For the command line."""
+        """The role as an argument of the command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Role:
-        """From the command line."""
+        """The role from an argument of the command line."""
         values = json.loads(text)
         return cls(**values | {"cores": tuple(values["cores"]), "drafts": tuple(values["drafts"])})
 
 
 class Timed:
-    """Another object whose calls by some names are timed: how long it was busy."""
+    """Wraps an object and sums up the seconds spent in some of its methods."""
 
     def __init__(self, inner: Any, names: Sequence[str]) -> None:
         self._inner = inner
@@ -82,13 +83,13 @@ class Timed:
 
 @dataclass
 class Counting:
-    """A drafter whose proposals are counted on their way."""
+    """A drafter client that counts the nodes proposed."""
 
     inner: GrpcDrafter
     counts: dict[str, float] = field(default_factory=lambda: {"nodes": 0.0, "ready": 0.0})
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
-        """Nodes proposed, and those of them that had been grown before."""
+        """Forward the call. Count the nodes proposed, and those that existed before the call."""
         proposals = await self.inner.propose(rows, timeout_seconds)
         for proposal in proposals:
             self.counts["nodes"] += len(proposal.tree)
@@ -96,13 +97,13 @@ class Counting:
         return proposals
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Nothing to count."""
+        """Forward the call."""
         await self.inner.release(sequence_ids)
 
 
 @asynccontextmanager
 async def running_role(role: Role) -> AsyncIterator[tuple[str, CollectCounters]]:
-    """Its address, and who tells what it did since it was last asked."""
+    """Run the role. Yields its address and its counters."""
     configuration = load_configuration(json.loads(role.configuration))
     async with AsyncExitStack() as stack:
         start = {"target": _start_target, "draft": _start_draft, "coordinator": _start_coordinator}[role.role]
@@ -117,12 +118,12 @@ async def running_role(role: Role) -> AsyncIterator[tuple[str, CollectCounters]]
         yield address, collect
 
 
-async def live(role: Role) -> None:
-    """Start, tell, end."""
+async def serve_role(role: Role) -> None:
+    """Run the role until stdin is closed."""
     async with running_role(role) as (address, collect):
-        _say({"address": address})
+        _print_json({"address": address})
         while await asyncio.to_thread(sys.stdin.readline):
-            _say(collect())
+            _print_json(collect())
 
 
 async def _start_target(role: Role, configuration: Configuration, stack: AsyncExitStack) -> tuple[str, CollectCounters]:
@@ -140,7 +141,7 @@ async def _start_draft(role: Role, configuration: Configuration, stack: AsyncExi
     from workers.serve.worker_server import host_draft
 
     draft = configuration.draft
-    if draft.weights is not None:  # who only looks up needs no torch
+    if draft.weights is not None:  # other drafters need no torch
         _set_threads(role.threads)
     method = Timed(await asyncio.to_thread(create, draft, configuration.target), ("propose", "run_ahead"))
     host = await stack.enter_async_context(host_draft(LOOPBACK, method))
@@ -170,17 +171,17 @@ def _set_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def _say(values: dict[str, Any]) -> None:
+def _print_json(values: dict[str, Any]) -> None:
     sys.stdout.write(f"{json.dumps(values)}\n")
     sys.stdout.flush()
 
 
 def main() -> None:
-    """See the module."""
+    """Run the role that the command line describes."""
     logging.disable(logging.WARNING)
     role = Role.from_json(sys.argv[1])
     os.sched_setaffinity(0, role.cores)
-    asyncio.run(live(role))
+    asyncio.run(serve_role(role))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Drafts against plain decoding on Spec-Bench's six tasks, in turn in the same run.
+"""Drafts against plain decoding on the six tasks of Spec-Bench, measured in turn in the same run.
 
-Target, drafters and coordinator are processes of their own that speak gRPC. At batch 1 the drafter and the target
-have one core each, compared with plain decoding on one core and on all of them; in batches both sides have all, and
-plain decoding is measured before and after: what it differs from itself is what a ratio may be wrong by.
+Target, drafters and coordinator are processes of their own that speak gRPC. At batch 1, the drafter and the target have
+one core each; they are compared with plain decoding on one core and on all cores. At larger batch sizes both have all
+cores, and plain decoding is measured before and after: the difference between the two is the error of a ratio.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BATCHED = (PLAIN, NGRAM, DRAFT_MODEL, PLAIN_AGAIN)
 
 @dataclass
 class Bench:
-    """Clusters by name, and what was measured of them."""
+    """The clusters by name, and their measurements."""
 
     task_prompts: TaskPrompts
     tokens: int
@@ -38,16 +38,16 @@ class Bench:
     passes: dict[tuple[str, int, RequestOptions], Passes] = field(default_factory=dict)
 
     def parts(self, name: str, place: slice) -> list[Answers]:
-        """Some prompts' answers at batch 1, greedy; one per repetition, none where there is no such cluster."""
+        """The greedy answers of one cluster to some prompts at batch 1, per repetition. Empty without a cluster."""
         return [answers.part(place) for answers in self.passes.get((name, 1, GREEDY), Passes()).answers]
 
     def plain_rates(self, batch: int) -> list[float]:
-        """Tokens per second of plain decoding with all cores: the mean of before and after, per repetition."""
+        """Tokens per second of plain decoding on all cores, per repetition: the mean of before and after."""
         before, after = (self.passes[name, batch, GREEDY].rates for name in (PLAIN, PLAIN_AGAIN))
         return [(one + other) / 2 for one, other in zip(before, after, strict=True)]
 
     def measure(self, name: str, batch: int, request_options: RequestOptions = GREEDY) -> None:
-        """One pass of one cluster, if there is such a cluster."""
+        """Measure one pass of a cluster, if there is such a cluster."""
         if name not in self.clusters:
             return
         prompts = self.task_prompts.prompts if batch == 1 else self.task_prompts.at_least(2 * batch)
@@ -71,16 +71,16 @@ def run(options: Options) -> None:
         _open(stack, bench, options, plain, model, apart=1 in batches)
         for name, cluster in bench.clusters.items():
             if name == PLAIN_AGAIN:
-                continue  # it is the same cluster
+                continue  # the same cluster as `PLAIN`
             some = [batch for batch in batches if batch == 1 or name in BATCHED]
             drafting.warm(cluster, task_prompts.prompts, options.answer_tokens, some)
         for repeat in range(options.repeats):
             write(f"repetition {repeat + 1}")
-            way = 1 if repeat % 2 == 0 else -1  # what a machine grows slower by falls on all alike
+            step = 1 if repeat % 2 == 0 else -1  # a machine that slows down over time slows all clusters alike
             for batch in batches:
-                for name in (tuple(bench.clusters) if batch == 1 else BATCHED)[::way]:
+                for name in (tuple(bench.clusters) if batch == 1 else BATCHED)[::step]:
                     bench.measure(name, batch)
-            for name in (PLAIN, PLAIN_ONE_CORE, SEPARATE_CORES)[::way] if 1 in batches else ():
+            for name in (PLAIN, PLAIN_ONE_CORE, SEPARATE_CORES)[::step] if 1 in batches else ():
                 bench.measure(name, 1, SAMPLED)
         agreed = _agreements(bench) if 1 in batches else {}
     if 1 in batches:
@@ -98,7 +98,7 @@ def _open(
     *,
     apart: bool,
 ) -> None:
-    """One target has all cores; `apart`, another has the first, and a drafter the last."""
+    """Start the clusters. One target has all cores. With `apart`, another has the first core and a drafter the last."""
     cores = clusters.all_cores()
     wide = stack.enter_context(clusters.target(plain, cores))
     ngram = drafting.ngram(options)
@@ -118,7 +118,7 @@ def _open(
 
 
 def _agreements(bench: Bench) -> dict[str, Agreement]:
-    """Of the drafter with the target's own text."""
+    """How often the drafter agrees with the target's text, by task."""
     cluster, plain = bench.clusters[SEPARATE_CORES], bench.passes[PLAIN, 1, GREEDY].answers[0]
     texts = [tuple(answer.tokens) for answer in plain.each]
     return {
@@ -128,7 +128,7 @@ def _agreements(bench: Bench) -> dict[str, Agreement]:
 
 
 def _report_tasks(bench: Bench, agreed: dict[str, Agreement]) -> None:
-    """Batch 1, greedy."""
+    """Print the table of tasks: batch 1, greedy."""
     places = bench.task_prompts.places | {"overall": slice(None)}
     shares = agreed | {"overall": sum(agreed.values(), Agreement())}
     rows: list[list[str]] = []
@@ -152,12 +152,12 @@ def _report_tasks(bench: Bench, agreed: dict[str, Agreement]) -> None:
         )
     columns = ("task", "agreement", "τ", "τ, largest trees", "tokens/s", "÷ plain, all cores", "÷ plain, one core")
     table((*columns, "decoding ÷ all cores", "decoding ÷ one core"), rows)
-    write("batch 1, greedy, drafter and target on one core each; agreement: the drafter's first guess at each position")
-    write("of the target's text; τ: tokens per target step; decoding: from an answer's first tokens on")
+    write("batch 1, greedy, drafter and target on one core each; agreement: how often the drafter's first token at a")
+    write("position is the target's; τ: tokens per target step; decoding: without the time to the first tokens")
 
 
 def _report_alone(bench: Bench) -> None:
-    """Batch 1: every cluster, greedy and sampled."""
+    """Print the table of batch 1: every cluster, greedy and sampled."""
     rows: list[list[str]] = []
     for (name, batch, request_options), passes in bench.passes.items():
         if batch != 1:
@@ -178,12 +178,12 @@ def _report_alone(bench: Bench) -> None:
         ("batch 1", "tokens/s", "÷ plain, all cores", "τ", "target idle", "drafter idle", "equal to plain's"),
         rows,
     )
-    write("÷ plain: the first pass of it in the same repetition")
+    write("÷ plain: by the first plain pass of the same repetition")
     write(f"sampled: temperature {SAMPLED.temperature}, top-p {SAMPLED.top_p}, a seed for each prompt")
 
 
 def _report_batches(bench: Bench, batches: tuple[int, ...]) -> None:
-    """Both sides have all cores."""
+    """Print the table of larger batches, in which both sides have all cores."""
     rows: list[list[str]] = []
     for batch in batches:
         plain = bench.passes[PLAIN, batch, GREEDY]
@@ -204,5 +204,5 @@ def _report_batches(bench: Bench, batches: tuple[int, ...]) -> None:
                     ]
                 )
     table(("drafts", "batch", "plain, tokens/s", "tokens/s", "÷ plain", "τ", "drafter idle", "equal to plain's"), rows)
-    write("all have all cores; plain: the mean of a pass before and one after, each repetition the other way round;")
-    write("plain, once more: one of the two ÷ the other")
+    write("all have all cores; plain: the mean of a pass before and one after; the order is reversed in every second")
+    write("repetition; plain, once more: one of the two plain passes ÷ the other")

@@ -20,11 +20,12 @@ from tests.bench.role_process import Role, running_role
 from tests.support import tiny, tiny_tokenizer
 from tests.unit.bench.test_task_prompts import write_prompts
 from workers.draft.registry import create
+from workers.serve.configuration import load_configuration
 from workers.serve.worker_server import host_draft
 
 
-async def test_agreement_is_of_first_guesses_with_the_text_itself() -> None:
-    """Prompt lookup knows a text that repeats itself, and nothing else."""
+async def test_agreement_compares_the_first_drafted_token_at_every_position() -> None:
+    """Prompt lookup predicts a text that repeats itself, and nothing else."""
     method = create(DraftSection(method="ngram"), TargetSection())
     prompt, text = (5, 6, 7, 8, 5, 6), (7, 8, 5, 6, 9, 9)
     async with host_draft("127.0.0.1", method) as host:
@@ -32,8 +33,8 @@ async def test_agreement_is_of_first_guesses_with_the_text_itself() -> None:
     assert found == Agreement(4, 7)
 
 
-def test_a_process_tells_what_it_did_and_why_it_ended() -> None:
-    configuration = Configuration(draft=DraftSection(method="ngram"))
+def test_a_process_reports_its_counters_and_its_errors() -> None:
+    configuration = load_configuration({}, {"draft.method": "ngram"})
     with clusters.draft(configuration, clusters.all_cores()[:1]) as process:
         assert process.address.startswith("127.0.0.1:")
         counters = process.collect()
@@ -43,14 +44,14 @@ def test_a_process_tells_what_it_did_and_why_it_ended() -> None:
         pass
 
 
-def test_a_role_travels_as_it_is() -> None:
+def test_a_role_survives_the_command_line() -> None:
     role = Role("coordinator", Configuration().model_dump_json(), (0, 1), 2, "a:1", ("b:2", "c:3"))
     assert Role.from_json(role.to_json()) == role
 
 
 @pytest.fixture(scope="module")
 def spec_bench_options(tmp_path_factory: pytest.TempPathFactory) -> Options:
-    """The smallest models and prompts that a section takes."""
+    """Options with tiny models and two prompts."""
     target = tiny_tokenizer.byte_level(tmp_path_factory.mktemp("target"))
     tiny.save(target, tiny.llama(vocab_size=320))
     draft = tiny.blur(target, tmp_path_factory.mktemp("draft"), noise=0.05)
@@ -60,15 +61,15 @@ def spec_bench_options(tmp_path_factory: pytest.TempPathFactory) -> Options:
     return options.parse(SECTIONS, ["--quick", "--prompts", str(prompts), "--draft", str(draft), *assigned])[1]
 
 
-class Thread:
-    """A role's process, without the process: all live on one event loop beside the test."""
+class RoleThread:
+    """A `RoleProcess` without the process: all roles run on one event loop in another thread."""
 
     loop: asyncio.AbstractEventLoop
 
     def __init__(self, role: Role) -> None:
         self._living = running_role(role)
 
-    def __enter__(self) -> Thread:
+    def __enter__(self) -> RoleThread:
         self.address, self.collect = self._run(self._living.__aenter__())
         return self
 
@@ -81,15 +82,15 @@ class Thread:
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    Thread.loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=Thread.loop.run_forever)
+    RoleThread.loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=RoleThread.loop.run_forever)
     thread.start()
-    monkeypatch.setattr(clusters, "Process", Thread)
+    monkeypatch.setattr(clusters, "RoleProcess", RoleThread)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     yield
-    Thread.loop.call_soon_threadsafe(Thread.loop.stop)
+    RoleThread.loop.call_soon_threadsafe(RoleThread.loop.stop)
     thread.join()
-    Thread.loop.close()
+    RoleThread.loop.close()
 
 
 @pytest.mark.usefixtures("threads")
@@ -110,7 +111,7 @@ def test_speculation_shows_every_table(spec_bench_options: Options, capsys: pyte
 
 
 @pytest.mark.usefixtures("threads")
-def test_speculation_in_batches_alone_opens_no_house_for_one(
+def test_speculation_without_batch_1_starts_no_cluster_for_it(
     spec_bench_options: Options, capsys: pytest.CaptureFixture[str]
 ) -> None:
     speculation.run(replace(spec_bench_options, batches=(4,)))
