@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from cluster.core.config import Configuration
+from deploy.settings import load_settings
 from tests.support.serve_process import ServeProcess
 
 Deploy = Callable[[Configuration], ServeProcess]
 
 
 @pytest.fixture(scope="session")
-def deploy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deploy]:
+def deploy() -> Iterator[Deploy]:
     """Runs a configuration under Ray Serve. Ray starts once; another configuration replaces the one that runs."""
     running: Configuration | None = None
-    with ServeProcess(tmp_path_factory.mktemp("cache")) as process:
+    with ServeProcess(load_settings().cache_directory) as process:  # compiled kernels are found there
 
         def run(configuration: Configuration) -> ServeProcess:
             nonlocal running

@@ -16,6 +16,8 @@ import pytest
 
 from cluster.core.config import Configuration
 from deploy.local.local_cluster import LocalCluster
+from deploy.models import COMPILED
+from deploy.settings import load_settings
 from tests.support.live_cluster import ClientAnswer, RequestCase, Server, answer_all
 from workers.serve.configuration import load_configuration
 
@@ -39,6 +41,7 @@ def configure(target: Path, draft: Path, method: str, ranks: int) -> Configurati
                 "served_name": "smollm2-135m-instruct",
                 "device": "cpu",
                 "tensor_parallel": ranks,
+                "compile_directory": str(load_settings().cache_directory / COMPILED),
                 "kv": {"pool_bytes": 300 << 20},
             },
             "draft": drafting,

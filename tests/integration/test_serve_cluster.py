@@ -20,7 +20,7 @@ from cluster.core.config import Configuration
 from cluster.core.errors import ConfigurationError, WorkerUnavailable
 from deploy.local.local_cluster import LocalCluster
 from deploy.ray.serve_cluster import ServeCluster
-from deploy.settings import Settings
+from deploy.settings import Settings, load_settings
 from tests.conftest import Deploy
 from tests.support import tiny, tiny_tokenizer
 from tests.support.live_cluster import RequestCase, Server, answer_all, tokens_grpc
@@ -171,9 +171,9 @@ def test_a_port_in_use_is_reported_before_anything_starts(model: Path, tmp_path:
 
 
 async def test_a_stopped_cluster_and_one_that_cannot_start_leave_no_process_behind(
-    model: Path, expected: Expected, tmp_path: Path
+    model: Path, expected: Expected
 ) -> None:
-    with ServeProcess(tmp_path) as cluster:
+    with ServeProcess(load_settings().cache_directory) as cluster:
         server = cluster.start(configure(model, draft__method="none"))
         assert await tokens_grpc(server, GREEDY) == expected[GREEDY]
         cluster.drain()
