@@ -54,7 +54,7 @@ class Proposer:
         self._running = running
         self._metrics = metrics
         self._clock = clock
-        self.max_draft = NO_DRAFT if section.method == "none" else DraftBudget(section.max_nodes, section.max_depth)
+        self.max_draft = DraftBudget(section.max_nodes, section.max_depth) if section.is_enabled else NO_DRAFT
         """The largest tree that any sequence may have."""
         has_controller = section.controller == "auto" and self.max_draft.max_nodes > 0
         self._controller = SpeculationController(self.max_draft) if has_controller else None

@@ -12,55 +12,57 @@ from pydantic import Field, model_validator
 from cluster.core.section import Choice, PluginHost, PluginSettings, Port, Positive, Seconds, Section
 
 MIB = 1024 * 1024
+NO_DRAFTS = "none"
+"""Name of the drafting method that decodes without drafts."""
 
 
 class ModelSection(Section):
-    """Where weights come from and how they are held."""
+    """A model: its weights and how they are loaded."""
 
     path: str = "smollm2-135m-instruct"
-    """A local directory, a hub id, a `.gguf` file, or the name of a packaged model."""
+    """Source of the weights: a local directory, a hub id, a `.gguf` file, or the name of a packaged model."""
     revision: str | None = None
-    """The hub revision, for a hub id."""
+    """Hub revision of `path`; unset takes the default branch. It has no effect on local files."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """The type weights and KV are held in."""
+    """Number format of weights, computation and KV cache."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes a GPU where there is one."""
+    """Device that the model computes on; `auto` takes a GPU where one is free, else the CPU."""
     compile: Choice[Literal["off", "on", "auto"]] = "auto"
-    """Compile the model's layers at start: `auto` does in reduced precision, where no kernels of our own serve."""
+    """Whether layers are compiled at start; `auto`: in reduced precision, unless Pilotfish's kernels apply."""
     native: Choice[Literal["auto", "off"]] = "auto"
-    """On CPU: compute known kinds of models by Pilotfish's own kernels, built by the machine's C compiler."""
+    """`auto` runs supported model families on CPU by Pilotfish's own kernels; `off` always runs the PyTorch modules."""
     compile_directory: str | None = None
-    """Where compiled code is kept between starts; unset takes a folder in Pilotfish's cache."""
+    """Directory for compiled code that is reused at the next start; unset takes a folder in Pilotfish's cache."""
     quantization: Literal["none", "int8"] = "none"
-    """`int8` stores linear layers in eight bits per weight: the quantized model is then the model."""
+    """`int8` stores the weights of linear layers in 8 bits; answers are then those of the quantized model."""
 
 
 class PoolSection(Section):
-    """The paged KV pool of one worker."""
+    """The paged KV cache of one worker."""
 
     block_size: Annotated[int, Field(ge=1, le=256)] = 16
-    """Tokens per block."""
+    """Number of tokens in one KV block."""
     pool_bytes: Annotated[int, Field(ge=MIB)] | None = None
-    """Bytes for keys and values on each rank; unset takes `memory_fraction`."""
+    """Size of the KV pool of each rank, in bytes; unset computes it from `memory_fraction`."""
     memory_fraction: Annotated[float, Field(gt=0, le=0.95)] = 0.1
-    """Share of the device's free memory after loading, when `pool_bytes` is unset."""
+    """Share of the device's free memory after loading that the KV pool takes when `pool_bytes` is unset."""
     window: Annotated[int, Field(ge=16)] | None = None
-    """LOSSY: let layers of full attention see the last `window` positions and the first `sinks` only."""
+    """LOSSY: layers of full attention see only the last `window` tokens and the first `sinks` ones; unset: all."""
     sinks: Annotated[int, Field(ge=0, le=256)] = 4
-    """First positions that stay visible when `window` is set (attention sinks)."""
+    """Number of first tokens that stay visible when `window` is set (attention sinks)."""
 
 
 class KvSection(PoolSection):
-    """The target's pool, and what becomes of blocks whose sequence is gone."""
+    """The KV cache of the target: the pool, the prefix cache, and the tiers for evicted blocks."""
 
     prefix_cache: bool = True
-    """Keep full blocks of keys and values after their sequence is gone, for others that begin alike."""
+    """Whether full blocks of finished sequences stay in the pool, to be reused by sequences with the same prefix."""
     host_bytes: Annotated[int, Field(ge=0)] = 0
-    """Bytes of host memory, on each rank, for blocks that the pool has no place for; 0 drops them."""
+    """Host memory of each rank for blocks evicted from the pool, in bytes; 0 drops such blocks."""
     disk_directory: str | None = None
-    """Where blocks go that host memory has no place for, as far as the disk keeps up; unset drops them."""
+    """Directory for blocks evicted from host memory, as far as the disk keeps up; unset drops such blocks."""
     disk_bytes: Annotated[int, Field(ge=0)] = 1 << 30
-    """Most bytes that each rank keeps in `disk_directory`."""
+    """Most bytes that each rank stores in `disk_directory`."""
 
     @model_validator(mode="after")
     def _check(self) -> KvSection:
@@ -70,22 +72,22 @@ class KvSection(PoolSection):
 
 
 class TargetSection(ModelSection, PluginHost):
-    """The large model, whose word is the answer."""
+    """The target model. Its decisions are the answers. Each acceptance rule has a subsection of its own."""
 
     served_name: str | None = None
-    """The model name that clients send; unset takes the last part of `path`."""
+    """Model name that clients send; unset takes the last part of `path`."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Ranks that share each layer; heads must divide by it."""
+    """Number of ranks that share each layer; it must divide the number of attention heads and of KV heads."""
     max_context_len: Positive | None = None
-    """Longest sequence, in tokens; unset takes the model's own bound."""
+    """Longest sequence of prompt and answer, in tokens; unset takes the model's own bound."""
     acceptance: str = "coupled"
     """Name of the acceptance rule. Rules other than `coupled` may be NOT LOSSLESS."""
     threads: Annotated[int, Field(ge=0)] = 0
-    """Intra-op threads of each rank on CPU; 0 divides the cores among the roles."""
+    """Intra-op threads of each rank on CPU; 0 lets the placement choose."""
     step_timeout_seconds: Seconds = 120.0
-    """A step later than this counts as lost: its sequences are sent anew once the target answers."""
+    """Longest wait for a step, in seconds; then the step counts as lost and its sequences are sent again."""
     kv: KvSection = KvSection()
-    """The pool on each rank."""
+    """The KV cache on each rank."""
 
 
 class DraftModelSection(ModelSection, PluginSettings):
@@ -108,19 +110,28 @@ class DraftSection(PluginHost):
     method: str = "ngram"
     """Name of the drafting method; `none` decodes without drafts."""
     max_nodes: Annotated[int, Field(ge=0, le=256)] = 8
-    """Most nodes in one draft tree."""
+    """Most drafted tokens in one draft tree."""
     max_depth: Annotated[int, Field(ge=0, le=64)] = 8
-    """Most tokens on one path of a draft tree."""
+    """Most drafted tokens on one path of a draft tree."""
     controller: Choice[Literal["off", "auto"]] = "auto"
     """`auto` sizes each tree by its expected gain, down to no tree at all; `off` always requests the largest tree."""
     alternate: Choice[Literal["off", "on"]] = "off"
-    """`on` splits the running sequences into halves: one is verified while the other is drafted for."""
+    """`on` splits the running sequences into two halves: one half is verified while the other is drafted for."""
     replicas: Annotated[int, Field(ge=1, le=64)] = 1
-    """Drafters that share the target's sequences; each has the resources of one."""
+    """Number of drafters. Each serves a part of the sequences and has the resources of one drafter."""
     threads: Annotated[int, Field(ge=0)] = 0
-    """Intra-op threads of each drafter on CPU; 0 divides the cores among the roles."""
+    """Intra-op threads of each drafter on CPU; 0 lets the placement choose."""
     timeout_seconds: Seconds = 0.5
-    """Longest wait for a proposal, in seconds; a round whose proposal is later goes on without drafts."""
+    """Longest wait for a proposal, in seconds; then the round continues without drafts."""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether there are any drafts."""
+        return self.method != NO_DRAFTS
+
+    def disabled(self) -> DraftSection:
+        """A copy without drafts."""
+        return self.model_copy(update={"method": NO_DRAFTS})
 
     @property
     def weights(self) -> DraftModelSection | None:
@@ -135,74 +146,74 @@ class DraftSection(PluginHost):
 
 
 class SchedulerSection(Section):
-    """What one step may hold."""
+    """Bounds of one step and of the waiting queue."""
 
     max_sequences: Annotated[int, Field(ge=1, le=4096)] = 32
-    """Most sequences in flight."""
+    """Most sequences that run at once."""
     max_step_tokens: Annotated[int, Field(ge=16, le=65536)] = 512
-    """Most tokens in one forward pass: prompt chunks, last tokens and trees together."""
+    """Most tokens in one step of the target: prompt chunks, last committed tokens and draft trees together."""
     max_prompt_tokens: Positive | None = None
-    """Most prompt tokens in a step that others decode in, so that they are not held up; unset: `max_step_tokens`."""
+    """Most prompt tokens in a step in which other sequences decode, to bound their delay; unset: `max_step_tokens`."""
     max_waiting: Annotated[int, Field(ge=1, le=100_000)] = 256
-    """Bound of the queue; a request beyond it is refused with `Overloaded`."""
+    """Most waiting requests; further ones are refused as overloaded (HTTP 429, RESOURCE_EXHAUSTED)."""
 
 
 class LimitsSection(Section):
-    """The one table of bounds that both doors check requests against."""
+    """Bounds on requests, over HTTP and gRPC alike."""
 
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * MIB
-    """Longest HTTP body and gRPC message."""
+    """Largest HTTP body and gRPC message, in bytes."""
     max_output_tokens: Positive = 8192
-    """Most `max_tokens` that may be asked for."""
+    """Largest `max_tokens` of a request."""
     max_stop_strings: Annotated[int, Field(ge=0)] = 16
-    """Most stop strings (OpenAI's bound is 4)."""
+    """Most stop strings in one request; OpenAI's own bound is 4."""
     max_stop_string_chars: Positive = 256
-    """Longest stop string."""
+    """Longest stop string, in characters."""
     max_stop_token_ids: Annotated[int, Field(ge=0)] = 64
-    """Most stop tokens a request may add."""
+    """Most stop token ids in one request."""
     max_logprobs: Annotated[int, Field(ge=0, le=20)] = 20
-    """Most alternatives reported per token."""
+    """Most alternatives with log probabilities per token."""
     max_logit_bias: Annotated[int, Field(ge=0, le=1024)] = 1024
-    """Most tokens whose logit a request may shift."""
+    """Most tokens with a logit bias in one request."""
     max_prompts: Positive = 64
     """Most prompts in one completions request."""
     max_n: Annotated[int, Field(ge=1, le=128)] = 16
-    """Most answers to one prompt that are made: `n`, `best_of` and the beams of a search."""
+    """Most sequences for one prompt: the bound of `n`, `best_of` and the beam width."""
     max_messages: Positive = 1024
     """Most messages in one chat request."""
     max_timeout_seconds: Seconds = 3600.0
-    """Longest deadline a request may ask for, and its default."""
+    """Longest timeout of a request, in seconds; it is also the default."""
 
 
 class ServerSection(Section):
-    """Where clients come in."""
+    """Addresses and lifetime of the public APIs."""
 
     http_host: str = "127.0.0.1"
-    """Address of the HTTP ingress."""
+    """Address that the HTTP API binds to."""
     http_port: Port = 8000
-    """Port of the HTTP ingress."""
+    """Port of the HTTP API; 0 takes a free one."""
     grpc_host: str = "127.0.0.1"
-    """Address of the public gRPC service."""
+    """Address that the gRPC API binds to."""
     grpc_port: Port = 9000
-    """Port of the public gRPC service; 0 takes a free one."""
+    """Port of the gRPC API; 0 takes a free one."""
     start_timeout_seconds: Seconds = 600.0
-    """How long loading may take before `serve` gives up."""
+    """Longest time from start to readiness, in seconds; then `serve` gives up."""
     drain_timeout_seconds: Seconds = 30.0
-    """How long running answers may go on after SIGTERM."""
+    """Longest time that running requests may continue after SIGTERM, in seconds."""
 
 
 class Configuration(Section):
-    """Everything an operator can set."""
+    """All settings."""
 
     target: TargetSection = TargetSection()
-    """The large model."""
+    """The target model."""
     draft: DraftSection = DraftSection()
-    """The drafter."""
+    """Drafting."""
     scheduler: SchedulerSection = SchedulerSection()
-    """What one step may hold."""
+    """Bounds of one step and of the waiting queue."""
     limits: LimitsSection = LimitsSection()
     """Bounds on requests."""
     server: ServerSection = ServerSection()
-    """Addresses and ports."""
+    """Addresses and lifetime of the public APIs."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe message that is logged."""
+    """Least severe level of messages that are logged."""

@@ -50,7 +50,7 @@ def run(settings: Settings, output: Console, notices: Console) -> None:
     from deploy.ray.serve_cluster import ServeCluster
 
     drafting = _demo_configuration(settings.configuration)
-    plain = drafting.model_copy(update={"draft": drafting.draft.model_copy(update={"method": "none"})})
+    plain = drafting.model_copy(update={"draft": drafting.draft.disabled()})
     with ExitStack() as stack:
         status = stack.enter_context(notices.status("starting"))
         started = replace(settings, configuration=drafting)

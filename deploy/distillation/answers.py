@@ -49,8 +49,7 @@ class Quota:
 def for_answers(configuration: Configuration) -> Configuration:
     """The configuration without drafts, on ports of its own."""
     server = configuration.server.model_copy(update={"grpc_port": 0})
-    draft = configuration.draft.model_copy(update={"method": "none"})
-    return configuration.model_copy(update={"server": server, "draft": draft})
+    return configuration.model_copy(update={"server": server, "draft": configuration.draft.disabled()})
 
 
 async def answer_all(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.core.config import DraftSection, TargetSection
+from cluster.core.config import NO_DRAFTS, DraftSection, TargetSection
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.section import PluginSettings
@@ -22,7 +22,7 @@ class NoDrafter:
         """See `DraftMethod`. There is nothing to free."""
 
 
-@register("none", PluginSettings)
+@register(NO_DRAFTS, PluginSettings)
 def create_none(settings: PluginSettings, draft: DraftSection, target: TargetSection) -> NoDrafter:  # noqa: ARG001
     """Create the method `none`; it has no settings."""
     return NoDrafter()

@@ -29,7 +29,7 @@ _LONGEST = 1 << 30
 
 
 class SyntheticSettings(ExpansionSettings):
-    """NOT LOSSLESS: drafts whose acceptance rate and cost are set instead of found."""
+    """NOT LOSSLESS: drafts whose acceptance rate and cost are settings."""
 
     renamed: ClassVar[dict[str, str]] = {"synthetic_acceptance": "acceptance", "synthetic_seconds": "seconds"}
 

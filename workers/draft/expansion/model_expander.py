@@ -80,7 +80,7 @@ def check_vocabularies(draft: LoadedModel, draft_directory: Path, target: Target
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False).get_text_config()
     if draft.vocabulary_size != config.vocab_size and not _same_tokenizer(draft_directory, directory):
         raise ConfigurationError(
-            f"draft.model.path: {draft.name!r} has a vocabulary of {draft.vocabulary_size} tokens and the target "
+            f"the draft model {draft.name!r} has a vocabulary of {draft.vocabulary_size} tokens and the target "
             f"{directory.name!r} one of {config.vocab_size}; a draft must share the target's tokenizer"
         )
 
