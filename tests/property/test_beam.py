@@ -1,4 +1,4 @@
-"""Beam search against one that writes down every continuation there is."""
+"""Beam search against an exhaustive search."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def searched(state: BeamState, drawn: Sequence[int], count: int) -> list[BeamSta
 
 
 @given(parameters, stops, st.integers(1, 6), weights)
-def test_no_candidate_that_counts_is_missed(
+def test_the_candidates_of_a_state_are_enough(
     wanted: BeamParameters, ends: frozenset[int], max_tokens: int, drawn: list[int]
 ) -> None:
     state = beam.start(wanted, max_tokens, ends)
@@ -51,7 +51,7 @@ def test_no_candidate_that_counts_is_missed(
 
 
 @given(parameters, stops, st.integers(1, 6), weights)
-def test_every_state_is_in_order(
+def test_every_state_is_sorted_and_consistent(
     wanted: BeamParameters, ends: frozenset[int], max_tokens: int, drawn: list[int]
 ) -> None:
     states = searched(beam.start(wanted, max_tokens, ends), drawn, VOCABULARY)

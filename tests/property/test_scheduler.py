@@ -1,4 +1,4 @@
-"""Whatever arrives, and however the guesses turn out: everything finishes, in bounds, and nobody starves."""
+"""With any arrivals and any acceptance, everything finishes, within all bounds, and no sequence starves."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Job:
 
 @dataclass(slots=True)
 class World:
-    """A target that stores what the rows say and accepts as much of each tree as `luck` says."""
+    """A target that stores the rows and accepts as much of each tree as `accepted_lens` says."""
 
     limits: SchedulerSection
     draft: DraftBudget
     layout: KvLayout
     blocks: int
-    luck: list[int]
+    accepted_lens: list[int]
     waiting: list[Job] = field(default_factory=list)
     running: list[Job] = field(default_factory=list)
     steps: int = 0
@@ -75,7 +75,7 @@ class World:
         by_id = {job.view().id: job for job in (*self.waiting, *self.running)}
         for sequence_id in decided.preempt:
             job = by_id[sequence_id]
-            # Whoever gives way is younger than all who stay.
+            # A preempted sequence is younger than all that stay.
             assert all(other.arrival < job.arrival for other in self.running if other.view().id not in decided.preempt)
             job.stored = 0
             self.running.remove(job)
@@ -106,7 +106,7 @@ class World:
         self._check_latency(decided, left=self.free() - needed)
 
     def _check_latency(self, decided: Plan, left: int) -> None:
-        """Who decodes is held up by nothing but a lack of blocks, and prompts beside them keep their budget."""
+        """A decoding sequence lacks a token only if it lacks blocks, and prompts stay within their budget."""
         granted = {row.sequence_id: row.pending for row in decided.rows}
         decoding = [job for job in self.running if job.missing == 1 and job.view().id not in decided.admit]
         for job in decoding:
@@ -123,7 +123,7 @@ class World:
             job = running[row.sequence_id]
             job.stored += row.pending
             if row.decide:
-                accepted = min(self.luck[(self.steps + index) % len(self.luck)], row.draft.max_depth)
+                accepted = min(self.accepted_lens[(self.steps + index) % len(self.accepted_lens)], row.draft.max_depth)
                 job.stored += accepted
                 job.length += accepted + 1
             if job.length == job.prompt + job.answer:
@@ -152,7 +152,7 @@ def worlds() -> st.SearchStrategy[World]:
         draft=st.integers(0, 8).flatmap(lambda n: st.integers(min(n, 1), n).map(lambda depth: DraftBudget(n, depth))),
         layout=layouts(),
         blocks=st.just(0),
-        luck=st.lists(st.integers(0, 8), min_size=1, max_size=5),
+        accepted_lens=st.lists(st.integers(0, 8), min_size=1, max_size=5),
     )
 
 
@@ -162,7 +162,7 @@ def jobs() -> st.SearchStrategy[list[tuple[int, int, int]]]:
 
 
 def live_through(world: World, arrivals: list[tuple[int, int, int]], spare_blocks: int) -> list[Job]:
-    """Run everything to its end in a pool that holds the largest request and `spare_blocks` more."""
+    """Run everything to its end in a pool for the largest request and `spare_blocks` more."""
     largest = max(prompt + answer for _, prompt, answer in arrivals)
     world.blocks = world.layout.peak(largest, world.limits.max_step_tokens) + spare_blocks
     assert world.layout.longest(world.blocks, world.limits.max_step_tokens, CONTEXT) >= largest
@@ -197,16 +197,16 @@ def test_everything_finishes_within_every_bound(
 
 @settings(max_examples=50, deadline=None)
 @given(world=worlds(), arrivals=jobs())
-def test_with_blocks_for_all_nobody_is_preempted(world: World, arrivals: list[tuple[int, int, int]]) -> None:
+def test_with_enough_blocks_no_sequence_is_preempted(world: World, arrivals: list[tuple[int, int, int]]) -> None:
     preempted: list[SequenceId] = []
     plain = World.step
 
-    class Watched(World):
+    class Recorded(World):
         def step(self) -> Plan:
             decided = plain(self)
             preempted.extend(decided.preempt)
             return decided
 
-    watched = Watched(world.limits, world.draft, world.layout, 0, world.luck)
-    live_through(watched, arrivals, spare_blocks=12 * world.layout.peak(CONTEXT, 64))
+    recorded = Recorded(world.limits, world.draft, world.layout, 0, world.accepted_lens)
+    live_through(recorded, arrivals, spare_blocks=12 * world.layout.peak(CONTEXT, 64))
     assert preempted == []

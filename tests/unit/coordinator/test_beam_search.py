@@ -27,7 +27,7 @@ STOPS = frozenset({3, 7, 11})
 
 @pytest.mark.parametrize("early", EarlyStopping)
 @pytest.mark.parametrize(("width", "n"), [(2, 1), (4, 3), (7, 7)])
-async def test_the_answers_are_those_of_the_search_alone(width: int, n: int, early: EarlyStopping) -> None:
+async def test_the_answers_are_those_of_the_pure_search(width: int, n: int, early: EarlyStopping) -> None:
     target = FakeTarget()
     wanted = beam_request(width=width, n=n, early=early, penalty=0.7)
     async with serving(target, PerfectDrafter(target)) as coordinator:
@@ -37,7 +37,7 @@ async def test_the_answers_are_those_of_the_search_alone(width: int, n: int, ear
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["plain", "prefix_cache"])
-async def test_searches_samples_and_answers_side_by_side_in_too_little_memory(prefix_cache: bool) -> None:
+async def test_searches_and_samples_run_together_in_too_little_memory(prefix_cache: bool) -> None:
     target = FakeTarget(blocks=16, prefix_cache=prefix_cache)
     searches = [beam_request(f"b{index}", range(index, index + 10), 20, width=3 + index) for index in range(3)]
     samples = [request(f"s{index}", PROMPT, 25, seed=index, n=3) for index in range(3)]
@@ -48,7 +48,7 @@ async def test_searches_samples_and_answers_side_by_side_in_too_little_memory(pr
     assert answers[3:] == [target.answers(one) for one in samples]
 
 
-async def test_a_search_outlives_its_target() -> None:
+async def test_a_search_survives_crashes_of_its_target() -> None:
     target = FakeTarget(step_delay=0.0005, prefix_cache=True)
     wanted = beam_request(max_tokens=25, stop=frozenset())
     async with serving(target, PerfectDrafter(target)) as coordinator:
@@ -61,7 +61,7 @@ async def test_a_search_outlives_its_target() -> None:
         await until(lambda: target.is_empty)
 
 
-async def test_every_answer_comes_whole_with_its_own_usage() -> None:
+async def test_every_answer_is_one_commit_with_its_own_usage() -> None:
     target = FakeTarget()
     wanted = beam_request(n=3)
     async with serving(target, PerfectDrafter(target)) as coordinator:
@@ -87,7 +87,7 @@ async def test_answers_that_do_not_exist_are_empty() -> None:
 # --- the work -----------------------------------------------------------------------------------
 
 
-async def test_a_round_is_one_step_and_no_prompt_is_computed_twice() -> None:
+async def test_a_search_round_is_one_step_and_no_prompt_is_computed_twice() -> None:
     target = FakeTarget()
     drafter = PerfectDrafter(target)
     wanted = beam_request(max_tokens=10, width=4, stop=frozenset())
@@ -97,7 +97,7 @@ async def test_a_round_is_one_step_and_no_prompt_is_computed_twice() -> None:
     assert drafter.calls == []
 
 
-async def test_beams_share_the_blocks_of_what_they_have_in_common() -> None:
+async def test_beams_share_the_blocks_of_their_common_prefix() -> None:
     target = FakeTarget(blocks=28, step_delay=0.0005)
     prompt = tuple(index % 32 for index in range(80))  # 20 blocks: without sharing there is room for one beam
     fewest = target.blocks
@@ -117,7 +117,7 @@ async def test_beams_share_the_blocks_of_what_they_have_in_common() -> None:
 # --- ways out -----------------------------------------------------------------------------------
 
 
-async def test_a_client_that_leaves_frees_every_beam_within_one_step() -> None:
+async def test_a_client_that_disconnects_frees_every_beam_within_one_step() -> None:
     target = FakeTarget(step_delay=0.001)
     async with serving(target, PerfectDrafter(target)) as coordinator:
         reading = asyncio.create_task(read(coordinator, beam_request(max_tokens=400, stop=frozenset())))
@@ -129,12 +129,12 @@ async def test_a_client_that_leaves_frees_every_beam_within_one_step() -> None:
         assert await tokens_of(coordinator, request("next")) == target.answer(request("next"))
 
 
-async def test_abort_ends_all_answers_empty() -> None:
+async def test_abort_ends_all_answers_of_a_search_empty() -> None:
     target = FakeTarget(step_delay=0.001)
     async with serving(target, PerfectDrafter(target)) as coordinator:
         reading = asyncio.create_task(read(coordinator, beam_request("r", max_tokens=400, n=3, stop=frozenset())))
         await until(lambda: len(target.batches) > 4)
-        assert not coordinator.conclude(RequestId("r"), 0)  # nothing of a search is anybody's answer yet
+        assert not coordinator.conclude(RequestId("r"), 0)  # a search has no answer yet
         assert coordinator.abort(RequestId("r"))
         commits = await reading
         assert [(commit.index, commit.tokens) for commit in commits] == [(0, ()), (1, ()), (2, ())]
@@ -150,14 +150,14 @@ async def test_a_deadline_ends_a_search() -> None:
         await until(lambda: target.is_empty)
 
 
-async def test_a_target_that_does_not_tell_the_alternatives_fails_the_search_alone() -> None:
+async def test_a_target_that_reports_no_alternatives_fails_only_the_search() -> None:
     target = FakeTarget()
     plain = target.step
 
     async def silent(batch: StepBatch) -> StepResult:
         result = await plain(batch)
-        told = [Verdict(one.sequence_id, one.base_len, one.tokens, one.drafted) for one in result.verdicts]
-        return StepResult(tuple(told), result.kv)
+        without = [Verdict(one.sequence_id, one.base_len, one.tokens, one.drafted) for one in result.verdicts]
+        return StepResult(tuple(without), result.kv)
 
     target.step = silent  # type: ignore[method-assign]
     async with serving(target, PerfectDrafter(target)) as coordinator:
@@ -169,7 +169,7 @@ async def test_a_target_that_does_not_tell_the_alternatives_fails_the_search_alo
 
 
 @pytest.mark.parametrize(("width", "n", "field"), [(33, 1, "beam.width"), (2, 3, "n"), (0, 1, "beam.width")])
-async def test_a_search_that_could_not_be_served_is_refused(width: int, n: int, field: str) -> None:
+async def test_a_search_that_cannot_be_served_is_refused(width: int, n: int, field: str) -> None:
     target = FakeTarget()
     async with serving(target, PerfectDrafter(target)) as coordinator:
         with pytest.raises(InvalidRequest) as refusal:

@@ -71,16 +71,16 @@ def test_the_sequences_of_a_dead_drafter_move_and_some_return_with_it() -> None:
 @pytest.mark.parametrize("alternate", ["on", "off"])
 def test_the_tokens_are_the_same_while_drafters_die_and_come_back(alternate: str, controller: str) -> None:
     async def work() -> None:
-        luck = random.Random(11)
+        rng = random.Random(11)
         target = TimedTarget(gpu_step)
         drafters = [FailingDrafter(target) for _ in range(3)]
         cluster = SimulatedCluster(drafters, target, draft__controller=controller, draft__alternate=alternate)
         async with cluster.coordinator:
             reading = asyncio.create_task(cluster.serve(equal_requests(7, 300)))
             while not reading.done():
-                drafter = luck.choice(drafters)
+                drafter = rng.choice(drafters)
                 drafter.is_down = not drafter.is_down
-                await asyncio.sleep(luck.uniform(0, 0.2))
+                await asyncio.sleep(rng.uniform(0, 0.2))
             await reading
             for drafter in drafters:
                 drafter.is_down = False

@@ -65,15 +65,15 @@ async def test_a_bug_in_one_request_ends_that_request_alone(monkeypatch: pytest.
     plain = Sequence.commit
 
     def broken(self: Sequence, verdict: Verdict) -> Commit | None:
-        if self.request.request_id == "unlucky" and len(self) > 10:
+        if self.request.request_id == "failing" and len(self) > 10:
             raise ZeroDivisionError("a bug")
         return plain(self, verdict)
 
     monkeypatch.setattr(Sequence, "commit", broken)
     async with serving(target, WrongDrafter(target)) as coordinator:
-        unlucky = tokens_of(coordinator, request("unlucky", max_tokens=100))
+        failing = tokens_of(coordinator, request("failing", max_tokens=100))
         *answers, end = await asyncio.gather(
-            *(tokens_of(coordinator, one) for one in wanted), unlucky, return_exceptions=True
+            *(tokens_of(coordinator, one) for one in wanted), failing, return_exceptions=True
         )
         assert answers == [target.answer(one) for one in wanted]
         assert isinstance(end, NotReady)

@@ -49,15 +49,15 @@ async def test_an_opening_is_split_before_it_exceeds_the_size_of_a_message(monke
 
 async def test_a_sequence_that_the_target_lost_is_opened_again() -> None:
     target = FakeTarget(prefix_cache=True)
-    plain, lies = target.step, iter(range(1))
+    plain, wrong_answers = target.step, iter(range(1))
 
-    async def lying(batch: StepBatch) -> StepResult:
+    async def wrong(batch: StepBatch) -> StepResult:
         result = await plain(batch)
-        if len(target.batches) > 3 and next(lies, None) is not None:
+        if len(target.batches) > 3 and next(wrong_answers, None) is not None:
             return StepResult((Verdict(batch.rows[0].sequence_id, 1, tokens=(1,)),), result.kv)
         return result
 
-    target.step = lying  # type: ignore[method-assign]
+    target.step = wrong  # type: ignore[method-assign]
     async with serving(target, WrongDrafter(target)) as coordinator:
         wanted = request(prompt=LONG)
         assert await tokens_of(coordinator, wanted) == target.answer(wanted)
@@ -108,12 +108,12 @@ async def test_a_row_that_cannot_be_opened_is_sent_from_its_start() -> None:
 
 async def test_a_wrong_answer_to_an_opening_costs_time_and_nothing_else() -> None:
     target = FakeTarget()
-    lies = iter([(99,), (), (5,), (0, 0)])
+    wrong_answers = iter([(99,), (), (5,), (0, 0)])
 
-    async def lying(rows: Sequence[OpenRow]) -> OpenResult:
-        return OpenResult(next(lies), KvOccupancy(target.blocks, target.blocks_free))
+    async def wrong(rows: Sequence[OpenRow]) -> OpenResult:
+        return OpenResult(next(wrong_answers), KvOccupancy(target.blocks, target.blocks_free))
 
-    target.open = lying  # type: ignore[method-assign]
+    target.open = wrong  # type: ignore[method-assign]
     async with serving(target, WrongDrafter(target)) as coordinator:
         for name in "abcd":
             assert await tokens_of(coordinator, request(name)) == target.answer(request())
@@ -140,7 +140,7 @@ async def test_a_request_whose_opening_crashes_the_target_is_served_without_open
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_streams_are_the_same_when_a_target_with_a_prefix_cache_crashes_at_random(seed: int) -> None:
-    luck = random.Random(seed)
+    rng = random.Random(seed)
     target = FakeTarget(blocks=30, step_delay=0.0005, prefix_cache=True)
     wanted = [request(f"r{index}", LONG[: 5 + 3 * (index % 4)], max_tokens=40, seed=index, n=2) for index in range(6)]
     singles = [request(f"q{index}", LONG[: 4 + index], max_tokens=40, seed=index) for index in range(4)]
@@ -148,11 +148,11 @@ async def test_streams_are_the_same_when_a_target_with_a_prefix_cache_crashes_at
         reading = asyncio.create_task(all_tokens(coordinator, singles))
         forked = asyncio.gather(*(answers_of(coordinator, one) for one in wanted))
         for _ in range(15):
-            await asyncio.sleep(luck.uniform(0, 0.02))
-            match luck.randrange(3):
+            await asyncio.sleep(rng.uniform(0, 0.02))
+            match rng.randrange(3):
                 case 0:
                     target.crash()
-                    await asyncio.sleep(luck.uniform(0, 0.005))
+                    await asyncio.sleep(rng.uniform(0, 0.005))
                     target.revive()
                 case 1:
                     target.revive()

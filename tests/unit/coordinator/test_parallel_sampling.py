@@ -42,21 +42,21 @@ def widths(target: FakeTarget) -> list[int]:
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["plain", "prefix_cache"])
 @pytest.mark.parametrize("blocks", [256, 16], ids=["roomy", "tight"])
 @pytest.mark.parametrize("drafter", [WrongDrafter, PerfectDrafter, RandomDrafter])
-async def test_every_answer_is_that_of_a_single_request_with_its_seed(
+async def test_every_answer_equals_that_of_a_single_request_with_its_seed(
     drafter: type[FakeDrafter], blocks: int, prefix_cache: bool
 ) -> None:
     target = FakeTarget(blocks=blocks, prefix_cache=prefix_cache)
     wanted = [request(f"r{index}", PROMPT[: 10 + 3 * index], 25, seed=100 * index, n=5) for index in range(3)]
-    guesser = drafter(target)
-    async with serving(target, guesser) as coordinator:
+    fake_drafter = drafter(target)
+    async with serving(target, fake_drafter) as coordinator:
         answers = await asyncio.gather(*(answers_of(coordinator, one) for one in wanted))
-        await until(lambda: target.is_empty and not guesser.known)
+        await until(lambda: target.is_empty and not fake_drafter.known)
     assert answers == [target.answers(one) for one in wanted]
     assert target.drafted > 0
     assert (target.accepted > 0) == (drafter is not WrongDrafter)
 
 
-async def test_seeds_go_round_at_two_to_the_64th() -> None:
+async def test_seeds_wrap_around_at_two_to_the_64th() -> None:
     target = FakeTarget()
     wanted = request(seed=2**64 - 1, n=3)
     async with serving(target, WrongDrafter(target)) as coordinator:
@@ -64,7 +64,7 @@ async def test_seeds_go_round_at_two_to_the_64th() -> None:
         assert (await answers_of(coordinator, wanted))[1] == target.answer(request(seed=0))
 
 
-async def test_each_answer_ends_by_itself_with_its_own_usage() -> None:
+async def test_each_answer_ends_with_its_own_usage() -> None:
     target = FakeTarget()
     lone = target.answers(request(max_tokens=30, n=4))
     stop = frozenset({lone[2][4]})
@@ -97,7 +97,7 @@ async def test_the_prompt_is_computed_once_and_its_blocks_are_shared() -> None:
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
-async def test_a_leader_that_ends_with_its_first_token_still_shares_the_prompt(prefix_cache: bool) -> None:
+async def test_a_first_sequence_that_ends_with_its_first_token_still_shares_the_prompt(prefix_cache: bool) -> None:
     target = FakeTarget(prefix_cache=prefix_cache)
     wanted = request(prompt=PROMPT, max_tokens=1, n=4)
     async with serving(target, WrongDrafter(target)) as coordinator:
@@ -106,7 +106,7 @@ async def test_a_leader_that_ends_with_its_first_token_still_shares_the_prompt(p
     assert [found for _, found in target.openings] == [0, 21, 21, 21]
 
 
-async def test_a_leader_that_has_ended_gives_way_before_anyone_who_runs() -> None:
+async def test_a_finished_parent_is_evicted_before_any_running_sequence() -> None:
     target = FakeTarget(blocks=12, step_delay=0.001)
     metrics = Metrics()
     wanted = request("samples", PROMPT, max_tokens=1, n=6)
@@ -119,14 +119,14 @@ async def test_a_leader_that_has_ended_gives_way_before_anyone_who_runs() -> Non
         await until(lambda: target.is_empty)
 
 
-async def test_answers_whose_leader_was_lost_are_opened_without_it() -> None:
+async def test_forks_of_a_lost_parent_are_opened_without_it() -> None:
     target = FakeTarget(step_delay=0.001)
     wanted = request(prompt=PROMPT, max_tokens=20, n=4)
     plain = target.open
 
     async def crash_then_open(rows: object) -> object:
         target.open = plain  # type: ignore[method-assign]
-        target.revive()  # a new life: the leader's blocks are gone
+        target.revive()  # a new epoch: the blocks of the parent are gone
         return await plain(rows)  # type: ignore[arg-type]
 
     async with serving(target, WrongDrafter(target)) as coordinator:
@@ -141,7 +141,7 @@ async def test_answers_whose_leader_was_lost_are_opened_without_it() -> None:
 # --- ways out -----------------------------------------------------------------------------------
 
 
-async def test_a_client_that_leaves_frees_every_answer_within_one_step() -> None:
+async def test_a_client_that_disconnects_frees_every_answer_within_one_step() -> None:
     target = FakeTarget(step_delay=0.001)
     drafter = PerfectDrafter(target)
     async with serving(target, drafter) as coordinator:
@@ -154,7 +154,7 @@ async def test_a_client_that_leaves_frees_every_answer_within_one_step() -> None
         assert len(target.batches) <= steps + 1
 
 
-async def test_a_client_that_leaves_while_the_others_wait_for_the_leader_frees_everything() -> None:
+async def test_a_client_that_disconnects_before_the_forks_run_frees_everything() -> None:
     target = FakeTarget(step_delay=0.001)
     async with serving(target, WrongDrafter(target)) as coordinator:
         await first_commit_then_leave(coordinator, request(prompt=PROMPT, max_tokens=400, n=8))
@@ -182,7 +182,7 @@ async def test_abort_ends_every_answer_that_is_unfinished() -> None:
         await until(lambda: target.is_empty)
 
 
-async def test_abort_before_the_prompt_is_computed_ends_answers_that_never_began() -> None:
+async def test_abort_before_the_prompt_is_computed_ends_all_answers() -> None:
     target = FakeTarget(step_delay=0.001)
     async with serving(target, WrongDrafter(target), scheduler__max_sequences=3) as coordinator:
         busy = asyncio.create_task(read(coordinator, request("busy", max_tokens=100, n=3)))
@@ -195,7 +195,7 @@ async def test_abort_before_the_prompt_is_computed_ends_answers_that_never_began
         await busy
 
 
-async def test_a_deadline_ends_all() -> None:
+async def test_a_deadline_ends_all_answers() -> None:
     target = FakeTarget(step_delay=0.002)
     async with serving(target, WrongDrafter(target)) as coordinator:
         with pytest.raises(DeadlineExceeded):
@@ -203,7 +203,7 @@ async def test_a_deadline_ends_all() -> None:
         await until(lambda: target.is_empty)
 
 
-async def test_an_answer_that_its_reader_concludes_costs_nothing_more_and_the_others_go_on() -> None:
+async def test_a_concluded_answer_is_computed_no_further_and_the_others_continue() -> None:
     target = FakeTarget(step_delay=0.0005)
     metrics = Metrics()
     wanted = request("r", max_tokens=40, n=3)
@@ -226,18 +226,18 @@ async def test_an_answer_that_its_reader_concludes_costs_nothing_more_and_the_ot
     assert value_of(metrics, "vllm:request_success_total", finished_reason="abort") == 0
 
 
-async def test_nothing_is_concluded_before_it_has_begun() -> None:
+async def test_an_answer_without_tokens_cannot_be_concluded() -> None:
     target = FakeTarget(step_delay=0.001)
     wanted = request("r", max_tokens=5, n=2)
     async with serving(target, WrongDrafter(target)) as coordinator:
         reading = asyncio.create_task(answers_of(coordinator, wanted))
         await asyncio.sleep(0)
         assert not any(coordinator.conclude(RequestId("r"), index) for index in (0, 1, 2))
-        assert not coordinator.conclude(RequestId("nobody"))
+        assert not coordinator.conclude(RequestId("unknown"))
         assert await reading == target.answers(wanted)
 
 
-async def test_the_last_answer_concluded_ends_the_stream() -> None:
+async def test_concluding_the_last_answer_ends_the_stream() -> None:
     target = FakeTarget(step_delay=0.001)
     async with serving(target, WrongDrafter(target)) as coordinator:
         commits = []
@@ -252,7 +252,7 @@ async def test_the_last_answer_concluded_ends_the_stream() -> None:
 
 
 @pytest.mark.parametrize("n", [0, 5])
-async def test_more_answers_than_sequences_are_refused_naming_the_bound(n: int) -> None:
+async def test_more_answers_than_sequences_are_refused_with_the_bound(n: int) -> None:
     target = FakeTarget()
     async with serving(target, WrongDrafter(target), scheduler__max_sequences=4) as coordinator:
         with pytest.raises(InvalidRequest, match="4 sequences at a time") as refusal:
@@ -261,7 +261,7 @@ async def test_more_answers_than_sequences_are_refused_naming_the_bound(n: int) 
         assert await answers_of(coordinator, request(n=4)) == target.answers(request(n=4))
 
 
-async def test_the_queue_counts_answers_not_requests() -> None:
+async def test_the_queue_counts_answers_instead_of_requests() -> None:
     target = FakeTarget(step_delay=0.001)
     limits = {"scheduler__max_sequences": 4, "scheduler__max_waiting": 4}
     async with serving(target, WrongDrafter(target), **limits) as coordinator:
@@ -276,7 +276,7 @@ async def test_the_queue_counts_answers_not_requests() -> None:
         assert max(len(batch.rows) for batch in target.batches) == 4
 
 
-async def test_a_prompt_counts_once_and_every_answer_counts() -> None:
+async def test_the_metrics_count_a_prompt_once_and_every_answer() -> None:
     target = FakeTarget()
     metrics = Metrics()
     async with Coordinator(target, [WrongDrafter(target)], configure(), metrics) as coordinator:

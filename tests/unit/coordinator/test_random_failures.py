@@ -33,50 +33,50 @@ CLIENTS = 14
 class RandomCluster:
     """A random target, a random drafter, and random clients."""
 
-    luck: random.Random
+    rng: random.Random
     target: FakeTarget = field(init=False)
     drafter: FakeDrafter = field(init=False)
     common: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        luck = self.luck
-        block_size = luck.choice([3, 4, 16])
-        blocks = luck.choice([72, 100, 600]) // block_size
+        rng = self.rng
+        block_size = rng.choice([3, 4, 16])
+        blocks = rng.choice([72, 100, 600]) // block_size
         self.target = FakeTarget(
-            block_size=block_size, blocks=blocks, step_delay=luck.choice([0, 0.0003]), prefix_cache=luck.random() < 0.6
+            block_size=block_size, blocks=blocks, step_delay=rng.choice([0, 0.0003]), prefix_cache=rng.random() < 0.6
         )
-        self.drafter = luck.choice([WrongDrafter, PerfectDrafter, RandomDrafter, ForgetfulDrafter, InvalidDrafter])(
+        self.drafter = rng.choice([WrongDrafter, PerfectDrafter, RandomDrafter, ForgetfulDrafter, InvalidDrafter])(
             self.target
         )
-        self.common = [luck.randrange(32) for _ in range(30)]
+        self.common = [rng.randrange(32) for _ in range(30)]
 
     def random_request(self, index: int) -> GenerationRequest:
         """A request that fits into the pool and often shares a prefix with others."""
-        luck = self.luck
-        prompt = self.common[: luck.randrange(1, 20)] + [luck.randrange(32) for _ in range(luck.randrange(4))]
-        longest = min(luck.randrange(1, 40), self.target.blocks * self.target.memory.block_size - len(prompt))
-        stop = frozenset(luck.sample(range(32), luck.randrange(3)))
-        if luck.random() < 0.25:
-            width = luck.randrange(2, 6)
-            early = luck.choice(list(EarlyStopping))
+        rng = self.rng
+        prompt = self.common[: rng.randrange(1, 20)] + [rng.randrange(32) for _ in range(rng.randrange(4))]
+        longest = min(rng.randrange(1, 40), self.target.blocks * self.target.memory.block_size - len(prompt))
+        stop = frozenset(rng.sample(range(32), rng.randrange(3)))
+        if rng.random() < 0.25:
+            width = rng.randrange(2, 6)
+            early = rng.choice(list(EarlyStopping))
             return beam_request(f"r{index}", prompt, min(longest, 12), width=width, n=width - 1, stop=stop, early=early)
-        n, salt = luck.choice([1, 1, 2, 5]), luck.choice(["", "salt"])
-        temperature = luck.choice([0.0, 1.0])
+        n, salt = rng.choice([1, 1, 2, 5]), rng.choice(["", "salt"])
+        temperature = rng.choice([0.0, 1.0])
         return request(f"r{index}", prompt, longest, temperature=temperature, seed=index, stop=stop, salt=salt, n=n)
 
     async def client(self, coordinator: Coordinator, index: int) -> None:
         """Read to the end, disconnect, abort, or conclude one answer."""
-        luck, wanted = self.luck, self.random_request(index)
-        await asyncio.sleep(luck.uniform(0, 0.05))
-        match luck.randrange(6):
+        rng, wanted = self.rng, self.random_request(index)
+        await asyncio.sleep(rng.uniform(0, 0.05))
+        match rng.randrange(6):
             case 0:
                 reading = asyncio.create_task(read(coordinator, wanted))
-                await asyncio.sleep(luck.uniform(0, 0.05))
+                await asyncio.sleep(rng.uniform(0, 0.05))
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
             case 1:
                 reading = asyncio.create_task(read(coordinator, wanted))
-                await asyncio.sleep(luck.uniform(0, 0.03))
+                await asyncio.sleep(rng.uniform(0, 0.03))
                 coordinator.abort(wanted.request_id)
                 assert sum(commit.finish is not None for commit in await reading) == wanted.n
             case 2 if wanted.beam is None:
@@ -87,7 +87,7 @@ class RandomCluster:
 
     async def conclude_one(self, coordinator: Coordinator, wanted: GenerationRequest) -> None:
         """Conclude one answer and read the others to the end."""
-        cut, enough = self.luck.randrange(wanted.n), self.luck.randrange(1, 10)
+        cut, enough = self.rng.randrange(wanted.n), self.rng.randrange(1, 10)
         answers: list[list[int]] = [[] for _ in range(wanted.n)]
         async for commit in coordinator.generate(wanted):
             answers[commit.index] += commit.tokens
@@ -99,9 +99,9 @@ class RandomCluster:
 
     async def fail_at_random(self) -> None:
         """The target crashes, restarts, loses an answer, or runs out of blocks for a moment."""
-        for _ in range(self.luck.choice([0, 0, 8])):
-            await asyncio.sleep(self.luck.uniform(0, 0.02))
-            match self.luck.randrange(4):
+        for _ in range(self.rng.choice([0, 0, 8])):
+            await asyncio.sleep(self.rng.uniform(0, 0.02))
+            match self.rng.randrange(4):
                 case 0:
                     self.target.crash()
                     await asyncio.sleep(0.002)
@@ -111,7 +111,7 @@ class RandomCluster:
                 case 2:
                     self.target.fail_after_computing = 1
                 case 3:
-                    self.target.memory.foreign_blocks = self.luck.randrange(6)
+                    self.target.memory.foreign_blocks = self.rng.randrange(6)
                     await asyncio.sleep(0.005)
                     self.target.memory.foreign_blocks = 0
 
@@ -119,8 +119,8 @@ class RandomCluster:
 @pytest.mark.parametrize("seed", range(10))
 async def test_every_client_that_stays_reads_the_right_tokens_and_nothing_is_held_in_the_end(seed: int) -> None:
     cluster = RandomCluster(random.Random(seed))
-    most = cluster.luck.choice([None, 1, 8])
-    limits = configure(scheduler__max_prompt_tokens=most, scheduler__max_sequences=cluster.luck.choice([6, 16]))
+    most = cluster.rng.choice([None, 1, 8])
+    limits = configure(scheduler__max_prompt_tokens=most, scheduler__max_sequences=cluster.rng.choice([6, 16]))
     metrics = Metrics()
     async with (
         asyncio.timeout(TOO_LONG_SECONDS),

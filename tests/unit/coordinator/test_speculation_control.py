@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from cluster.core.drafting import DraftBudget
+from cluster.core.verification import OpenResult, OpenRow
 from tests.support.fake_cluster import (
     read,
     request,
@@ -158,3 +160,29 @@ def test_a_proposal_that_is_much_later_than_usual_is_not_waited_for() -> None:
         return waited
 
     assert simulate(work()) < 0.1
+
+
+def test_a_sequence_that_arrives_while_others_are_opened_has_no_draft_in_that_round() -> None:
+    async def work() -> None:
+        target = TimedTarget(gpu_step)
+        drafter = TimedDrafter(target, DrafterModel(0.9))
+        open_at_once = target.open
+
+        async def open_slowly(rows: Sequence[OpenRow]) -> OpenResult:
+            await asyncio.sleep(0.01)
+            return await open_at_once(rows)
+
+        target.open = open_slowly  # type: ignore[method-assign]
+        cluster = SimulatedCluster([drafter], target)
+        async with cluster.coordinator:
+            reading = []
+            for index in range(12):
+                wanted = request(f"r{index}", prompt=range(10), max_tokens=30, seed=index)
+                reading.append(asyncio.create_task(read(cluster.coordinator, wanted)))
+                await asyncio.sleep(0.006)
+            await asyncio.gather(*reading)
+        drafted = [row.base_len for call in drafter.calls for row in call if row.budget.max_nodes]
+        assert drafted
+        assert min(drafted) > 10  # the controller sizes trees of sequences that decode
+
+    simulate(work())

@@ -38,7 +38,7 @@ from tests.support.fake_target import FakeTarget
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_streams_are_the_same_when_target_and_drafter_crash_at_random(seed: int) -> None:
-    luck = random.Random(seed)
+    rng = random.Random(seed)
     target = FakeTarget(blocks=40, step_delay=0.0005)
     drafter = FailingDrafter(target)
     drafter.is_down = False
@@ -47,17 +47,17 @@ async def test_streams_are_the_same_when_target_and_drafter_crash_at_random(seed
         reading = asyncio.create_task(all_tokens(coordinator, wanted))
         await until(lambda: target.accepted > 0)
         for _ in range(20):
-            await asyncio.sleep(luck.uniform(0, 0.02))
-            match luck.randrange(4):
+            await asyncio.sleep(rng.uniform(0, 0.02))
+            match rng.randrange(4):
                 case 0:
                     target.crash()
-                    await asyncio.sleep(luck.uniform(0, 0.005))
+                    await asyncio.sleep(rng.uniform(0, 0.005))
                     target.revive()
                 case 1:
                     target.revive()  # restarted between two steps
                 case 2:
                     target.fail_after_computing = 1
-                    await asyncio.sleep(luck.uniform(0, 0.005))
+                    await asyncio.sleep(rng.uniform(0, 0.005))
                     target.fail_after_computing = 0
                 case 3:
                     drafter.is_down = not drafter.is_down

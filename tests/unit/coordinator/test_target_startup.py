@@ -39,7 +39,7 @@ async def test_a_new_coordinator_frees_what_a_dead_one_left_on_the_target() -> N
     await coordinator.start()
     reading = coordinator.generate(request("orphan", max_tokens=30))
     await anext(reading)
-    orphans.stored = dict(target.stored)  # the coordinator dies here: nobody will ever release these
+    orphans.stored = dict(target.stored)  # as if the coordinator died here and never released them
     assert orphans.blocks_free < orphans.blocks
     await coordinator.stop(0.0)
     async with serving(orphans, PerfectDrafter(orphans)) as successor:

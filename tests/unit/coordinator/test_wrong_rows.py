@@ -57,12 +57,12 @@ async def test_a_row_that_makes_the_target_refuse_the_batch_fails_alone() -> Non
 
 async def test_a_verdict_that_does_not_match_its_row_is_dropped() -> None:
     target = FakeTarget()
-    plain, lies = target.step, iter(range(3))
+    plain, wrong_answers = target.step, iter(range(3))
 
-    async def lying(batch: StepBatch) -> StepResult:
+    async def wrong(batch: StepBatch) -> StepResult:
         result = await plain(batch)
         row = batch.rows[0]
-        match next(lies, None):
+        match next(wrong_answers, None):
             case 0:
                 return StepResult((), result.kv)
             case 1:
@@ -71,7 +71,7 @@ async def test_a_verdict_that_does_not_match_its_row_is_dropped() -> None:
                 return StepResult((Verdict(row.sequence_id, row.base_len - 1, tokens=(1,)),), result.kv)
         return result
 
-    target.step = lying  # type: ignore[method-assign]
+    target.step = wrong  # type: ignore[method-assign]
     async with serving(target, WrongDrafter(target)) as coordinator:
         assert await tokens_of(coordinator, request()) == target.answer(request())
         await until(lambda: target.blocks_free == target.blocks)

@@ -1,4 +1,4 @@
-"""Beam search step by step: transformers' answers, and the rules behind them one at a time."""
+"""Beam search: the answers of transformers, and each rule by itself."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def searched(model: Any, parameters: BeamParameters, max_tokens: int, stops: fro
 def by_transformers(
     model: Any, parameters: BeamParameters, max_tokens: int, stops: frozenset[int]
 ) -> list[tuple[tuple[int, ...], float]]:
-    """Its answers, cut after their stop token, with their scores."""
+    """The answers of transformers, cut after their stop token, with their scores."""
     result = model.generate(
         torch.tensor([PROMPT]),
         num_beams=parameters.width,
@@ -73,7 +73,7 @@ def until_stop(tokens: Sequence[int], stops: frozenset[int]) -> tuple[int, ...]:
 
 
 def frequent(model: Any, count: int) -> frozenset[int]:
-    """Tokens that a search meets early: those that follow the prompt most probably, but for the very best."""
+    """Tokens that a search reaches early: the most probable ones after the prompt, without the two best."""
     ranked = [token for token, _ in most_probable(model, [()], count + 2)[0]]
     return frozenset(ranked[2:])
 
@@ -92,7 +92,7 @@ def test_a_search_gives_the_answers_and_scores_of_transformers(
         assert [answer.score for answer in state.finished] == pytest.approx([score for _, score in expected], abs=1e-4)
 
 
-def test_the_parametrised_searches_do_meet_stop_tokens(model: Any) -> None:
+def test_the_parametrised_searches_reach_stop_tokens(model: Any) -> None:
     ends = {
         (answer.finish, len(answer.tokens))
         for length_penalty in (0.0, 1.0)
@@ -114,12 +114,12 @@ def test_the_first_token_makes_one_beam_many() -> None:
     assert state.running == (Beam((8,), -0.5, 0), Beam((7,), -1.0, 0))
 
 
-def test_a_beam_names_the_one_it_grew_from_and_may_push_others_out() -> None:
+def test_a_beam_names_its_parent_and_may_replace_all_others() -> None:
     state = state_after([[(7, -0.1), (8, -3.0)]], [[(4, -0.5), (5, -0.6)], [(4, -0.5), (5, -0.6)]])
     assert state.running == (Beam((7, 4), -0.6, 0), Beam((7, 5), -0.7, 0))
 
 
-def test_only_an_end_among_the_best_continuations_counts() -> None:
+def test_a_stop_token_counts_only_among_the_best_continuations() -> None:
     state = state_after([[(7, -0.5), (8, -1.0), (END, -1.5)]])
     assert not state.finished
     state = state_after([[(7, -0.5), (END, -1.0), (8, -1.5)]])
@@ -127,12 +127,12 @@ def test_only_an_end_among_the_best_continuations_counts() -> None:
     assert [running.tokens for running in state.running] == [(7,), (8,)]
 
 
-def test_equal_sums_go_by_beam_and_then_by_token_whatever_the_order_they_came_in() -> None:
+def test_equal_sums_are_ordered_by_beam_and_then_by_token() -> None:
     state = state_after([[(9, -1.0), (8, -1.0)]], [[(6, -1.0), (5, -1.0)], [(4, -1.0), (3, -1.0)]])
     assert [(running.parent, running.tokens) for running in state.running] == [(0, (8, 5)), (0, (8, 6))]
 
 
-def test_at_its_full_length_every_answer_ends() -> None:
+def test_every_answer_ends_at_its_full_length() -> None:
     state = state_after([[(7, -0.5), (END, -1.0), (8, -1.5)]], [[(4, -0.1), (5, -5.0)], [(END, -0.1)]], max_tokens=2)
     assert beam.is_done(state)
     assert not state.running
@@ -142,7 +142,7 @@ def test_at_its_full_length_every_answer_ends() -> None:
     ]
 
 
-def test_a_length_penalty_above_zero_favours_the_longer_of_equal_answers() -> None:
+def test_a_positive_length_penalty_prefers_the_longer_of_equal_answers() -> None:
     steps = ([[(END, -1.0), (7, -0.5), (8, -9.0)]], [[(END, -0.5), (4, -9.0)], [(4, -9.0)]])
     longer_first = state_after(*steps, length_penalty=1.0)
     shorter_first = state_after(*steps, length_penalty=-1.0)
@@ -150,7 +150,7 @@ def test_a_length_penalty_above_zero_favours_the_longer_of_equal_answers() -> No
     assert [len(answer.tokens) for answer in shorter_first.finished] == [1, 2]
 
 
-def test_early_stopping_decides_what_is_worth_waiting_for() -> None:
+def test_early_stopping_decides_when_the_search_ends() -> None:
     # Two answers have ended, at -1.0 ÷ 1 and at -1.5 ÷ 2 (worst: -1.0); the best running beam stands at -2.4 after
     # two tokens: -1.2 at this length, but -0.6 if it reached four tokens at no further cost.
     steps = ([[(END, -1.0), (7, -0.5), (8, -2.0)]], [[(END, -1.0), (4, -1.9)], [(4, -1.9)]])
@@ -160,7 +160,7 @@ def test_early_stopping_decides_what_is_worth_waiting_for() -> None:
     assert not beam.is_done(state_after(*better, early_stopping=EarlyStopping.NO))
 
 
-def test_a_search_that_is_done_stays_as_it_is() -> None:
+def test_a_search_that_is_done_stays_unchanged() -> None:
     state = state_after([[(7, -0.5), (8, -1.0)]], max_tokens=1)
     assert beam.advance(state, []) is state
 
@@ -171,6 +171,6 @@ def test_each_running_beam_needs_its_candidates() -> None:
 
 
 @pytest.mark.parametrize(("width", "max_tokens"), [(0, 1), (2, 0)])
-def test_a_search_of_nothing_is_refused(width: int, max_tokens: int) -> None:
+def test_a_search_without_beams_or_tokens_is_refused(width: int, max_tokens: int) -> None:
     with pytest.raises(InvalidRequest):
         beam.start(BeamParameters(width), max_tokens, frozenset())

@@ -1,4 +1,4 @@
-"""The plan, case by case: who is admitted, who gives way, and who gets how many tokens."""
+"""The scheduler, case by case: admission, preemption, and the tokens of each row."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 
 from cluster.core.config import SchedulerSection
 from cluster.core.drafting import DraftBudget
-from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvGroup, KvLayout, KvOccupancy
-from cluster.core.scheduler import Plan, PlannedRow, SequenceView, State, check_fits, clip_draft, plan
+from cluster.core.scheduler import Plan, PlannedRow, SequenceView, State, plan
 
 NONE = DraftBudget(0, 0)
 LAYOUT = KvLayout(4)
@@ -55,15 +54,15 @@ def nodes(result: Plan) -> dict[str, int]:
 # --- tokens -------------------------------------------------------------------------------------
 
 
-def test_nothing_comes_of_nothing() -> None:
+def test_without_sequences_the_plan_is_empty() -> None:
     assert decide() == Plan()
 
 
-def test_a_short_prompt_goes_whole_and_decides_at_once() -> None:
+def test_a_short_prompt_is_sent_whole_and_decides_at_once() -> None:
     assert decide((view(1, 10),)) == Plan((SequenceId("s1"),), (), (PlannedRow(SequenceId("s1"), 10, True, NONE),))
 
 
-def test_a_long_prompt_goes_in_chunks_and_decides_with_its_last() -> None:
+def test_a_long_prompt_is_sent_in_chunks_and_decides_with_its_last() -> None:
     first = decide((view(1, 100),))
     assert (pending(first), first.rows[0].decide) == ({"s1": 64}, False)
     second = decide((), (view(1, 100, 64),))
@@ -75,32 +74,32 @@ def test_prompt_chunks_fill_what_decoding_rows_leave() -> None:
     assert pending(result) == {"s1": 1, "s2": 1, "s3": 62}
 
 
-def test_a_younger_prompt_gets_what_the_older_leaves() -> None:
+def test_a_younger_prompt_gets_the_tokens_that_the_older_leaves() -> None:
     assert pending(decide((view(1, 50), view(2, 50)))) == {"s1": 50, "s2": 14}
 
 
-def test_trees_share_evenly_what_the_oldest_prompt_is_not_sure_of() -> None:
+def test_trees_share_evenly_the_tokens_that_are_not_reserved_for_the_oldest_prompt() -> None:
     running = (decoding(1), decoding(2), view(3, 200, 64))
     result = decide((), running, tokens=32, draft=DraftBudget(16, 16))
     assert pending(result) == {"s1": 1, "s2": 1, "s3": 14}
     assert nodes(result) == {"s1": 8, "s2": 8, "s3": 0}
 
 
-def test_trees_shrink_to_nothing_before_the_oldest_prompt_starves() -> None:
+def test_trees_shrink_to_nothing_before_the_oldest_prompt_gets_no_token() -> None:
     running = (*(decoding(index) for index in range(1, 16)), view(20, 200, 64))
     result = decide((), running, tokens=16, sequences=16, draft=DraftBudget(8, 8))
     assert pending(result) == {**{f"s{index}": 1 for index in range(1, 16)}, "s20": 1}
     assert not any(nodes(result).values())
 
 
-def test_what_a_modest_tree_leaves_goes_to_the_others() -> None:
+def test_tokens_that_a_small_tree_leaves_go_to_the_others() -> None:
     running = (decoding(1), decoding(2), decoding(3))
     result = decide((), running, tokens=16, draft=DraftBudget(6, 6))
     assert sum(nodes(result).values()) == 13
     assert nodes(result) == {"s1": 4, "s2": 4, "s3": 5}
 
 
-def test_a_tree_is_no_deeper_than_the_answer_or_the_context_may_still_grow() -> None:
+def test_a_tree_is_less_deep_than_the_tokens_left_in_the_answer_and_the_context() -> None:
     budget = DraftBudget(16, 8)
     ending, last = decoding(1, remaining=4), decoding(2, remaining=1)
     brim = decoding(3, length=997)
@@ -128,28 +127,7 @@ def test_a_sequence_may_have_a_smaller_tree_and_the_others_get_the_rest(bound: d
     assert result.rows[0].draft.max_depth == min(granted, 8)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "of_the_request", "remaining", "clipped"),
-    [
-        (None, None, 100, DraftBudget(8, 5)),
-        (DraftBudget(99, 99), None, 100, DraftBudget(8, 5)),
-        (DraftBudget(6, 4), None, 100, DraftBudget(6, 4)),
-        (DraftBudget(6, 4), 3, 100, DraftBudget(3, 3)),
-        (None, 3, 100, DraftBudget(3, 3)),
-        (None, None, 3, DraftBudget(8, 2)),
-        (None, None, 1, NONE),
-        (None, 0, 100, NONE),
-        (DraftBudget(0, 0), None, 100, NONE),
-    ],
-    ids=str,
-)
-def test_a_draft_is_clipped_to_every_bound(
-    wanted: DraftBudget | None, of_the_request: int | None, remaining: int, clipped: DraftBudget
-) -> None:
-    assert clip_draft(wanted, DraftBudget(8, 5), of_the_request, remaining) == clipped
-
-
-def test_a_prompt_that_decides_gets_a_tree_from_what_is_left() -> None:
+def test_a_prompt_that_decides_gets_a_tree_from_the_tokens_left() -> None:
     result = decide((view(1, 10),), draft=DraftBudget(8, 4))
     assert result.rows[0].draft == DraftBudget(8, 4)
     undecided = decide((view(1, 100),), draft=DraftBudget(8, 4))
@@ -159,7 +137,7 @@ def test_a_prompt_that_decides_gets_a_tree_from_what_is_left() -> None:
 # --- the time between tokens ---------------------------------------------------------------------
 
 
-def test_prompts_together_keep_their_budget_while_others_decode() -> None:
+def test_prompts_together_stay_within_their_budget_while_others_decode() -> None:
     running = (decoding(1), view(2, 100), view(3, 100))
     assert pending(decide((), running, prompt_tokens=20)) == {"s1": 1, "s2": 20}
     assert pending(decide((), running, prompt_tokens=40)) == {"s1": 1, "s2": 40}
@@ -170,16 +148,16 @@ def test_prompts_together_keep_their_budget_while_others_decode() -> None:
     }
 
 
-def test_without_anybody_to_hold_up_prompts_fill_the_step() -> None:
+def test_prompts_fill_the_step_while_no_sequence_decodes() -> None:
     assert pending(decide((), (view(2, 100), view(3, 100)), prompt_tokens=8)) == {"s2": 64}
 
 
-def test_a_decoding_sequence_that_lacks_a_block_holds_no_prompt_back() -> None:
-    stalled = decoding(2, length=9)  # its next token needs a block, and nobody younger has one to give
+def test_a_decoding_sequence_that_lacks_a_block_does_not_limit_prompts() -> None:
+    stalled = decoding(2, length=9)  # its next token needs a block, and no younger sequence has one
     assert pending(decide((), (view(1, 100, 9), stalled), free=0, prompt_tokens=1, tokens=16)) == {"s1": 3}
 
 
-def test_what_the_prompt_budget_leaves_goes_to_trees() -> None:
+def test_tokens_that_the_prompt_budget_leaves_go_to_trees() -> None:
     result = decide((), (decoding(1), view(2, 200)), tokens=32, prompt_tokens=4, draft=DraftBudget(64, 64))
     assert (pending(result), nodes(result)) == ({"s1": 1, "s2": 4}, {"s1": 27, "s2": 0})
 
@@ -189,13 +167,13 @@ def test_what_the_prompt_budget_leaves_goes_to_trees() -> None:
 WINDOWED = KvLayout(4, (KvGroup(tables=1), KvGroup(tables=5, window=8)))
 
 
-def test_growth_takes_a_block_of_every_table() -> None:
+def test_a_new_block_is_needed_in_every_table() -> None:
     sliding = decoding(1, length=17)  # 16 stored: the seventeenth needs a block of each of the six tables
     assert pending(decide((), (sliding,), free=6, layout=WINDOWED)) == {"s1": 1}
     assert pending(decide((), (sliding,), free=5, layout=WINDOWED)) == {}
 
 
-def test_who_gives_way_gives_back_what_its_windows_still_hold() -> None:
+def test_a_preempted_sequence_frees_the_blocks_of_its_windows() -> None:
     old, young = decoding(1, length=17), view(2, 200, 40)
     assert WINDOWED.held(40) == 10 + 5 * 2
     result = decide((), (old, young), free=0, layout=WINDOWED, tokens=16)
@@ -203,7 +181,7 @@ def test_who_gives_way_gives_back_what_its_windows_still_hold() -> None:
     assert pending(result) == {"s1": 1}
 
 
-def test_a_long_prompt_is_admitted_by_what_its_windows_will_hold_at_most() -> None:
+def test_a_long_prompt_is_admitted_by_the_most_blocks_of_its_windows() -> None:
     need = WINDOWED.peak(200, 16)
     assert need < KvLayout(4, (KvGroup(tables=6),)).peak(200, 16)
     assert decide((view(2, 200),), (decoding(1, length=8),), free=need + 12, layout=WINDOWED, tokens=16).admit == (
@@ -220,19 +198,19 @@ def test_admission_is_by_arrival_up_to_the_bound() -> None:
     assert result.admit == ("s1", "s2")
 
 
-def test_a_request_finds_blocks_for_its_whole_length_and_one_more_or_waits() -> None:
+def test_a_request_waits_until_there_are_blocks_for_its_whole_length_and_one_more() -> None:
     running = (decoding(1, length=8),)  # its next token needs a block of its own
     assert decide((view(2, 8),), running, free=4).admit == ("s2",)
     assert decide((view(2, 8),), running, free=3).admit == ()
 
 
-def test_what_a_waiting_sequence_will_share_takes_no_blocks() -> None:
+def test_blocks_that_a_waiting_sequence_will_share_are_not_counted() -> None:
     sibling = SequenceView(SequenceId("s2"), 2, 80, 0, 100, shared_len=79)  # twenty blocks, the last one to be copied
     assert decide((sibling,), (decoding(1, length=8),), free=3).admit == ("s2",)
     assert decide((sibling,), (decoding(1, length=8),), free=2).admit == ()
 
 
-def test_what_admitted_prompts_have_yet_to_store_is_spoken_for() -> None:
+def test_blocks_that_admitted_prompts_still_need_are_reserved() -> None:
     filling = view(1, 40, 8)
     assert decide((view(2, 8),), (filling,), free=12).admit == ("s2",)
     assert decide((view(2, 8),), (filling,), free=11).admit == ()
@@ -242,7 +220,7 @@ def test_a_small_request_does_not_overtake_a_large_one() -> None:
     assert decide((view(1, 400), view(2, 4)), (decoding(0),), free=50).admit == ()
 
 
-def test_alone_a_request_may_use_the_whole_pool() -> None:
+def test_a_single_request_may_use_the_whole_pool() -> None:
     assert decide((view(1, 40),), free=10, total=10).admit == ("s1",)
 
 
@@ -254,7 +232,7 @@ def test_there_are_never_more_sequences_than_tokens_in_a_step() -> None:
 # --- preemption ---------------------------------------------------------------------------------
 
 
-def test_the_latest_arrival_gives_its_blocks_to_older_ones() -> None:
+def test_the_latest_arrival_is_preempted_for_older_ones() -> None:
     running = (decoding(1, length=9), decoding(2, length=9), decoding(3, length=9))
     result = decide((view(4, 4),), running, free=0)
     assert result.preempt == ("s3",)
@@ -269,39 +247,22 @@ def test_a_sequence_that_needs_no_block_is_not_stopped_by_a_full_pool() -> None:
     assert pending(result) == {"s1": 1, "s2": 1}
 
 
-def test_the_latest_itself_waits_with_what_it_holds() -> None:
+def test_the_latest_arrival_itself_waits_with_its_blocks() -> None:
     running = (decoding(1, length=10), decoding(2, length=9))
     result = decide((), running, free=0)
     assert result.preempt == ()
     assert pending(result) == {"s1": 1}
 
 
-def test_the_oldest_prompt_makes_younger_answers_give_way() -> None:
+def test_the_oldest_prompt_preempts_younger_sequences() -> None:
     running = (view(1, 100, 40), decoding(2, length=20))
     result = decide((), running, free=0)
     assert result.preempt == ("s2",)
     assert pending(result)["s1"] > 0
 
 
-def test_trees_never_cost_anybody_a_block() -> None:
+def test_trees_never_preempt_a_sequence() -> None:
     running = (decoding(1, length=10), decoding(2, length=10))
     result = decide((), running, free=0, draft=DraftBudget(8, 8))
     assert result.preempt == ()
     assert nodes(result) == {"s1": 2, "s2": 2}
-
-
-# --- refusals -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("prompt_len", "max_tokens", "field"),
-    [(0, 1, "prompt"), (1, 0, "max_tokens"), (100, 1, "prompt"), (99, 2, "max_tokens"), (60, 21, "max_tokens")],
-)
-def test_what_could_never_finish_is_refused(prompt_len: int, max_tokens: int, field: str) -> None:
-    with pytest.raises(InvalidRequest) as refusal:
-        check_fits(prompt_len, max_tokens, max_context_len=100, pool_tokens=80 if prompt_len == 60 else 1000)
-    assert refusal.value.field == field
-
-
-def test_what_fits_to_the_last_token_is_taken() -> None:
-    check_fits(60, 20, max_context_len=80, pool_tokens=80)

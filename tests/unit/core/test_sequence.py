@@ -1,4 +1,4 @@
-"""The one mutable record: what a verdict may do to it, and what it may not."""
+"""A sequence: what verdicts and openings change."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_accepted_path_is_stored_and_the_targets_own_token_is_not_yet() -> No
     assert (running.stored_len, running.missing, running.remaining) == (6, 1, 7)
 
 
-def test_the_answer_is_cut_at_its_length_and_the_usage_counts_what_was_kept() -> None:
+def test_the_answer_is_cut_at_its_length_and_the_usage_counts_the_tokens_left() -> None:
     ending = sequence(max_tokens=2)
     commit = ending.commit(decided(4, 5, 6, 7, 8, drafted=3))
     assert commit is not None and commit.usage is not None
@@ -57,14 +57,14 @@ def test_the_answer_is_cut_at_its_length_and_the_usage_counts_what_was_kept() ->
     assert commit.usage.target_steps == 1
 
 
-def test_the_answer_is_cut_behind_its_stop_token() -> None:
+def test_the_answer_is_cut_after_its_stop_token() -> None:
     ending = sequence(stop=frozenset({6}))
     commit = ending.commit(decided(4, 5, 6, 7, drafted=2))
     assert commit is not None
     assert (commit.tokens, commit.accepted, commit.finish) == ((5, 6), 2, FinishReason.STOP)
 
 
-def test_a_stop_token_that_is_also_the_last_one_allowed_counts_as_a_stop() -> None:
+def test_a_stop_token_at_the_length_bound_counts_as_a_stop() -> None:
     commit = sequence(max_tokens=1, stop=frozenset({5})).commit(decided(4, 5))
     assert commit is not None and commit.finish is FinishReason.STOP
 
@@ -130,7 +130,7 @@ def test_other_faults_change_nothing(code: RowFaultCode) -> None:
     assert running.stored_len == 3
 
 
-def test_a_finished_sequence_takes_no_more() -> None:
+def test_a_finished_sequence_ignores_further_verdicts() -> None:
     ended = sequence(max_tokens=1)
     ended.commit(decided(4, 5))
     assert ended.commit(decided(5, 6)) is None
@@ -148,7 +148,7 @@ def test_an_opened_sequence_sends_what_the_target_does_not_hold_yet() -> None:
     assert found.commit(decided(4, 5)) is not None
 
 
-def test_opening_again_overrules_what_was_stored_and_changes_no_token() -> None:
+def test_opening_again_replaces_the_stored_length_and_changes_no_token() -> None:
     running = sequence()
     running.commit(decided(4, 5, 6, drafted=1))
     usage = running.usage()
@@ -160,7 +160,7 @@ def test_opening_again_overrules_what_was_stored_and_changes_no_token() -> None:
 
 
 @pytest.mark.parametrize("stored_len", [-1, 4, 5])
-def test_a_target_always_leaves_a_token_to_decide_on(stored_len: int) -> None:
+def test_a_stored_length_always_leaves_a_token_to_send(stored_len: int) -> None:
     with pytest.raises(InvalidRequest, match="stored_len"):
         sequence().opened(stored_len)
 

@@ -1,4 +1,4 @@
-"""What is learned of guesses: rates by depth, trust in what drafters say, and what each sequence shows of itself."""
+"""The acceptance model: rates by depth, calibration of the drafter, and the history of each sequence."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ CHAIN = TokenTree.chain([1, 2, 3, 4])
 BUSH = TokenTree((1, 2, 3, 4), (-1, -1, 0, 0))
 
 
-def live(
-    luck: random.Random,
+def simulate(
+    rng: random.Random,
     rounds: int,
     acceptance: float,
     stated: float | None,
     model: AcceptanceModel,
     record: SequenceAcceptance,
 ) -> tuple[AcceptanceModel, SequenceAcceptance]:
-    """Chains of four whose tokens are right with the given chance; the drafter tells `stated` for each."""
+    """Learn from chains of four that are right with probability `acceptance`; the drafter sends `stated` per token."""
     probabilities = () if stated is None else tuple(stated**depth for depth in range(1, 5))
     for _ in range(rounds):
-        right = next((depth for depth in range(4) if luck.random() >= acceptance), 4)
+        right = next((depth for depth in range(4) if rng.random() >= acceptance), 4)
         decided = [*range(1, right + 1), 99]
         conditionals = model.conditionals(CHAIN, probabilities)
         values = path_probabilities(CHAIN, conditionals, record)
@@ -49,32 +49,32 @@ def live(
 
 @pytest.mark.parametrize("acceptance", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("stated", [None, 0.3, 0.7])
-def test_chances_become_what_they_are_whatever_the_drafter_says(acceptance: float, stated: float | None) -> None:
-    model, record = live(random.Random(3), 600, acceptance, stated, AcceptanceModel(), SequenceAcceptance())
+def test_probabilities_are_learned_whatever_the_drafter_estimates(acceptance: float, stated: float | None) -> None:
+    model, record = simulate(random.Random(3), 600, acceptance, stated, AcceptanceModel(), SequenceAcceptance())
     probabilities = () if stated is None else tuple(stated**depth for depth in range(1, 5))
     values = path_probabilities(CHAIN, model.conditionals(CHAIN, probabilities), record)
     assert values[0] == pytest.approx(acceptance, abs=0.15)
     assert model.curve.probabilities[0] == pytest.approx(acceptance, abs=0.15)
 
 
-def test_a_sequence_that_is_unlike_the_others_is_soon_known_to_be() -> None:
-    luck = random.Random(5)
-    model, _ = live(luck, 300, 0.2, None, AcceptanceModel(), SequenceAcceptance())
+def test_a_sequence_unlike_the_others_is_learned_within_a_few_rounds() -> None:
+    rng = random.Random(5)
+    model, _ = simulate(rng, 300, 0.2, None, AcceptanceModel(), SequenceAcceptance())
     before = path_probabilities(CHAIN, model.conditionals(CHAIN, ()), SequenceAcceptance())[0]
-    model, record = live(luck, 10, 1.0, None, model, SequenceAcceptance())
+    model, record = simulate(rng, 10, 1.0, None, model, SequenceAcceptance())
     after = path_probabilities(CHAIN, model.conditionals(CHAIN, ()), record)[0]
     assert before < 0.35
     assert after > 2 * before
     assert record.curve.combined(model.curve, 3.0, 1)[0] > 1.2 * before
 
 
-def test_the_chance_of_a_node_is_the_product_along_its_path() -> None:
+def test_the_probability_of_a_node_is_the_product_along_its_path() -> None:
     model = AcceptanceModel(calibration=HitRate(100.0, 100.0))
     values = path_probabilities(BUSH, model.conditionals(BUSH, (0.6, 0.2, 0.3, 0.1)), SequenceAcceptance())
     assert values == pytest.approx([0.6, 0.2, 0.3, 0.1])
 
 
-def test_the_second_of_two_siblings_is_learned_by_its_place() -> None:
+def test_the_second_of_two_siblings_has_a_rate_of_its_own() -> None:
     model = AcceptanceModel()
     for _ in range(300):
         conditionals = model.conditionals(BUSH, ())
@@ -96,13 +96,13 @@ def test_only_what_was_decided_counts() -> None:
 # --- the curve ----------------------------------------------------------------------------------
 
 
-def test_a_tree_that_does_not_come_counts_as_worthless() -> None:
+def test_a_missing_tree_counts_as_zero() -> None:
     curve = AcceptanceCurve().observed([0.8, 0.6], [1, 2], 2, 100.0).observed([], [], 2, 100.0)
     assert curve.probabilities == pytest.approx((0.4, 0.3))
     assert curve.depth_of(2) == 2
 
 
-def test_what_was_not_asked_for_is_not_taken_for_missing() -> None:
+def test_nodes_that_were_not_asked_for_do_not_count_as_missing() -> None:
     curve = AcceptanceCurve().observed([0.8, 0.6, 0.5], [1, 2, 3], 3, 100.0)
     for _ in range(50):
         curve = curve.observed([0.2], [1], 1, 100.0)
@@ -115,7 +115,7 @@ def test_a_shallow_budget_shows_the_shallow_nodes_only() -> None:
     assert [curve.nodes_within(DraftBudget(4, depth)) for depth in (0, 1, 2, 3, 9)] == [0, 2, 3, 4, 4]
 
 
-def test_beyond_what_was_seen_a_curve_falls_on() -> None:
+def test_a_curve_keeps_falling_beyond_what_was_observed() -> None:
     curve = AcceptanceCurve()
     for _ in range(20):
         curve = curve.observed([0.8, 0.64], [1, 2], 2, 100.0)
@@ -128,7 +128,7 @@ values = st.lists(st.floats(0, 1), max_size=8).map(lambda some: sorted(some, rev
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(values, st.integers(0, 8)), max_size=20), st.lists(values, max_size=5))
-def test_expectations_never_rise_and_are_chances(
+def test_expected_probabilities_never_rise_and_stay_within_0_and_1(
     history: list[tuple[list[float], int]], own: list[list[float]]
 ) -> None:
     curve, mine = AcceptanceCurve(), AcceptanceCurve()

@@ -1,4 +1,4 @@
-"""How much is guessed: nothing where it does not pay, the best nodes where it does."""
+"""Tree sizes by goodput: no nodes where they do not pay, the best nodes where they do."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ def chain(acceptance: float, length: int = 8) -> DraftForecast:
 
 
 @pytest.mark.parametrize("rows", [1, 4, 8, 32])
-def test_nothing_is_asked_of_a_drafter_that_is_always_wrong(rows: int) -> None:
+def test_no_nodes_are_asked_of_a_drafter_that_is_always_wrong(rows: int) -> None:
     sizes = size_trees([chain(0.0)] * rows, FLAT, FREE)
     assert sizes.nodes == (0,) * rows
     assert sizes.speedup == 1.0
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-def test_nothing_is_asked_where_each_token_costs_as_much_as_it_can_bring(rows: int) -> None:
+def test_no_nodes_are_asked_where_each_token_costs_as_much_as_it_gains(rows: int) -> None:
     assert size_trees([chain(0.9)] * rows, STEEP, FREE).nodes == (0,) * rows
 
 
-def test_nothing_is_asked_of_a_drafter_that_takes_longer_than_it_saves() -> None:
+def test_no_nodes_are_asked_of_a_drafter_that_takes_longer_than_it_saves() -> None:
     assert size_trees([chain(0.9)], FLAT, DEAR).nodes == (0,)
 
 
-def test_all_is_asked_where_verification_is_free() -> None:
+def test_all_nodes_are_asked_for_where_verification_is_free() -> None:
     assert size_trees([chain(0.5)] * 3, FLAT, FREE).nodes == (8, 8, 8)
 
 
-def test_on_cores_a_lone_sequence_gets_a_tree_and_many_get_less_or_none() -> None:
+def test_on_cpu_one_sequence_gets_a_tree_and_many_get_less_or_none() -> None:
     steps = known(cpu_step)
     sizes = [
         size_trees([chain(0.7)] * rows, steps, LatencyModel(floor_seconds=0.001)).nodes[0] for rows in (1, 4, 8, 32)
@@ -64,7 +64,7 @@ def test_on_cores_a_lone_sequence_gets_a_tree_and_many_get_less_or_none() -> Non
     assert sizes[-1] == 0
 
 
-def test_who_is_guessed_well_gets_more_than_who_is_not() -> None:
+def test_a_sequence_with_better_drafts_gets_more_nodes() -> None:
     nodes = size_trees([chain(0.9), chain(0.3), chain(0.02)], known(cpu_step), FREE).nodes
     assert nodes[0] > nodes[1] >= nodes[2] == 0
 
@@ -76,12 +76,12 @@ def test_a_deep_tree_is_not_worth_its_wait_where_a_shallow_one_is() -> None:
     assert size_trees([chain(0.8)], FLAT, FREE).nodes[0] == 8
 
 
-def test_rows_that_ask_for_nothing_make_the_step_and_the_plain_alternative_what_they_are() -> None:
+def test_rows_without_drafts_count_in_the_time_of_plain_decoding() -> None:
     sizes = size_trees([chain(0.5)], known(cpu_step), FREE, rows=32)
     assert sizes.plain_goodput == pytest.approx(32 / cpu_step(32, 32), rel=0.02)
 
 
-def test_what_is_asked_for_leaves_a_choice_and_keeps_the_bounds() -> None:
+def test_a_budget_leaves_a_choice_and_stays_within_the_bounds() -> None:
     most = DraftBudget(8, 5)
     assert [clip_draft(budget_for(nodes, nodes), most, None, 100) for nodes in (1, 4, 8)] == [
         DraftBudget(2, 1),
@@ -93,13 +93,13 @@ def test_what_is_asked_for_leaves_a_choice_and_keeps_the_bounds() -> None:
 # --- pruning -------------------------------------------------------------------------------
 
 
-def test_all_guesses_are_kept_where_they_are_free_and_none_where_they_cost_all_they_bring() -> None:
+def test_all_nodes_stay_where_they_are_free_and_none_where_they_cost_what_they_gain() -> None:
     trees = [[0.6, 0.4], [0.1]]
     assert prune_trees(trees, FLAT, rows=2, tokens=2, waited=0.0).nodes == ((0, 1), (0,))
     assert prune_trees(trees, STEEP, rows=2, tokens=2, waited=0.0).nodes == ((), ())
 
 
-def test_time_that_is_gone_makes_more_guesses_worth_their_place() -> None:
+def test_more_nodes_stay_after_a_longer_wait() -> None:
     trees = [[0.5 * 0.8**node for node in range(8)]] * 4
     steps = known(cpu_step)
     impatient = prune_trees(trees, steps, rows=4, tokens=4, waited=0.0)
@@ -107,7 +107,7 @@ def test_time_that_is_gone_makes_more_guesses_worth_their_place() -> None:
     assert sum(map(len, impatient.nodes)) < sum(map(len, patient.nodes))
 
 
-def test_no_trees_are_no_trouble() -> None:
+def test_pruning_no_trees_gives_no_trees() -> None:
     pruned = prune_trees([], FLAT, rows=3, tokens=3, waited=0.0)
     assert (pruned.nodes, pruned.expected) == ((), 3.0)
 
@@ -130,7 +130,7 @@ latencies = st.sampled_from([FLAT, STEEP, known(cpu_step), known(gpu_step)])
 
 @settings(deadline=None, max_examples=50)
 @given(trees(), latencies, st.floats(0, 0.05))
-def test_what_is_kept_is_never_worse_than_nothing_and_never_worse_than_one_node_less_or_more(
+def test_pruned_trees_are_never_worse_than_none_or_one_node_less_or_more(
     grown: list[list[float]], steps: LatencyModel, waited: float
 ) -> None:
     rows = max(1, len(grown))
@@ -145,7 +145,7 @@ def test_what_is_kept_is_never_worse_than_nothing_and_never_worse_than_one_node_
 
 @settings(deadline=None, max_examples=50)
 @given(trees(), latencies)
-def test_where_parents_are_likelier_a_kept_node_has_its_parent(grown: list[list[float]], steps: LatencyModel) -> None:
+def test_a_node_stays_only_with_its_parent(grown: list[list[float]], steps: LatencyModel) -> None:
     falling = [
         sorted(probabilities, reverse=True) for probabilities in grown
     ]  # chains: each hangs under the one before
@@ -166,7 +166,7 @@ forecasts = st.lists(
 
 @settings(deadline=None, max_examples=50)
 @given(forecasts, latencies, st.sampled_from([FREE, DEAR, LatencyModel(grows_from_zero=True).observed(2, 4, 0.004)]))
-def test_chosen_sizes_never_promise_less_than_plain_decoding(
+def test_expected_goodput_is_never_below_plain_decoding(
     some: list[DraftForecast], steps: LatencyModel, waits: LatencyModel
 ) -> None:
     sizes = size_trees(some, steps, waits)
@@ -177,7 +177,7 @@ def test_chosen_sizes_never_promise_less_than_plain_decoding(
 
 @settings(deadline=None, max_examples=50)
 @given(forecasts, latencies)
-def test_guesses_that_are_likelier_promise_no_less(some: list[DraftForecast], steps: LatencyModel) -> None:
+def test_better_drafts_never_lower_the_expected_goodput(some: list[DraftForecast], steps: LatencyModel) -> None:
     better = [
         DraftForecast(tuple(min(1.0, 1.1 * chance) for chance in one.probabilities), one.depths, 8) for one in some
     ]

@@ -1,4 +1,4 @@
-"""How long things take, as learned: between what was seen, beyond it, and when everything slows down."""
+"""The latency model: between samples, beyond them, and when everything becomes slower."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from tests.support.simulated_time import cpu_step, gpu_step
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def taught(
+def trained(
     step_time: object, samples: int = 600, noise: float = 0.0, rows: tuple[int, ...] = (1, 4, 8)
 ) -> LatencyModel:
-    luck, model = random.Random(1), LatencyModel()
+    rng, model = random.Random(1), LatencyModel()
     for _ in range(samples):
-        row, size = luck.choice(rows), luck.choice(SIZES)
-        model = model.observed(row, size, step_time(row, size) * luck.uniform(1 - noise, 1 + noise))  # type: ignore[operator]
+        row, size = rng.choice(rows), rng.choice(SIZES)
+        model = model.observed(row, size, step_time(row, size) * rng.uniform(1 - noise, 1 + noise))  # type: ignore[operator]
     return model
 
 
 @pytest.mark.parametrize("step_time", [cpu_step, gpu_step])
 @pytest.mark.parametrize("noise", [0.0, 0.2])
-def test_a_law_is_learned_whatever_its_form(step_time: object, noise: float) -> None:
-    model = taught(step_time, noise=noise)
+def test_step_times_of_any_form_are_learned(step_time: object, noise: float) -> None:
+    model = trained(step_time, noise=noise)
     for size in (1, 2, 4, 8, 12, 16, 24, 32, 64):
         assert model.seconds(4, size) == pytest.approx(step_time(4, size), rel=0.12)  # type: ignore[operator]
 
 
-def test_a_profile_tells_the_law_before_the_first_step() -> None:
+def test_a_profile_gives_the_step_times_before_the_first_step() -> None:
     sizes = [(1, size) for size in SIZES] + [(8, 8), (8, 32), (32, 32)]
     model = LatencyModel.of_profile([StepSample(rows, size, cpu_step(rows, size)) for rows, size in sizes])
     assert model.row_seconds == pytest.approx(0.0001, rel=0.01)
@@ -42,36 +42,36 @@ def test_a_profile_tells_the_law_before_the_first_step() -> None:
         assert model.seconds(rows, size) == pytest.approx(cpu_step(rows, size), rel=0.05)
 
 
-def test_before_anything_was_seen_everything_takes_the_floor() -> None:
+def test_without_samples_every_size_takes_the_floor() -> None:
     assert LatencyModel(floor_seconds=0.25).seconds(3, 99) == 0.25
     assert not LatencyModel().has_samples
 
 
-def test_a_single_size_says_that_all_take_as_long_or_less_where_nothing_takes_no_time() -> None:
+def test_one_sample_predicts_the_same_time_for_all_sizes_or_less_where_it_grows_from_zero() -> None:
     flat = LatencyModel().observed(1, 8, 0.008)
     assert [flat.seconds(1, size) for size in (1, 8, 64)] == [0.008] * 3
     growing = LatencyModel(grows_from_zero=True).observed(1, 8, 0.008)
     assert [growing.seconds(1, size) for size in (2, 4, 8, 64)] == pytest.approx([0.002, 0.004, 0.008, 0.008])
 
 
-def test_beyond_the_largest_size_the_line_goes_on() -> None:
+def test_the_line_continues_beyond_the_largest_size() -> None:
     model = LatencyModel().observed(1, 8, 0.010).observed(1, 16, 0.014)
     assert model.seconds(1, 32) == pytest.approx(0.022)
 
 
-def test_a_hiccup_teaches_little_and_a_new_pace_is_followed() -> None:
-    model = taught(cpu_step)
+def test_an_outlier_teaches_little_and_a_slowdown_is_followed() -> None:
+    model = trained(cpu_step)
     plain = model.seconds(4, 16)
     assert model.observed(4, 16, 10.0).seconds(4, 16) < 1.25 * plain
     slow = model
     for _ in range(40):
         slow = slow.observed(4, 16, 1.5 * cpu_step(4, 16))
     assert slow.seconds(4, 16) == pytest.approx(1.5 * plain, rel=0.03)
-    assert slow.seconds(4, 32) > 1.15 * model.seconds(4, 32)  # not seen since, and not thought to be spared
+    assert slow.seconds(4, 32) > 1.15 * model.seconds(4, 32)  # a size without new samples is slowed down too
 
 
-def test_a_size_that_became_slow_alone_is_learned_as_such() -> None:
-    model = taught(cpu_step)
+def test_a_single_size_that_becomes_slow_is_learned() -> None:
+    model = trained(cpu_step)
     plain = model.seconds(4, 4)
     for _ in range(200):
         model = model.observed(4, 16, 0.040).observed(4, 4, cpu_step(4, 4))
@@ -79,7 +79,7 @@ def test_a_size_that_became_slow_alone_is_learned_as_such() -> None:
     assert model.seconds(4, 4) == pytest.approx(plain, rel=0.05)
 
 
-def test_buckets_are_exact_for_few_and_a_quarter_of_an_octave_for_many() -> None:
+def test_buckets_are_exact_up_to_8_and_a_quarter_of_an_octave_above() -> None:
     assert [bucket_of(size) for size in range(1, 9)] == list(range(1, 9))
     assert [bucket_of(size) for size in (9, 10, 15, 16, 17, 20, 21, 32)] == [9, 9, 12, 12, 13, 13, 14, 16]
 
@@ -89,7 +89,7 @@ samples = st.tuples(st.integers(1, 64), st.integers(1, 512), st.floats(1e-5, 10.
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(samples, max_size=40))
-def test_nothing_larger_is_ever_expected_sooner(history: list[tuple[int, int, float]]) -> None:
+def test_a_larger_size_never_takes_less_time(history: list[tuple[int, int, float]]) -> None:
     model = LatencyModel()
     for rows, size, seconds in history:
         model = model.observed(rows, size, seconds)

@@ -1,4 +1,4 @@
-"""What rounds brought decides, whatever was predicted of them."""
+"""The measured speed-up suspends and resumes speculation, whatever is predicted."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from cluster.speculation.speedup import FIRST_PAUSE, SpeedupTracker
 
 
 def held_back(tracker: SpeedupTracker, rows: int, most: int) -> int:
-    """Rounds in a row that are to have no guesses, up to `most`."""
+    """Rounds in a row without drafts, up to `most`."""
     return next((count for count in range(most) if not tracker.suspends(rows)), most)
 
 
-def test_the_first_round_goes_without_so_that_there_is_something_to_compare_with() -> None:
+def test_the_first_round_has_no_drafts_to_measure_plain_decoding() -> None:
     tracker = SpeedupTracker()
     assert tracker.suspends(4)
     tracker.observe_plain(4, 0.02)
     assert not tracker.suspends(4)
-    assert tracker.suspends(16)  # of which nothing is known
+    assert tracker.suspends(16)  # nothing is known of this batch size
 
 
 @pytest.mark.parametrize(("tokens", "seconds"), [(8, 0.05), (4, 0.025), (5, 0.026)])
-def test_rounds_that_are_slower_than_plain_ones_stop_the_guessing(tokens: int, seconds: float) -> None:
+def test_speculation_is_suspended_when_it_is_slower_than_plain_decoding(tokens: int, seconds: float) -> None:
     tracker = SpeedupTracker()
     tracker.observe_plain(4, 0.02)
     for _ in range(30):
@@ -29,7 +29,7 @@ def test_rounds_that_are_slower_than_plain_ones_stop_the_guessing(tokens: int, s
     assert held_back(tracker, 4, 1000) >= FIRST_PAUSE - 30
 
 
-def test_the_pause_doubles_while_it_goes_on_not_to_pay_and_is_short_again_once_it_did() -> None:
+def test_the_pause_doubles_while_drafts_do_not_pay_and_is_short_again_once_they_did() -> None:
     def fail() -> int:
         while not tracker.suspends(1):
             tracker.observe_drafted(1, 0.04, 1)
@@ -45,24 +45,24 @@ def test_the_pause_doubles_while_it_goes_on_not_to_pay_and_is_short_again_once_i
     assert fail() == FIRST_PAUSE
 
 
-def test_guessing_pays_once_several_rounds_were_faster_than_plain_ones() -> None:
+def test_drafts_pay_once_several_rounds_were_faster_than_plain_ones() -> None:
     tracker = SpeedupTracker()
     for _ in range(10):
         tracker.observe_drafted(1, 0.02, 2)
-    assert not tracker.pays(1)  # there is nothing to compare with
+    assert not tracker.pays(1)  # no plain round was measured
     tracker.observe_plain(1, 0.02)
     assert tracker.pays(1)
     assert not tracker.pays(8)
     for _ in range(5):
         tracker.observe_drafted(8, 0.02, 16)
     tracker.observe_plain(8, 0.02)
-    assert not tracker.pays(8)  # five rounds tell too little
+    assert not tracker.pays(8)  # five rounds are too few
     for _ in range(60):
         tracker.observe_drafted(1, 0.03, 1)
     assert not tracker.pays(1)
 
 
-def test_what_does_not_pay_for_few_does_not_for_more_while_fewer_go_on() -> None:
+def test_a_suspension_covers_larger_batches_and_not_smaller_ones() -> None:
     tracker = SpeedupTracker()
     for rows in (1, 8, 16):
         tracker.observe_plain(rows, 0.02)
