@@ -16,7 +16,7 @@ from cluster.core.verification import RowFault
 
 @dataclass(frozen=True, slots=True)
 class DraftBudget:
-    """How large a tree may grow for one row."""
+    """The largest draft tree for one row."""
 
     max_nodes: int
     max_depth: int
@@ -35,10 +35,10 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class DraftRow:
-    """Ask for guesses after `base_len` committed tokens; what was committed since rides along.
+    """A request for a draft after `base_len` committed tokens, with the tokens committed since the last one.
 
-    The drafter must know at least `base_len - len(new_tokens)` tokens of this sequence; whatever it
-    holds beyond is replaced by `new_tokens`, so a repeated or overtaken message does no harm.
+    The drafter must hold at least `known_len` tokens of this sequence. `new_tokens` replaces what it holds beyond them,
+    so a repeated or late message changes nothing.
     """
 
     sequence_id: SequenceId
@@ -46,23 +46,24 @@ class DraftRow:
     new_tokens: tuple[int, ...]
     budget: DraftBudget
     start: SequenceStart | None = None
-    """Present when `new_tokens` is the whole sequence."""
+    """Set if `new_tokens` is the whole sequence."""
 
     @property
     def known_len(self) -> int:
+        """Tokens that the drafter must already hold."""
         return self.base_len - len(self.new_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A tree stamped with the committed length it grew from, or the reason for its absence."""
+    """A draft tree after `base_len` committed tokens, or the fault that prevented it."""
 
     sequence_id: SequenceId
     base_len: int
     tree: TokenTree = EMPTY_TREE
     fault: RowFault | None = None
     probabilities: tuple[float, ...] = ()
-    """One per node: how likely it is that the committed text passes through it, as the drafter estimates; never more
-    than its parent's. Empty where the drafter cannot tell."""
+    """The drafter's estimate, per node, that all tokens down to the node are accepted. It never exceeds the parent's.
+    Empty if the drafter has no estimate."""
     ready: int = 0
-    """How many of the nodes had been grown before they were asked for."""
+    """Nodes that were drafted ahead of the request."""

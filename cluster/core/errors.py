@@ -1,22 +1,22 @@
-"""Every error Pilotfish raises on purpose, drawn as one tree.
+"""All errors that Pilotfish raises on purpose.
 
     PilotfishError
-    ├── InvalidRequest            the client can mend it: names the field, the value and the bound
-    │   ├── UnsupportedParameter  known to the API, not served here
-    │   ├── TooLarge              a body or message over its byte bound
-    │   └── UnknownModel
-    ├── Overloaded                the queue is full: try again after `retry_after_seconds`
-    ├── NotReady                  starting, draining or without a target
-    ├── DeadlineExceeded
-    ├── Aborted                   the client left or asked to stop
-    ├── WorkerUnavailable
-    │   ├── DrafterUnavailable    costs speed, never an answer
-    │   └── TargetUnavailable     the sequences are replayed when it is back
-    ├── KvPoolExhausted           no free block: the row is put back, not lost
-    ├── ConfigurationError        an operator can mend it
-    └── ModelLoadError            the weights or their configuration do not fit
+    ├── InvalidRequest            a value of the client is out of bounds
+    │   ├── UnsupportedParameter  the API has it, this server does not support it
+    │   ├── TooLarge              a body or message exceeds its byte bound
+    │   └── UnknownModel          the model is not served
+    ├── Overloaded                the queue is full; retry after `retry_after_seconds`
+    ├── NotReady                  the server starts, drains or has no target
+    ├── DeadlineExceeded          the deadline passed before the answer was complete
+    ├── Aborted                   the client disconnected or aborted the request
+    ├── WorkerUnavailable         a worker cannot be reached
+    │   ├── DrafterUnavailable    rows are verified without drafts
+    │   └── TargetUnavailable     sequences are replayed when it is back
+    ├── KvPoolExhausted           no block is free; the row is scheduled again
+    ├── ConfigurationError        the settings cannot be served
+    └── ModelLoadError            the weights are missing, unsafe or do not fit the settings
 
-`cluster.wire.status` maps them to gRPC codes and back, `cluster.ingress.http` to HTTP ones.
+`cluster.wire.status` maps them to gRPC statuses and back, `cluster.ingress.openai.errors` to HTTP responses.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def _repr_parts(value: object) -> Iterator[str]:
 
 
 class PilotfishError(Exception):
-    """The root: what the project raises on purpose."""
+    """The base class of all errors that Pilotfish raises on purpose."""
 
 
 class InvalidRequest(PilotfishError):
-    """A value the client sent is outside its bound.
+    """A value that the client sent is out of bounds.
 
-    `field` is the path of the offending value (`sampling.temperature`), `value` what was sent,
-    `bound` what would have been accepted, in words.
+    `field` is the path of the value (`sampling.temperature`), `value` is what was sent, and `bound` describes the
+    accepted values.
     """
 
     def __init__(self, field: str, value: object, bound: str) -> None:
@@ -84,14 +84,14 @@ class InvalidRequest(PilotfishError):
 
 
 class UnsupportedParameter(InvalidRequest):
-    """A parameter that the API knows and this server does not serve (yet)."""
+    """A parameter that the API has and this server does not support."""
 
     def __init__(self, field: str, value: object, bound: str = "left out: it is not supported") -> None:
         super().__init__(field, value, bound)
 
 
 class TooLarge(InvalidRequest):
-    """A body or message over its byte bound, refused before it is read."""
+    """A body or message exceeds its byte bound. It is refused before it is read."""
 
 
 class UnknownModel(InvalidRequest):
@@ -107,36 +107,36 @@ class Overloaded(PilotfishError):
 
 
 class NotReady(PilotfishError):
-    """The server is starting, draining, or has no target."""
+    """The server starts, drains, or has no target."""
 
 
 class DeadlineExceeded(PilotfishError):
-    """The request's deadline passed before its answer was complete."""
+    """The deadline of the request passed before its answer was complete."""
 
 
 class Aborted(PilotfishError):
-    """The client left, or asked for the request to stop."""
+    """The client disconnected or aborted the request."""
 
 
 class WorkerUnavailable(PilotfishError):
-    """A worker cannot be reached or answered with a fault of its own."""
+    """A worker cannot be reached, or it failed."""
 
 
 class DrafterUnavailable(WorkerUnavailable):
-    """No drafts for now: rows go with an empty tree."""
+    """The drafter cannot propose. Rows are verified with an empty tree."""
 
 
 class TargetUnavailable(WorkerUnavailable):
-    """No verdicts for now: sequences wait and are replayed."""
+    """The target cannot verify. Sequences wait, and are replayed when it is back."""
 
 
 class KvPoolExhausted(PilotfishError):
-    """The KV pool has no free block for what was asked."""
+    """The KV pool has too few free blocks."""
 
 
 class ConfigurationError(PilotfishError):
-    """A configuration cannot be served; the message says what was needed and what was found."""
+    """A configuration cannot be served. The message says what was needed and what was found."""
 
 
 class ModelLoadError(PilotfishError):
-    """Weights are missing, unsafe, or do not fit the configuration."""
+    """The weights are missing, unsafe, or do not fit the configuration."""

@@ -14,4 +14,4 @@ TokenId = int
 """An index into the model's vocabulary, `0 <= id < vocabulary_size`."""
 
 BlockId = NewType("BlockId", int)
-"""An index into the paged KV pool, in blocks."""
+"""The index of a block in the paged KV pool."""

@@ -1,4 +1,4 @@
-"""What a client asks for and what it receives: requests, parameters, commits, usage.
+"""A client's request and what it receives: parameters, commits, usage.
 
 Lengths are in tokens, times in seconds.
 """
@@ -13,18 +13,18 @@ from cluster.core.ids import RequestId
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """How the target's distribution at a position becomes one token.
+    """How a token is sampled from the target's distribution at a position.
 
-    Applied in this order: penalties and bias, temperature, top-k, top-p, min-p. The result depends
-    on nothing but the model, the tokens before the position, these values and the seed.
+    The order is: penalties and bias, temperature, top-k, top-p, min-p. The token depends only on the model, the
+    tokens before the position, these parameters and the seed.
     """
 
     temperature: float = 1.0
-    """0 takes the most probable token; otherwise logits are divided by it. Bound: 0 to 2."""
+    """Logits are divided by it; 0 takes the most probable token. Bound: 0 to 2."""
     top_k: int = 0
     """Keep the `top_k` most probable tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of most probable tokens whose mass reaches `top_p`; in (0, 1]."""
+    """Keep the smallest set of most probable tokens whose probability reaches `top_p`; in (0, 1]."""
     min_p: float = 0.0
     """Drop tokens less probable than `min_p` times the most probable one; in [0, 1]."""
     repetition_penalty: float = 1.0
@@ -36,9 +36,9 @@ class SamplingParameters:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token, added logit) pairs; values in [-100, 100]."""
     seed: int = 0
-    """Unsigned 64-bit; the noise at a position is a pure function of it, the position and the token."""
+    """Unsigned, 64 bits. The noise is a pure function of the seed, the position and the token."""
     logprobs: int | None = None
-    """How many most probable tokens to report beside the chosen one; `None` reports nothing."""
+    """Number of most probable tokens to report beside the sampled one; `None` reports nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class StoppingCriteria:
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the answer; the model's end-of-sequence tokens are among them unless ignored."""
     stop_strings: tuple[str, ...] = ()
-    """Strings that end the answer, wherever they fall across tokens; cut from the text."""
+    """Strings that end the answer, also across tokens. They are cut from the text."""
 
 
 class FinishReason(Enum):
@@ -63,18 +63,18 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
-    """What a worker must know once per sequence; rides on the sequence's first row."""
+    """What a worker needs once per sequence. It is part of the first row of the sequence."""
 
     prompt_len: int
-    """How many of the first tokens are the prompt (penalties count the answer alone)."""
+    """Number of prompt tokens at the start. Presence and frequency penalties count only the tokens after them."""
     sampling: SamplingParameters
     cache_salt: str = ""
-    """Only sequences of one salt share stored keys and values: tenants cannot probe each other's prompts."""
+    """Only sequences with the same salt share KV blocks, so tenants cannot detect each other's prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities (natural) at one position, of the model's own distribution before warping."""
+    """Natural log-probabilities at one position, of the model's distribution before penalties and temperature."""
 
     token: int
     logprob: float
@@ -88,19 +88,19 @@ class EarlyStopping(Enum):
     YES = "yes"
     """At once."""
     NO = "no"
-    """When the best running beam, at its present length, scores no better than the worst finished answer."""
+    """When the best running beam, at its current length, scores no better than the worst finished answer."""
     NEVER = "never"
     """When no running beam can ever score better than the worst finished answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeamParameters:
-    """Beam search: the `width` most probable continuations are followed side by side."""
+    """Beam search, which follows the `width` most probable continuations in parallel."""
 
     width: int
     """At least 2."""
     length_penalty: float = 1.0
-    """A finished answer scores its summed log-probability ÷ (its tokens ** length_penalty)."""
+    """The score of a finished answer is its summed log-probability ÷ (its tokens ** length_penalty)."""
     early_stopping: EarlyStopping = EarlyStopping.NO
 
 
@@ -113,15 +113,15 @@ class GenerationRequest:
     sampling: SamplingParameters = field(default_factory=SamplingParameters)
     stopping: StoppingCriteria = field(default_factory=StoppingCriteria)
     deadline: float | None = None
-    """On the coordinator's monotonic clock, in seconds; `None` never passes."""
+    """Time on the coordinator's monotonic clock, in seconds; `None` is no deadline."""
     cache_salt: str = ""
     """See `SequenceStart`."""
     n: int = 1
-    """Answers to the one prompt. The seed of answer `i` is the request's plus `i`, modulo 2**64."""
+    """Number of answers. The seed of answer `i` is the seed of the request plus `i`, modulo 2**64."""
     beam: BeamParameters | None = None
-    """Set: the `n` best answers of a beam search (`n` at most its width), instead of samples."""
+    """If set, the answers are the `n` best of a beam search instead of samples; `n` is at most its width."""
     max_draft_tokens: int | None = None
-    """Most nodes of a tree of guesses; 0 turns speculation off for this request, `None` leaves it to the server."""
+    """Most nodes of a draft tree; 0 turns speculation off for this request, `None` is the server's own bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +132,9 @@ class Usage:
     completion_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    """Tokens of the answer that a drafter wrote first."""
+    """Tokens of the answer that are accepted draft tokens."""
     target_steps: int = 0
-    """Verdicts that decided tokens: `completion_tokens / target_steps` is the mean committed length."""
+    """Verdicts that decided tokens. `completion_tokens / target_steps` is the mean number of tokens per step."""
 
     @property
     def rejected_tokens(self) -> int:
@@ -143,16 +143,16 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What one verdict added to one answer; the unit of emission."""
+    """The tokens that one verdict added to one answer."""
 
     tokens: tuple[int, ...]
     accepted: int
-    """How many of the leading `tokens` a drafter wrote first (the rest are the target's own)."""
+    """How many of the leading `tokens` are accepted draft tokens. The rest are the target's own."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: FinishReason | None = None
     usage: Usage | None = None
     """Set with `finish`."""
     drafted: int = 0
-    """Nodes in the tree that was verified for it: whoever ends an answer early still knows its cost."""
+    """Nodes in the draft tree that was verified. An answer that a stop string ends is counted from these."""
     index: int = 0
-    """Which of the request's `n` answers it belongs to; each has one commit with `finish`."""
+    """Number of the answer, from 0. Each of the `n` answers has one commit with `finish`."""

@@ -231,7 +231,7 @@ class _StepAllocation:
         """Take up to `wanted` tokens and the blocks that they need. Returns the number taken."""
         layout = self._state.layout
         end = view.stored_len + self.pending(view)
-        taken = max(0, min(wanted, self.tokens, layout.room(end, self.blocks) - end))
+        taken = max(0, min(wanted, self.tokens, layout.max_length(end, self.blocks) - end))
         self.tokens -= taken
         self.blocks -= layout.held(view.stored_len, end + taken) - layout.held(view.stored_len, end)
         return taken

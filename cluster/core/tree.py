@@ -1,9 +1,9 @@
-"""The token tree: what every drafter yields and the one thing the verifier reads.
+"""The token tree, the form of every draft.
 
-A tree hangs below the last committed token. Node `i` carries `tokens[i]` and hangs under node
-`parents[i]`, or under the committed token itself when `parents[i] == ROOT`. Parents come before
-their children (topological order), and no two siblings carry the same token, so that a walk from
-the root is unambiguous. A chain is the narrow case; the empty tree is plain decoding.
+The root of a tree is the last committed token. Node `i` has the token `tokens[i]`; its parent is node `parents[i]`,
+or the root if `parents[i] == ROOT`. Parents come before their children (topological order), and siblings have
+distinct tokens, so the walk from the root is unambiguous. A chain is a tree without branches. The empty tree means
+plain decoding.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ ROOT = -1
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """`tokens[n]`, `parents[n]`; valid by construction.
+    """Tokens `[n]` and parents `[n]` of the nodes.
 
-    Raises `InvalidRequest` when the arrays differ in length, a parent does not come before its
-    child, or two siblings are equal.
+    Raises `InvalidRequest` if the arrays differ in length, a parent does not come before its child, or two siblings
+    are equal.
     """
 
     tokens: tuple[int, ...] = ()
@@ -43,7 +43,7 @@ class TokenTree:
 
     @classmethod
     def chain(cls, tokens: Iterable[int]) -> TokenTree:
-        """The narrow tree: each token under the one before."""
+        """Return the tree in which each token is the child of the one before."""
         tokens = tuple(tokens)
         return cls(tokens, tuple(range(ROOT, len(tokens) - 1)))
 
@@ -51,7 +51,7 @@ class TokenTree:
     def from_candidates(cls, candidates: Iterable[Sequence[int]], max_nodes: int) -> TokenTree:
         """Merge candidate continuations into a trie of at most `max_nodes` nodes.
 
-        Earlier candidates win their nodes first, so give the likeliest first.
+        Earlier candidates get their nodes first, so the likeliest should come first.
         """
         tokens: list[int] = []
         parents: list[int] = []
@@ -72,22 +72,22 @@ class TokenTree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every node hangs under the one before it."""
+        """Whether every node is the child of the one before it."""
         return all(parent == node - 1 for node, parent in enumerate(self.parents))
 
     def depths(self) -> tuple[int, ...]:
-        """Distance of each node from the committed token; children of the root have depth 1."""
+        """Return the depth `[n]` of each node. Children of the root have depth 1."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
         return tuple(depths)
 
     def depth(self) -> int:
-        """The longest path, in tokens; 0 when empty."""
+        """Return the length of the longest path, in tokens; 0 for the empty tree."""
         return max(self.depths(), default=0)
 
     def path(self, node: int) -> tuple[int, ...]:
-        """Node indices from the root's child down to `node`, inclusive; `()` for `ROOT`."""
+        """Return the nodes from the root's child to `node`, inclusive; `()` for `ROOT`."""
         path: list[int] = []
         while node != ROOT:
             path.append(node)
@@ -95,27 +95,27 @@ class TokenTree:
         return tuple(reversed(path))
 
     def path_tokens(self, node: int) -> tuple[int, ...]:
-        """The tokens along `path(node)`."""
+        """Return the tokens along `path(node)`."""
         return tuple(self.tokens[step] for step in self.path(node))
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of `node` (or of `ROOT`) that carries `token`."""
+        """Return the child of `node` (or of `ROOT`) with `token`; `None` if there is none."""
         for candidate in range(node + 1, len(self.tokens)):
             if self.parents[candidate] == node and self.tokens[candidate] == token:
                 return candidate
         return None
 
     def leaves(self) -> tuple[int, ...]:
-        """Nodes without children, in order."""
+        """Return the nodes without children, in order."""
         inner = set(self.parents)
         return tuple(node for node in range(len(self.tokens)) if node not in inner)
 
     def candidates(self) -> tuple[tuple[int, ...], ...]:
-        """The root-to-leaf token paths: `from_candidates` of them gives this tree's trie again."""
+        """Return the tokens of all root-to-leaf paths. `from_candidates` builds an equal trie from them."""
         return tuple(self.path_tokens(leaf) for leaf in self.leaves())
 
     def ancestor_mask(self) -> tuple[tuple[bool, ...], ...]:
-        """`mask[i][j]`: node `i` sees node `j`, because `j` is `i` itself or one of its ancestors."""
+        """Return the tree attention mask `[n][n]`: node `i` attends to node `j` if `j` is `i` or an ancestor of `i`."""
         rows: list[tuple[bool, ...]] = []
         for node, parent in enumerate(self.parents):
             row = list(rows[parent]) if parent != ROOT else [False] * len(self.tokens)
@@ -124,26 +124,26 @@ class TokenTree:
         return tuple(rows)
 
     def within(self, max_nodes: int, max_depth: int) -> tuple[int, ...]:
-        """The first `max_nodes` nodes that lie at most `max_depth` deep: their parents are among them."""
+        """Return the first `max_nodes` nodes of depth at most `max_depth`. Their parents are among them."""
         if len(self) <= max_nodes and len(self) <= max_depth:
             return tuple(range(len(self)))
         return tuple(node for node, depth in enumerate(self.depths()) if depth <= max_depth)[: max(0, max_nodes)]
 
     def subset(self, nodes: Sequence[int]) -> TokenTree:
-        """The tree of `nodes` alone, ascending. Raises `InvalidRequest` when a parent is not among them."""
+        """Return the tree of `nodes`, which ascend. Raises `InvalidRequest` if a parent is not among them."""
         if len(nodes) == len(self):
             return self
         renamed: dict[int, int] = {ROOT: ROOT}
-        for place, node in enumerate(nodes):
+        for position, node in enumerate(nodes):
             if self.parents[node] not in renamed:
-                raise InvalidRequest("nodes", node, f"kept with its parent {self.parents[node]}")
-            renamed[node] = place
+                raise InvalidRequest("nodes", node, f"together with its parent {self.parents[node]}")
+            renamed[node] = position
         return TokenTree(
             tuple(self.tokens[node] for node in nodes), tuple(renamed[self.parents[node]] for node in nodes)
         )
 
     def truncated(self, max_nodes: int, max_depth: int) -> TokenTree:
-        """The first `max_nodes` nodes that lie at most `max_depth` deep (still a valid tree)."""
+        """Return the tree of the first `max_nodes` nodes of depth at most `max_depth`."""
         return self.subset(self.within(max_nodes, max_depth))
 
 

@@ -17,10 +17,10 @@ from cluster.core.tree import EMPTY_TREE, TokenTree
 
 @dataclass(frozen=True, slots=True)
 class OpenRow:
-    """Create a sequence anew on the target, with as much of its KV as is already stored somewhere.
+    """Create a sequence on the target, with as much of its KV as is already stored.
 
-    The target looks for leading tokens of `tokens` in the parent's blocks, in its prefix cache and
-    in what was moved out; it keeps at least the last token out, so that there is something to decide on.
+    The target searches for leading tokens of `tokens` in the parent's blocks, in the prefix cache and in the host and
+    disk tiers. At least the last token is left to be computed, because a decision needs its logits.
     """
 
     sequence_id: SequenceId
@@ -28,34 +28,34 @@ class OpenRow:
     """All committed tokens, at least one."""
     start: SequenceStart
     parent: SequenceId | None = None
-    """A sequence that begins alike: its blocks are shared copy-on-write, the last, half-filled one included."""
+    """A sequence with the same leading tokens. Its blocks are shared copy-on-write, also the last, half-filled one."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenResult:
-    """What was found."""
+    """How much KV was found for opened sequences."""
 
     stored_lens: tuple[int, ...]
-    """One per row, in the rows' order: leading tokens whose KV the sequence holds now."""
+    """Leading tokens whose KV the sequence holds now; one number per row, in the order of the rows."""
     kv: KvOccupancy
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyRow:
-    """One sequence's part in a step: committed tokens without stored KV, then a tree of guesses.
+    """The tokens of one sequence in a step: committed tokens without stored KV, then a draft tree.
 
-    The target must hold exactly `start_len` tokens' KV before the step; `start` creates the
-    sequence anew (with `start_len == 0`).
+    The target must hold the KV of exactly `start_len` tokens before the step. With `start` set, it creates the
+    sequence, and `start_len` is 0.
     """
 
     sequence_id: SequenceId
     base_len: int
-    """Committed length including `pending`: the tree's root is the token at `base_len - 1`."""
+    """Committed length including `pending`. The root of the tree is the token at position `base_len - 1`."""
     pending: tuple[int, ...]
-    """At least one token: those at positions `start_len … base_len - 1`."""
+    """The tokens at positions `start_len … base_len - 1`; at least one."""
     tree: TokenTree = EMPTY_TREE
     decide: bool = True
-    """False for a prompt chunk that is not the last: no decision is wanted (and no tree allowed)."""
+    """False for a prompt chunk that is not the last. No token is decided, and the tree is empty."""
     start: SequenceStart | None = None
 
     @property
@@ -73,7 +73,7 @@ class VerifyRow:
 class StepBatch:
     """What the target computes in one forward pass.
 
-    Raises `InvalidRequest` when two rows are of one sequence: their order would matter.
+    Raises `InvalidRequest` if two rows belong to the same sequence, because their order would matter.
     """
 
     rows: tuple[VerifyRow, ...]
@@ -87,30 +87,31 @@ class StepBatch:
 
 
 class RowFaultCode(Enum):
-    """Why one row was not computed; the other rows of its batch were."""
+    """Why one row was not computed. The other rows of the batch were."""
 
     OUT_OF_SYNC = "out_of_sync"
-    """The worker does not hold `start_len` tokens of this sequence: send it from the start."""
+    """The worker does not hold `start_len` tokens of this sequence. Send the sequence from its start."""
     KV_EXHAUSTED = "kv_exhausted"
-    """No free block: try again when others have released theirs."""
+    """No block is free. Send the row again when other sequences have released theirs."""
     INVALID = "invalid"
-    """The row itself cannot be served (a token outside the vocabulary, say): only its request fails."""
+    """The row is invalid, for example a token is outside the vocabulary. Only its request fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowFault:
+    """Why a row was not computed, in words for the log."""
+
     code: RowFaultCode
     message: str
     stored_len: int = 0
-    """What the worker does hold, in tokens."""
+    """Tokens that the worker holds of the sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The target's word on one row: the accepted path and one token of its own.
+    """The target's decision on one row: the accepted path of the tree and one token of its own.
 
-    `tokens` is empty when nothing was to be decided or when `fault` is set. After it the target
-    stores `base_len + accepted` tokens.
+    `tokens` is empty if `decide` was false or `fault` is set. The target then stores `base_len + accepted` tokens.
     """
 
     sequence_id: SequenceId
@@ -119,37 +120,39 @@ class Verdict:
     drafted: int = 0
     """Nodes in the tree that was verified."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One per token, when asked for."""
+    """One entry per token, if requested."""
     fault: RowFault | None = None
 
     @property
     def accepted(self) -> int:
-        """How many of `tokens` a drafter wrote first; the last is always the target's own."""
+        """How many of `tokens` are accepted draft tokens. The last token is always the target's own."""
         return max(0, len(self.tokens) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
+    """The result of one step of the target."""
+
     verdicts: tuple[Verdict, ...]
-    """One per row, in the rows' order."""
+    """One per row, in the order of the rows."""
     kv: KvOccupancy
     step_seconds: float = 0.0
-    """Time the target itself spent, without the wire."""
+    """Time that the target spent, without the transport."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """How long one step took, measured before anybody waited for it."""
+    """The duration of one step, measured during warm-up."""
 
     rows: int
     tokens: int
-    """Of all rows together, their last committed tokens among them."""
+    """Tokens of all rows together, including their pending tokens."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """What the coordinator must know of a target before it plans."""
+    """What the coordinator knows of its target."""
 
     model: str
     vocabulary_size: int
@@ -160,8 +163,8 @@ class TargetInfo:
     tensor_parallel: int
     dtype: str
     epoch: str = ""
-    """Drawn at start: a changed epoch tells that everything stored before is gone."""
+    """Random, drawn at start. A changed epoch means that everything stored before is gone."""
     profile: tuple[StepSample, ...] = ()
-    """What warming up measured; empty where nothing was."""
+    """Step durations that warm-up measured; may be empty."""
     is_lossless: bool = True
-    """Whether its verdicts are what the model alone would have written; false for experiments."""
+    """Whether answers are those of the model alone. A lossy acceptance rule or attention window makes it false."""

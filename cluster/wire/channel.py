@@ -15,7 +15,7 @@ _KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def message_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
-    """Bounds on single messages, both ways."""
+    """Return the gRPC options that bound the size of sent and received messages."""
     return (
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
@@ -28,12 +28,12 @@ def open_channel(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     credentials: grpc.ChannelCredentials | None = None,
 ) -> grpc.aio.Channel:
-    """A channel to `host:port`; plain text unless `credentials` are given."""
+    """Return a channel to `host:port`, without TLS if there are no `credentials`."""
     options = (
         *message_options(max_message_bytes),
         *_KEEPALIVE_OPTIONS,
-        ("grpc.enable_retries", 0),  # a Generate must never run twice
-        ("grpc.enable_http_proxy", 0),  # a proxy for the outside world does not know the cluster's addresses
+        ("grpc.enable_retries", 0),  # a Generate call must not run twice
+        ("grpc.enable_http_proxy", 0),  # a proxy to the internet cannot reach addresses of the cluster
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.initial_reconnect_backoff_ms", 100),
     )

@@ -1,4 +1,4 @@
-"""Messages that several services speak: proto ↔ types, every bound checked on the way in."""
+"""Conversion between protobuf and types, for messages that several services use. Decoding checks every bound."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FAULT_NUMBERS = {code: number for number, code in _FAULTS.items()}
 
 
 def encode_sampling(sampling: SamplingParameters) -> pb.SamplingParameters:
-    """Every field set: a worker never has to know a default."""
+    """Encode sampling parameters. All fields are set, so workers need no defaults."""
     return pb.SamplingParameters(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -96,14 +96,14 @@ def _decode_logit_bias(
 
 
 def encode_start(start: SequenceStart) -> pb.SequenceStart:
-    """See `decode_start`."""
+    """Encode what a worker needs once per sequence."""
     return pb.SequenceStart(
         prompt_len=start.prompt_len, sampling=encode_sampling(start.sampling), cache_salt=start.cache_salt
     )
 
 
 def decode_start(message: pb.SequenceStart, field: str) -> SequenceStart:
-    """Raises `InvalidRequest`."""
+    """Decode what a worker needs once per sequence. Raises `InvalidRequest`."""
     return SequenceStart(
         prompt_len=bounds.integer(f"{field}.prompt_len", message.prompt_len, 1, bounds.MAX_TOKENS),
         sampling=decode_sampling(message.sampling, f"{field}.sampling."),
@@ -112,12 +112,12 @@ def decode_start(message: pb.SequenceStart, field: str) -> SequenceStart:
 
 
 def encode_tree(tree: TokenTree) -> pb.TokenTree:
-    """See `decode_tree`."""
+    """Encode a token tree."""
     return pb.TokenTree(tokens=tree.tokens, parents=tree.parents)
 
 
 def decode_tree(message: pb.TokenTree, field: str) -> TokenTree:
-    """Raises `InvalidRequest`: sizes, order of parents, equal siblings, depth."""
+    """Decode a token tree. Check its size, depth, order of parents and siblings. Raises `InvalidRequest`."""
     if not message.tokens and not message.parents:
         return EMPTY_TREE
     tokens = bounds.tokens(f"{field}.tokens", message.tokens, 0, bounds.MAX_TREE_NODES)
@@ -132,13 +132,13 @@ def decode_tree(message: pb.TokenTree, field: str) -> TokenTree:
 
 
 def encode_fault(fault: RowFault) -> pb.RowFault:
-    """Long messages are cut to what the receiver takes."""
+    """Encode a fault. Its message is cut to the bound of the receiver."""
     text = fault.message.encode()[: bounds.MAX_FAULT_BYTES].decode(errors="ignore")
     return pb.RowFault(code=_FAULT_NUMBERS[fault.code], message=text, stored_len=fault.stored_len)
 
 
 def decode_fault(message: pb.RowFault, field: str) -> RowFault:
-    """Raises `InvalidRequest`."""
+    """Decode a fault. Raises `InvalidRequest`."""
     code = _FAULTS.get(message.code)
     if code is None:
         raise InvalidRequest(f"{field}.code", message.code, f"one of {sorted(_FAULTS)}")
@@ -148,7 +148,7 @@ def decode_fault(message: pb.RowFault, field: str) -> RowFault:
 
 
 def encode_logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
-    """See `decode_logprobs`."""
+    """Encode the log-probabilities at one position."""
     return pb.TokenLogprobs(
         token_id=logprobs.token,
         logprob=logprobs.logprob,
@@ -157,7 +157,7 @@ def encode_logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
 
 
 def decode_logprobs(message: pb.TokenLogprobs, field: str = "logprobs") -> TokenLogprobs:
-    """Raises `InvalidRequest`."""
+    """Decode the log-probabilities at one position. Raises `InvalidRequest`."""
     bounds.count(f"{field}.top", message.top, 0, bounds.MAX_LOGPROBS)
     return TokenLogprobs(
         token=bounds.integer(f"{field}.token_id", message.token_id, 0, bounds.MAX_TOKEN_ID),
@@ -179,6 +179,6 @@ def _logprob(field: str, value: float) -> float:
 def decode_sequence_ids(
     values: Sequence[str], field: str = "sequence_ids", most: int = bounds.MAX_ROWS
 ) -> tuple[SequenceId, ...]:
-    """Raises `InvalidRequest`."""
+    """Decode sequence ids. Raises `InvalidRequest`."""
     bounds.count(field, values, 0, most)
     return tuple(SequenceId(bounds.identifier(f"{field}[{index}]", value)) for index, value in enumerate(values))

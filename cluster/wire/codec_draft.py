@@ -1,4 +1,4 @@
-"""The drafter's messages: proto ↔ types."""
+"""Conversion between protobuf and types, for the messages of the draft service."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pilotfish.v1 import draft_pb2 as pb
 
 
 def encode_draft_rows(rows: Sequence[DraftRow], client: str = "") -> pb.DraftServiceProposeRequest:
-    """See `decode_draft_rows` and `decode_client`."""
+    """Encode a request for drafts. `client` names the owner of the sequence ids."""
     return pb.DraftServiceProposeRequest(
         client=client,
         rows=[
@@ -39,7 +39,7 @@ def encode_draft_rows(rows: Sequence[DraftRow], client: str = "") -> pb.DraftSer
 
 
 def decode_draft_rows(message: pb.DraftServiceProposeRequest) -> tuple[DraftRow, ...]:
-    """Raises `InvalidRequest`."""
+    """Decode the rows of a request for drafts. Raises `InvalidRequest`."""
     bounds.count("rows", message.rows, 0, bounds.MAX_ROWS)
     seen: set[str] = set()
     rows = []
@@ -52,7 +52,7 @@ def decode_draft_rows(message: pb.DraftServiceProposeRequest) -> tuple[DraftRow,
 
 
 def decode_client(message: pb.DraftServiceProposeRequest | pb.DraftServiceReleaseRequest) -> str:
-    """Whose the message's sequence ids are; empty for a client that shares the drafter with nobody.
+    """Return the client that owns the sequence ids; empty for the only client of a drafter.
 
     Raises `InvalidRequest`.
     """
@@ -78,7 +78,7 @@ def _decode_row(row: pb.DraftRow, field: str) -> DraftRow:
 
 
 def encode_proposals(proposals: Sequence[Proposal]) -> pb.DraftServiceProposeResponse:
-    """See `decode_proposals`."""
+    """Encode proposals."""
     return pb.DraftServiceProposeResponse(
         proposals=[
             pb.Proposal(
@@ -95,7 +95,7 @@ def encode_proposals(proposals: Sequence[Proposal]) -> pb.DraftServiceProposeRes
 
 
 def decode_proposals(message: pb.DraftServiceProposeResponse) -> tuple[Proposal, ...]:
-    """Raises `InvalidRequest`."""
+    """Decode proposals. Raises `InvalidRequest`."""
     bounds.count("proposals", message.proposals, 0, bounds.MAX_ROWS)
     return tuple(_decode_proposal(entry, f"proposals[{index}]") for index, entry in enumerate(message.proposals))
 
@@ -113,7 +113,7 @@ def _decode_proposal(message: pb.Proposal, field: str) -> Proposal:
 
 
 def _decode_probabilities(values: Sequence[float], tree: TokenTree, field: str) -> tuple[float, ...]:
-    """None, or one for each node and none above its parent's: whoever takes the likeliest nodes then has a tree."""
+    """Decode no probability, or one per node, at most its parent's. The likeliest nodes then always form a tree."""
     if not values:
         return ()
     bounds.count(field, values, len(tree), len(tree))

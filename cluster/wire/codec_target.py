@@ -1,4 +1,4 @@
-"""The target's messages: proto ↔ types."""
+"""Conversion between protobuf and types, for the messages of the target service."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from pilotfish.v1 import target_pb2 as pb
 
 
 def encode_open_rows(rows: Sequence[OpenRow]) -> pb.TargetServiceOpenRequest:
-    """See `decode_open_rows`."""
+    """Encode sequences to open."""
     return pb.TargetServiceOpenRequest(
         rows=[
             pb.OpenRow(
@@ -49,7 +49,7 @@ def encode_open_rows(rows: Sequence[OpenRow]) -> pb.TargetServiceOpenRequest:
 
 
 def decode_open_rows(message: pb.TargetServiceOpenRequest) -> tuple[OpenRow, ...]:
-    """Raises `InvalidRequest`."""
+    """Decode sequences to open. Raises `InvalidRequest`."""
     bounds.count("rows", message.rows, 0, bounds.MAX_ROWS)
     rows = tuple(_decode_open_row(row, f"rows[{index}]") for index, row in enumerate(message.rows))
     seen: set[SequenceId] = set()
@@ -70,25 +70,25 @@ def _decode_open_row(row: pb.OpenRow, field: str) -> OpenRow:
 
 
 def open_rows_to_bytes(rows: Sequence[OpenRow]) -> bytes:
-    """For the ranks of one group: the message itself."""
+    """Serialize sequences to open, for the other ranks of a target."""
     return encode_open_rows(rows).SerializeToString()
 
 
 def open_rows_from_bytes(data: bytes) -> tuple[OpenRow, ...]:
-    """Raises `InvalidRequest`."""
+    """Deserialize sequences to open. Raises `InvalidRequest`."""
     try:
         return decode_open_rows(pb.TargetServiceOpenRequest.FromString(data))
     except DecodeError as error:
-        raise InvalidRequest("rows", f"{len(data)} bytes", "an OpenRequest message") from error
+        raise InvalidRequest("rows", f"{len(data)} bytes", "a TargetServiceOpenRequest message") from error
 
 
 def encode_open_result(result: OpenResult) -> pb.TargetServiceOpenResponse:
-    """See `decode_open_result`."""
+    """Encode the result of opening sequences."""
     return pb.TargetServiceOpenResponse(stored_lens=result.stored_lens, kv=encode_occupancy(result.kv))
 
 
 def decode_open_result(message: pb.TargetServiceOpenResponse) -> OpenResult:
-    """Raises `InvalidRequest`."""
+    """Decode the result of opening sequences. Raises `InvalidRequest`."""
     bounds.count("stored_lens", message.stored_lens, 0, bounds.MAX_ROWS)
     lens = tuple(
         bounds.integer(f"stored_lens[{index}]", length, 0, bounds.MAX_TOKENS)
@@ -98,7 +98,7 @@ def decode_open_result(message: pb.TargetServiceOpenResponse) -> OpenResult:
 
 
 def encode_step_batch(batch: StepBatch) -> pb.TargetServiceStepRequest:
-    """See `decode_step_batch`."""
+    """Encode the rows of a step."""
     return pb.TargetServiceStepRequest(
         rows=[
             pb.VerifyRow(
@@ -115,7 +115,7 @@ def encode_step_batch(batch: StepBatch) -> pb.TargetServiceStepRequest:
 
 
 def decode_step_batch(message: pb.TargetServiceStepRequest) -> StepBatch:
-    """Raises `InvalidRequest`."""
+    """Decode the rows of a step. Raises `InvalidRequest`."""
     bounds.count("rows", message.rows, 0, bounds.MAX_ROWS)
     return StepBatch(tuple(_decode_row(row, f"rows[{index}]") for index, row in enumerate(message.rows)))
 
@@ -124,7 +124,7 @@ def _decode_row(row: pb.VerifyRow, field: str) -> VerifyRow:
     base_len = bounds.integer(f"{field}.base_len", row.base_len, 1, bounds.MAX_TOKENS)
     tree = decode_tree(row.tree, f"{field}.tree")
     if tree and not row.decide:
-        raise InvalidRequest(f"{field}.tree", f"{len(tree)} nodes", "empty where nothing is decided")
+        raise InvalidRequest(f"{field}.tree", f"{len(tree)} nodes", "empty if decide is false")
     return VerifyRow(
         sequence_id=SequenceId(bounds.identifier(f"{field}.sequence_id", row.sequence_id)),
         base_len=base_len,
@@ -136,20 +136,20 @@ def _decode_row(row: pb.VerifyRow, field: str) -> VerifyRow:
 
 
 def step_batch_to_bytes(batch: StepBatch) -> bytes:
-    """For the ranks of one group: the message itself."""
+    """Serialize the rows of a step, for the other ranks of a target."""
     return encode_step_batch(batch).SerializeToString()
 
 
 def step_batch_from_bytes(data: bytes) -> StepBatch:
-    """Raises `InvalidRequest`."""
+    """Deserialize the rows of a step. Raises `InvalidRequest`."""
     try:
         return decode_step_batch(pb.TargetServiceStepRequest.FromString(data))
     except DecodeError as error:
-        raise InvalidRequest("batch", f"{len(data)} bytes", "a StepRequest message") from error
+        raise InvalidRequest("batch", f"{len(data)} bytes", "a TargetServiceStepRequest message") from error
 
 
 def encode_step_result(result: StepResult) -> pb.TargetServiceStepResponse:
-    """See `decode_step_result`."""
+    """Encode the result of a step."""
     return pb.TargetServiceStepResponse(
         verdicts=[
             pb.Verdict(
@@ -168,7 +168,7 @@ def encode_step_result(result: StepResult) -> pb.TargetServiceStepResponse:
 
 
 def decode_step_result(message: pb.TargetServiceStepResponse) -> StepResult:
-    """Raises `InvalidRequest`."""
+    """Decode the result of a step. Raises `InvalidRequest`."""
     bounds.count("verdicts", message.verdicts, 0, bounds.MAX_ROWS)
     return StepResult(
         verdicts=tuple(_decode_verdict(entry, f"verdicts[{index}]") for index, entry in enumerate(message.verdicts)),
@@ -195,18 +195,18 @@ def _decode_verdict(verdict: pb.Verdict, field: str) -> Verdict:
 
 
 def encode_occupancy(kv: KvOccupancy) -> pb.KvOccupancy:
-    """See `decode_occupancy`."""
+    """Encode the occupancy of the KV pool."""
     return pb.KvOccupancy(blocks_total=kv.blocks_total, blocks_free=kv.blocks_free)
 
 
 def decode_occupancy(message: pb.KvOccupancy, field: str = "kv") -> KvOccupancy:
-    """Raises `InvalidRequest`."""
+    """Decode the occupancy of the KV pool. Raises `InvalidRequest`."""
     free = bounds.integer(f"{field}.blocks_free", message.blocks_free, 0, message.blocks_total)
     return KvOccupancy(message.blocks_total, free)
 
 
 def encode_target_info(info: TargetInfo) -> pb.TargetServiceGetInfoResponse:
-    """See `decode_target_info`."""
+    """Encode the description of a target."""
     return pb.TargetServiceGetInfoResponse(
         model=info.model,
         vocabulary_size=info.vocabulary_size,
@@ -228,7 +228,7 @@ def encode_target_info(info: TargetInfo) -> pb.TargetServiceGetInfoResponse:
 
 
 def decode_target_info(message: pb.TargetServiceGetInfoResponse) -> TargetInfo:
-    """Raises `InvalidRequest`."""
+    """Decode the description of a target. Raises `InvalidRequest`."""
     return TargetInfo(
         model=bounds.text("model", message.model, bounds.MAX_NAME_BYTES),
         vocabulary_size=bounds.integer("vocabulary_size", message.vocabulary_size, 1, bounds.MAX_TOKEN_ID),

@@ -22,7 +22,7 @@ _RESOLVE_SECONDS = 10.0
 
 
 class Connection:
-    """One channel, opened when needed and dropped when lost, so that the next call resolves anew."""
+    """One channel. It is opened when needed and dropped when the server is lost, so the next call resolves anew."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class Connection:
         self._channel: grpc.aio.Channel | None = None
 
     async def channel(self) -> grpc.aio.Channel:
-        """Raises the port's own `WorkerUnavailable` when nobody knows where the server is."""
+        """Return the channel; open it if necessary. Raises `unavailable` if the address cannot be resolved."""
         if self._channel is None:
             try:
                 async with asyncio.timeout(_RESOLVE_SECONDS):
                     address = await self._resolve()
             except (OSError, TimeoutError) as error:
-                raise self._unavailable(f"its address is not known: {error!r}") from error
+                raise self._unavailable(f"the address of the server is not known: {error!r}") from error
             if self._channel is None:
                 self._channel = open_channel(
                     address, max_message_bytes=self._max_message_bytes, credentials=self._credentials
@@ -52,22 +52,22 @@ class Connection:
         return self._channel
 
     def failed(self, error: grpc.aio.AioRpcError) -> PilotfishError:
-        """What to raise for a failed call; forgets the channel if the server was not there.
+        """Return the error to raise for a failed call, and drop the channel if the server was unavailable.
 
-        It is not closed: other calls may still be under way on it, and it ends with the last of them.
+        The channel is not closed, because other calls may still run on it. It ends with the last of them.
         """
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             self._channel = None
         return from_rpc_error(error, self._unavailable)
 
     def checked(self, answer: Any) -> Any:
-        """The answer, if it is one: for bytes that are no message of the schema gRPC hands on `None`."""
+        """Return the answer, or raise `unavailable` for `None`: gRPC's value for bytes that are not a valid message."""
         if answer is None:
-            raise self._unavailable("its answer is no message of the schema")
+            raise self._unavailable("the answer is not a message of the schema")
         return answer
 
     async def close(self) -> None:
-        """Drop the channel; the next call opens another."""
+        """Close the channel. The next call opens another."""
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()

@@ -18,7 +18,7 @@ from pilotfish.v1 import draft_pb2, draft_pb2_grpc
 
 
 class GrpcDrafter:
-    """`cluster.core.ports.Drafter` over gRPC. Others may use the drafter, too: each client's sequences are its own."""
+    """`cluster.core.ports.Drafter` over gRPC. A drafter keeps the sequences of its clients apart."""
 
     def __init__(self, resolve: Resolve, credentials: grpc.ChannelCredentials | None = None) -> None:
         self._client = uuid4().hex
@@ -28,15 +28,15 @@ class GrpcDrafter:
         )
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
-        """See the port. Late is `DrafterUnavailable` too."""
+        """See `Drafter.propose`. Raises `DrafterUnavailable`, also after `timeout_seconds`."""
         answer = await self._call(self._propose, encode_draft_rows(rows, self._client), timeout_seconds)
         try:
             return decode_proposals(answer)
         except InvalidRequest as error:
-            raise DrafterUnavailable(f"the drafter's answer is refused: {error}") from error
+            raise DrafterUnavailable(f"the drafter's answer is invalid: {error}") from error
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See the port."""
+        """See `Drafter.release`."""
         stub = draft_pb2_grpc.DraftServiceStub(await self._connection.channel())
         request = draft_pb2.DraftServiceReleaseRequest(sequence_ids=sequence_ids, client=self._client)
         await self._call(stub.Release, request, SHORT_CALL_SECONDS)
@@ -52,5 +52,5 @@ class GrpcDrafter:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise DrafterUnavailable(f"no answer within {timeout_seconds} s") from error
-            # Whatever ails a drafter, the answer to it is the same: go on without.
+            # The coordinator treats all faults of a drafter alike: it continues without drafts.
             raise DrafterUnavailable(str(self._connection.failed(error))) from error

@@ -16,7 +16,7 @@ _GENERATION_SERVICE = "pilotfish.v1.GenerationService"
 
 
 class GenerationClient:
-    """The public service, seen from outside. Errors arrive as the `PilotfishError` that was raised there."""
+    """A client of the public service. It raises the same `PilotfishError` as the service."""
 
     def __init__(self, resolve: Resolve, credentials: grpc.ChannelCredentials | None = None) -> None:
         self._connection = Connection(resolve, NotReady, credentials=credentials)
@@ -24,7 +24,7 @@ class GenerationClient:
     async def generate(
         self, request: generation_pb2.GenerateRequest, timeout_seconds: float
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """One answer, at most `timeout_seconds` long; closing it cancels the call."""
+        """Yield the responses of one request. Closing the iterator cancels the call."""
         stub = await self._stub()
         call = stub.Generate(request, timeout=timeout_seconds)
         try:
@@ -36,44 +36,44 @@ class GenerationClient:
             call.cancel()
 
     async def abort(self, request_id: str) -> bool:
-        """Stop a running request; false when there was none."""
+        """Abort a request. Returns whether it was running."""
         stub = await self._stub()
         answer = await self._call(stub.Abort, generation_pb2.AbortRequest(request_id=request_id))
         return bool(answer.aborted)
 
     async def tokenize(self, request: generation_pb2.TokenizeRequest) -> generation_pb2.TokenizeResponse:
-        """Text or chat to tokens."""
+        """Convert text or a conversation to token ids."""
         stub = await self._stub()
         answer: generation_pb2.TokenizeResponse = await self._call(stub.Tokenize, request)
         return answer
 
     async def detokenize(self, request: generation_pb2.DetokenizeRequest) -> generation_pb2.DetokenizeResponse:
-        """Tokens to text."""
+        """Convert token ids to text."""
         stub = await self._stub()
         answer: generation_pb2.DetokenizeResponse = await self._call(stub.Detokenize, request)
         return answer
 
     async def list_models(self) -> Sequence[generation_pb2.Model]:
-        """The models served."""
+        """Return the served models."""
         stub = await self._stub()
         answer = await self._call(stub.ListModels, generation_pb2.ListModelsRequest())
         return tuple(answer.models)
 
     async def get_model(self, name: str) -> generation_pb2.Model:
-        """One of them. Raises `UnknownModel`."""
+        """Return one served model. Raises `UnknownModel`."""
         stub = await self._stub()
         answer = await self._call(stub.GetModel, generation_pb2.GetModelRequest(model=name))
         model: generation_pb2.Model = answer.model
         return model
 
     async def metrics(self) -> tuple[bytes, str]:
-        """Prometheus text and its content type."""
+        """Return the metrics in Prometheus text format and its content type."""
         stub = operations_pb2_grpc.OperationsServiceStub(await self._connection.channel())
         answer = await self._call(stub.GetMetrics, operations_pb2.GetMetricsRequest())
         return bytes(answer.exposition), str(answer.content_type)
 
     async def is_ready(self) -> bool:
-        """Whether requests are taken."""
+        """Whether the service accepts requests."""
         try:
             stub: Any = health_pb2_grpc.HealthStub(await self._connection.channel())
             answer = await self._call(stub.Check, health_pb2.HealthCheckRequest(service=_GENERATION_SERVICE))

@@ -1,4 +1,4 @@
-"""Errors across the wire: what is raised on one side is raised on the other, with the same words."""
+"""Errors over gRPC. An error of the server is raised again at the client, with the same message."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from cluster.core.errors import (
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 DETAIL_KEY = "pilotfish-error-bin"
-"""Trailing metadata: JSON with the error's class and what it carries beside its message."""
-# gRPC drops trailers over 8 KiB, and the error's class with them; escaping can make the longest of these so long.
+"""Key of the trailing metadata that holds the class and the fields of an error, as JSON."""
+# gRPC drops trailing metadata over 8 KiB. With these bounds it stays below, also when every byte is escaped.
 _MESSAGE_BYTES = 1024
 _FIELD_BYTES = 128
 _BOUND_BYTES = 256
 
-# The first class that fits decides.
+# The first matching class is used.
 _CODES: tuple[tuple[type[PilotfishError], grpc.StatusCode], ...] = (
     (UnknownModel, grpc.StatusCode.NOT_FOUND),
     (TooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
@@ -60,7 +60,7 @@ _KINDS: dict[str, type[PilotfishError]] = {
 
 
 def to_status(error: PilotfishError) -> tuple[grpc.StatusCode, str, Metadata]:
-    """The status, its message, and trailing metadata from which `from_rpc_error` rebuilds the error."""
+    """Return the status, its message, and the trailing metadata from which `from_rpc_error` rebuilds the error."""
     code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.UNKNOWN)
     detail: dict[str, Any] = {"kind": type(error).__name__}
     metadata: list[tuple[str, str | bytes]] = []
@@ -76,7 +76,7 @@ def to_status(error: PilotfishError) -> tuple[grpc.StatusCode, str, Metadata]:
 def from_rpc_error(
     error: grpc.aio.AioRpcError, unavailable: type[PilotfishError] = WorkerUnavailable
 ) -> PilotfishError:
-    """The error that the other side raised; `unavailable` for one that the connection itself made."""
+    """Return the error that the server raised, or `unavailable` for an error of the connection."""
     message = error.details() or error.code().name
     rebuilt = _rebuild(error, message)
     if rebuilt is not None:
@@ -95,7 +95,7 @@ def from_rpc_error(
 
 
 def _rebuild(error: grpc.aio.AioRpcError, message: str) -> PilotfishError | None:
-    """From the trailing metadata; nothing in it is trusted to be well-formed."""
+    """Rebuild an error from the trailing metadata, which may be malformed."""
     for key, value in error.trailing_metadata() or ():
         if key != DETAIL_KEY:
             continue
@@ -113,11 +113,11 @@ def _rebuild(error: grpc.aio.AioRpcError, message: str) -> PilotfishError | None
 
 
 def _cut(text: str, most: int) -> str:
-    """The first `most` bytes of `text`, as UTF-8 that can be sent."""
+    """Return the first `most` bytes of `text` as valid UTF-8."""
     return text.encode(errors="backslashreplace")[:most].decode(errors="ignore")
 
 
 def _with_message(error: PilotfishError, message: str) -> PilotfishError:
-    """The same words as on the other side."""
+    """Set the message of the server."""
     error.args = (message,)
     return error

@@ -1,4 +1,4 @@
-"""Requests and responses in turn over a bidirectional stream, called like a unary method."""
+"""Alternating requests and responses on a bidirectional stream, with the interface of a unary method."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from cluster.wire.connection import Connection
 
 
 class StreamExchange:
-    """A method whose requests and answers take turns in a stream, called as if it were unary.
+    """A streaming method with the interface of a unary one.
 
-    A stream is opened when all others are in use and kept for the next call: what opening costs is paid once. One
-    that fails, or is given up, is not used again.
+    A stream is reused by later calls, which saves the time to open one. A new stream is opened if all are in use. A
+    stream that failed or was cancelled is not reused.
     """
 
     def __init__(self, connection: Connection, open_stream: Callable[[grpc.aio.Channel], Any]) -> None:
@@ -24,7 +24,7 @@ class StreamExchange:
         self._idle: list[tuple[grpc.aio.Channel, Any]] = []
 
     async def __call__(self, request: Any, timeout: float) -> Any:  # noqa: ASYNC109 - the signature is gRPC's
-        """The answer. Raises `AioRpcError`, as a unary method does."""
+        """Send a request and return the response. Raises `AioRpcError`, as a unary method does."""
         channel = await self._connection.channel()
         stream = self._take(channel)
         try:
@@ -43,14 +43,14 @@ class StreamExchange:
         return answer
 
     def close(self) -> None:
-        """End the streams that are not in use."""
+        """Cancel the streams that are not in use."""
         idle, self._idle = self._idle, []
         for _, stream in idle:
             stream.cancel()
 
     def _take(self, channel: grpc.aio.Channel) -> Any:
         for opened_on, stream in self._idle:
-            if opened_on is not channel:  # the server was lost since
+            if opened_on is not channel:  # the channel was lost and replaced
                 stream.cancel()
         self._idle = [(opened_on, stream) for opened_on, stream in self._idle if not stream.done()]
         return self._idle.pop()[1] if self._idle else self._open(channel)
@@ -60,7 +60,7 @@ async def _write(stream: Any, request: Any) -> None:
     try:
         await stream.write(request)
     except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.INTERNAL:  # so gRPC says that the other side has ended it meanwhile
+        if error.code() is grpc.StatusCode.INTERNAL:  # gRPC reports a stream that the server has ended this way
             raise _failure(grpc.StatusCode.UNAVAILABLE, "the server has ended the stream") from error
         raise
 

@@ -38,42 +38,42 @@ class GrpcTarget:
         self._step_timeout_seconds = step_timeout_seconds
 
     async def open(self, rows: Sequence[OpenRow]) -> OpenResult:
-        """See the port."""
+        """See `Target.open`."""
         stub = await self._stub()
         answer = await self._call(stub.Open, encode_open_rows(rows), self._step_timeout_seconds)
         try:
             return decode_open_result(answer)
         except InvalidRequest as error:
-            raise TargetUnavailable(f"the target's answer is refused: {error}") from error
+            raise TargetUnavailable(f"the target's answer is invalid: {error}") from error
 
     async def step(self, batch: StepBatch) -> StepResult:
-        """See the port."""
+        """See `Target.step`."""
         answer = await self._call(self._step, encode_step_batch(batch), self._step_timeout_seconds)
         try:
             return decode_step_result(answer)
         except InvalidRequest as error:
-            raise TargetUnavailable(f"the target's answer is refused: {error}") from error
+            raise TargetUnavailable(f"the target's answer is invalid: {error}") from error
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See the port."""
+        """See `Target.release`."""
         stub = await self._stub()
         request = target_pb2.TargetServiceReleaseRequest(sequence_ids=sequence_ids)
         await self._call(stub.Release, request, self._step_timeout_seconds)
 
     async def release_all(self) -> None:
-        """See the port."""
+        """See `Target.release_all`."""
         stub = await self._stub()
         request = target_pb2.TargetServiceReleaseRequest(all=True)
         await self._call(stub.Release, request, self._step_timeout_seconds)
 
     async def info(self) -> TargetInfo:
-        """See the port."""
+        """See `Target.info`."""
         stub = await self._stub()
         answer = await self._call(stub.GetInfo, target_pb2.TargetServiceGetInfoRequest(), SHORT_CALL_SECONDS)
         try:
             return decode_target_info(answer)
         except InvalidRequest as error:
-            raise TargetUnavailable(f"the target's answer is refused: {error}") from error
+            raise TargetUnavailable(f"the target's answer is invalid: {error}") from error
 
     async def close(self) -> None:
         """Close the connection."""

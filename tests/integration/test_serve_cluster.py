@@ -133,6 +133,18 @@ async def test_the_http_api_answers(cluster: ServeProcess, deadline: None) -> No
         assert "vllm:" in (await client.get("/metrics")).text
 
 
+async def test_one_request_id_comes_back_and_one_outside_ascii_is_refused(
+    cluster: ServeProcess, deadline: None
+) -> None:
+    async with httpx.AsyncClient(base_url=cluster.server.http_url) as client:
+        for headers in ({}, {"x-request-id": "my-1"}):
+            returned = (await client.get("/health", headers=headers)).headers.get_list("x-request-id")
+            assert len(returned) == 1
+            assert returned[0] == headers.get("x-request-id", returned[0])
+        refused = await client.get("/health", headers={"x-request-id": b"\xff"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-request-id")
+
+
 async def test_a_killed_rank_changes_no_token(cluster: ServeProcess, expected: Expected, deadline: None) -> None:
     assert await kill_during_answer(cluster, SAMPLED, "WorkerRank") == expected[SAMPLED]
 

@@ -1,6 +1,6 @@
-"""Render a conversation with the template that came with the model, in a sandbox.
+"""Render a conversation with the chat template of the model, in a sandbox.
 
-The environment is the one Hugging Face templates are written for.
+The environment is that of `transformers`, for which the templates are written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cluster.core.errors import ConfigurationError, InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     role: str
     content: str
@@ -29,7 +29,7 @@ class Message:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what an assistant wrote, for training; here it renders as it stands."""
+    """The tag `{% generation %}`, which marks the assistant's text for training. It renders its content unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 
@@ -39,9 +39,9 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """A compiled template and the special tokens it may name.
+    """A compiled chat template and the special tokens that it uses.
 
-    Raises `ConfigurationError` when the source is no valid template.
+    Raises `ConfigurationError` if the source is not a valid template.
     """
 
     def __init__(
@@ -60,25 +60,28 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The conversation as text, open for the assistant's turn.
+        """Return the conversation as text that ends where the assistant's answer begins.
 
-        Raises `InvalidRequest` (`messages`) when the template refuses it.
+        Raises `InvalidRequest` (`messages`) if the template rejects the conversation.
         """
-        turns = [
-            {"role": turn.role, "content": turn.content} | ({"name": turn.name} if turn.name is not None else {})
-            for turn in messages
+        values = [
+            {"role": message.role, "content": message.content}
+            | ({"name": message.name} if message.name is not None else {})
+            for message in messages
         ]
         try:
             return self._template.render(
-                **self._special_tokens, messages=turns, add_generation_prompt=True, tools=None, documents=None
+                **self._special_tokens, messages=values, add_generation_prompt=True, tools=None, documents=None
             )
         except (TemplateError, TypeError, ValueError, LookupError) as error:
-            roles = [turn.role for turn in messages]
-            raise InvalidRequest("messages", roles, f"a conversation the model's template takes: {error}") from None
+            roles = [message.role for message in messages]
+            raise InvalidRequest(
+                "messages", roles, f"a conversation that the model's template accepts: {error}"
+            ) from None
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    """As Hugging Face defines it: readable, not escaped for HTML."""
+    """JSON as `transformers` writes it: not escaped for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

@@ -1,4 +1,4 @@
-"""Stop strings that may span tokens and commits."""
+"""Stop strings, which may span tokens and commits."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """Text that may be sent, and the stop string that was found right after it, if one was."""
+    """Text that may be sent, and the stop string that follows it, if one was found."""
 
     text: str
     stop: str | None = None
 
 
 class StopMatcher:
-    """Lets text through, but for a suffix that may still become a stop string.
+    """Finds the first stop string in a text that arrives in parts.
 
-    The stop string that is complete first ends the text, before its first character; among those complete
-    at the same character the longest. How the text was cut into pieces changes nothing.
+    A suffix that may still become a stop string is held back. The stop string that is complete first ends the text; of
+    several that are complete at the same character, the longest. The result does not depend on how the text is split.
     """
 
     __slots__ = ("_held", "_stops")
@@ -28,7 +28,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> Matched:
-        """Take a piece; returns what is certain now. After a match nothing more may be pushed."""
+        """Add a part of the text, and return what is certain now. Do not call it again after a match."""
         held = self._held + text
         found = self._first(held)
         if found is not None:
@@ -40,7 +40,7 @@ class StopMatcher:
         return Matched(held[:certain])
 
     def flush(self) -> str:
-        """What was held back, at the end of the answer."""
+        """Return the text held back, at the end of the answer."""
         held, self._held = self._held, ""
         return held
 
@@ -52,7 +52,7 @@ class StopMatcher:
         return start, stop
 
     def _undecided(self, text: str) -> int:
-        """Length of the longest suffix that begins a stop string."""
+        """Return the length of the longest suffix that begins a stop string."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
         for length in range(min(longest, len(text)), 0, -1):
             suffix = text[-length:]

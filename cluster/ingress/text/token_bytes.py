@@ -1,7 +1,7 @@
-"""What bytes a vocabulary entry stands for, read from the `decoder` of a `tokenizer.json`.
+"""The bytes of each vocabulary entry, from the `decoder` of a `tokenizer.json`.
 
-Knowing each token's bytes makes detokenizing exact and incremental: the text of an answer is the
-UTF-8 reading of its tokens' bytes, wherever the commits happened to cut it.
+The text of an answer is the UTF-8 decoding of its tokens' bytes. This makes incremental detokenization exact, however
+the tokens are grouped.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def reader(decoder: Mapping[str, Any] | None) -> tuple[PieceToBytes, bool]:
-    """How to read one vocabulary entry, and whether a text's first space is the tokenizer's own.
+    """Return how to read one vocabulary entry, and whether the tokenizer adds the first space of a text.
 
-    Serves byte-level vocabularies (GPT-2, Llama 3, Qwen) and SentencePiece-like ones (Llama 2, Gemma).
+    Supports byte-level vocabularies (GPT-2, Llama 3, Qwen) and SentencePiece-like ones (Llama 2, Gemma).
     Raises `ConfigurationError` for any other kind.
     """
     steps = _flatten(decoder)
@@ -35,7 +35,7 @@ def reader(decoder: Mapping[str, Any] | None) -> tuple[PieceToBytes, bool]:
 
 
 def byte_level_bytes(piece: str) -> bytes:
-    """Undo the byte-to-letter alphabet of GPT-2; a piece outside that alphabet stands for itself."""
+    """Convert a piece in GPT-2's alphabet to bytes. A piece with other letters stands for itself."""
     try:
         return bytes(_BYTE_OF_LETTER[letter] for letter in piece)
     except KeyError:
@@ -43,7 +43,7 @@ def byte_level_bytes(piece: str) -> bytes:
 
 
 def byte_alphabet() -> dict[int, str]:
-    """GPT-2's letter for each byte: printable Latin-1 stands for itself, the rest from U+0100 on."""
+    """Return GPT-2's letter for each byte: itself if it is printable Latin-1, else one from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + rank) for rank, byte in enumerate(others)}

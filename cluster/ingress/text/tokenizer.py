@@ -1,4 +1,4 @@
-"""Text to tokens and back, from a model directory, without the model."""
+"""Tokenization and detokenization with the files of a model directory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_
 
 
 class Tokenizer:
-    """A vocabulary, its chat template and its end-of-sequence tokens. Safe to share among threads."""
+    """A vocabulary, its chat template and its end-of-sequence tokens. Thread-safe."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class Tokenizer:
         )
         self.eos_token_ids = eos_token_ids
         self.longest_token_chars = max((len(piece) for piece in vocabulary.get_vocab()), default=1)
-        """No token stands for more characters than this, so a text's length bounds its tokens from below."""
+        """Most characters of a token. A text has at least its length ÷ this number of tokens."""
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Read `tokenizer.json` and, where present, its companions from a model directory.
+        """Read `tokenizer.json` and, if present, the other tokenizer files of a model directory.
 
-        Raises `ConfigurationError` when the file is missing, unreadable or of an unknown kind.
+        Raises `ConfigurationError` if the file is missing, unreadable or of an unknown kind.
         """
         path = directory / "tokenizer.json"
         try:
@@ -67,30 +67,30 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of a text; special tokens written out in it count as themselves."""
+        """Return the token ids of a text. Special tokens in the text become their ids."""
         return tuple(self._vocabulary.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def render_chat(self, messages: Sequence[Message]) -> str:
-        """The text a conversation becomes. Raises `InvalidRequest` (`messages`)."""
+        """Return a conversation as text. Raises `InvalidRequest` (`messages`)."""
         if self._template is None:
             roles = [message.role for message in messages]
             raise InvalidRequest("messages", roles, "sent as a prompt instead: this model has no chat template")
         return self._template.render(messages)
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Token ids of a conversation, open for the assistant's turn.
+        """Return the token ids of a conversation, up to where the assistant's answer begins.
 
-        The template writes the special tokens itself, so none are added. Raises `InvalidRequest` (`messages`).
+        The template contains the special tokens, so none are added. Raises `InvalidRequest` (`messages`).
         """
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes one token adds to a text, special tokens written out; empty for an unused id."""
+        """Return the bytes that a token adds to a text, also for special tokens; empty for an unused id."""
         piece = self._vocabulary.id_to_token(token)
         return b"" if piece is None else self._piece_to_bytes(piece)
 
     def is_special(self, token: int) -> bool:
-        """Whether the token is a mark rather than text."""
+        """Whether the token is a special token."""
         return token in self._special_ids
 
     def detokenizer(self, *, skip_special_tokens: bool = True, starts_text: bool = False) -> Detokenizer:
@@ -98,16 +98,15 @@ class Tokenizer:
         return Detokenizer(self, skip_special_tokens, starts_text and self._strips_first_space)
 
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of a whole token list; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of tokens. Bytes that are not valid UTF-8 become U+FFFD."""
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens, starts_text=True)
         return "".join([*(detokenizer.push(token) for token in tokens), detokenizer.flush()])
 
 
 class Detokenizer:
-    """Text as it becomes certain: a character in the making is held back until its last byte.
+    """Incremental detokenization. An incomplete character is held back until its last byte.
 
-    The pieces put together are `Tokenizer.decode` of all tokens (but for a first space that belongs
-    to a continuation), however the tokens were grouped.
+    All parts together equal `Tokenizer.decode` of all tokens, apart from the first space of a continuation.
     """
 
     __slots__ = ("_drop_space", "_skip_special_tokens", "_tokenizer", "_utf8")
@@ -119,13 +118,13 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """Take one token; returns the text that became certain, often all of the token's."""
+        """Add a token, and return the text that is now complete."""
         if self._skip_special_tokens and self._tokenizer.is_special(token):
             return ""
         return self._first_space_dropped(self._utf8.decode(self._tokenizer.token_bytes(token)))
 
     def flush(self) -> str:
-        """What was held back, at the end: an unfinished character becomes U+FFFD."""
+        """Return the text held back, at the end. An incomplete character becomes U+FFFD."""
         return self._first_space_dropped(self._utf8.decode(b"", final=True))
 
     def _first_space_dropped(self, text: str) -> str:
@@ -146,7 +145,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and its like, written as a string or as an object with `content`."""
+    """Return `bos_token` and the others. Each is a string or an object with `content`."""
     found: dict[str, str] = {}
     for key in _SPECIAL_TOKEN_KEYS:
         value = settings.get(key)
@@ -157,7 +156,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _template_source(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    """The template: a file of its own, or in the settings, alone or in a list under `default`."""
+    """Return the template: from its own file, or from the settings, alone or in a list under `default`."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -170,7 +169,7 @@ def _template_source(directory: Path, settings: Mapping[str, Any]) -> str | None
 def _eos_token_ids(
     directory: Path, vocabulary: tokenizers.Tokenizer, special_tokens: Mapping[str, str]
 ) -> tuple[int, ...]:
-    """From the generation settings, else the model's, else the tokenizer's own."""
+    """Return the end-of-sequence tokens of the generation settings, else of the model, else of the tokenizer."""
     for name in ("generation_config.json", "config.json"):
         value = _read_json(directory / name).get("eos_token_id")
         if isinstance(value, int):

@@ -74,7 +74,7 @@ def test_exactly_the_blocks_with_a_position_that_is_still_seen_are_held(
 @given(layout=layouts, stored_len=st.integers(0, 120), more=st.integers(0, 40), free=st.integers(0, 60))
 def test_room_is_exactly_what_the_free_blocks_give(layout: KvLayout, stored_len: int, more: int, free: int) -> None:
     end = stored_len + more
-    room = layout.room(end, free)
+    room = layout.max_length(end, free)
     assert layout.held(stored_len, room) - layout.held(stored_len, end) <= free
     assert layout.held(stored_len, room + 1) - layout.held(stored_len, end) > free
 

@@ -91,7 +91,7 @@ REFUSED = [
     (step(tree=tree([1] * 257, list(range(-1, 256)))), "rows[0].tree.tokens", "between 0 and 256 entries"),
     (step(tree=tree([1] * 65, list(range(-1, 64)))), "rows[0].tree.parents", "at most 64 deep"),
     (step(tree=tree([BIG], [-1])), "rows[0].tree.tokens[0]", "between 0 and 2147483647"),
-    (step(tree=tree([1], [-1]), decide=False), "rows[0].tree", "empty where nothing is decided"),
+    (step(tree=tree([1], [-1]), decide=False), "rows[0].tree", "empty if decide is false"),
     (step(start=common_pb2.SequenceStart(prompt_len=0)), "rows[0].start.prompt_len", "between 1 and 1048576"),
     (start(temperature=-0.1), "rows[0].start.sampling.temperature", "between 0 and 2"),
     (start(temperature=math.nan), "rows[0].start.sampling.temperature", "between 0 and 2"),

@@ -1,0 +1,191 @@
+"""The interceptor around every call of a Pilotfish service."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import grpc
+from google.protobuf import unknown_fields
+from google.protobuf.message import DecodeError, Message
+
+from cluster.core.errors import InvalidRequest, PilotfishError
+from cluster.wire.status import to_status
+
+logger = logging.getLogger(__name__)
+
+_MAX_SEARCHED = 10_000
+"""Nested messages that are searched for the name of an unknown field."""
+
+
+class _Unreadable:
+    """Stands for a message that cannot be parsed until its call is answered with the error."""
+
+    def __init__(self, size: int, reason: str) -> None:
+        self.error = InvalidRequest("message", f"{size} bytes", f"a readable message ({reason})")
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Converts unreadable messages, unknown fields and exceptions to gRPC statuses, for all Pilotfish services."""
+
+    def __init__(self) -> None:
+        self._reading: set[asyncio.Task[Any]] = set()
+        self._ending = asyncio.Event()
+
+    def end_idle(self) -> None:
+        """End every bidirectional stream: at once if it waits for a request, else after its current response."""
+        self._ending.set()
+        for reading in self._reading:
+            reading.cancel()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wrap the handler of a Pilotfish method. Health and reflection are left unchanged."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith("/pilotfish."):
+            return handler
+        deserializer = _deferring_errors(handler.request_deserializer)
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(
+                _unary_unary(handler.unary_unary), deserializer, handler.response_serializer
+            )
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(
+                _unary_stream(handler.unary_stream), deserializer, handler.response_serializer
+            )
+        if handler.stream_stream is not None:
+            return grpc.stream_stream_rpc_method_handler(
+                self._stream_stream(handler.stream_stream), deserializer, handler.response_serializer
+            )
+        return handler
+
+    def _stream_stream(
+        self, behaviour: Callable[[Any, Any], AsyncGenerator[Any, None]]
+    ) -> Callable[[Any, Any], AsyncIterator[Any]]:
+        async def call(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            async with (
+                _errors_as_status(context),
+                aclosing(self._requests(context)) as requests,
+                aclosing(behaviour(requests, context)) as answers,
+            ):
+                async for answer in answers:
+                    yield answer
+
+        return call
+
+    async def _requests(self, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Message, None]:
+        """Yield the requests of a stream until the client or the server ends it. Raises `InvalidRequest`."""
+        while not self._ending.is_set():
+            reading: asyncio.Task[Any] = asyncio.ensure_future(context.read())
+            self._reading.add(reading)
+            try:
+                request = await reading
+            except asyncio.CancelledError:
+                if not self._ending.is_set():
+                    raise
+                request = grpc.aio.EOF
+            finally:
+                self._reading.discard(reading)
+            if request is grpc.aio.EOF:
+                return
+            yield readable(request)
+
+
+def _deferring_errors(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def parse(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except (DecodeError, UnicodeDecodeError, ValueError) as error:
+            return _Unreadable(len(data), f"valid UTF-8 and protobuf: {error}")
+
+    return parse
+
+
+def _unary_unary(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async with _errors_as_status(context):
+            return await behaviour(readable(request), context)
+
+    return call
+
+
+def _unary_stream(behaviour: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        async with _errors_as_status(context):
+            answers = behaviour(readable(request), context)
+            try:
+                async for answer in answers:
+                    yield answer
+            finally:
+                # The client may have disconnected. Free what the servicer holds now, not at garbage collection.
+                close = getattr(answers, "aclose", None)
+                if close is not None:
+                    await close()
+
+    return call
+
+
+@asynccontextmanager
+async def _errors_as_status(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Send an exception of the block to the client as a status."""
+    try:
+        yield
+    except Exception as error:
+        await _abort(context, error)
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, PilotfishError):
+        code, message, metadata = to_status(error)
+        await context.abort(code, message, metadata)
+    if isinstance(error, NotImplementedError):
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this method is not served")
+    logger.error("a call failed with an unexpected error", exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, "the server failed; its log has the cause")
+
+
+def readable(request: Message | _Unreadable) -> Message:
+    """Return the request. Raises `InvalidRequest` if it is unreadable or has unknown fields.
+
+    Protobuf itself compares the sizes with and without unknown fields, because a walk in Python through millions of
+    nested messages would block the event loop. Only the search for the name of the field walks, and it is bounded.
+    """
+    if isinstance(request, _Unreadable):
+        raise request.error
+    understood = type(request)()
+    understood.CopyFrom(request)
+    understood.DiscardUnknownFields()
+    if understood.ByteSize() != request.ByteSize():
+        field = _unknown_field(request) or "message"
+        raise InvalidRequest(field, "an unknown field", f"one of the fields of {request.DESCRIPTOR.full_name}")
+    return request
+
+
+def _unknown_field(message: Message) -> str | None:
+    """Return the path of the first unknown field; `None` if it is not among the first messages."""
+    for path, part in itertools.islice(_parts(message, ""), _MAX_SEARCHED):
+        unknown: Any = unknown_fields.UnknownFieldSet(part)
+        for field in unknown:
+            return f"{path}field {field.field_number}"
+    return None
+
+
+def _parts(message: Message, path: str) -> Iterator[tuple[str, Message]]:
+    """Yield the message and all nested ones, each with the prefix of the paths of its fields."""
+    yield path, message
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is None:
+            continue
+        values = value if descriptor.is_repeated else (value,)
+        for index, inner in enumerate(values):
+            name = f"{descriptor.name}[{index}]" if descriptor.is_repeated else descriptor.name
+            yield from _parts(inner, f"{path}{name}.")
