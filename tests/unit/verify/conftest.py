@@ -1,0 +1,39 @@
+"""Models that the tests of the target engine share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import tiny
+from tests.support.engine_rows import open_engine
+from tests.support.model_cases import CONFIGURATIONS, ModelCase, gemma3, save_case
+from workers.verify.engine import TargetEngine
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGURATIONS))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelCase:
+    return save_case(tmp_path_factory.mktemp(request.param), CONFIGURATIONS[request.param]())
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> ModelCase:
+    return save_case(tmp_path_factory.mktemp("full"), tiny.llama())
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> ModelCase:
+    return save_case(tmp_path_factory.mktemp("hybrid"), gemma3())
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved tiny model that sees all positions."""
+    return tiny.save(tmp_path_factory.mktemp("target"), tiny.llama())
+
+
+@pytest.fixture
+def engine(directory: Path) -> TargetEngine:
+    """An engine over that model."""
+    return open_engine(directory)
