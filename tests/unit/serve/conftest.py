@@ -1,0 +1,37 @@
+"""Fixtures that the tests of the servicers share."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import tiny
+from tests.support.echo_workers import (
+    EchoDrafter,
+    Gate,
+)
+from workers.serve.draft_servicer import DraftServicer
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.opened.set()
+
+
+@pytest.fixture
+async def held(gate: Gate) -> AsyncIterator[tuple[DraftServicer, EchoDrafter]]:
+    """A drafter that waits at the gate whenever it is asked for guesses."""
+    method = EchoDrafter(gate.pass_through)
+    servicer = DraftServicer(method)
+    yield servicer, method
+    gate.opened.set()
+    await servicer.close()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("target"), tiny.llama())

@@ -1,0 +1,90 @@
+"""`TargetService` over an engine: verdicts, faults and errors on the wire."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.core.config import KvSection, ModelSection
+from cluster.core.errors import InvalidRequest, TargetUnavailable
+from cluster.core.ids import SequenceId
+from cluster.core.verification import (
+    RowFaultCode,
+    StepBatch,
+    StepResult,
+)
+from tests.support import tiny
+from tests.support.echo_workers import (
+    KV,
+    POISON,
+    EchoEngine,
+    open_row,
+    step,
+    target_at,
+    verify_row,
+)
+from workers.kv.pool import KvPool
+from workers.model.loading import load_model
+from workers.serve.target_servicer import TargetServicer
+from workers.verify.decider import LocalDecider
+from workers.verify.engine import TargetEngine
+
+
+def open_engine(directory: Path) -> TargetEngine:
+    model = load_model(ModelSection(path=str(directory), device="cpu"))
+    return TargetEngine(model, KvPool(model.kv_spec, KvSection(block_size=4), blocks=20), LocalDecider())
+
+
+async def test_verdicts_arrive_as_the_engine_returned_them(directory: Path) -> None:
+    batch = StepBatch((verify_row("a", 5, 6, 7), verify_row("b", 9), verify_row("c", tiny.VOCABULARY)))
+    expected = open_engine(directory).step(batch)
+    async with target_at(TargetServicer(open_engine(directory))) as target:
+        info = await target.info()
+        assert (info.vocabulary_size, info.kv.blocks_free) == (tiny.VOCABULARY, 20)
+        first = await target.step(batch)
+        assert (first.verdicts, first.kv) == (expected.verdicts, expected.kv)
+        assert (await target.step(batch)).verdicts == expected.verdicts
+        opened = await target.open([open_row("child", 5, 6, 7, 8, parent="a"), open_row("new", 1)])
+        assert opened.stored_lens == (3, 0)
+        await target.release([SequenceId("a"), SequenceId("b"), SequenceId("child"), SequenceId("unknown")])
+        assert (await target.info()).kv.blocks_free == 20
+
+
+async def test_a_row_that_makes_the_engine_raise_faults_alone_and_the_times_add_up() -> None:
+    engine = EchoEngine()
+    servicer = TargetServicer(engine)
+    result = await step(servicer, verify_row("a", 1), verify_row("b", POISON), verify_row("c", 3))
+    await servicer.close()
+    assert engine.sizes == [3, 1, 1, 1]
+    assert [verdict.tokens for verdict in result.verdicts] == [(1,), (), (3,)]
+    assert [verdict.fault and verdict.fault.code for verdict in result.verdicts] == [None, RowFaultCode.INVALID, None]
+    assert (result.kv, result.step_seconds) == (KV, 1.0)
+
+
+async def test_an_engine_that_fails_every_row_is_unavailable_and_serves_the_next_step() -> None:
+    async with target_at(TargetServicer(EchoEngine())) as target:
+        with pytest.raises(TargetUnavailable):
+            await target.step(StepBatch((verify_row("a", POISON),)))
+        assert (await target.step(StepBatch((verify_row("a", 1),)))).verdicts[0].tokens == (1,)
+
+
+async def test_a_broken_group_fails_the_step_at_once_and_its_rows_are_not_tried_alone() -> None:
+    class Broken(EchoEngine):
+        def step(self, batch: StepBatch) -> StepResult:
+            self.sizes.append(len(batch.rows))
+            raise TargetUnavailable("the tensor-parallel group is broken")
+
+    engine = Broken()
+    async with target_at(TargetServicer(engine)) as target:
+        with pytest.raises(TargetUnavailable, match="group is broken"):
+            await target.step(StepBatch((verify_row("a", 1), verify_row("b", 1))))
+    assert engine.sizes == [2]
+
+
+async def test_errors_of_the_engine_arrive_as_they_were_raised() -> None:
+    async with target_at(TargetServicer(EchoEngine())) as target:
+        with pytest.raises(InvalidRequest, match="parent: 'nobody' is refused"):
+            await target.open([open_row("child", 1, parent="nobody")])
+        with pytest.raises(InvalidRequest, match="tokens"):
+            await target.open([open_row("child")])
