@@ -1,11 +1,11 @@
-"""`make bench`: measure everything, or the sections that are named.
+"""`make bench`: runs all sections, or the named ones.
 
     python -m tests.bench [SECTION …] [--repeats 3] [--tokens 48] [--set key=value …]
 
-`speculation` and `overlap` ask Spec-Bench's prompts: [--prompts FILE.jsonl] [--per-task 8] [--draft DIRECTORY];
-`speculation` so many at once: [--batches 1,4,8].
+`speculation` and `overlap` use the prompts of Spec-Bench: [--prompts FILE.jsonl] [--per-task 8] [--draft DIRECTORY].
+`speculation` and `serving-pairs` take the numbers of requests in flight: [--batches 1,4,8].
 
-Every ratio is of two things measured in turn in the same run; its spread is over the repetitions.
+Every ratio compares two things that were measured in turn in the same run. Its spread is over the repetitions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.bench.options import parse
 from tests.bench.report import write
 
 SECTIONS = {
-    "step": "a step of the target by itself, against reading its weights once",
+    "step": "the time of a target step against the time to read its weights once",
     "throughput": "plain decoding at batch 8 and 32, against transformers generate",
     "prefix": "cost of a token with and without stored keys and values; a prompt asked twice",
     "latency": "between tokens while long prompts arrive, with max_prompt_tokens and without",
@@ -34,7 +34,7 @@ SECTIONS = {
 
 
 def main() -> None:
-    """Run the sections that were asked for."""
+    """Run the chosen sections."""
     names, options = parse(SECTIONS)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -1,4 +1,4 @@
-"""How often a drafter's first guess is the target's next token, at every position of the target's own text."""
+"""How often a drafter's first token is the target's next token, at every position of the target's own text."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from deploy.coordinator_server import fixed_address
 ONE = DraftBudget(max_nodes=1, max_depth=1)
 TIMEOUT_SECONDS = 60.0
 AT_ONCE = 8
-"""Texts that are gone through side by side."""
+"""Number of texts compared at the same time."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Positions where the guess was right, of all."""
+    """The number of positions where the first drafted token was right, and of all positions."""
 
     right: int = 0
     positions: int = 0
 
     @property
     def share(self) -> float:
-        """0 to 1."""
+        """Share of the positions where the drafted token was right, 0 to 1."""
         return self.right / self.positions if self.positions else 0.0
 
     def __add__(self, other: Agreement) -> Agreement:
@@ -34,7 +34,7 @@ class Agreement:
 
 
 async def agreement(address: str, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> Agreement:
-    """Asks the drafter itself, whatever its method, with greedy parameters."""
+    """Ask the drafter at `address` with greedy parameters for one token at each position."""
     drafter = GrpcDrafter(fixed_address(address))
     found = Agreement()
     try:
@@ -66,7 +66,7 @@ async def _side_by_side(
 
 
 def _row(name: SequenceId, prompt: Sequence[int], text: Sequence[int], step: int) -> DraftRow:
-    """The guess for `text[step]`; the token before it is news."""
+    """The row that asks for `text[step]`. It commits the token before."""
     if step == 0:
         start = SequenceStart(len(prompt), SamplingParameters(temperature=0.0))
         return DraftRow(name, len(prompt), tuple(prompt), ONE, start)

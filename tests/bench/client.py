@@ -1,4 +1,4 @@
-"""Asking a running server over gRPC, with the time of every token."""
+"""Asks a running server over gRPC and records the time of every token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """How to ask; answers are greedy and of full length unless it says otherwise."""
+    """Options of a request. By default the answer is greedy and has full length."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -28,55 +28,55 @@ class RequestOptions:
 
 @dataclass
 class Answer:
-    """One answer, and when its tokens came. Times on `time.perf_counter`."""
+    """One answer and the arrival times of its tokens, on `time.perf_counter`."""
 
     asked_at: float
     tokens: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
-    """One per token."""
+    """Arrival time of each token."""
     steps: int = 0
-    """Forward passes of the target that decided tokens."""
+    """Number of target steps that decided tokens of the answer."""
     first_tokens: int = 0
-    """Tokens that came at once with the first."""
+    """Number of tokens that arrived together with the first one."""
     is_lossless: bool = True
-    """Whether the server says that it is what the model alone would have written."""
+    """Whether the server reports the answer as exactly the model's own."""
 
     @property
     def first_token_seconds(self) -> float:
-        """From the question to its first token."""
+        """Seconds from the request to the first token."""
         return self.arrivals[0] - self.asked_at
 
     @property
     def seconds(self) -> float:
-        """From the question to its last token."""
+        """Seconds from the request to the last token."""
         return self.arrivals[-1] - self.asked_at
 
     @property
     def decoding_seconds(self) -> float:
-        """From its first token to its last: the prompt's time is left out."""
+        """Seconds from the first token to the last, without the time of the prompt."""
         return self.arrivals[-1] - self.arrivals[0]
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between a token and the one before."""
+        """Seconds between each token and the one before."""
         return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
 
 @dataclass
 class Answers:
-    """All answers of one run, in the prompts' order."""
+    """All answers of one run, in the order of the prompts."""
 
     each: list[Answer]
     seconds: float
 
     @property
     def tokens(self) -> int:
-        """Of all answers."""
+        """Number of tokens in all answers."""
         return sum(len(answer.tokens) for answer in self.each)
 
     @property
     def rate(self) -> float:
-        """Tokens per second."""
+        """Tokens per second of the whole run."""
         return self.tokens / self.seconds
 
     @property
@@ -86,17 +86,17 @@ class Answers:
 
     @property
     def own_rate(self) -> float:
-        """Tokens per second of an answer's own time, from its question on: the rate of a single reader."""
+        """Tokens per second of a single reader: all tokens by the sum of the answers' own times."""
         return self.tokens / sum(answer.seconds for answer in self.each)
 
     @property
     def decoding_rate(self) -> float:
-        """The same from the first tokens on, without the prompts' time."""
-        rest = sum(len(answer.tokens) - answer.first_tokens for answer in self.each)
-        return rest / max(1e-9, sum(answer.decoding_seconds for answer in self.each))
+        """Tokens per second of a single reader after the first tokens, without the time of the prompts."""
+        later = sum(len(answer.tokens) - answer.first_tokens for answer in self.each)
+        return later / max(1e-9, sum(answer.decoding_seconds for answer in self.each))
 
     def part(self, places: slice) -> Answers:
-        """Some of the answers, by their prompts' places."""
+        """The answers to some of the prompts."""
         return Answers(self.each[places], self.seconds)
 
 
@@ -118,7 +118,7 @@ async def ask(
     request_options: RequestOptions = RequestOptions(),
     seed: int = 0,
 ) -> Answer:
-    """An answer of at most `tokens` tokens; put into `into` at once, for who means to cancel it."""
+    """An answer of at most `tokens` tokens. It is appended to `into` before it starts, so that it survives a cancel."""
     request = generation_pb2.GenerateRequest(
         token_ids=common_pb2.TokenIds(ids=prompt),
         sampling=common_pb2.SamplingParameters(
@@ -148,13 +148,13 @@ async def ask_all(
     batch: int,
     request_options: RequestOptions = RequestOptions(),
 ) -> Answers:
-    """Answers to all prompts, `batch` in flight, over one connection; each prompt's seed is its place."""
-    places = asyncio.Semaphore(batch)
+    """Answers to all prompts, `batch` in flight, over one connection. The seed of a prompt is its index."""
+    slots = asyncio.Semaphore(batch)
 
     async with connected(address) as client:
 
         async def one(seed: int, prompt: Sequence[int]) -> Answer:
-            async with places:
+            async with slots:
                 return await ask(client, prompt, tokens, request_options=request_options, seed=seed)
 
         begun = time.perf_counter()

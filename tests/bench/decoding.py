@@ -1,4 +1,4 @@
-"""A target's engine by itself, stepped by hand: no wire, no coordinator, nobody else in the process."""
+"""Steps a target's engine directly, without gRPC and without a coordinator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GREEDY = SamplingParameters(temperature=0.0)
 
 
 class Decoding:
-    """Sequences of one engine, all stepped together."""
+    """The sequences of one engine, which all take part in every step."""
 
     def __init__(self, engine: TargetEngine, chunk: int) -> None:
         self.engine = engine
@@ -30,10 +30,7 @@ class Decoding:
         self._draw = random.Random(0)
 
     def add(self, name: str, prompt: Sequence[int]) -> float:
-        """Compute all of `prompt` anew, in chunks as the cluster would send it, and decide the next token.
-
-        Returns seconds.
-        """
+        """Prefill `prompt` in the chunks that the cluster would send, and decide the next token. Returns seconds."""
         sequence_id, tokens = SequenceId(name), tuple(prompt)
         start = SequenceStart(len(tokens), GREEDY)
         seconds = 0.0
@@ -52,7 +49,7 @@ class Decoding:
         return seconds
 
     def step(self, queries: int = 1) -> float:
-        """One token and a chain of `queries - 1` guesses for each sequence. Returns seconds."""
+        """Verify a chain of `queries - 1` drafted tokens for each sequence in one step. Returns seconds."""
         rows = [
             VerifyRow(sequence_id, len(tokens), (tokens[-1],), self._chain(queries - 1))
             for sequence_id, tokens in self._tokens.items()
@@ -63,7 +60,7 @@ class Decoding:
         return seconds
 
     def text(self, name: str) -> tuple[int, ...]:
-        """A sequence's tokens, the prompt's included."""
+        """The tokens of a sequence, prompt included."""
         return tuple(self._tokens[SequenceId(name)])
 
     def clear(self) -> None:
@@ -72,7 +69,7 @@ class Decoding:
         self.engine.release_all()
 
     def _chain(self, length: int) -> TokenTree:
-        """Guesses at random: nearly always wrong, and computed all the same."""
+        """Random tokens: nearly always rejected, and computed all the same."""
         if length == 0:
             return EMPTY_TREE
         return TokenTree.chain(self._draw.randrange(self._vocabulary) for _ in range(length))
@@ -88,7 +85,7 @@ class Decoding:
 
 @contextmanager
 def decoding(section: TargetSection, chunk: int) -> Iterator[Decoding]:
-    """An engine as the configuration builds it, with threads as this process has them."""
+    """An engine as the configuration builds it, with the threads of this process."""
     engine = build_engine(section)
     try:
         yield Decoding(engine, chunk)

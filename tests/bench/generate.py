@@ -1,4 +1,4 @@
-"""`transformers` by itself, as its users run it: `generate`, greedy, batched, padded on the left."""
+"""`generate` of `transformers`, as its users run it: greedy, batched, padded on the left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PAD = 0
 
 
 class Generate:
-    """One model; its threads are this process' own."""
+    """One model, computed with the threads of this process."""
 
     def __init__(self, directory: Path, dtype: str) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=_DTYPES[dtype]).eval()

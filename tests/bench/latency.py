@@ -1,4 +1,4 @@
-"""What long prompts do to answers that are under way, with and without a bound on their share of a step."""
+"""How long prompts slow running answers down, with and without a bound on prompt tokens per step."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from tests.bench.options import Options
 from tests.bench.report import heading, percentile, ratios, spread, table, write
 
 RUNNING = 4
-"""Answers under way."""
+"""Number of running answers."""
 LONG_PROMPT = 512
 LONG_PROMPTS = 4
 SMALL = 32
-"""`scheduler.max_prompt_tokens`, where it is set."""
+"""`scheduler.max_prompt_tokens` of the cluster that has a bound."""
 STEP_TOKENS = 512
 """`scheduler.max_step_tokens`: a long prompt fits into one step."""
 PAUSE_SECONDS = 0.5
-"""Between a long prompt's first token and the next long prompt."""
+"""Pause between the first token of a long prompt and the next long prompt."""
 LONGEST_ANSWER = 2000
-"""Tokens; the answers under way are cancelled when the last long prompt has been answered."""
+"""Tokens. The running answers are cancelled after the last long prompt."""
 
 
 @dataclass
 class Latencies:
-    """One way of scheduling; one value per repetition. In seconds."""
+    """Latencies of one scheduling, in seconds, one value per repetition."""
 
     median: list[float] = field(default_factory=list)
     p99: list[float] = field(default_factory=list)
     longest: list[float] = field(default_factory=list)
     long_prompt: list[float] = field(default_factory=list)
-    """Median time to the first token of a long prompt."""
+    """Median time to the first token of a long prompt, in seconds."""
 
     def note(self, gaps: Sequence[float], first_tokens: Sequence[float]) -> None:
-        """One repetition."""
+        """Add one repetition."""
         self.median.append(percentile(gaps, 0.5))
         self.p99.append(percentile(gaps, 0.99))
         self.longest.append(max(gaps))
@@ -57,7 +57,7 @@ def run(options: Options) -> None:
 
 
 async def _run(options: Options) -> None:
-    """Two clusters side by side, asked in turn."""
+    """Measure two clusters in turn, in one process."""
     bounds = {"unset": "null", str(SMALL): str(SMALL)}
     found = {name: Latencies() for name in ("no long prompts", *bounds)}
     async with AsyncExitStack() as stack:
@@ -82,10 +82,10 @@ async def _run(options: Options) -> None:
 
 
 async def _repetition(options: Options, client: GenerationClient, long_prompts: int) -> tuple[list[float], list[float]]:
-    """Gaps between tokens while all answers run, and each long prompt's time to its first token."""
+    """The gaps between tokens while all answers run, and the time to the first token of each long prompt."""
     answers: list[Answer] = []
     running = [asyncio.create_task(ask(client, prompt, LONGEST_ANSWER, answers)) for prompt in options.prompts(RUNNING)]
-    while len(answers) < RUNNING or not all(answer.arrivals for answer in answers):  # noqa: ASYNC110 - no event tells
+    while len(answers) < RUNNING or not all(answer.arrivals for answer in answers):  # noqa: ASYNC110 - there is no event
         await asyncio.sleep(0.01)
     begun = time.perf_counter()
     first_tokens: list[float] = []
@@ -98,7 +98,7 @@ async def _repetition(options: Options, client: GenerationClient, long_prompts: 
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
-    await asyncio.sleep(PAUSE_SECONDS)  # until the server has let them go
+    await asyncio.sleep(PAUSE_SECONDS)  # until the server has released them
     gaps = [
         gap
         for answer in answers

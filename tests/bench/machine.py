@@ -1,4 +1,4 @@
-"""What the machine could do at best: how fast it reads memory, and how many bytes a step must read."""
+"""Limits of the machine: how fast it reads memory, and how many bytes a step must read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def describe() -> str:
-    """The processor, as the reader of a table wants to know it."""
+    """One line for the report: processor, cores, instruction set, memory and torch."""
     name = platform.processor() or platform.machine()
     for line in _lines(Path("/proc/cpuinfo")):
         if line.startswith("model name"):
@@ -33,7 +33,7 @@ def describe() -> str:
 
 
 def last_level_cache_bytes() -> int:
-    """The largest cache of any core; 32 MiB where the system does not tell."""
+    """Bytes of the largest cache of any core; 32 MiB if the system does not report it."""
     sizes = [
         int(text[:-1]) * {"K": 1024, "M": MIB}.get(text[-1], 1)
         for file in _CACHES.glob("cpu*/cache/index*/size")
@@ -44,14 +44,14 @@ def last_level_cache_bytes() -> int:
 
 
 class ReadBandwidth:
-    """Bytes per second that all threads together read from memory: the sum over more than any cache holds."""
+    """Measures how many bytes per second all threads together read, by summing more data than any cache holds."""
 
     def __init__(self) -> None:
         wanted = max(256 * MIB, 8 * last_level_cache_bytes())
         self._buffer = torch.ones(min(wanted, psutil.virtual_memory().available // 4) // 4)
 
     def measure(self, passes: int = 5) -> float:
-        """The fastest of a few passes: what disturbs one is not the memory."""
+        """Bytes per second of the fastest of a few passes, because other load only slows passes down."""
         seconds: list[float] = []
         for _ in range(passes):
             with Stopwatch() as watch:
@@ -61,10 +61,10 @@ class ReadBandwidth:
 
 
 def weight_bytes(section: TargetSection, *, read_by_a_step: bool = False) -> int:
-    """Bytes of the weights as the section holds them: each tensor once, however often it is tied.
+    """Bytes of the weights in the section's type. A tied tensor counts once.
 
-    With `read_by_a_step`, without the input embeddings of a model whose head has weights of its own: of those a
-    step reads a few rows. In `int8`, the weights of linear layers take a byte each.
+    With `read_by_a_step`, input embeddings that are not tied to the head are left out, because a step reads a few of
+    their rows only. In `int8`, the weights of linear layers take one byte each.
     """
     config = AutoConfig.from_pretrained(section.path)
     with torch.device("meta"):
@@ -88,12 +88,12 @@ def weight_bytes(section: TargetSection, *, read_by_a_step: bool = False) -> int
 
 
 def peak_resident_bytes() -> int:
-    """Most memory that this process ever held (`VmHWM`)."""
+    """Peak resident memory of this process (`VmHWM`), in bytes."""
     return _status("VmHWM")
 
 
 def resident_bytes() -> int:
-    """What this process holds now."""
+    """Resident memory of this process, in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 

@@ -1,4 +1,4 @@
-"""What the target's process takes: its peak against weights and pool, and how long it starts, cold and warm."""
+"""Memory of the target's process against its weights and pool, and its time to start, cold and warm."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.bench.target_process import Footprint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 POOL_BYTES, QUICK_POOL_BYTES = 512 * MIB, 64 * MIB
-"""The first where the configuration names no size."""
+"""Pool sizes: the first is used if the configuration names none."""
 LONGEST_SECONDS = 1800.0
 _CACHES = ("PILOTFISH_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
-"""Where compiled code may be kept: all of them empty for a cold start. The model's path is settled before."""
+"""Variables of directories for compiled code. For a cold start all of them are empty."""
 
 
 def run(options: Options) -> None:
-    """One cold start with caches of its own per repetition and type, then a warm one with the same."""
+    """Measure and report: per repetition and type, a cold start with empty caches, then a warm one with the same."""
     heading("Memory and start of the target's process")
     memory: list[list[str]] = []
     starts: list[list[str]] = []
@@ -58,7 +58,7 @@ def run(options: Options) -> None:
 
 
 def _with_pool(options: Options, dtype: str) -> Configuration:
-    """A pool of known size: small where only the table is to be seen."""
+    """The configuration with a pool of known size, a small one with `--quick`."""
     configuration = options.configuration(f"target.dtype={dtype}")
     if configuration.target.kv.pool_bytes is not None and not options.quick:
         return configuration
@@ -67,9 +67,9 @@ def _with_pool(options: Options, dtype: str) -> Configuration:
 
 
 def start(configuration: Configuration, caches: Path, *, fill: bool) -> Footprint:
-    """One life of the process; with `fill`, until every block of its pool was written.
+    """Run the process once; with `fill`, until every block of its pool is written.
 
-    Raises `RuntimeError` with its last words when it fails.
+    Raises `RuntimeError` with its last errors when it fails.
     """
     target = configuration.target.model_copy(update={"compile_directory": str(caches / "compiled")})
     configuration = configuration.model_copy(update={"target": target})

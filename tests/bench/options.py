@@ -1,4 +1,4 @@
-"""What a run of the benchmarks was asked for, and the prompts and settings that follow from it."""
+"""The command-line options of the benchmarks, and the prompts and settings that follow from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FREE_PORTS = ("server.http_port=0", "server.grpc_port=0")
 
 @dataclass(frozen=True)
 class Options:
-    """Settings come the usual way: preset or file, environment, `--set`."""
+    """The options of one run. Settings come from a preset or file, the environment and `--set`."""
 
     config: str | None
     assignments: tuple[str, ...]
@@ -30,62 +30,62 @@ class Options:
     repeats: int
     tokens: int
     answer_tokens: int
-    """Most tokens of an answer to one of Spec-Bench's prompts."""
+    """Largest number of tokens in an answer to a prompt of Spec-Bench."""
     per_task: int
-    """Prompts of each of Spec-Bench's tasks."""
+    """Number of prompts of each task of Spec-Bench."""
     batches: tuple[int, ...]
-    """Sequences at once that `speculation` measures; none: its own choice."""
+    """Numbers of requests in flight, for `speculation` and `serving-pairs`. Empty: the section's own choice."""
     draft: str | None
-    """A draft model's directory or packaged name; `None` takes the one that is shipped, where there is one."""
+    """Directory or packaged name of a draft model. `None` takes the shipped one."""
     plot: Path | None
     dtypes: tuple[str, ...]
     variants: tuple[str, ...]
     quick: bool
 
     def settings(self, *assignments: str) -> Settings:
-        """Settings as asked for, then `assignments` over them; ports are free ones, models local directories."""
+        """The chosen settings with `assignments` over them, free ports, and models as local directories."""
         found = load_settings(self.config, [*FREE_PORTS, *self.assignments, *assignments])
         return Settings(self.models(found).configuration, found.cache_directory, found.ray_address)
 
     def configuration(self, *assignments: str) -> Configuration:
-        """As `settings`."""
+        """The configuration of `settings`."""
         return self.settings(*assignments).configuration
 
     def based_on(self, *assignments: str) -> Configuration:
-        """As `configuration`, but what was asked for is stronger than `assignments`."""
+        """The configuration with `assignments` under the chosen settings, which take precedence."""
         found = load_settings(self.config, [*FREE_PORTS, *assignments, *self.assignments])
         return self.models(found).configuration
 
     @staticmethod
     def models(settings: Settings) -> Models:
-        """Local directories. Raises `ModelLoadError`, which says what to do."""
+        """Resolve the models to local directories. Raises `ModelLoadError` with a remedy."""
         return resolve_models(settings.configuration, settings.cache_directory, lambda _: None)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The target's."""
+        """The target's tokenizer."""
         return Tokenizer.load(Path(self.configuration().target.path))
 
     def prompts(self, most: int) -> list[tuple[int, ...]]:
-        """`most` chat prompts: of the file, evenly spread over it, or the tests' own."""
+        """At most `most` chat prompts: spread over the prompts file if there is one, otherwise from the tests."""
         texts = own_prompts(most) if self.prompts_file is None else file_prompts(self.prompts_file, most)
         return [self.tokenizer.encode_chat([Message("user", text, None)]) for text in texts]
 
     def long_prompt(self, length: int, which: int) -> tuple[int, ...]:
-        """`length` tokens of prose; no two of different `which` begin alike."""
+        """A prompt of `length` tokens. Prompts of different `which` share no prefix."""
         text = f"Document {which}. {' '.join((*CHAT, *PLAIN))} "
         once = self.tokenizer.encode(text)
         return (once * (length // len(once) + 1))[:length]
 
 
 def own_prompts(most: int) -> list[str]:
-    """Distinct ones: the tests' chat prompts, then the plain ones, then all of them again with a number before."""
+    """`most` distinct texts: the tests' chat and plain prompts, then all of them again with a number in front."""
     texts = (*CHAT, *PLAIN)
     return [text if index < len(texts) else f"{index}. {text}" for index, text in _cycled(texts, most)]
 
 
 def file_prompts(file: Path, most: int) -> list[str]:
-    """First turns of a file of prompts, evenly spread over it. Raises `ConfigurationError`, which names the file."""
+    """First turns of a prompts file, spread over it. Raises `ConfigurationError` with the name of the file."""
     lines = [prompt.turns[0] for prompt in read_user_prompts(file)]
     return lines[:: max(1, len(lines) // most)][:most]
 
@@ -102,7 +102,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -> tuple[list[str], Options]:
-    """The sections asked for (all, when none is named) and the options."""
+    """Parse the command line: the chosen sections (all if none is named) and the options."""
     listed = "\n".join(f"  {name:<15}{text}" for name, text in sections.items())
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench",
@@ -113,7 +113,7 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
     parser.add_argument("--config", help="preset or file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, for all sections")
     parser.add_argument("--prompts", type=Path, help="JSONL with prompts, such as Spec-Bench's")
-    parser.add_argument("--repeats", "--pairs", type=int, default=3, help="how often each thing is measured, in turn")
+    parser.add_argument("--repeats", "--pairs", type=int, default=3, help="number of repetitions of each measurement")
     parser.add_argument("--tokens", type=int, help="tokens per answer (default: 48, for Spec-Bench's prompts 64)")
     parser.add_argument("--per-task", type=int, default=8, help="prompts of each of Spec-Bench's tasks")
     parser.add_argument(

@@ -1,7 +1,7 @@
-"""Drafts that run ahead against drafts that are made when asked for, in turn in the same run.
+"""Run-ahead drafting against serial drafting, measured in turn in the same run.
 
-First with a draft model, the drafter and the target on one core each; then with synthetic acceptance, where both the
-chance of a guess and its cost are set, beside what theory predicts.
+First with a draft model, with drafter and target on one core each. Then with synthetic acceptance, where the acceptance
+rate and the cost of a drafted token are set, beside the predictions of theory.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MODES = ("serial", "run_ahead", "enumerate")
 BATCHES = (1, 8)
 ACCEPTANCES, QUICK_ACCEPTANCES = (0.6, 0.8, 0.9), (0.8,)
 COSTS, QUICK_COSTS = (0.05, 0.1, 0.3), (0.1,)
-"""Time of one guess, in plain rounds of the target."""
+"""Time to draft one token, in units of a plain round of the target."""
 LENGTH = 4
-"""Guesses in each synthetic proposal."""
+"""Drafted tokens in each synthetic proposal."""
 SYNTHETIC_PROMPTS = 6
 PLAIN, DRAFTED = RequestOptions(max_draft_tokens=0), RequestOptions()
 ALTERNATE = "enumerate, alternating halves"
@@ -65,7 +65,7 @@ def _with_model(options: Options, task_prompts: TaskPrompts) -> None:
 
 
 def _open(stack: ExitStack, base: Configuration) -> dict[str, ProcessCluster]:
-    """One target on the first core; a drafter for each mode on the last."""
+    """Start one target on the first core, and a drafter for each mode on the last."""
     cores = clusters.all_cores()
     target = stack.enter_context(clusters.target(base, cores[:1]))
     opened = {"plain": clusters.start_cluster(stack, drafting.changed(base, method="none"), target)}
@@ -96,11 +96,11 @@ def _report_modes(found: dict[tuple[str, int], Passes]) -> None:
         )
     columns = ("mode", "batch", "tokens/s", "÷ serial", "÷ plain, target's core", "τ")
     table((*columns, "ready when asked", "drafter idle", "target idle", "equal to plain's"), rows)
-    write("drafter and target on one core each; ready: share of the proposed nodes that had been grown before")
+    write("drafter and target on one core each; ready: share of proposed nodes that existed before the call")
 
 
 def _shares(passes: Passes) -> list[str]:
-    """Hit rate, and the idle shares of drafter and target."""
+    """The hit rate and the idle shares of drafter and target, as percentages."""
     columns = ("hit_rate", "draft_idle", "target_idle")
     return [f"{spread([getattr(activity, name) * 100 for activity in passes.activity], 0)} %" for name in columns]
 
@@ -109,7 +109,7 @@ def _shares(passes: Passes) -> list[str]:
 
 
 def _synthetic(options: Options, task_prompts: TaskPrompts) -> None:
-    """A chain of `LENGTH` guesses each round, whatever the controller would say."""
+    """Measure chains of `LENGTH` drafted tokens in every round, with the controller off."""
     write(f"\nSynthetic acceptance. {NOT_LOSSLESS}.")
     rows: list[list[str]] = []
     for acceptance in QUICK_ACCEPTANCES if options.quick else ACCEPTANCES:
@@ -126,16 +126,13 @@ def _synthetic(options: Options, task_prompts: TaskPrompts) -> None:
         "E ÷ max(1 + δ, γc)",
     )
     table((*columns, "run-ahead ÷ serial", "ready when asked", "drafter idle", "target idle"), rows)
-    write(
-        f"batch 1, γ = {LENGTH} guesses a round; α: chance of each; c: time of each, in plain rounds; δ: what a round"
-    )
-    write(
-        "takes beyond, measured with guesses that cost nothing. The last formula is for guesses that all prove right."
-    )
+    write(f"batch 1, γ = {LENGTH} drafted tokens a round; α: acceptance rate; c: time to draft one, in plain rounds;")
+    write("δ: time of a round beyond step and drafting, measured with c = 0. The last formula assumes that run-ahead")
+    write("drafting predicts every verdict.")
 
 
 class _Experiment:
-    """One chance of acceptance: a target of its own for all costs."""
+    """The measurements at one acceptance rate. They share a target."""
 
     def __init__(self, options: Options, task_prompts: TaskPrompts, acceptance: float) -> None:
         self._options = options
@@ -143,7 +140,7 @@ class _Experiment:
         self._acceptance = acceptance
 
     def rows(self) -> list[list[str]]:
-        """One for each cost."""
+        """The rows of the table, one for each drafting cost."""
         costless = self._configuration("serial", 0.0)
         with ExitStack() as stack:
             target = stack.enter_context(clusters.target(costless, clusters.all_cores()))
@@ -161,7 +158,7 @@ class _Experiment:
     def _row(
         self, target: clusters.RoleProcess, free: ProcessCluster, cost: float, step: float, overhead: float
     ) -> list[str]:
-        """Plain, serial and run-ahead in turn."""
+        """Measure plain, serial and run-ahead decoding in turn."""
         plain, serial, ahead = Passes(), Passes(), Passes()
         with ExitStack() as stack:
             opened = [
@@ -207,7 +204,7 @@ class _Experiment:
 
 
 def _round_seconds(passes: Passes) -> list[float]:
-    """Mean time of a round, once the first tokens are there."""
+    """Mean time of a round after the first tokens, in seconds, per pass."""
     return [
         sum(answer.decoding_seconds for answer in answers.each) / sum(answer.steps - 1 for answer in answers.each)
         for answers in passes.answers

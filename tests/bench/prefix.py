@@ -28,7 +28,7 @@ Curve = dict[int, list[float]]
 
 
 def run(options: Options) -> None:
-    """Both tables, and the plot of the first."""
+    """Measure and report both tables, and plot the first."""
     torch.set_num_threads(os.cpu_count() or 1)
     _within_an_answer(options)
     asyncio.run(_between_requests(options))
@@ -44,7 +44,7 @@ def _within_an_answer(options: Options) -> None:
         for repeat in range(options.repeats + 1):
             for length in contexts:
                 recomputed, stepped = _both(engine, options.long_prompt(length, 0))
-                if repeat > 0:  # what the first of its shape prepares is not its own cost
+                if repeat > 0:  # the first repetition also pays for preparation
                     again[length].append(recomputed)
                     kept[length].append(stepped)
     table(
@@ -65,7 +65,7 @@ def _within_an_answer(options: Options) -> None:
 
 
 def _both(engine: Decoding, prompt: Sequence[int]) -> tuple[float, float]:
-    """Seconds of one token: the whole context computed anew, and one step over what is stored."""
+    """Seconds of one token: with the whole context recomputed, and with stored keys and values."""
     engine.clear()
     recomputed = engine.add("m", prompt)
     engine.step()
@@ -73,7 +73,7 @@ def _both(engine: Decoding, prompt: Sequence[int]) -> tuple[float, float]:
 
 
 def growth(curve: Curve) -> float:
-    """The exponent e of cost ~ m^e, fitted over the longer half of the contexts."""
+    """The exponent e of cost ~ m^e, fitted to the longer half of the contexts."""
     lengths = sorted(curve)[len(curve) // 2 :]
     abscissae = [math.log(length) for length in lengths]
     slope, _ = statistics.linear_regression(abscissae, [math.log(statistics.median(curve[m])) for m in lengths])
@@ -81,7 +81,7 @@ def growth(curve: Curve) -> float:
 
 
 def plot(kept: Curve, again: Curve, file: Path) -> None:
-    """Both curves, logarithmic, with a bar from the least to the most."""
+    """Draw both curves on logarithmic axes, with bars from the least to the most."""
     try:
         from matplotlib import pyplot
     except ImportError:
@@ -105,7 +105,7 @@ def plot(kept: Curve, again: Curve, file: Path) -> None:
 
 
 async def _between_requests(options: Options) -> None:
-    """Two clusters side by side, with and without the prefix cache, asked in turn."""
+    """Measure two clusters in turn, with and without the prefix cache."""
     heading("Prefix: time to the first token of a prompt asked twice")
     lengths = REPEATED_PROMPTS[:1] if options.quick else REPEATED_PROMPTS
     times: dict[tuple[str, int], tuple[list[float], list[float]]] = {}

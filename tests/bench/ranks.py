@@ -1,7 +1,7 @@
-"""What tensor-parallel ranks spend on dispatch: transformers' own sharded layers against plain local shards.
+"""The cost of dispatch in tensor-parallel ranks: transformers' own sharded layers against plain local shards.
 
-Both in the same processes, in turn, over the same weights. Three ranks on fewer cores than that are slow in either
-form; the difference is what the form costs.
+The same processes measure both in turn, with the same weights. Three ranks on fewer than three cores are slow with
+either; the difference is the cost of dispatch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run(options: Options) -> None:
     answers: Queue[Times] = context.Queue()
     prompt, repeats = options.long_prompt(64, 0), 1 if options.quick else options.repeats
     processes = [
-        context.Process(target=_live, args=(section, rank, port, prompt, repeats, answers), daemon=True)
+        context.Process(target=_run_rank, args=(section, rank, port, prompt, repeats, answers), daemon=True)
         for rank in range(RANKS)
     ]
     for process in processes:
@@ -58,10 +58,10 @@ def run(options: Options) -> None:
     table(("form", "batch", "step, ms", "÷ plain shards"), rows)
 
 
-def _live(
+def _run_rank(
     section: TargetSection, rank: int, port: int, prompt: tuple[int, ...], repeats: int, answers: Queue[Times]
 ) -> None:
-    """One rank: all of them take the same steps."""
+    """One rank. All ranks take the same steps."""
     import torch
 
     from tests.bench.decoding import Decoding

@@ -1,4 +1,4 @@
-"""How measurements are written down: tables in Markdown, every figure with its spread."""
+"""Prints measurements as Markdown tables, every figure with its spread."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from collections.abc import Sequence
 
 
 def write(line: str = "") -> None:
-    """One line, at once: measurements take minutes, and somebody is waiting."""
+    """Print one line at once, because measurements take minutes."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 def heading(title: str) -> None:
-    """Where a section of the report begins."""
+    """Print the title of a section."""
     write(f"\n## {title}\n")
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """`median (least–most)`; the median alone where there is only one value."""
+    """`median (least–most)`, or the only value."""
     middle = f"{statistics.median(values):.{digits}f}"
     return middle if len(values) == 1 else f"{middle} ({min(values):.{digits}f}–{max(values):.{digits}f})"
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Each value by its neighbour, measured in the same repetition. Raises `ValueError` for unequal lengths."""
+    """Each value divided by the other of the same repetition. Raises `ValueError` for unequal lengths."""
     return [one / other for one, other in zip(above, below, strict=True)]
 
 
@@ -38,7 +38,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The first column is text, the others are figures."""
+    """Print a table. The first column is text, the others are figures."""
     write(f"\n| {' | '.join(columns)} |")
     write(f"|---{'|---:' * (len(columns) - 1)}|")
     for row in rows:

@@ -1,7 +1,6 @@
-"""The whole cluster: tokens per second with and without drafts, and what a round costs beside its step.
+"""The whole cluster: tokens per second with and without drafts, and the cost of a round beside its step.
 
-The configurations run in turn, plain and drafted alternating, on one cluster after another in this one run;
-every ratio is of two neighbours, and its spread is over the repetitions.
+Plain and drafted configurations run in turn. Every ratio is of two neighbours; its spread is over the repetitions.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ PROPOSE = "pilotfish:propose_latency_seconds"
 
 
 @dataclass(frozen=True)
-class Run:
-    """One configuration at one batch size, once through all prompts."""
+class ServingRun:
+    """One pass of one configuration at one batch size through all prompts."""
 
     answers: Answers
     step_seconds: float
-    """Mean of the target's own time per round."""
+    """Mean time of a target step, in seconds."""
     overhead_seconds: float
-    """Mean per round of everything but the forward pass and the drafter: coordinator and gRPC."""
+    """Mean time of a round without the forward pass and the drafter (coordinator and gRPC), in seconds."""
     propose_seconds: float
-    """Mean per round of waiting for drafts, gRPC included."""
+    """Mean time that a round waits for drafts, gRPC included, in seconds."""
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -51,16 +50,16 @@ class Run:
         return self.answers.tokens / sum(answer.steps for answer in self.answers.each)
 
     @property
-    def besides_seconds(self) -> float:
+    def other_seconds(self) -> float:
         return self.overhead_seconds + self.propose_seconds
 
 
-Runs = dict[tuple[str, int], list[Run]]
-"""By drafting method and batch size; one per repetition."""
+Runs = dict[tuple[str, int], list[ServingRun]]
+"""The passes by drafting method and batch size, one per repetition."""
 
 
 def totals(url: str) -> dict[str, tuple[float, float]]:
-    """Sum and count of each histogram, from `/metrics`."""
+    """Sum and count of each histogram in `/metrics`."""
     values: dict[str, list[float]] = {name: [0.0, 0.0] for name in (ROUND, STEP, PROPOSE)}
     for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
         for name, entry in values.items():
@@ -71,18 +70,18 @@ def totals(url: str) -> dict[str, tuple[float, float]]:
     return {name: (entry[0], entry[1]) for name, entry in values.items()}
 
 
-def measure(cluster: ServeCluster, prompts: Sequence[tuple[int, ...]], tokens: int, batch: int) -> Run:
-    """All prompts once."""
+def measure(cluster: ServeCluster, prompts: Sequence[tuple[int, ...]], tokens: int, batch: int) -> ServingRun:
+    """Measure one pass through all prompts."""
     before = totals(cluster.http_url)
     answers = asyncio.run(ask_all(cluster.grpc_address, prompts, tokens, batch))
     after = totals(cluster.http_url)
     rounds = after[STEP][1] - before[STEP][1]
     step, overhead, propose = ((after[name][0] - before[name][0]) / rounds for name in (STEP, ROUND, PROPOSE))
-    return Run(answers, step, overhead, propose)
+    return ServingRun(answers, step, overhead, propose)
 
 
 def report(runs: Runs, alone: float) -> None:
-    """One row per method and batch."""
+    """Print one row per method and batch size."""
     rows: list[list[str]] = []
     for (method, batch), measured in runs.items():
         plain = [run.answers.rate for run in runs[METHODS[0], batch]]
@@ -95,8 +94,8 @@ def report(runs: Runs, alone: float) -> None:
                 spread(ratios(rates, plain)),
                 spread([run.committed_per_step for run in measured]),
                 spread([run.step_seconds * 1e3 for run in measured], 1),
-                spread([run.besides_seconds * 1e3 for run in measured], 1),
-                f"{spread([run.besides_seconds / run.step_seconds * 100 for run in measured], 1)} %",
+                spread([run.other_seconds * 1e3 for run in measured], 1),
+                f"{spread([run.other_seconds / run.step_seconds * 100 for run in measured], 1)} %",
             ]
         )
     table(
@@ -126,14 +125,14 @@ def report(runs: Runs, alone: float) -> None:
 
 
 def transformers_rate(settings: Settings, prompts: Sequence[tuple[int, ...]], tokens: int) -> float:
-    """`generate` of `transformers`, greedy, one prompt after another, with as many threads as cores."""
+    """Tokens per second of `generate` of `transformers`: greedy, one prompt at a time, a thread per core."""
     torch.set_num_threads(os.cpu_count() or 1)
     model = Generate(Path(settings.configuration.target.path), "float32")
     return model.answer_all(prompts, tokens, 1).rate
 
 
 def run(options: Options) -> None:
-    """Measure and report. The prefix cache is off: every repetition asks the same prompts."""
+    """Measure and report. The prefix cache is off, because every repetition asks the same prompts."""
     heading("Serving: drafts against plain decoding, through the whole cluster")
     settings = options.settings("target.kv.prefix_cache=false")
     prompts = options.prompts(QUICK_PROMPTS if options.quick else PROMPTS)

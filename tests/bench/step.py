@@ -1,6 +1,6 @@
-"""A step of the target by itself, against reading its weights once from memory.
+"""The time of a target step against the time to read its weights once from memory.
 
-The bandwidth is measured beside each variant, repetition by repetition, so that both see the same machine.
+The bandwidth is measured beside each variant in every repetition, so that both see the same machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.bench.report import Stopwatch, heading, ratios, spread, table, write
 CONTEXT, QUICK_CONTEXT = 128, 16
 """Tokens stored for each sequence."""
 SHAPES = ((1, 1), (1, 8), (8, 1), (32, 1))
-"""Sequences, and query tokens of each: its last token and a chain of guesses."""
+"""Number of sequences, and query tokens of each: its last token and a chain of drafted tokens."""
 MODULES = {"native": "off", "compile": "off"}
 VARIANTS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32", "compile": "off"},
@@ -30,11 +30,11 @@ VARIANTS: dict[str, dict[str, str]] = {
     "bfloat16, modules": MODULES | {"dtype": "bfloat16"},
     "bfloat16, modules compiled": MODULES | {"dtype": "bfloat16", "compile": "on"},
 }
-"""By our own kernels where nothing else is said; else by the modules of `transformers`, with packed linear layers."""
+"""The variants: computed by Pilotfish's kernels, or, as `modules`, by those of `transformers`."""
 WARM_STEPS, TIMED_STEPS = 3, 12
 
 Times = dict[tuple[str, tuple[int, int]], list[float]]
-"""Seconds of a step by variant and shape; one (the median of a few steps) per repetition."""
+"""Seconds of a step by variant and shape: the median of a few steps, one per repetition."""
 
 
 def run(options: Options) -> None:
@@ -62,21 +62,21 @@ def run(options: Options) -> None:
 
 
 def _load(stack: ExitStack, configuration: Configuration, sections: dict[str, TargetSection]) -> dict[str, Decoding]:
-    """All variants in memory at once; one that this machine or model cannot have is left out with its reason."""
+    """Load all variants at once. A variant that this machine or model does not support is skipped with its reason."""
     engines: dict[str, Decoding] = {}
     for name, section in sections.items():
         try:
             with Stopwatch() as watch:
                 engines[name] = stack.enter_context(decoding(section, configuration.scheduler.max_step_tokens))
         except PilotfishError as error:
-            write(f"{name}: left out: {error}")
+            write(f"{name}: skipped: {error}")
         else:
             write(f"{name}: loaded in {watch.seconds:.1f} s")
     return engines
 
 
 def _median_step(engine: Decoding, prompt: tuple[int, ...], shape: tuple[int, int], steps: int) -> float:
-    """Seconds of one step with a little more than `prompt` stored for each sequence."""
+    """Median seconds of a step with `prompt` and a few more tokens stored for each sequence."""
     batch, queries = shape
     for index in range(batch):
         engine.add(f"s{index}", (*prompt[:-1], prompt[-1] + index))

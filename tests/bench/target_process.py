@@ -2,7 +2,7 @@
 
     python -m tests.bench.target_process '{"target": …}' SPAWNED_AT [fill]
 
-Prints one line of JSON. Runs in a process of its own, since a peak is never taken back.
+Prints one line of JSON. It runs in a process of its own, because peak memory never decreases.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from workers.serve.worker_server import host_target
 from workers.verify.build import build_engine
 
 WIDTHS = 128
-"""How many widths of a step are tried."""
+"""Number of step widths that are tried."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one life of the process took. Bytes and seconds."""
+    """Memory and start time of one run of the process."""
 
     ready_seconds: float
-    """From the process' start to the first answer of its server."""
+    """Seconds from the start of the process to the first answer of its server."""
     code_bytes: int
-    """Resident before anything was loaded: interpreter and libraries."""
+    """Resident bytes before the model is loaded: interpreter and libraries."""
     ready_bytes: int
-    """The peak until it was ready."""
+    """Peak resident bytes until the server is ready."""
     used_bytes: int
-    """The peak after steps of many widths, which may each leave something behind."""
+    """Peak resident bytes after steps of many widths."""
     full_bytes: int
-    """The peak after every block of the pool was written."""
+    """Peak resident bytes after every block of the pool is written."""
 
 
 async def measure(configuration: Configuration, spawned_at: float, *, fills: bool) -> Footprint:
-    """Start, answer, step, fill."""
+    """Start the server, answer once, take steps, fill the pool."""
     code_bytes = resident_bytes()
     torch.set_num_threads(configuration.target.threads or os.cpu_count() or 1)
     engine = build_engine(configuration.target)
@@ -68,7 +68,7 @@ async def measure(configuration: Configuration, spawned_at: float, *, fills: boo
 
 
 def use(decoding: Decoding, widest: int) -> None:
-    """Steps of many widths, as traffic has them: kernels and their scratch are often kept by shape."""
+    """Take steps of many widths, because kernels and their buffers are often stored by shape."""
     vocabulary = decoding.engine.info().vocabulary_size
     for width in range(1, widest + 1, max(1, widest // WIDTHS)):
         decoding.add("width", [(width + index) % vocabulary for index in range(width)])
@@ -89,7 +89,7 @@ def fill(decoding: Decoding) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Measure what the command line describes."""
     logging.disable(logging.WARNING)
     configuration = load_configuration(json.loads(sys.argv[1]))
     footprint = asyncio.run(measure(configuration, float(sys.argv[2]), fills="fill" in sys.argv[3:]))

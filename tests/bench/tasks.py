@@ -1,4 +1,4 @@
-"""Spec-Bench's six tasks (Xia et al. 2024): prompts to measure with, never to train on."""
+"""The six tasks of Spec-Bench (Xia et al. 2024). Their prompts are never trained on."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ NAMES = {
     "rag": "retrieval-augmented generation",
     "": "prompts",
 }
-"""As tables have them, where they are called otherwise."""
+"""Names of tasks in the tables, where they differ from the names in the file."""
 
 
 def read_tasks(file: Path | None, most: int) -> dict[str, list[str]]:
-    """First turns by task, `most` of each: the first of every category, then the second.
+    """First turns by task, at most `most` of each: the first of every category, then the second.
 
-    Raises `ConfigurationError`, which names the file, the line and what was found there.
+    Raises `ConfigurationError` with the file, the line and what was found there.
     """
     tasks = by_task(read_user_prompts(file or SPEC_BENCH))
     return {NAMES.get(task, task): [prompt.turns[0] for prompt in some[:most]] for task, some in tasks.items()}
 
 
 def read_user_prompts(file: Path) -> list[Prompt]:
-    """The prompts of a file that say what is asked. Raises `ConfigurationError` where there are none."""
+    """The prompts of a file that have a user turn. Raises `ConfigurationError` if there are none."""
     prompts = [prompt for prompt in read_prompts(file) if prompt.turns]
     if not prompts:
         raise ConfigurationError(f"--prompts {file}: needed at least one question, found system messages alone")

@@ -1,25 +1,25 @@
-"""What speculation with a chain of guesses gains at best, by arithmetic.
+"""The expected gain of speculation with a chain of drafted tokens (Leviathan, Kalman and Matias 2023, §3).
 
-Times are in units of a plain step; `acceptance` is the chance of each guess, `length` how many are made, `cost` a
-guess' own time, `overhead` what a round takes beyond a plain step and its drafting. After Leviathan, Kalman and
-Matias (2023), §3.
+Times are in units of a plain step. `acceptance` is the acceptance rate of a drafted token, `length` the number of
+drafted tokens in a round, `cost` the time to draft one, and `overhead` the time of a round beyond a plain step and its
+drafting.
 """
 
 from __future__ import annotations
 
 
 def expected_tokens(acceptance: float, length: int) -> float:
-    """Mean tokens of a round: the accepted guesses and the target's own, (1 − α^(γ+1)) ÷ (1 − α)."""
+    """Mean tokens of a round, accepted drafts and the target's own token: (1 − α^(γ+1)) ÷ (1 − α)."""
     if acceptance == 1.0:
         return length + 1.0
     return float((1 - acceptance ** (length + 1)) / (1 - acceptance))
 
 
 def serial_speedup(acceptance: float, length: int, cost: float, overhead: float) -> float:
-    """Draft, then verify."""
+    """Speedup over plain decoding when drafting and verifying alternate."""
     return expected_tokens(acceptance, length) / (length * cost + 1 + overhead)
 
 
 def overlapped_speedup(acceptance: float, length: int, cost: float, overhead: float) -> float:
-    """Draft while verifying, were every guess about the round's end right: nothing waits for the faster of the two."""
+    """Speedup over plain decoding when drafting and verifying overlap and every verdict is predicted."""
     return expected_tokens(acceptance, length) / max(1 + overhead, length * cost)

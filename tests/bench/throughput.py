@@ -1,4 +1,4 @@
-"""Plain decoding, many answers at once: the cluster over gRPC against `generate` of `transformers`, in turn."""
+"""Plain decoding of many requests: the cluster over gRPC against `generate` of `transformers`, in turn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLUMNS = ("type", "batch", "Pilotfish, tokens/s", "transformers, tokens/s", "÷
 
 
 def run(options: Options) -> None:
-    """One cluster per type; the same prompts for both sides, drafts and prefix cache off."""
+    """Measure one cluster per type. Both sides have the same prompts; drafts and prefix cache are off."""
     heading("Throughput: plain decoding against transformers generate")
     prompts = options.prompts(QUICK_PROMPTS if options.quick else PROMPTS)
     write(
