@@ -39,6 +39,7 @@ class Registry(Generic[PluginType]):
         self.section, self.key = selector.split(".")
         self._package = package
         self._plugins: dict[str, PluginType] = {}
+        self._is_discovered = False
 
     def register(self, name: str, plugin: PluginType) -> None:  # type: ignore[misc]  # only called while importing
         """Make `plugin` known as `name`. Raises `ValueError` when the name is taken."""
@@ -66,7 +67,9 @@ class Registry(Generic[PluginType]):
         return plugins[name]
 
     def _discovered(self) -> Mapping[str, PluginType]:
-        module = importlib.import_module(self._package)
-        for file in pkgutil.iter_modules(getattr(module, "__path__", ())):
-            importlib.import_module(f"{self._package}.{file.name}")
+        if not self._is_discovered:
+            module = importlib.import_module(self._package)
+            for file in pkgutil.iter_modules(getattr(module, "__path__", ())):
+                importlib.import_module(f"{self._package}.{file.name}")
+            self._is_discovered = True
         return self._plugins

@@ -58,23 +58,20 @@ class Role:
         return cls(**values | {"cores": tuple(values["cores"]), "drafts": tuple(values["drafts"])})
 
 
-class Timed:
-    """Wraps an object and sums up the seconds spent in some of its methods."""
+class BusyTime:
+    """Replaces some methods of an object by ones that sum up the seconds spent in them."""
 
-    def __init__(self, inner: Any, names: Sequence[str]) -> None:
-        self._inner = inner
-        self._names = names
+    def __init__(self, instance: Any, names: Sequence[str]) -> None:
         self.seconds = 0.0
+        for name in names:
+            if hasattr(instance, name):
+                setattr(instance, name, self._timed(getattr(instance, name)))
 
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._inner, name)
-        if name not in self._names:
-            return value
-
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
             begun = time.perf_counter()
             try:
-                return value(*arguments)
+                return method(*arguments)
             finally:
                 self.seconds += time.perf_counter() - begun
 
@@ -131,9 +128,10 @@ async def _start_target(role: Role, configuration: Configuration, stack: AsyncEx
     from workers.verify.build import build_engine
 
     _set_threads(role.threads)
-    engine = Timed(await asyncio.to_thread(build_engine, configuration.target), ("step",))
+    engine = await asyncio.to_thread(build_engine, configuration.target)
+    busy = BusyTime(engine, ("step",))
     host = await stack.enter_async_context(host_target(LOOPBACK, engine))
-    return host.address, lambda: {"busy_seconds": engine.seconds}
+    return host.address, lambda: {"busy_seconds": busy.seconds}
 
 
 async def _start_draft(role: Role, configuration: Configuration, stack: AsyncExitStack) -> tuple[str, CollectCounters]:
@@ -143,9 +141,10 @@ async def _start_draft(role: Role, configuration: Configuration, stack: AsyncExi
     draft = configuration.draft
     if draft.weights is not None:  # other drafters need no torch
         _set_threads(role.threads)
-    method = Timed(await asyncio.to_thread(create, draft, configuration.target), ("propose", "run_ahead"))
+    method = await asyncio.to_thread(create, draft, configuration.target)
+    busy = BusyTime(method, ("propose", "run_ahead"))
     host = await stack.enter_async_context(host_draft(LOOPBACK, method))
-    return host.address, lambda: {"busy_seconds": method.seconds}
+    return host.address, lambda: {"busy_seconds": busy.seconds}
 
 
 async def _start_coordinator(

@@ -1,4 +1,4 @@
-"""Whatever is committed, rewound, repeated, grown and released: trees stay trees, and blocks are given back."""
+"""Draft trees stay consistent and no block leaks under any order of commits, repeats, passes and releases."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ CONTEXT = 40
 
 
 def followed_earlier(tokens: list[int]) -> list[int]:
-    """What followed the last two tokens elsewhere."""
+    """Tokens that followed the last two tokens earlier in the list."""
     return [tokens[end] for end in range(2, len(tokens)) if tokens[end - 2 : end] == tokens[-2:]]
 
 
 class TreeDrafterMachine(RuleBasedStateMachine):
-    """A coordinator with its own books, and a drafter whose memory is nearly always full."""
+    """A coordinator with its own record of the tokens, and a drafter whose memory is nearly always full."""
 
     @initialize(
         mode=st.sampled_from(["serial", "run_ahead", "enumerate"]),
@@ -89,7 +89,7 @@ class TreeDrafterMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), nodes=st.integers(0, 8), depth=st.integers(0, 6))
     def commit(self, data: st.DataObject, nodes: int, depth: int) -> None:
-        """Of each of some sequences: a path that was sent, or a part of it, and a token of the target's own."""
+        """Some sequences commit a proposed path, or a part of one, and a token of the target's own."""
         rows = []
         for name in sorted(self.proposals):
             if not data.draw(st.booleans()):
@@ -102,7 +102,7 @@ class TreeDrafterMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def repeat(self, data: st.DataObject) -> None:
-        """A row comes again, perhaps one that was told long ago."""
+        """A row is repeated, perhaps an old one."""
         for name in sorted(self.proposals):
             shorter = data.draw(st.integers(0, 3))
             if shorter:

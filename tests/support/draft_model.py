@@ -56,7 +56,7 @@ class ReferenceModel:
 
 
 class DraftModelHarness:
-    """A drafter, its pool, and the forward passes that it has harness."""
+    """A drafter with a draft model, its KV pool, and a record of its forward passes."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class DraftModelHarness:
             self.expander, settings, draft, most_forward_tokens=most_forward_tokens, clock=lambda: 0.0
         )
         self.row_lengths: list[list[int]] = []
-        """Tokens of each row in each forward pass."""
+        """Number of tokens of each row, for each forward pass of the last call."""
         runner = self.expander._runner
         forward = runner.forward
 

@@ -14,17 +14,17 @@ from workers.kv.block_table import BlockTable
 BLOCK = 4
 VOCABULARY = 7
 CONFIDENCES = (0.6, 0.2, 0.1)
-"""How confidences it is of its drafted, one after another."""
+"""Confidence in the candidates, by rank."""
 
 
 def ranked(tokens: Sequence[int]) -> list[int]:
-    """Three distinct drafted that depend on every token before them."""
+    """Three distinct candidates that depend on every token before them."""
     first = zlib.crc32(bytes(tokens)) % VOCABULARY
     return [(first + step) % VOCABULARY for step in range(3)]
 
 
 def continued(tokens: Sequence[int], count: int) -> list[int]:
-    """What the model would write."""
+    """The greedy continuation by `count` tokens."""
     found = list(tokens)
     for _ in range(count):
         found.append(ranked(found)[0])
@@ -32,7 +32,7 @@ def continued(tokens: Sequence[int], count: int) -> list[int]:
 
 
 class FakeMemory(BlockAllocator):
-    """Blocks that hold tokens, so that a wrong block shows."""
+    """Blocks that store tokens, so that reading a wrong block is detected."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__(blocks, KvLayout(BLOCK), prefix_cache=False)
@@ -59,7 +59,7 @@ class FakeMemory(BlockAllocator):
 
 
 class FakeExpander:
-    """Remembers how many tokens went through in each pass."""
+    """Drafts the candidates of `ranked` and records the passes."""
 
     def __init__(
         self, blocks: int = 100, max_context_len: int = 1000, confidences: Sequence[float] = CONFIDENCES
@@ -69,7 +69,7 @@ class FakeExpander:
         self.max_context_len = max_context_len
         self.vocabulary_size: int | None = None
         self.passes: list[list[int]] = []
-        """Tokens of each row in each pass."""
+        """Number of tokens of each row, for each pass."""
         self.failing = False
 
     @property

@@ -21,7 +21,7 @@ Mode = Literal["serial", "run_ahead", "enumerate"]
 
 
 class DrafterHarness:
-    """A drafter over the fake model, and the sequence that it is asked about."""
+    """A drafter over the fake expander, and the tokens of the sequences that it drafts for."""
 
     def __init__(
         self,
@@ -66,5 +66,5 @@ class DrafterHarness:
 
     @property
     def tokens_computed(self) -> int:
-        """Tokens in the passes of the last call."""
+        """Number of tokens in the passes of the last call."""
         return sum(sum(row_lengths) for row_lengths in self.expander.passes)

@@ -1,4 +1,4 @@
-"""One door for every setting: what is unknown, out of bounds or at odds is refused in words that help."""
+"""Settings that are unknown, out of bounds or contradictory are refused with an error that helps to correct them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_an_override_with_an_unknown_key_is_refused_with_the_nearest_named() -> 
     assert "the nearest valid one is scheduler.max_waiting" in refusal({}, {"scheduler.max_wait": 3})
 
 
-def test_values_at_odds_with_one_another_are_refused() -> None:
+def test_contradictory_values_are_refused() -> None:
     message = refusal({"draft": {"ngram": {"min": 5, "max": 2}}})
     assert message == "draft.ngram: min (5) must be at most max (2)"
     message = refusal({"draft": {"method": "model"}})
@@ -99,7 +99,7 @@ def test_values_at_odds_with_one_another_are_refused() -> None:
     assert "prefix_cache (False) must be true" in refusal({"target": {"kv": {"prefix_cache": False, "host_bytes": 1}}})
 
 
-def test_every_fault_is_told_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     message = refusal({"target": {"dtpye": 1}}, {"draft.max_nodes": -1})
     assert "target.dtpye" in message and "draft.max_nodes" in message
 

@@ -56,7 +56,7 @@ def test_longer_matches_and_agreement_of_the_model_are_more_probable(is_greedy: 
     assert by_agreement == sorted(by_agreement)
 
 
-def test_observations_restart_the_assumed_rates() -> None:
+def test_observations_replace_the_assumed_rates() -> None:
     lookups = LookupAcceptance()
     for _ in range(500):
         lookups.observe(5, Agreement.ABSENT, True, hit=True)

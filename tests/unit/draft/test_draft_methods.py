@@ -2,14 +2,63 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Sequence
+
 import pytest
 
 from cluster.core.config import DraftSection, TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
-from cluster.core.tree import EMPTY_TREE
-from workers.draft.registry import METHODS, create
+from cluster.core.section import PluginSettings
+from cluster.core.tree import EMPTY_TREE, TokenTree
+from workers.draft.registry import METHODS, IdleWork, create, register
+from workers.serve.configuration import load_configuration
+
+
+class RepeatSettings(PluginSettings):
+    """The whole of a method that no other file knows."""
+
+    times: int = 1
+    """Number of repetitions."""
+
+
+class RepeatDrafter:
+    def __init__(self, times: int) -> None:
+        self._times = times
+
+    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        return tuple(
+            Proposal(row.sequence_id, row.base_len, TokenTree.chain(row.new_tokens[-1:] * self._times)) for row in rows
+        )
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None: ...
+
+
+@pytest.fixture
+def repeat_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    METHODS.names()  # all other methods are registered
+    monkeypatch.setattr(METHODS, "_plugins", dict(METHODS._plugins))
+    register("repeat", RepeatSettings)(lambda settings, draft, target: RepeatDrafter(settings.times))
+
+
+@pytest.mark.usefixtures("repeat_method")
+def test_a_method_needs_propose_and_release_settings_and_a_registered_factory() -> None:
+    configuration = load_configuration({"draft": {"method": "repeat", "repeat": {"times": 3}}})
+    method = create(configuration.draft, configuration.target)
+    row = DraftRow(SequenceId("a"), 9, (5,), DraftBudget(4, 4))
+    assert method.propose([row])[0].tree == TokenTree.chain([5, 5, 5])
+    assert not isinstance(method, IdleWork)
+    with pytest.raises(ConfigurationError, match=r"^draft\.repeat\.time: unknown key; .* draft\.repeat\.times$"):
+        load_configuration({}, {"draft.repeat.time": 3})
+
+
+def test_the_settings_of_all_plugins_are_read_without_torch() -> None:
+    code = "import sys; from workers.serve.configuration import load_configuration; load_configuration({})"
+    check = "assert not {'torch', 'transformers', 'ray'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=True)
 
 
 def test_every_file_with_a_method_is_found() -> None:

@@ -94,7 +94,7 @@ def test_stored_nodes_below_a_committed_path_are_not_computed_again(loaded: Load
     sent = harness.propose(first_row(PROMPT))[0].tree
     while harness.drafter.run_ahead():
         pass
-    second = next(node for node in range(1, 8) if sent.parents[node] == ROOT)  # the likeliest correction
+    second = next(node for node in range(1, 8) if sent.parents[node] == ROOT)  # the most probable correction
     after = harness.propose(next_row([*PROMPT, sent.tokens[second]], 1, budget=DraftBudget(3, 1)))[0]
     assert (len(after.tree), after.ready) == (3, 3)
     assert harness.row_lengths == []

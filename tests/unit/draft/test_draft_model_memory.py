@@ -65,9 +65,9 @@ def test_a_row_for_which_there_is_no_room_gets_an_empty_tree_and_the_others_thei
 
 def test_a_row_without_room_frees_its_blocks_for_the_rows_beside_it(loaded: LoadedModel) -> None:
     harness = DraftModelHarness(loaded, blocks=6)
-    harness.propose(first_row(PROMPT, "grown"))
-    grown = (*PROMPT, *(4 + step for step in range(16)))
-    starved, fed = harness.propose(next_row(grown, 16, "grown"), first_row(PROMPT * 2, "fed"))
+    harness.propose(first_row(PROMPT, "long"))
+    extended = (*PROMPT, *(4 + step for step in range(16)))
+    starved, fed = harness.propose(next_row(extended, 16, "long"), first_row(PROMPT * 2, "fed"))
     assert (len(starved.tree), len(fed.tree)) == (0, 8)
 
 

@@ -49,7 +49,7 @@ def scan(tokens: Sequence[int], settings: NgramSettings, draft: DraftSection, bu
     return TokenTree.from_candidates(found[: settings.candidates] if depth else [], max_nodes)
 
 
-def test_what_followed_the_suffix_before_is_proposed() -> None:
+def test_tokens_that_followed_the_same_suffix_are_proposed() -> None:
     assert tree([1, 2, 3, 4, 5, 6, 7, 1, 2]) == TokenTree.chain([3, 4, 5, 6])
 
 
@@ -62,16 +62,16 @@ def test_a_longer_match_comes_before_a_later_one() -> None:
 
 
 def test_several_continuations_merge_into_one_tree() -> None:
-    guessed = tree([1, 2, 3, 4, 7, 1, 2, 3, 5, 7, 1, 2], DraftBudget(16, 3))
-    assert guessed == TokenTree.from_candidates([(3, 5, 7), (3, 4, 7)], 16)
+    drafted = tree([1, 2, 3, 4, 7, 1, 2, 3, 5, 7, 1, 2], DraftBudget(16, 3))
+    assert drafted == TokenTree.from_candidates([(3, 5, 7), (3, 4, 7)], 16)
 
 
-def test_shorter_suffixes_fill_the_room_that_is_left() -> None:
+def test_shorter_suffixes_fill_the_rest_of_the_tree() -> None:
     tokens = [8, 2, 5, 5, 1, 2, 3, 3, 1, 2]
     assert tree(tokens, DraftBudget(16, 2), min=1, max=2).candidates() == ((3, 3), (5, 5))
 
 
-def test_a_repetition_goes_on_beyond_the_end_of_the_context() -> None:
+def test_a_repetition_continues_beyond_the_end_of_the_context() -> None:
     assert tree([7, 1, 2, 1, 2], candidates=1) == TokenTree.chain([1, 2, 1, 2])
 
 
@@ -81,13 +81,13 @@ def test_without_a_match_the_tree_is_empty(tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("budget", [DraftBudget(0, 4), DraftBudget(4, 0)])
-def test_a_budget_of_nothing_only_commits(budget: DraftBudget) -> None:
+def test_a_row_without_a_budget_only_commits(budget: DraftBudget) -> None:
     drafter = NgramDrafter(NgramSettings(), DRAFT)
     assert drafter.propose([whole([1, 2, 3, 1, 2], budget)])[0].tree == EMPTY_TREE
     assert drafter.propose([DraftRow(NAME, 5, (), DraftBudget(1, 1))])[0].tree == TokenTree.chain([3])
 
 
-def test_the_operators_bounds_hold_whatever_is_asked_for() -> None:
+def test_the_configured_bounds_hold_for_any_budget() -> None:
     drafter = NgramDrafter(NgramSettings(), DraftSection(max_nodes=3, max_depth=2))
     assert drafter.propose([whole([1, 1, 1, 1, 1], DraftBudget(256, 64))])[0].tree == TokenTree.chain([1, 1])
 
@@ -99,7 +99,7 @@ def test_a_row_that_is_out_of_sync_faults_alone() -> None:
     assert fine.fault is None and fine.tree.tokens[0] == 3
 
 
-def test_a_released_sequence_is_forgotten() -> None:
+def test_a_released_sequence_is_dropped() -> None:
     drafter = NgramDrafter(NgramSettings(), DRAFT)
     drafter.propose([whole([1, 2, 3, 1, 2])])
     drafter.release([NAME])

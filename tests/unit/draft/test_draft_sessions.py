@@ -1,4 +1,4 @@
-"""What a drafter remembers: it can be told again, told late, and lose everything, and never be wrong."""
+"""Sessions are a cache of committed tokens: rows may be repeated, arrive late or follow a loss."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_lies_beyond_the_known_length_is_replaced() -> None:
     assert held(sessions, row("a", 4, (8, 9))) == [1, 2, 8, 9]
 
 
-def test_an_overtaken_row_makes_its_successor_out_of_sync_and_nothing_worse() -> None:
+def test_a_row_that_arrives_late_puts_its_successor_out_of_sync() -> None:
     sessions = Sessions(Session)
     held(sessions, first("a", 1, 2))
     held(sessions, row("a", 4, (3, 4)))
@@ -63,7 +63,7 @@ def test_an_unknown_sequence_is_out_of_sync() -> None:
     assert fault(Sessions(Session), row("a", 3, (3,))).code is RowFaultCode.OUT_OF_SYNC
 
 
-def test_a_gap_is_out_of_sync_and_tells_what_is_held() -> None:
+def test_a_gap_is_out_of_sync_and_the_fault_names_the_stored_length() -> None:
     sessions = Sessions(Session)
     held(sessions, first("a", 1, 2, 3))
     found = fault(sessions, row("a", 6, (6,)))
@@ -71,7 +71,7 @@ def test_a_gap_is_out_of_sync_and_tells_what_is_held() -> None:
     assert held(sessions, row("a", 4, (4,))) == [1, 2, 3, 4]
 
 
-def test_a_start_replaces_everything_parameters_included() -> None:
+def test_a_start_replaces_all_tokens_and_parameters() -> None:
     sessions = Sessions(Session)
     held(sessions, first("a", 1, 2, 3))
     session = sessions.apply(row("a", 2, (7, 8), prompt_len=1))
@@ -94,7 +94,7 @@ def test_rows_that_contradict_themselves_are_invalid_and_change_nothing() -> Non
     assert held(sessions, row("a", 4, (9,))) == [1, 2, 3, 9]
 
 
-def test_released_sequences_are_forgotten_and_unknown_ones_are_no_error() -> None:
+def test_released_sequences_are_dropped_and_unknown_ones_are_no_error() -> None:
     discarded: list[Session] = []
     sessions = Sessions(Session, discarded.append)
     held(sessions, first("a", 1))
@@ -103,7 +103,7 @@ def test_released_sequences_are_forgotten_and_unknown_ones_are_no_error() -> Non
     assert fault(sessions, row("a", 2, (2,))).code is RowFaultCode.OUT_OF_SYNC
 
 
-def test_beyond_the_bound_the_least_recently_used_goes() -> None:
+def test_beyond_the_bound_the_least_recently_used_sequence_is_evicted() -> None:
     discarded: list[Session] = []
     sessions = Sessions(Session, discarded.append, most=2)
     held(sessions, first("a", 1))

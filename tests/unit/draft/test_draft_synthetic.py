@@ -58,7 +58,7 @@ def test_drafts_are_the_chain_that_a_synthetic_target_may_take() -> None:
     assert proposal.tree == TokenTree.chain(drafted_chain(3, 5))
 
 
-def test_a_pass_takes_the_time_that_was_set() -> None:
+def test_a_pass_takes_the_configured_time() -> None:
     slept = Slept()
     drafter(slept).propose([row(PROMPT)])
     assert slept.naps == [0.25] * 5

@@ -84,7 +84,7 @@ def test_a_long_committed_prompt_is_computed_between_calls_even_in_serial_mode()
 
 def test_catching_up_computes_committed_tokens_piece_by_piece_and_expands_nothing() -> None:
     harness = DrafterHarness("enumerate")
-    harness.propose("b")  # would grow on
+    harness.propose("b")  # its tree could be expanded further
     prompt = tuple(position % 7 for position in range(150))
     harness.propose("a", *prompt, budget=DraftBudget(0, 0))
     names = [SequenceId("a"), SequenceId("unknown")]
