@@ -86,7 +86,7 @@ class Int8Kernel:
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """See `LinearKernel`. Both ways compute `(x @ integers) * scale`: eight bits are exact in every float type."""
         flat = x.flatten(0, -2)
-        if flat.shape[0] <= _INT8_OPERATOR_ROWS and flat.shape[1] % _INT8_OPERATOR_INPUTS == 0 and not x.is_cuda:
+        if flat.shape[0] <= _INT8_OPERATOR_ROWS and flat.shape[1] % _INT8_OPERATOR_INPUTS == 0:
             product = torch._weight_int8pack_mm(flat, self.weight, self.scale)
         else:
             product = nn.functional.linear(flat, self.weight.to(x.dtype)) * self.scale

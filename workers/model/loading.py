@@ -36,6 +36,15 @@ logger = logging.getLogger(__name__)
 # Layers follow the model's own plan; the head's, which gathers all logits on every rank, is replaced by one that
 # leaves each rank the logits of its own part of the vocabulary.
 _HEAD_STAYS_CUT = {"lm_head": "colwise"}
+_QUANTIZATION_PACKAGES = {
+    "awq": "gptqmodel",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "gptq": "gptqmodel optimum",
+    "quanto": "optimum-quanto",
+    "torchao": "torchao",
+}
+"""What `pip install` takes for each format of quantized weights that `transformers` reads with a library."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -55,6 +64,10 @@ def load_model(
     """
     directory = Path(section.path)
     device = choose_device(section.device, rank)
+    if section.quantization == "int8" and device.type == "cuda":
+        raise ConfigurationError(
+            "quantization: int8 is refused on CUDA; it is for CPU, where its kernels are. On CUDA it must be none"
+        )
     dtype = _DTYPES[section.dtype]
     config = _load_config(directory)
     if tensor_parallel > 1:
@@ -119,10 +132,27 @@ def _read(
     try:
         with _ranks_on(device):
             module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, **arguments)
+    except ImportError as error:
+        raise ModelLoadError(_missing_library(directory, config, error)) from error
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"model directory {str(directory)!r} cannot be loaded: {error}") from error
     module.eval().requires_grad_(False)
     return module, None
+
+
+def _missing_library(directory: Path, config: PreTrainedConfig, error: ImportError) -> str:
+    """The message for a model that `transformers` cannot load without a further package."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return f"model directory {str(directory)!r} needs a Python package that is missing: {error}"
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
+    method = str(getattr(method, "value", method))
+    packages = _QUANTIZATION_PACKAGES.get(method)
+    remedy = f"run `pip install {packages}`" if packages else f"install what transformers asks for ({error})"
+    return (
+        f"model directory {str(directory)!r}: its weights are quantized as {method!r} and the library for them is "
+        f"missing; {remedy}, or give the model with plain weights"
+    )
 
 
 @contextmanager

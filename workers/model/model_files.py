@@ -10,7 +10,7 @@ import importlib.util
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from cluster.core.errors import ModelLoadError
+from workers.model.quantized import FORMATS, dequantize, quantization_of
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*"]
 _HUB_TOKENIZER_FILES = ["special_tokens_map.json", "vocab.json", "merges.txt", "*.jinja"]
@@ -59,18 +60,22 @@ PACKAGED_MODELS = {
 def resolve_model_directory(path: str, cache_directory: Path, revision: str | None = None) -> Path:
     """A local directory with `config.json`, safetensors and a tokenizer for `path`.
 
-    `path` is a directory, a `.gguf` file, a packaged model's name or a hub id. A GGUF file is
-    de-quantized once into `cache_directory`. Raises `ModelLoadError`, which says what to do.
+    `path` is a directory, a `.gguf` file, a packaged model's name or a hub id. A GGUF file, or a checkpoint with
+    GPTQ, AWQ or compressed-tensors weights, is de-quantized once into `cache_directory`. Raises `ModelLoadError`,
+    which says what to do.
     """
     directory = Path(path).expanduser()
     if directory.is_dir():
-        return _checked(directory)
+        return _plain_weights(_checked(directory), cache_directory)
     if path in PACKAGED_MODELS:
-        return _converted(lambda scratch: _packaged_file(path, scratch), cache_directory / path)
+        return _converted(
+            lambda building, scratch: _convert_gguf(_packaged_file(path, scratch), building), cache_directory / path
+        )
     if directory.suffix == ".gguf":
         if not directory.is_file():
             raise ModelLoadError(f"model path {path!r}: no such file")
-        return _converted(lambda _: directory, cache_directory / _cache_name(directory))
+        destination = cache_directory / f"{directory.stem}-{_identity([directory])}"
+        return _converted(lambda building, _: _convert_gguf(directory, building), destination)
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ModelLoadError(
             f"model path {path!r}: no such directory; give a directory, a .gguf file, a hub id "
@@ -80,7 +85,7 @@ def resolve_model_directory(path: str, cache_directory: Path, revision: str | No
         found = snapshot_download(path, revision=revision, allow_patterns=[*_HUB_FILES, *_HUB_TOKENIZER_FILES])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelLoadError(f"model path {path!r}: the model hub does not give it: {error}") from error
-    return _checked(Path(found))
+    return _plain_weights(_checked(Path(found)), cache_directory)
 
 
 def _checked(directory: Path) -> Path:
@@ -92,6 +97,16 @@ def _checked(directory: Path) -> Path:
             "convert them first"
         )
     return directory
+
+
+def _plain_weights(directory: Path, cache_directory: Path) -> Path:
+    """The directory itself, or its de-quantized copy if its weights are quantized in a known format."""
+    settings = quantization_of(directory)
+    if settings is None or settings.get("quant_method") not in FORMATS:
+        return directory
+    files = sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", ".json"))
+    destination = cache_directory / f"{directory.name}-{_identity(files)}"
+    return _converted(lambda building, _: dequantize(directory, building), destination)
 
 
 def _packaged_file(name: str, scratch: Path) -> Path:
@@ -126,17 +141,19 @@ def _installed(package: str, file: str) -> Path | None:
     return next((path for path in (Path(location) / file for location in locations) if path.is_file()), None)
 
 
-def _cache_name(file: Path) -> str:
-    """Another file of the same name, or the same one rewritten, is another model."""
-    status = file.stat()
-    identity = f"{file.resolve()}\n{status.st_size}\n{status.st_mtime_ns}"
-    return f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+def _identity(files: Sequence[Path]) -> str:
+    """Changes when a file moves, grows or is rewritten: another file of the same name is another model."""
+    identity = "".join(
+        f"{file.resolve()}\n{status.st_size}\n{status.st_mtime_ns}"
+        for file, status in ((file, file.stat()) for file in files)
+    )
+    return hashlib.sha256(identity.encode()).hexdigest()[:12]
 
 
-def _converted(find: Callable[[Path], Path], destination: Path) -> Path:
-    """De-quantize the file that `find` names into `destination`, unless that was done before.
+def _converted(convert: Callable[[Path, Path], None], destination: Path) -> Path:
+    """Call `convert(directory, scratch)` to fill `destination`, unless that was done before.
 
-    `find` may write into the directory it is given, which lasts as long as the conversion.
+    `scratch` is a directory that lasts as long as the conversion.
     """
     if (destination / "config.json").is_file():
         return _checked(destination)
@@ -144,7 +161,7 @@ def _converted(find: Callable[[Path], Path], destination: Path) -> Path:
     building = Path(tempfile.mkdtemp(prefix=f"{destination.name}.", dir=destination.parent))
     try:
         with tempfile.TemporaryDirectory(prefix=f"{destination.name}.parts.", dir=destination.parent) as scratch:
-            _convert(find(Path(scratch)), building)
+            convert(building, Path(scratch))
         # The configuration is the sign of a complete directory: a half-written one never has its final name.
         building.chmod(0o755)
         building.rename(destination)
@@ -156,7 +173,7 @@ def _converted(find: Callable[[Path], Path], destination: Path) -> Path:
     return _checked(destination)
 
 
-def _convert(file: Path, destination: Path) -> None:
+def _convert_gguf(file: Path, destination: Path) -> None:
     directory, name = str(file.parent), file.name
     try:
         quantized = AutoModelForCausalLM.from_pretrained(directory, gguf_file=name, dtype=torch.float32)

@@ -91,7 +91,7 @@ class TestAFileInParts:
             seen.append(source.read_bytes())
             tiny.save(destination, tiny.llama())
 
-        monkeypatch.setattr(model_files, "_convert", convert)
+        monkeypatch.setattr(model_files, "_convert_gguf", convert)
         for _ in range(2):
             directory = resolve_model_directory("some-model", tmp_path / "cache")
         assert seen == [b"GGUF, the first and the second half"]
@@ -123,7 +123,7 @@ def test_a_file_is_converted_once_and_a_failure_leaves_nothing(tmp_path: Path, m
         calls.append(source)
         tiny.save(destination, tiny.llama())
 
-    monkeypatch.setattr(model_files, "_convert", convert)
+    monkeypatch.setattr(model_files, "_convert_gguf", convert)
     first = resolve_model_directory(str(file), cache)
     assert resolve_model_directory(str(file), cache) == first
     assert calls == [file]

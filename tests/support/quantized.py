@@ -1,0 +1,104 @@
+"""Tiny checkpoints in the formats of quantization libraries, written without those libraries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Quantize = Callable[[torch.Tensor], tuple[dict[str, torch.Tensor], torch.Tensor]]
+"""A weight `[out, in]` → its parts by name, and the weight that they stand for."""
+
+
+def save(source: Path, directory: Path, quantize: Quantize, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Write the model in `source` with its layers' projections quantized. Returns the weights they stand for."""
+    directory.mkdir()
+    tensors: dict[str, torch.Tensor] = {}
+    plain: dict[str, torch.Tensor] = {}
+    for name, values in load_file(source / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if not module.endswith("_proj"):
+            tensors[name] = plain[name] = values
+            continue
+        parts, plain[name] = quantize(values)
+        tensors |= {f"{module}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return plain
+
+
+def words(values: torch.Tensor, bits: int, order: Sequence[int] | None = None) -> torch.Tensor:
+    """Unsigned integers `[rows, n]` → 32-bit words `[rows, n * bits / 32]`; `order[i]` is stored in the i-th place."""
+    each = 32 // bits
+    missing = -values.shape[1] % each
+    grouped = torch.nn.functional.pad(values.long(), (0, missing)).view(len(values), -1, each)
+    if order is not None:
+        grouped = grouped[..., list(order)]
+    packed = (grouped << torch.arange(0, 32, bits)).sum(dim=2)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
+
+
+def gptq(bits: int, group_size: int, *, version: int = 1, shuffled: bool = False) -> Quantize:
+    """Asymmetric groups of inputs; `shuffled` gives each input its group as activation order does."""
+
+    def quantize(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        inputs = weight.shape[1]
+        group = torch.arange(inputs) // group_size
+        if shuffled:
+            group = group[torch.randperm(inputs, generator=torch.Generator().manual_seed(0))]
+        integers, zeros, scales = _asymmetric(weight, group, bits)
+        parts = {"qweight": words(integers, bits).t(), "qzeros": words(zeros.t() - int(version == 1), bits)}
+        parts |= {"scales": scales.t(), "g_idx": group.to(torch.int32)}
+        return parts, (integers - zeros[:, group]) * scales[:, group]
+
+    return quantize
+
+
+def awq(group_size: int) -> Quantize:
+    """Asymmetric groups of four bits, packed along the outputs."""
+
+    def quantize(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        group = torch.arange(weight.shape[1]) // group_size
+        integers, zeros, scales = _asymmetric(weight, group, 4)
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        parts = {"qweight": words(integers.t(), 4, order), "qzeros": words(zeros.t(), 4, order), "scales": scales.t()}
+        return parts, (integers - zeros[:, group]) * scales[:, group]
+
+    return quantize
+
+
+def compressed_int8(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """compressed-tensors `int-quantized`: symmetric, one scale per output."""
+    scale = weight.abs().amax(dim=1, keepdim=True) / 127
+    integers = (weight / scale).round().to(torch.int8)
+    return {"weight": integers, "weight_scale": scale}, integers * scale
+
+
+def compressed_packed(bits: int, group_size: int) -> Quantize:
+    """compressed-tensors `pack-quantized`: asymmetric groups of inputs."""
+
+    def quantize(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        group = torch.arange(weight.shape[1]) // group_size
+        integers, zeros, scales = _asymmetric(weight, group, bits)  # unsigned: the offset is in them already
+        parts = {"weight_packed": words(integers, bits), "weight_shape": torch.tensor(weight.shape)}
+        parts |= {"weight_scale": scales, "weight_zero_point": words(zeros.t(), bits).t()}
+        return parts, (integers - zeros[:, group]) * scales[:, group]
+
+    return quantize
+
+
+def _asymmetric(weight: torch.Tensor, group: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
+    """Integers `[out, in]`, zero points and scales `[out, groups]`."""
+    most = (1 << bits) - 1
+    members = [weight[:, group == index] for index in range(int(group.max()) + 1)]
+    low = torch.stack([part.amin(dim=1) for part in members], dim=1).clamp(max=-1e-3)
+    high = torch.stack([part.amax(dim=1) for part in members], dim=1).clamp(min=1e-3)
+    scales = (high - low) / most
+    zeros = (-low / scales).round().clamp(1, most)
+    integers = (weight / scales[:, group] + zeros[:, group]).round().clamp(0, most)
+    return integers, zeros, scales
