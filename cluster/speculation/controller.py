@@ -31,8 +31,9 @@ STOP_SPEEDUP, STOP_SPEEDUP_ALONE = 1.05, 1.01
 CONTROL_ROUNDS = 64
 """Rounds with drafts after which one goes without, so that the time of plain decoding stays known."""
 SURE_SPEEDUP = 1.5
-"""From this expected speed-up on, there are `SURE_FACTOR` times fewer rounds without drafts."""
+"""From this expected speed-up on, rounds without drafts are `SURE_FACTOR` times less frequent."""
 SURE_FACTOR = 4
+"""How many times less frequent they are."""
 FULL_ROUNDS = 48
 """Rounds with drafts after which one asks for the largest trees, so that their value stays known."""
 EAGER_ROWS = 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 
 from cluster.coordinator.requests.decoding_strategy import DecodingStrategy
 from cluster.coordinator.requests.live_sequence import LiveSequence
@@ -65,9 +65,9 @@ class LiveRequest:
     # --- its sequences ---
 
     @property
-    def sequences(self) -> tuple[LiveSequence, ...]:
+    def sequences(self) -> Collection[LiveSequence]:
         """Its sequences that wait, run, or have finished while others may still share their KV."""
-        return tuple(self._sequences.values())
+        return self._sequences.values()
 
     def owns(self, live: LiveSequence) -> bool:
         """Whether the sequence is one of this request's."""
