@@ -1,4 +1,4 @@
-"""Resident memory while traffic runs, and what the server counts."""
+"""Resident memory over time, and the server's counters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SAMPLE_SECONDS = 1.0
 
 @dataclass
 class Resident:
-    """This process' resident memory over time."""
+    """The resident memory of this process over time."""
 
     seconds: list[float] = field(default_factory=list)
     megabytes: list[float] = field(default_factory=list)
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Sample the memory until cancelled."""
         process, begun = psutil.Process(), time.monotonic()
         while True:
             self.seconds.append(time.monotonic() - begun)
@@ -31,7 +31,7 @@ class Resident:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def growth(self) -> float:
-        """MB per hour: a line through the last two thirds of the run, when caches and pools are full."""
+        """MB per hour, fitted to the last two thirds of the run, when caches and pools are full."""
         first = len(self.seconds) // 3
         if len(self.seconds) - first < 2:
             return 0.0
@@ -40,7 +40,7 @@ class Resident:
 
 
 async def read_counts(client: GenerationClient) -> dict[str, float]:
-    """Every sample of `/metrics` but histograms' buckets, summed over its labels."""
+    """Every metric except histogram buckets, summed over its labels."""
     exposition, _ = await client.metrics()
     counts: dict[str, float] = {}
     for family in text_string_to_metric_families(exposition.decode()):

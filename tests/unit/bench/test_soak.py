@@ -14,8 +14,8 @@ import pytest
 from cluster.core.errors import NotReady
 from cluster.wire.generation_client import GenerationClient
 from pilotfish.v1 import generation_pb2
-from tests.soak.asks import KINDS, MOST_TOKENS, Ask, Catalogue
 from tests.soak.reference import Reference
+from tests.soak.requests import KINDS, MAX_TOKENS, RequestCatalogue, SoakRequest
 from tests.soak.traffic import Findings, Traffic
 from tests.soak.watch import Resident
 from tests.support import tiny
@@ -28,19 +28,19 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_catalogue_holds_every_kind_and_is_its_seeds() -> None:
     phrases = [range(3, 12), range(20, 27)]
-    first, again, other = (Catalogue(phrases, KINDS, 48, seed).asks for seed in (1, 1, 2))
+    first, again, other = (RequestCatalogue(phrases, KINDS, 48, seed).requests for seed in (1, 1, 2))
     assert first == again != other
     assert Counter(asked.kind for asked in first) == {kind: 3 * share for kind, share in KINDS.items()}
     for asked in first:
         assert asked.prompt
-        assert len(asked.prompt) + asked.max_tokens <= MOST_TOKENS
+        assert len(asked.prompt) + asked.max_tokens <= MAX_TOKENS
         assert asked.message("name").token_ids.ids == list(asked.prompt)
-    assert {asked.kind for asked in Catalogue(phrases, ("short",), 9, 0).asks} == {"short"}
+    assert {asked.kind for asked in RequestCatalogue(phrases, ("short",), 9, 0).requests} == {"short"}
 
 
 def test_rounding_excuses_nothing_larger_than_its_bound(directory: Path) -> None:
     """Swapping two tokens of close scores is excused; another token is not, and more tokens are not."""
-    asked = Ask("short", tuple(range(5, 15)), 6, temperature=1.0, seed=3)
+    asked = SoakRequest("short", tuple(range(5, 15)), 6, temperature=1.0, seed=3)
     strict, lenient = Reference(directory, 1e-3), Reference(directory, 200.0)
     (own,) = strict.answers(asked)
     swapped = (*own[:2], (own[2] + 1) % tiny.VOCABULARY, *own[3:])
@@ -50,7 +50,7 @@ def test_rounding_excuses_nothing_larger_than_its_bound(directory: Path) -> None
 
 
 def test_several_answers_are_single_ones_with_seeds_of_their_own(directory: Path) -> None:
-    asked = Ask("several", tuple(range(5, 15)), 6, temperature=1.0, seed=3, n=3)
+    asked = SoakRequest("several", tuple(range(5, 15)), 6, temperature=1.0, seed=3, n=3)
     reference = Reference(directory, 1e-3)
     singles = [reference.answers(replace(asked, n=1, seed=3 + index))[0] for index in range(3)]
     assert list(reference.answers(asked)) == singles
@@ -58,7 +58,7 @@ def test_several_answers_are_single_ones_with_seeds_of_their_own(directory: Path
 
 
 def test_beams_are_compared_by_their_scores(directory: Path) -> None:
-    asked = Ask("beams", tuple(range(5, 15)), 6, n=2, width=3)
+    asked = SoakRequest("beams", tuple(range(5, 15)), 6, n=2, width=3)
     reference = Reference(directory, 1e-3)
     best, second = reference.answers(asked)
     assert reference.is_near(asked, 0, best)
@@ -87,7 +87,7 @@ class Scripted:
         return True
 
 
-async def findings_of(client: Scripted, asked: Ask, reference: Reference, seconds: float = 0.05) -> Findings:
+async def findings_of(client: Scripted, asked: SoakRequest, reference: Reference, seconds: float = 0.05) -> Findings:
     traffic = Traffic(cast(GenerationClient, client), (asked,), reference, at_once=2, seed=0)
     await traffic.run(seconds, pauses=0.0)
     return traffic.findings
@@ -95,7 +95,7 @@ async def findings_of(client: Scripted, asked: Ask, reference: Reference, second
 
 async def test_traffic_tells_right_answers_from_wrong_ones(directory: Path) -> None:
     reference = Reference(directory, 1e-3)
-    asked = Ask("several", tuple(range(5, 15)), 6, temperature=1.0, seed=3, n=2)
+    asked = SoakRequest("several", tuple(range(5, 15)), 6, temperature=1.0, seed=3, n=2)
     first, second = reference.answers(asked)
     right = await findings_of(Scripted((first, second)), asked, reference)
     assert right.is_clean
@@ -109,7 +109,7 @@ async def test_traffic_tells_right_answers_from_wrong_ones(directory: Path) -> N
 
 async def test_a_failed_request_is_a_finding(directory: Path) -> None:
     reference = Reference(directory, 1e-3)
-    asked = Ask("short", tuple(range(5, 15)), 6)
+    asked = SoakRequest("short", tuple(range(5, 15)), 6)
     failed = await findings_of(Scripted((), NotReady("away")), asked, reference)
     assert failed.failed > 0
     assert not failed.is_clean

@@ -10,15 +10,15 @@ from cluster.core.request import SamplingParameters
 from pilotfish.v1 import common_pb2, generation_pb2
 
 KINDS = {"short": 4, "long": 3, "sharing": 5, "several": 2, "beams": 2}
-"""How many of each there are beside the others."""
+"""Relative frequency of each kind."""
 SALTS = ("", "", "tenant-a", "tenant-b")
-MOST_TOKENS = 384
-"""Prompt and answer together: what the model's context must hold."""
+MAX_TOKENS = 384
+"""Largest number of tokens in a prompt and its answer, which the context must hold."""
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One request; its answers depend on nothing else. Hashable: what it is remembered by."""
+class SoakRequest:
+    """One request. It is hashable, and its answers depend on nothing else."""
 
     kind: str
     prompt: tuple[int, ...]
@@ -28,16 +28,16 @@ class Ask:
     seed: int = 0
     n: int = 1
     width: int = 0
-    """Of a beam search; 0 draws samples."""
+    """Width of the beam search; 0 draws samples."""
     length_penalty: float = 1.0
     cache_salt: str = ""
 
     def sampling(self, index: int) -> SamplingParameters:
-        """Of the answer `index`, as if it had been asked for alone."""
+        """The sampling parameters of the answer `index`, as a request of its own would have them."""
         return SamplingParameters(temperature=self.temperature, top_p=self.top_p, seed=self.seed + index)
 
     def message(self, request_id: str) -> generation_pb2.GenerateRequest:
-        """As the public service takes it."""
+        """The gRPC request."""
         request = generation_pb2.GenerateRequest(
             request_id=request_id,
             token_ids=common_pb2.TokenIds(ids=self.prompt),
@@ -54,14 +54,14 @@ class Ask:
         return request
 
 
-class Catalogue:
-    """`count` requests over the same few phrases: they begin alike, and repeat themselves."""
+class RequestCatalogue:
+    """`count` requests made of a few phrases, so that prompts share prefixes and repeat themselves."""
 
     def __init__(self, phrases: Sequence[Sequence[int]], kinds: Collection[str], count: int, seed: int) -> None:
         self._draw = random.Random(seed)
         self._phrases = [tuple(phrase) for phrase in phrases]
         self._stems = [self._text(length) for length in (32, 64, 96, 150)]
-        makers: dict[str, Callable[[], Ask]] = {
+        makers: dict[str, Callable[[], SoakRequest]] = {
             "short": self._short,
             "long": self._long,
             "sharing": self._sharing,
@@ -69,25 +69,25 @@ class Catalogue:
             "beams": self._beams,
         }
         makers_in_turn = [makers[kind] for kind, share in KINDS.items() if kind in kinds for _ in range(share)]
-        self.asks = tuple(makers_in_turn[index % len(makers_in_turn)]() for index in range(count))
+        self.requests = tuple(makers_in_turn[index % len(makers_in_turn)]() for index in range(count))
 
-    def _short(self) -> Ask:
+    def _short(self) -> SoakRequest:
         return self._ask("short", self._text(self._draw.randint(1, 24)), self._draw.randint(1, 16))
 
-    def _long(self) -> Ask:
+    def _long(self) -> SoakRequest:
         return self._ask("long", self._text(self._draw.randint(120, 260)), self._draw.randint(32, 96))
 
-    def _sharing(self) -> Ask:
+    def _sharing(self) -> SoakRequest:
         prompt = self._draw.choice(self._stems) + self._text(self._draw.randint(1, 40))
         return self._ask("sharing", prompt, self._draw.randint(4, 48), cache_salt=self._draw.choice(SALTS))
 
-    def _several(self) -> Ask:
+    def _several(self) -> SoakRequest:
         prompt = self._draw.choice(self._stems) + self._text(self._draw.randint(1, 16))
         return self._ask("several", prompt, self._draw.randint(4, 32), n=self._draw.randint(2, 4))
 
-    def _beams(self) -> Ask:
+    def _beams(self) -> SoakRequest:
         width = self._draw.randint(2, 4)
-        return Ask(
+        return SoakRequest(
             "beams",
             self._text(self._draw.randint(4, 80)),
             self._draw.randint(4, 24),
@@ -96,14 +96,18 @@ class Catalogue:
             length_penalty=self._draw.choice((0.0, 1.0, 2.0)),
         )
 
-    def _ask(self, kind: str, prompt: tuple[int, ...], max_tokens: int, n: int = 1, cache_salt: str = "") -> Ask:
-        # Several greedy answers would be one answer several times.
+    def _ask(
+        self, kind: str, prompt: tuple[int, ...], max_tokens: int, n: int = 1, cache_salt: str = ""
+    ) -> SoakRequest:
+        # Several greedy answers would all be the same.
         temperature = self._draw.choice((0.7, 1.0) if n > 1 else (0.0, 0.0, 0.7, 1.0))
         top_p = self._draw.choice((1.0, 0.9)) if temperature else 1.0
-        return Ask(kind, prompt, max_tokens, temperature, top_p, self._draw.getrandbits(32), n, cache_salt=cache_salt)
+        return SoakRequest(
+            kind, prompt, max_tokens, temperature, top_p, self._draw.getrandbits(32), n, cache_salt=cache_salt
+        )
 
     def _text(self, length: int) -> tuple[int, ...]:
-        """Phrases, some of them twice, cut to `length` tokens."""
+        """`length` tokens of random phrases, some of them repeated."""
         tokens: tuple[int, ...] = ()
         while len(tokens) < length:
             tokens += self._draw.choice(self._phrases) * self._draw.randint(1, 2)
