@@ -52,15 +52,15 @@ class DraftServiceServicer:
     """
 
     def Propose(self, request_iterator, context):
-        """Commit what the target decided, and ask for guesses. Idempotent by (sequence_id, base_len). One request is answered
-        before the next is read; an error ends the stream.
+        """Commit the tokens that the target decided, and propose drafts. Idempotent by (sequence_id, base_len). Each request
+        is answered before the next is read. An error ends the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Forget sequences. Unknown ones are no error.
+        """Free sequences. An unknown sequence is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

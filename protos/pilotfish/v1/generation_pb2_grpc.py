@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerationServiceStub:
-    """Text and tokens from the target model, sooner.
+    """Text and tokens of the target model.
     """
 
     def __init__(self, channel):
@@ -68,46 +68,46 @@ class GenerationServiceStub:
 
 
 class GenerationServiceServicer:
-    """Text and tokens from the target model, sooner.
+    """Text and tokens of the target model.
     """
 
     def Generate(self, request, context):
-        """Generate one or several answers, streamed as they are committed. Cancelling the call frees everything they held.
+        """Generate one or several answers, streamed as tokens are committed. Cancelling the call frees their memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Stop a running request; each of its answers ends with FINISH_REASON_ABORT.
+        """Abort a running request. Each of its answers ends with FINISH_REASON_ABORT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Text or chat to token ids.
+        """Convert text or a conversation to token ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Token ids to text.
+        """Convert token ids to text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """The models served.
+        """The served models.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """One model by name; NOT_FOUND otherwise.
+        """One model by name. NOT_FOUND if it is not served.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,7 +155,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService:
-    """Text and tokens from the target model, sooner.
+    """Text and tokens of the target model.
     """
 
     @staticmethod

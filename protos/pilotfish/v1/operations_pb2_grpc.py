@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class OperationsServiceStub:
-    """Internal: the HTTP ingress forwards it under /metrics.
+    """Internal. The HTTP API returns the metrics under /metrics.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class OperationsServiceStub:
 
 
 class OperationsServiceServicer:
-    """Internal: the HTTP ingress forwards it under /metrics.
+    """Internal. The HTTP API returns the metrics under /metrics.
     """
 
     def GetMetrics(self, request, context):
@@ -70,7 +70,7 @@ def add_OperationsServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class OperationsService:
-    """Internal: the HTTP ingress forwards it under /metrics.
+    """Internal. The HTTP API returns the metrics under /metrics.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TargetServiceStub:
-    """Internal: coordinator to the target's rank 0.
+    """Internal, between the coordinator and rank 0 of the target.
     """
 
     def __init__(self, channel):
@@ -58,34 +58,34 @@ class TargetServiceStub:
 
 
 class TargetServiceServicer:
-    """Internal: coordinator to the target's rank 0.
+    """Internal, between the coordinator and rank 0 of the target.
     """
 
     def Open(self, request, context):
-        """Create sequences with whatever of their keys and values is stored already: in a parent's blocks (shared
-        copy-on-write), in the prefix cache, or moved out. Repeating it does no harm.
+        """Create sequences with as much of their KV as is already stored: in the parent's blocks (shared copy-on-write), in
+        the prefix cache, or in the host and disk tiers. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Step(self, request_iterator, context):
-        """Compute the rows in one forward pass. Repeating (sequence_id, base_len) repeats the verdict. One request is answered
-        before the next is read; an error ends the stream. Step after step in one stream saves what a call takes to open.
+        """Compute the rows in one forward pass. Idempotent by (sequence_id, base_len). Each request is answered before the
+        next is read. An error ends the stream. A stream saves the time to open a call for every step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Free sequences' blocks. Unknown ones are no error.
+        """Free the blocks of sequences. An unknown sequence is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetInfo(self, request, context):
-        """What this target is.
+        """The description of the target.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,7 +123,7 @@ def add_TargetServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TargetService:
-    """Internal: coordinator to the target's rank 0.
+    """Internal, between the coordinator and rank 0 of the target.
     """
 
     @staticmethod
