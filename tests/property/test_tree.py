@@ -1,4 +1,4 @@
-"""What holds for every tree."""
+"""Token trees: properties of all trees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LARGEST = 64
 
 @st.composite
 def trees(draw: st.DrawFn) -> TokenTree:
-    """Any valid tree: nodes in any topological order, few distinct tokens, so that branches resemble one another."""
+    """Any valid tree. It has few distinct tokens, so that branches have equal tokens."""
     tokens: list[int] = []
     parents: list[int] = []
     for _ in range(draw(st.integers(0, 12))):
@@ -24,33 +24,33 @@ def trees(draw: st.DrawFn) -> TokenTree:
 
 
 def paths(tree: TokenTree) -> set[tuple[int, ...]]:
-    """The tokens down to every node: what a tree means, whatever the order of its nodes."""
+    """The tokens of the path to every node. Equal for trees that differ only in the order of nodes."""
     return {tree.path_tokens(node) for node in range(len(tree))}
 
 
 @given(trees())
-def test_a_tree_comes_back_from_its_candidates(tree: TokenTree) -> None:
+def test_a_tree_is_rebuilt_from_its_candidates(tree: TokenTree) -> None:
     again = TokenTree.from_candidates(tree.candidates(), max_nodes=LARGEST)
     assert len(again) == len(tree)
     assert paths(again) == paths(tree)
 
 
 @given(trees())
-def test_a_trie_comes_back_from_its_candidates_node_for_node(tree: TokenTree) -> None:
+def test_a_trie_is_rebuilt_from_its_candidates_node_for_node(tree: TokenTree) -> None:
     trie = TokenTree.from_candidates(tree.candidates(), max_nodes=LARGEST)
     assert TokenTree.from_candidates(trie.candidates(), max_nodes=LARGEST) == trie
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=6), st.integers(0, 12))
-def test_a_trie_holds_every_candidate_that_there_was_room_for(candidates: list[list[int]], room: int) -> None:
-    tree = TokenTree.from_candidates(candidates, room)
+def test_a_trie_holds_every_candidate_up_to_its_bound(candidates: list[list[int]], max_nodes: int) -> None:
+    tree = TokenTree.from_candidates(candidates, max_nodes)
     prefixes = {tuple(candidate[:end]) for candidate in candidates for end in range(1, len(candidate) + 1)}
-    assert len(tree) == min(room, len(prefixes))
+    assert len(tree) == min(max_nodes, len(prefixes))
     assert paths(tree) <= prefixes
 
 
 @given(trees())
-def test_a_node_sees_itself_and_its_ancestors_and_nothing_else(tree: TokenTree) -> None:
+def test_a_node_attends_to_itself_and_its_ancestors_only(tree: TokenTree) -> None:
     mask = tree.ancestor_mask()
     for node in range(len(tree)):
         ancestors, above = {node}, tree.parents[node]
@@ -63,7 +63,7 @@ def test_a_node_sees_itself_and_its_ancestors_and_nothing_else(tree: TokenTree) 
 
 
 @given(trees(), st.integers(0, 14), st.integers(0, 8))
-def test_truncation_keeps_bounds_and_paths_and_no_less_than_it_must(tree: TokenTree, nodes: int, depth: int) -> None:
+def test_truncation_keeps_as_many_nodes_as_the_bounds_allow(tree: TokenTree, nodes: int, depth: int) -> None:
     cut = tree.truncated(nodes, depth)
     assert len(cut) <= nodes
     assert cut.depth() <= depth
@@ -84,7 +84,7 @@ def test_a_walk_by_tokens_finds_every_node(tree: TokenTree) -> None:
 
 
 @given(st.lists(st.integers(0, 9), max_size=10))
-def test_a_chain_is_its_own_only_candidate(tokens: list[int]) -> None:
+def test_a_chain_has_one_candidate_which_is_itself(tokens: list[int]) -> None:
     chain = TokenTree.chain(tokens)
     assert chain.is_chain
     assert chain.candidates() == ((tuple(tokens),) if tokens else ())

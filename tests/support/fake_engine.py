@@ -1,4 +1,4 @@
-"""An engine that recites, and a client that reaches the servicers without a socket."""
+"""An engine that generates scripted answers, and a client that calls the servicers without a socket."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ Script = Callable[[GenerationRequest], Sequence[int]]
 
 
 class ScriptedEngine:
-    """Answers with a script, in blocks as a verifier commits them: all but the last token of each are drafted.
+    """Generates scripted answers. Each commit has `block` tokens, of which all but the last are accepted draft tokens.
 
-    After `hold_after` commits it waits for ever, as a busy target might.
+    After `hold_after` commits it waits for ever, as a target that hangs.
     """
 
     def __init__(self, script: Script, block: int = 3) -> None:
@@ -92,7 +92,7 @@ class ScriptedEngine:
             self.freed.put_nowait(request.request_id)
 
     def _all(self, request: GenerationRequest) -> list[Commit]:
-        """Commits of every answer, a turn each; an answer's script is that of a single request with its seed."""
+        """Commits of all answers in turn. An answer has the script of a single request with its seed."""
         answers = []
         for index in range(request.n):
             seed = (request.sampling.seed + index) % 2**64
@@ -121,7 +121,7 @@ class ScriptedEngine:
 
 
 class InProcessClient:
-    """The public service without a wire."""
+    """A client of the public service that calls the servicer directly."""
 
     def __init__(self, servicer: GenerationServicer, ready: Callable[[], bool]) -> None:
         self._servicer = servicer
@@ -151,7 +151,7 @@ class InProcessClient:
 
 
 class Remaining:
-    """As much of a servicer context as the servicer reads."""
+    """The part of a servicer context that the servicer reads."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -161,14 +161,14 @@ class Remaining:
 
 
 class OneMetric:
-    """An exposition of one line."""
+    """A metrics source with one metric."""
 
     def exposition(self) -> tuple[bytes, str]:
         return b"answers_total 1\n", "text/plain; version=0.0.4"
 
 
 def script_of(tokenizer: Tokenizer, text: str, *, ends: bool = True) -> Script:
-    """The script of one text, ended by the end-of-sequence token."""
+    """A script of one text and the end-of-sequence token."""
     tokens = tokenizer.encode(text)
     return lambda _: (*tokens, 2) if ends else tokens
 
@@ -176,7 +176,7 @@ def script_of(tokenizer: Tokenizer, text: str, *, ends: bool = True) -> Script:
 def fake_service(
     directory: Path, text: str = "hello the world", *, block: int = 3, limits: LimitsSection | None = None
 ) -> tuple[GenerationService, ScriptedEngine, Tokenizer]:
-    """A room over a reciter of `text`."""
+    """A generation service over an engine that generates `text`."""
     tokenizer = Tokenizer.load(byte_level(directory))
     engine = ScriptedEngine(script_of(tokenizer, text), block)
     return GenerationService(engine, tokenizer, limits or LimitsSection(), created=1_700_000_000), engine, tokenizer

@@ -1,4 +1,4 @@
-"""The HTTP api over the room, without a socket, and how its answers are read."""
+"""The HTTP API over a scripted engine, without a socket, and readers of its responses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMITS = LimitsSection(max_body_bytes=2048, max_prompts=4)
 
 
 class HttpApi:
-    """An HTTP client of an application over a reciter."""
+    """An HTTP client of an application over a scripted engine."""
 
     def __init__(self, directory: Path, text: str = "hello the world") -> None:
         generation, self.engine, self.tokenizer = fake_service(directory, text, limits=LIMITS)

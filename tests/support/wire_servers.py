@@ -1,4 +1,4 @@
-"""Scripted servicers on one real server that can move, and the fixtures around it."""
+"""Scripted servicers on one real server that can move to another port, and fixtures for it."""
 
 # ruff: noqa: N802 - the servicers' names are the schema's
 
@@ -67,20 +67,23 @@ PROPOSALS = (Proposal(SequenceId("s"), 1, TokenTree.chain([2, 3])),)
 Request = generation_pb2.GenerateRequest
 
 
-class Conversation:
-    """Takes turns with a client: answers once it may, or raises what it is told to."""
+class StreamServicer:
+    """Answers every request of a stream while `hold` is set, or raises `failure`."""
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
         self.hold = asyncio.Event()
         self.hold.set()
         self.streams = 0
-        """That are open now."""
+        """Number of open streams."""
+        self.requested = asyncio.Event()
+        """Set once a request has arrived."""
 
-    async def converse(self, requests: AsyncIterator[Any], reply: Callable[[Any], Message]) -> AsyncIterator[Message]:
+    async def respond(self, requests: AsyncIterator[Any], reply: Callable[[Any], Message]) -> AsyncIterator[Message]:
         self.streams += 1
         try:
             async for request in requests:
+                self.requested.set()
                 await self.hold.wait()
                 if self.failure is not None:
                     raise self.failure
@@ -89,8 +92,8 @@ class Conversation:
             self.streams -= 1
 
 
-class Target(Conversation, target_pb2_grpc.TargetServiceServicer):
-    """Answers, or raises what it is told to."""
+class ScriptedTarget(StreamServicer, target_pb2_grpc.TargetServiceServicer):
+    """A target that returns fixed results, or raises `failure`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +113,7 @@ class Target(Conversation, target_pb2_grpc.TargetServiceServicer):
     def Step(
         self, request_iterator: AsyncIterator[target_pb2.TargetServiceStepRequest], context: object
     ) -> AsyncIterator[Message]:
-        return self.converse(request_iterator, self._verify)
+        return self.respond(request_iterator, self._verify)
 
     def _verify(self, request: target_pb2.TargetServiceStepRequest) -> Message:
         self.steps.append(decode_step_batch(request))
@@ -124,21 +127,21 @@ class Target(Conversation, target_pb2_grpc.TargetServiceServicer):
         return encode_target_info(self.info)
 
 
-class Drafter(Conversation, draft_pb2_grpc.DraftServiceServicer):
-    """Answers with the same proposals, or never."""
+class ScriptedDrafter(StreamServicer, draft_pb2_grpc.DraftServiceServicer):
+    """A drafter that returns fixed proposals while `hold` is set."""
 
     def Propose(
         self, request_iterator: AsyncIterator[draft_pb2.DraftServiceProposeRequest], context: object
     ) -> AsyncIterator[Message]:
-        return self.converse(request_iterator, self._guess)
+        return self.respond(request_iterator, self._propose)
 
-    def _guess(self, request: draft_pb2.DraftServiceProposeRequest) -> Message:
+    def _propose(self, request: draft_pb2.DraftServiceProposeRequest) -> Message:
         assert decode_draft_rows(request) == ROWS
         return encode_proposals(PROPOSALS)
 
 
-class Generator(generation_pb2_grpc.GenerationServiceServicer, operations_pb2_grpc.OperationsServiceServicer):
-    """Streams words; after them it fails, ends, or waits for ever."""
+class ScriptedGeneration(generation_pb2_grpc.GenerationServiceServicer, operations_pb2_grpc.OperationsServiceServicer):
+    """A public service that streams `words`, then fails, ends or waits for ever."""
 
     def __init__(self) -> None:
         self.words = ["a", "b"]
@@ -178,7 +181,7 @@ class ScriptedServer:
     """The three servicers on one server that can be moved to another port."""
 
     def __init__(self) -> None:
-        self.target, self.drafter, self.generator = Target(), Drafter(), Generator()
+        self.target, self.drafter, self.generator = ScriptedTarget(), ScriptedDrafter(), ScriptedGeneration()
         self.server = WireServer(HOST, 0, max_message_bytes=MOST_BYTES)
         self.port = 0
         self.resolved = 0
@@ -192,7 +195,7 @@ class ScriptedServer:
         self.port = await self.server.start()
 
     async def move(self) -> None:
-        """Come back elsewhere, then die here: in this order the old port cannot be drawn again."""
+        """Start on another port, then stop on this one. In this order the old port cannot be drawn again."""
         old = self.server
         await self.open()
         await old.stop(0.0)
@@ -239,17 +242,17 @@ async def client(scripted: ScriptedServer) -> AsyncIterator[GenerationClient]:
 
 
 async def words(
-    client: GenerationClient, heard: list[str] | None = None, timeout_seconds: float = PATIENCE
+    client: GenerationClient, received: list[str] | None = None, timeout_seconds: float = PATIENCE
 ) -> list[str]:
-    """The answer's words; those that came before an error are left in `heard`."""
-    heard = [] if heard is None else heard
+    """The words of an answer. Words before an error are left in `received`."""
+    received = [] if received is None else received
     async for response in client.generate(Request(text="hi"), timeout_seconds):
-        heard += [response.delta.text]
-    return heard
+        received += [response.delta.text]
+    return received
 
 
 async def refusal(channel: grpc.aio.Channel, method: str, data: bytes) -> grpc.aio.AioRpcError:
-    """The status that raw bytes are answered with."""
+    """The error for raw bytes as a request."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await _answer(channel, f"/{method}", data)
     return caught.value
@@ -260,6 +263,6 @@ async def _answer(channel: grpc.aio.Channel, path: str, data: bytes) -> object:
         return await channel.unary_stream(path)(data).read()
     if not path.endswith(("/Step", "/Propose")):
         return await channel.unary_unary(path)(data)
-    conversation = channel.stream_stream(path)()
-    await conversation.write(data)
-    return await conversation.read()
+    stream = channel.stream_stream(path)()
+    await stream.write(data)
+    return await stream.read()

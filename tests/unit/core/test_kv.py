@@ -1,4 +1,4 @@
-"""What a sequence takes of the pool: windows let go of what no later token sees, and every bound holds on the way."""
+"""Blocks that a sequence needs: windows free what no later token attends to, and bounds hold at every length."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ layouts = st.builds(KvLayout, st.sampled_from([1, 2, 4, 16]), st.lists(groups, m
 
 
 def seen(group: KvGroup, stored_len: int, end: int) -> set[int]:
-    """Positions, with room up to `end`, that a token behind the stored ones may see or be written to."""
+    """Positions up to `end` that a later token attends to or is written to."""
     first = 0 if group.window is None else max(0, stored_len - group.window + 1)
     return set(range(first, end)) | set(range(min(group.sinks, end)))
 
 
-# --- what is held -------------------------------------------------------------------------------
+# --- blocks held -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("stored_len", "end", "blocks"), [(0, 0, 0), (0, 1, 1), (4, 4, 1), (4, 5, 2), (17, 17, 5), (17, 21, 6)]
 )
-def test_full_attention_keeps_everything(stored_len: int, end: int, blocks: int) -> None:
+def test_full_attention_keeps_all_blocks(stored_len: int, end: int, blocks: int) -> None:
     assert KvLayout(4).held(stored_len, end) == blocks
 
 
-def test_a_window_lets_go_of_blocks_that_lie_wholly_before_it() -> None:
+def test_blocks_wholly_before_a_window_are_freed() -> None:
     sliding = KvLayout(4, (KvGroup(window=8),))
     assert [sliding.held(length) for length in (8, 10, 11, 12, 14, 15, 100)] == [2, 3, 2, 2, 3, 2, 2]
 
 
-def test_the_newest_token_sees_a_window_that_counts_itself() -> None:
+def test_a_window_includes_the_newest_token() -> None:
     group = KvGroup(window=8)
     assert [group.first_needed(length) for length in (0, 7, 8, 20)] == [0, 0, 1, 13]
 
@@ -47,7 +47,7 @@ def test_sinks_stay_beside_the_window_and_count_once_while_they_overlap() -> Non
     assert [sinking.held(length) for length in (4, 8, 16, 40)] == [1, 2, 4, 4]
 
 
-def test_every_table_of_every_group_takes_its_own_blocks() -> None:
+def test_every_table_of_every_group_has_its_own_blocks() -> None:
     layout = KvLayout(4, (KvGroup(tables=2), KvGroup(tables=5, window=8)))
     assert layout.tables == 7
     assert layout.held(40) == 2 * 10 + 5 * 2
@@ -56,9 +56,7 @@ def test_every_table_of_every_group_takes_its_own_blocks() -> None:
 
 @quick
 @given(layout=layouts, stored_len=st.integers(0, 120), more=st.integers(0, 40))
-def test_exactly_the_blocks_with_a_position_that_is_still_seen_are_held(
-    layout: KvLayout, stored_len: int, more: int
-) -> None:
+def test_exactly_the_blocks_with_a_needed_position_are_held(layout: KvLayout, stored_len: int, more: int) -> None:
     end = stored_len + more
     naive = sum(
         group.tables * len({position // layout.block_size for position in seen(group, stored_len, end)})
@@ -67,28 +65,30 @@ def test_exactly_the_blocks_with_a_position_that_is_still_seen_are_held(
     assert layout.held(stored_len, end) == naive
 
 
-# --- what there is room for ---------------------------------------------------------------------
+# --- longest lengths ---------------------------------------------------------------------
 
 
 @quick
 @given(layout=layouts, stored_len=st.integers(0, 120), more=st.integers(0, 40), free=st.integers(0, 60))
-def test_room_is_exactly_what_the_free_blocks_give(layout: KvLayout, stored_len: int, more: int, free: int) -> None:
+def test_the_longest_length_uses_exactly_the_free_blocks(
+    layout: KvLayout, stored_len: int, more: int, free: int
+) -> None:
     end = stored_len + more
-    room = layout.max_length(end, free)
-    assert layout.held(stored_len, room) - layout.held(stored_len, end) <= free
-    assert layout.held(stored_len, room + 1) - layout.held(stored_len, end) > free
+    longest = layout.max_length(end, free)
+    assert layout.held(stored_len, longest) - layout.held(stored_len, end) <= free
+    assert layout.held(stored_len, longest + 1) - layout.held(stored_len, end) > free
 
 
 @quick
 @given(layout=layouts, length=st.integers(1, 150), steps=st.lists(st.integers(1, 32), min_size=1), most=st.just(32))
-def test_no_way_to_a_length_ever_holds_more_than_its_peak(
+def test_a_sequence_never_holds_more_blocks_than_its_peak(
     layout: KvLayout, length: int, steps: list[int], most: int
 ) -> None:
-    peak, stored_len, turn = layout.peak(length, most), 0, 0
+    peak, stored_len, step = layout.peak(length, most), 0, 0
     while stored_len < length:
-        end = min(length, stored_len + steps[turn % len(steps)])
+        end = min(length, stored_len + steps[step % len(steps)])
         assert layout.held(stored_len, end) <= peak
-        stored_len, turn = end, turn + 1
+        stored_len, step = end, step + 1
 
 
 @quick
@@ -102,12 +102,12 @@ def test_the_longest_sequence_fits_and_one_token_more_does_not(
     assert longest == most or layout.peak(longest + 1, step_tokens) > blocks
 
 
-def test_windows_alone_never_outgrow_a_pool_that_holds_them() -> None:
+def test_a_pool_that_holds_all_windows_bounds_no_length() -> None:
     sliding = KvLayout(16, (KvGroup(window=512),))
     assert sliding.longest(sliding.peak(10_000, 256), 256, 1 << 20) == 1 << 20
 
 
-# --- refusals -----------------------------------------------------------------------------------
+# --- bounds -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

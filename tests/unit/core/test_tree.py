@@ -1,4 +1,4 @@
-"""Trees by example."""
+"""Token trees: examples."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def test_the_empty_tree_is_plain_decoding() -> None:
     assert EMPTY_TREE.child(ROOT, 5) is None
 
 
-def test_a_chain_hangs_each_token_under_the_one_before() -> None:
+def test_each_token_of_a_chain_is_the_child_of_the_one_before() -> None:
     chain = TokenTree.chain([5, 6, 7])
     assert chain.parents == (-1, 0, 1)
     assert chain.is_chain and chain.depth() == 3
     assert chain.ancestor_mask() == ((True, False, False), (True, True, False), (True, True, True))
 
 
-def test_candidates_merge_into_a_trie_and_the_first_win_their_nodes() -> None:
+def test_candidates_merge_into_a_trie_and_the_first_get_their_nodes() -> None:
     tree = TokenTree.from_candidates([(5, 6, 8), (5, 7), (9,)], max_nodes=10)
     assert tree == TokenTree(tokens=(5, 6, 8, 7, 9), parents=(-1, 0, 1, 0, -1))
     assert TokenTree.from_candidates([(5, 6, 8), (5, 7), (9,)], max_nodes=4).candidates() == ((5, 6, 8), (5, 7))
@@ -64,11 +64,11 @@ def test_truncation_keeps_the_first_and_shallow_nodes() -> None:
         ((1, 1), (-1, -1), "tree.tokens[1]"),
     ],
 )
-def test_what_is_no_tree_cannot_be_built(tokens: tuple[int, ...], parents: tuple[int, ...], field: str) -> None:
+def test_an_invalid_tree_cannot_be_built(tokens: tuple[int, ...], parents: tuple[int, ...], field: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         TokenTree(tokens, parents)
     assert refusal.value.field == field
 
 
-def test_equal_tokens_under_different_parents_are_no_siblings() -> None:
+def test_equal_tokens_under_different_parents_are_not_siblings() -> None:
     assert len(TokenTree((1, 1, 1), (-1, 0, 1))) == 3

@@ -20,7 +20,7 @@ from tests.support.http_app import chunks
     ("refusal", "status"),
     [(Overloaded("full", 2.0), 429), (NotReady("draining"), 503), (DeadlineExceeded("late"), 504)],
 )
-async def test_a_refusal_is_the_same_at_both_doors(apis: BothApis, refusal: PilotfishError, status: int) -> None:
+async def test_an_engine_error_is_the_same_in_both_apis(apis: BothApis, refusal: PilotfishError, status: int) -> None:
     apis.engine.refusal = refusal
     with pytest.raises(type(refusal), match=str(refusal)):
         await anext(apis.client.generate(Request(text="hi"), PATIENCE))
@@ -31,7 +31,7 @@ async def test_a_refusal_is_the_same_at_both_doors(apis: BothApis, refusal: Pilo
     assert await apis.over_http({"prompt": "hi"}) == ("hello the world", "")
 
 
-async def test_text_that_is_no_utf8_is_refused_at_both_doors(apis: BothApis) -> None:
+async def test_text_that_is_not_utf8_is_refused_by_both_apis(apis: BothApis) -> None:
     broken = Request(text="hi").SerializeToString().replace(b"hi", b"\xff\xfe")
     async with grpc.aio.insecure_channel(apis.grpc_address) as channel:
         call = channel.unary_stream("/pilotfish.v1.GenerationService/Generate")(broken, timeout=PATIENCE)
@@ -43,15 +43,15 @@ async def test_text_that_is_no_utf8_is_refused_at_both_doors(apis: BothApis) -> 
     assert await apis.over_http({"prompt": "hi"}) == ("hello the world", "")
 
 
-async def test_both_doors_give_the_same_answer_to_the_same_seed(apis: BothApis) -> None:
+async def test_both_apis_sample_with_the_same_seed(apis: BothApis) -> None:
     await apis.over_grpc(Request(text="hi", sampling=Sampling(seed=2**53)))
     await apis.over_http({"prompt": "hi", "seed": 2**53})
     grpc_request, http_request = apis.engine.requests
     assert grpc_request.sampling == http_request.sampling
 
 
-async def test_both_doors_ask_for_the_same_answers(apis: BothApis) -> None:
-    for search, wishes in (
+async def test_both_apis_request_the_same_answers(apis: BothApis) -> None:
+    for search, parameters in (
         (None, {}),
         (
             BeamSearch(length_penalty=0.5, early_stopping=generation_pb2.EARLY_STOPPING_NEVER),
@@ -63,7 +63,8 @@ async def test_both_doors_ask_for_the_same_answers(apis: BothApis) -> None:
         async for _ in apis.client.generate(message, PATIENCE):
             pass
         await apis.http.post(
-            "/v1/completions", json={"prompt": "hi", "n": 2, "best_of": 4, "cache_salt": "mine", "seed": 1, **wishes}
+            "/v1/completions",
+            json={"prompt": "hi", "n": 2, "best_of": 4, "cache_salt": "mine", "seed": 1, **parameters},
         )
         over_grpc, over_http = apis.engine.requests
         assert (over_grpc.n, over_grpc.beam, over_grpc.cache_salt) == (
@@ -74,7 +75,7 @@ async def test_both_doors_ask_for_the_same_answers(apis: BothApis) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "most"),
+    ("parameters", "most"),
     [
         ({}, None),
         ({"max_draft_tokens": 3}, 3),
@@ -89,16 +90,16 @@ async def test_both_doors_ask_for_the_same_answers(apis: BothApis) -> None:
     ],
 )
 @pytest.mark.parametrize("prompt", [{"prompt": "hi"}, {"messages": HI}], ids=["completion", "chat"])
-async def test_both_doors_bound_the_drafts_of_a_request(
-    apis: BothApis, prompt: dict[str, Any], wishes: dict[str, Any], most: int | None
+async def test_both_apis_bound_the_drafts_of_a_request(
+    apis: BothApis, prompt: dict[str, Any], parameters: dict[str, Any], most: int | None
 ) -> None:
-    assert await apis.over_http({**prompt, **wishes}) == ("hello the world", "")
+    assert await apis.over_http({**prompt, **parameters}) == ("hello the world", "")
     assert await apis.over_grpc(Request(text="hi", max_draft_tokens=most)) == ("hello the world", "")
     assert [request.max_draft_tokens for request in apis.engine.requests] == [most, most]
 
 
 @pytest.mark.parametrize(
-    ("wishes", "field"),
+    ("parameters", "field"),
     [
         ({"speculation": {"max_draft_tokens": -1}}, "speculation.max_draft_tokens"),
         ({"speculation": {"max_draft_tokens": 1.5}}, "speculation.max_draft_tokens"),
@@ -111,28 +112,28 @@ async def test_both_doors_bound_the_drafts_of_a_request(
         ({"speculation": {"enabled": True}, "max_draft_tokens": 0}, "speculation.enabled"),
     ],
 )
-async def test_a_wish_for_drafts_that_contradicts_itself_is_refused_by_name(
-    apis: BothApis, wishes: dict[str, Any], field: str
+async def test_contradictory_draft_parameters_are_refused_by_name(
+    apis: BothApis, parameters: dict[str, Any], field: str
 ) -> None:
-    assert (await apis.over_http({"prompt": "hi", **wishes}))[1] == field
+    assert (await apis.over_http({"prompt": "hi", **parameters}))[1] == field
     assert not apis.engine.requests
 
 
-async def test_answers_that_are_not_the_models_own_say_so_in_every_piece(apis: BothApis) -> None:
+async def test_every_response_of_a_lossy_server_says_so(apis: BothApis) -> None:
     for lossless in (True, False):
         apis.engine.is_lossless = lossless
         events = [event async for event in apis.client.generate(Request(text="hi"), PATIENCE)]
         assert {event.lossy for event in events} == {not lossless}
         for path, prompt in (("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", {"messages": HI})):
             assert (await apis.http.post(path, json=prompt)).json()["lossless"] is lossless
-            wish = {"stream": True, "stream_options": {"include_usage": True}}
-            pieces = chunks(await apis.http.post(path, json={**prompt, **wish}))
+            streamed = {"stream": True, "stream_options": {"include_usage": True}}
+            pieces = chunks(await apis.http.post(path, json={**prompt, **streamed}))
             assert {piece["lossless"] for piece in pieces} == {lossless}
         assert (await apis.http.get("/v1/models")).json()["data"][0]["lossless"] is lossless
         assert (await apis.client.get_model(MODEL)).lossy is not lossless
 
 
-async def test_an_http_client_that_leaves_cancels_the_call_behind_it(apis: BothApis) -> None:
+async def test_an_http_client_that_disconnects_cancels_its_grpc_call(apis: BothApis) -> None:
     apis.engine.hold_after = 1
     async with asyncio.timeout(PATIENCE):
         body = {"prompt": "hi", "stream": True}
@@ -150,7 +151,7 @@ async def test_a_grpc_client_that_cancels_frees_its_answer(apis: BothApis) -> No
         assert await apis.engine.freed.get() == "r"
 
 
-async def test_an_answer_can_be_aborted_by_name(apis: BothApis) -> None:
+async def test_an_answer_can_be_aborted_by_its_id(apis: BothApis) -> None:
     apis.engine.hold_after = 1
     async with asyncio.timeout(PATIENCE):
         events = []
@@ -161,7 +162,7 @@ async def test_an_answer_can_be_aborted_by_name(apis: BothApis) -> None:
         assert events[-1].finished.reason == generation_pb2.FINISH_REASON_ABORT
 
 
-async def test_models_metrics_and_readiness_pass_through(apis: BothApis) -> None:
+async def test_models_metrics_and_readiness_are_forwarded(apis: BothApis) -> None:
     assert (await apis.http.get(f"/v1/models/{MODEL}")).json()["id"] == MODEL
     assert (await apis.http.get("/metrics")).text == "answers_total 1\n"
     assert (await apis.http.get("/ready")).status_code == 200

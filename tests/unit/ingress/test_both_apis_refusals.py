@@ -97,14 +97,14 @@ BAD_INPUT: list[tuple[str, dict[str, Any], Request, type[InvalidRequest], str]] 
     ("no answer", {"prompt": "hi", "n": 0}, Request(text="hi", n=0), InvalidRequest, "n"),
     ("more answers than may be asked for", {"prompt": "hi", "n": 99}, Request(text="hi", n=99), InvalidRequest, "n"),
     (
-        "more to choose from than may be made",
+        "a best_of above the limit",
         {"prompt": "hi", "best_of": 99},
         Request(text="hi", best_of=99),
         InvalidRequest,
         "best_of",
     ),
     (
-        "a choice of more than is made",
+        "a best_of below n",
         {"prompt": "hi", "n": 3, "best_of": 2},
         Request(text="hi", n=3, best_of=2),
         InvalidRequest,
@@ -153,14 +153,14 @@ BAD_INPUT: list[tuple[str, dict[str, Any], Request, type[InvalidRequest], str]] 
         "stop",
     ),
     (
-        "a name that is none",
+        "an invalid request id",
         {"prompt": "hi", "request_id": "a b"},
         Request(text="hi", request_id="a b"),
         InvalidRequest,
         "request_id",
     ),
     (
-        "a larger tree of guesses than any target checks",
+        "a draft tree above the bound",
         {"prompt": "hi", "max_draft_tokens": 257},
         Request(text="hi", max_draft_tokens=257),
         InvalidRequest,
@@ -187,7 +187,7 @@ BAD_INPUT: list[tuple[str, dict[str, Any], Request, type[InvalidRequest], str]] 
 @pytest.mark.parametrize(
     ("body", "request_", "kind", "field"), [pytest.param(*row[1:], id=row[0]) for row in BAD_INPUT]
 )
-async def test_bad_input_gets_the_same_words_at_both_doors_and_the_next_request_works(
+async def test_bad_input_gets_the_same_error_in_both_apis_and_the_next_request_works(
     apis: BothApis, body: dict[str, Any], request_: Request, kind: type[InvalidRequest], field: str
 ) -> None:
     with pytest.raises(kind):

@@ -1,4 +1,4 @@
-"""Several answers to one prompt at the HTTP api: samples, the best of samples, beams."""
+"""Several answers to one prompt over HTTP: samples, the best of samples, beams."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def texts_of(events: list[Any]) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("endpoint", ["complete", "chat"])
-async def test_n_answers_have_the_seeds_that_follow_and_count_their_prompt_once(api: HttpApi, endpoint: str) -> None:
+async def test_n_answers_have_consecutive_seeds_and_count_their_prompt_once(api: HttpApi, endpoint: str) -> None:
     by_seed(api, "hello", "the world", "fish swim the world")
     ask = getattr(api, endpoint)
     single = (await ask(seed=0)).json()["usage"]["prompt_tokens"]
@@ -50,7 +50,7 @@ async def test_n_answers_have_the_seeds_that_follow_and_count_their_prompt_once(
 
 
 @pytest.mark.parametrize("endpoint", ["complete", "chat"])
-async def test_n_answers_stream_side_by_side(api: HttpApi, endpoint: str) -> None:
+async def test_n_answers_are_streamed_interleaved(api: HttpApi, endpoint: str) -> None:
     by_seed(api, "hello the world", "the world fish swim")
     *events, last = chunks(
         await getattr(api, endpoint)(n=2, seed=0, stream=True, stream_options={"include_usage": True})
@@ -78,7 +78,7 @@ async def test_answers_to_several_prompts_are_numbered_prompt_by_prompt(api: Htt
     assert texts_of(streamed) == {0: "one0", 1: "one1", 2: "two0", 3: "two1"}
 
 
-async def test_best_of_gives_the_most_probable_samples_best_first(api: HttpApi) -> None:
+async def test_best_of_returns_the_most_probable_samples_best_first(api: HttpApi) -> None:
     by_seed(api, "hello", "the world", "fish", "swim")
     body = (await api.complete(n=2, best_of=4, seed=0)).json()
     assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(0, "swim"), (1, "fish")]
@@ -99,7 +99,7 @@ async def test_beams_come_as_choices(api: HttpApi) -> None:
     assert (request.n, request.beam) == (2, BeamParameters(4, 0.0))
 
 
-async def test_answers_that_are_chosen_at_the_end_are_not_streamed(api: HttpApi) -> None:
+async def test_selected_answers_are_not_streamed(api: HttpApi) -> None:
     for values in ({"best_of": 2}, {"n": 2, "use_beam_search": True}):
         response = await api.chat(stream=True, **values)
         assert (response.status_code, error_of(response)["param"]) == (400, "stream")

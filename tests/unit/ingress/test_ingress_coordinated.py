@@ -1,4 +1,4 @@
-"""The room over the true coordinator: who drafts changes nothing that a client reads."""
+"""The generation service over the real coordinator. The drafter changes nothing that a client reads."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def read(generation: GenerationService, *stops: str, seed: int = 5) -> Rea
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-async def test_text_and_stop_are_the_same_whoever_drafts(tmp_path: Path, drafter: type[FakeDrafter]) -> None:
+async def test_text_and_stop_do_not_depend_on_the_drafter(tmp_path: Path, drafter: type[FakeDrafter]) -> None:
     async with coordinated(tmp_path, WrongDrafter) as (plain, _):
         text, tokens, finished = await read(plain)
         assert (len(tokens), finished.reason) == (60, FinishReason.LENGTH)
@@ -66,7 +66,7 @@ async def test_text_and_stop_are_the_same_whoever_drafts(tmp_path: Path, drafter
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-async def test_an_answer_cut_by_a_stop_string_counts_what_was_kept_and_frees_the_target(
+async def test_the_usage_of_an_answer_ends_at_its_stop_string_and_the_target_is_freed(
     tmp_path: Path, drafter: type[FakeDrafter]
 ) -> None:
     async with coordinated(tmp_path, drafter) as (generation, target):
@@ -77,11 +77,11 @@ async def test_an_answer_cut_by_a_stop_string_counts_what_was_kept_and_frees_the
         assert 0 <= usage.accepted_tokens <= usage.drafted_tokens
         assert (usage.accepted_tokens > 0) is (drafter is not WrongDrafter)
         async with asyncio.timeout(5):
-            while target.stored:  # noqa: ASYNC110 - the fake tells nobody
+            while target.stored:  # noqa: ASYNC110 - the fake has no event for it
                 await asyncio.sleep(0)
 
 
-async def test_an_answer_cut_by_a_stop_string_counts_as_stopped_and_one_whose_reader_left_as_aborted(
+async def test_a_stop_string_counts_as_stopped_and_a_closed_stream_as_aborted(
     tmp_path: Path,
 ) -> None:
     metrics = Metrics()
@@ -99,9 +99,7 @@ async def test_an_answer_cut_by_a_stop_string_counts_as_stopped_and_one_whose_re
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-async def test_several_answers_are_those_of_single_requests_each_cut_by_its_own_stop(
-    tmp_path: Path, drafter: type[FakeDrafter]
-) -> None:
+async def test_several_answers_equal_those_of_single_requests(tmp_path: Path, drafter: type[FakeDrafter]) -> None:
     async with coordinated(tmp_path, WrongDrafter) as (plain, _):
         singles = [await read(plain, "a", "b", seed=5 + index) for index in range(4)]
     assert len({len(tokens) for _, tokens, _ in singles}) > 1
@@ -121,5 +119,5 @@ async def test_several_answers_are_those_of_single_requests_each_cut_by_its_own_
             assert [token for delta in deltas for token in delta.tokens] == tokens
             assert [(end.reason, end.stop_string) for end in ends] == [(finished.reason, finished.stop_string)]
         async with asyncio.timeout(5):
-            while target.stored:  # noqa: ASYNC110 - the fake tells nobody
+            while target.stored:  # noqa: ASYNC110 - the fake has no event for it
                 await asyncio.sleep(0)

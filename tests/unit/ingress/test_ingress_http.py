@@ -1,4 +1,4 @@
-"""The HTTP api over the room, without a socket."""
+"""The HTTP API over a scripted engine, without a socket."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_a_chat_is_answered_whole(api: HttpApi) -> None:
     assert body["system_fingerprint"].startswith("pilotfish-")
 
 
-async def test_usage_tells_what_drafts_were_worth(api: HttpApi) -> None:
+async def test_usage_has_accepted_and_rejected_draft_tokens(api: HttpApi) -> None:
     usage = (await api.chat()).json()["usage"]
     details = usage["completion_tokens_details"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
@@ -41,7 +41,7 @@ async def test_usage_tells_what_drafts_were_worth(api: HttpApi) -> None:
     assert details["rejected_prediction_tokens"] > 0
 
 
-async def test_a_seed_that_was_drawn_is_told(api: HttpApi) -> None:
+async def test_a_drawn_seed_is_reported(api: HttpApi) -> None:
     body = (await api.chat()).json()
     assert body["seed"] == api.engine.requests[0].sampling.seed
 
@@ -67,18 +67,18 @@ async def test_a_stream_ends_with_its_usage_when_asked(api: HttpApi) -> None:
     assert last["usage"] == (await api.chat()).json()["usage"]
 
 
-async def test_a_chunk_without_text_is_skipped_unless_its_tokens_were_asked_for(tmp_path: Path) -> None:
+async def test_a_chunk_without_text_is_skipped_unless_token_ids_are_requested(tmp_path: Path) -> None:
     api = HttpApi(tmp_path, "🐟🐟🐟")
     silent = chunks(await api.chat(stream=True))
     assert all(event["choices"][0]["delta"].get("content") for event in silent[:-1])
     full = chunks(await api.chat(stream=True, return_token_ids=True))
     assert len(full) > len(silent)
-    told = [token for event in full[:-1] for token in event["choices"][0]["token_ids"]]
-    assert told == [*api.tokenizer.encode("🐟🐟🐟"), 2]
+    token_ids = [token for event in full[:-1] for token in event["choices"][0]["token_ids"]]
+    assert token_ids == [*api.tokenizer.encode("🐟🐟🐟"), 2]
     assert full[0]["choices"][0]["accepted_draft_tokens"] == 2
 
 
-async def test_token_ids_of_a_whole_answer_come_with_the_drafters_share(api: HttpApi) -> None:
+async def test_token_ids_of_an_answer_come_with_its_accepted_draft_tokens(api: HttpApi) -> None:
     body = (await api.complete(return_token_ids=True)).json()
     choice = body["choices"][0]
     assert choice["token_ids"] == [*api.tokenizer.encode("hello the world"), 2]
@@ -100,7 +100,7 @@ async def test_several_prompts_become_choices_in_order(api: HttpApi) -> None:
     assert body["usage"]["prompt_tokens"] == sum(len(tokenizer.encode(text)) for text in ("one", "two", "three"))
 
 
-async def test_stop_strings_end_the_text_and_say_so(api: HttpApi) -> None:
+async def test_a_stop_string_ends_the_text_and_is_reported(api: HttpApi) -> None:
     choice = (await api.complete(stop=[" wor", "never"])).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("hello the", "stop", " wor")
 
@@ -155,7 +155,7 @@ async def test_health_readiness_and_metrics(api: HttpApi) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_refusal_has_its_status_also_before_a_stream(
+async def test_an_error_before_the_first_event_has_its_status_also_for_a_stream(
     api: HttpApi, refusal: Any, status: int, kind: str, stream: bool
 ) -> None:
     api.engine.refusal = refusal
@@ -174,7 +174,9 @@ async def test_an_error_in_mid_stream_is_an_event_and_the_stream_ends(api: HttpA
     }  # fmt: skip
 
 
-async def test_an_accident_tells_its_detail_to_the_log_alone(api: HttpApi, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unexpected_error_is_logged_and_its_text_is_not_sent(
+    api: HttpApi, caplog: pytest.LogCaptureFixture
+) -> None:
     def accident(_: object) -> Any:
         raise RuntimeError("secret")
 
@@ -191,7 +193,7 @@ async def test_an_accident_tells_its_detail_to_the_log_alone(api: HttpApi, caplo
     ("method", "path", "status"),
     [("GET", "/v1/nothing", 404), ("GET", "/v1/chat/completions", 405), ("DELETE", "/v1/models", 405)],
 )
-async def test_unknown_paths_and_methods_are_told_in_openais_shape(
+async def test_errors_for_unknown_paths_and_methods_have_openais_format(
     api: HttpApi, method: str, path: str, status: int
 ) -> None:
     response = await api.http.request(method, path)
@@ -209,7 +211,7 @@ async def test_a_body_over_the_bound_is_refused_declared_or_not(api: HttpApi) ->
     assert (await api.complete()).status_code == 200
 
 
-async def test_a_form_is_not_json(api: HttpApi) -> None:
+async def test_a_form_is_refused_because_it_is_not_json(api: HttpApi) -> None:
     response = await api.http.post("/v1/completions", data={"prompt": "hi"})
     assert response.status_code == 400
     assert "application/json" in error_of(response)["message"]
@@ -225,7 +227,7 @@ async def test_a_client_may_shorten_the_deadline(api: HttpApi) -> None:
         assert error_of(response)["param"] == "x-request-timeout"
 
 
-async def test_a_lone_surrogate_cannot_break_the_answer(api: HttpApi) -> None:
+async def test_a_lone_surrogate_is_refused(api: HttpApi) -> None:
     for body in (rb'{"prompt": "\ud800"}', rb'{"prompt": "hi", "\ud800": 1}'):
         response = await api.http.post("/v1/completions", content=body)
         assert response.status_code == 400

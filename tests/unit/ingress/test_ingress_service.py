@@ -1,4 +1,4 @@
-"""The room: from a request to events, whatever the commits look like."""
+"""The generation service: from a request to events, for any commits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tokens_of(events: list[Event]) -> list[int]:
     return [token for event in events if isinstance(event, Delta) for token in event.tokens]
 
 
-async def test_an_answer_starts_flows_and_ends(tmp_path: Path) -> None:
+async def test_an_answer_has_a_start_deltas_and_an_end(tmp_path: Path) -> None:
     generation, engine, tokenizer = fake_service(tmp_path)
     events = await events_of(
         generation, Request(text="hi", request_id="r", sampling=common_pb2.SamplingParameters(seed=7))
@@ -47,13 +47,13 @@ async def test_an_answer_starts_flows_and_ends(tmp_path: Path) -> None:
     assert finished.usage.completion_tokens == len(tokens_of(events))
 
 
-async def test_the_end_of_sequence_token_is_counted_and_not_shown(tmp_path: Path) -> None:
+async def test_the_end_of_sequence_token_is_counted_and_has_no_text(tmp_path: Path) -> None:
     generation, _, tokenizer = fake_service(tmp_path)
     events = await events_of(generation, Request(text="hi"))
     assert tokens_of(events) == [*tokenizer.encode("hello the world"), 2]
 
 
-async def test_a_stop_token_that_is_a_word_is_not_shown_either(tmp_path: Path) -> None:
+async def test_the_text_of_a_stop_token_is_left_out(tmp_path: Path) -> None:
     generation, _, tokenizer = fake_service(tmp_path, "hello world")
     first, second, *_ = tokenizer.encode("hello world")
     events = await events_of(generation, Request(text="hi", stopping=Stopping(stop_token_ids=[second])))
@@ -62,7 +62,7 @@ async def test_a_stop_token_that_is_a_word_is_not_shown_either(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 20])
-async def test_however_tokens_are_committed_the_text_is_the_same(tmp_path: Path, block: int) -> None:
+async def test_the_text_does_not_depend_on_how_tokens_are_committed(tmp_path: Path, block: int) -> None:
     generation, _, _ = fake_service(tmp_path, "hello 🐟 世界 END the world", block=block)
     assert text_of(await events_of(generation, Request(text="hi"))) == "hello 🐟 世界 END the world"
     events = await events_of(generation, Request(text="hi", stopping=Stopping(stop=["界 EN", "world"])))
@@ -72,9 +72,7 @@ async def test_however_tokens_are_committed_the_text_is_the_same(tmp_path: Path,
 
 
 @pytest.mark.parametrize("block", [1, 4, 20])
-async def test_a_stop_string_cuts_tokens_after_the_one_that_completes_it_and_frees_the_rest(
-    tmp_path: Path, block: int
-) -> None:
+async def test_a_stop_string_cuts_the_tokens_after_it_and_frees_the_answer(tmp_path: Path, block: int) -> None:
     generation, engine, tokenizer = fake_service(tmp_path, "hello the world and more fish", block=block)
     events = await events_of(generation, Request(text="hi", request_id="r", stopping=Stopping(stop=["wor"])))
     kept = tokens_of(events)
@@ -88,7 +86,7 @@ async def test_a_stop_string_cuts_tokens_after_the_one_that_completes_it_and_fre
     assert engine.freed.get_nowait() == "r"
 
 
-async def test_the_engine_is_let_go_before_the_last_words_are_read(tmp_path: Path) -> None:
+async def test_the_engine_is_freed_before_the_last_event_is_read(tmp_path: Path) -> None:
     generation, engine, _ = fake_service(tmp_path, "hello the world")
     async with aclosing(generation.generate(Request(text="hi", stopping=Stopping(stop=["the"])))) as events:
         freed = [engine.freed.qsize() async for event in events if isinstance(event, Delta)]
@@ -96,7 +94,7 @@ async def test_the_engine_is_let_go_before_the_last_words_are_read(tmp_path: Pat
     assert freed[-1] == 1
 
 
-async def test_an_answer_that_a_stop_string_ends_is_concluded_and_one_that_ended_itself_is_not(tmp_path: Path) -> None:
+async def test_only_an_answer_that_a_stop_string_ends_is_concluded(tmp_path: Path) -> None:
     generation, engine, _ = fake_service(tmp_path, "hello the world")
     await events_of(generation, Request(text="hi", request_id="r", stopping=Stopping(stop=["the"])))
     assert engine.concluded == [("r", 0)]
@@ -137,7 +135,7 @@ async def test_several_answers_are_all_aborted(tmp_path: Path) -> None:
     assert [(end.index, end.reason) for end in ends] == [(0, FinishReason.ABORT), (1, FinishReason.ABORT)]
 
 
-async def test_the_best_samples_are_told_once_all_are_made(tmp_path: Path) -> None:
+async def test_the_best_samples_are_returned_once_all_are_complete(tmp_path: Path) -> None:
     generation, engine, tokenizer = fake_service(tmp_path)
     scripts = [(*tokenizer.encode(text), 2) for text in ("hello", "the", "world")]
     engine.script = lambda request: scripts[request.sampling.seed]
@@ -145,9 +143,9 @@ async def test_the_best_samples_are_told_once_all_are_made(tmp_path: Path) -> No
     request = Request(text="hi", n=2, best_of=3, sampling=common_pb2.SamplingParameters(seed=0))
     started, *events = await events_of(generation, request)
     assert isinstance(started, Started)
-    given = [event for event in events if not isinstance(event, Started)]
-    assert [event.index for event in given] == sorted(event.index for event in given)
-    assert [event.index for event in given if isinstance(event, Finished)] == [0, 1]
+    returned = [event for event in events if not isinstance(event, Started)]
+    assert [event.index for event in returned] == sorted(event.index for event in returned)
+    assert [event.index for event in returned if isinstance(event, Finished)] == [0, 1]
     assert text_of(events) == "thehello"
     assert all(not event.logprobs for event in events if isinstance(event, Delta))
 
@@ -166,7 +164,7 @@ async def test_an_engine_that_ends_before_its_answers_is_an_error(tmp_path: Path
         await events_of(generation, Request(text="hi", n=2))
 
 
-async def test_an_answer_that_was_not_asked_for_is_an_error(tmp_path: Path) -> None:
+async def test_an_answer_that_was_not_requested_is_an_error(tmp_path: Path) -> None:
     _, engine, tokenizer = fake_service(tmp_path)
 
     class Inventing(ScriptedEngine):
@@ -180,12 +178,12 @@ async def test_an_answer_that_was_not_asked_for_is_an_error(tmp_path: Path) -> N
         await events_of(generation, Request(text="hi", n=2))
 
 
-async def test_text_held_back_for_a_stop_string_comes_with_the_last_commit(tmp_path: Path) -> None:
+async def test_text_held_back_for_a_stop_string_is_sent_with_the_last_commit(tmp_path: Path) -> None:
     generation, _, _ = fake_service(tmp_path, "hello the w")
     assert text_of(await events_of(generation, Request(text="hi", stopping=Stopping(stop=["world"])))) == "hello the w"
 
 
-async def test_a_length_bound_ends_an_answer_mid_character_with_a_mark(tmp_path: Path) -> None:
+async def test_an_answer_that_ends_within_a_character_has_a_replacement_character(tmp_path: Path) -> None:
     generation, _, _ = fake_service(tmp_path, "🐟")
     events = await events_of(generation, Request(text="hi", stopping=Stopping(max_tokens=2)))
     assert text_of(events) == "\N{REPLACEMENT CHARACTER}"
@@ -200,7 +198,7 @@ async def test_closing_an_answer_frees_it(tmp_path: Path) -> None:
     assert engine.freed.get_nowait() == "r"
 
 
-async def test_a_name_is_taken_while_its_request_runs(tmp_path: Path) -> None:
+async def test_the_id_of_a_running_request_is_refused(tmp_path: Path) -> None:
     generation, _, _ = fake_service(tmp_path)
     request = Request(text="hi", request_id="r")
     async with aclosing(generation.generate(request)) as events:
@@ -237,15 +235,17 @@ async def test_nothing_is_admitted_before_the_engine_is_ready(tmp_path: Path) ->
         await anext(generation.generate(Request(text="hi")))
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, 1050.0), (5.0, 1005.0), (1e6, 1050.0)])
-async def test_a_deadline_is_the_callers_within_the_limit(tmp_path: Path, given: float | None, expected: float) -> None:
+@pytest.mark.parametrize(("seconds", "expected"), [(None, 1050.0), (5.0, 1005.0), (1e6, 1050.0)])
+async def test_a_deadline_is_that_of_the_caller_within_the_limit(
+    tmp_path: Path, seconds: float | None, expected: float
+) -> None:
     _, engine, tokenizer = fake_service(tmp_path)
     generation = GenerationService(engine, tokenizer, LimitsSection(max_timeout_seconds=50.0), clock=lambda: 1000.0)
-    await events_of(generation, Request(text="hi"), given)
+    await events_of(generation, Request(text="hi"), seconds)
     assert engine.requests[0].deadline == expected
 
 
-async def test_a_prompt_that_cannot_fit_is_refused_before_the_work(tmp_path: Path) -> None:
+async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(tmp_path: Path) -> None:
     generation, engine, tokenizer = fake_service(tmp_path)
     most = CONTEXT * tokenizer.longest_token_chars
     with pytest.raises(InvalidRequest, match=f"'{most + 1} characters'"):

@@ -1,4 +1,4 @@
-"""The HTTP api on a real socket, as clients in the wild use it."""
+"""The HTTP API on a real socket, with OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_openais_client_understands_the_errors(sdk: openai.AsyncOpenAI) ->
     assert invalid.value.param == "temperature"
 
 
-async def test_the_first_words_leave_before_the_last_are_known(served: tuple[str, ScriptedEngine]) -> None:
+async def test_the_first_chunk_is_sent_before_the_answer_is_complete(served: tuple[str, ScriptedEngine]) -> None:
     address, engine = served
     engine.hold_after = 1
     body = {"prompt": "hi", "stream": True}
@@ -96,7 +96,7 @@ async def test_the_first_words_leave_before_the_last_are_known(served: tuple[str
 
 @pytest.mark.parametrize("commits", [0, 1], ids=["before_the_first_word", "after_it"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_a_client_that_leaves_frees_its_answer(
+async def test_a_client_that_disconnects_frees_its_answer(
     served: tuple[str, ScriptedEngine], stream: bool, commits: int
 ) -> None:
     address, engine = served
@@ -112,7 +112,7 @@ async def test_a_client_that_leaves_frees_its_answer(
         assert await engine.freed.get() == "gone"
 
 
-async def test_several_prompts_of_a_client_that_leaves_are_all_freed(served: tuple[str, ScriptedEngine]) -> None:
+async def test_a_client_that_disconnects_frees_all_its_prompts(served: tuple[str, ScriptedEngine]) -> None:
     address, engine = served
     engine.hold_after = 1
     async with asyncio.timeout(PATIENCE), httpx.AsyncClient() as http:

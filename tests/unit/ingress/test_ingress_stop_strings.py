@@ -1,4 +1,4 @@
-"""Stop strings, however the text is cut."""
+"""Stop strings, for any split of the text."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def read(pieces: list[str], stops: list[str]) -> Matched:
     return Matched(text + matcher.flush())
 
 
-def test_without_stop_strings_all_text_passes_at_once() -> None:
+def test_text_is_not_held_back_without_stop_strings() -> None:
     assert StopMatcher([]).push("abc") == Matched("abc")
 
 
-def test_a_beginning_of_a_stop_string_is_held_back() -> None:
+def test_a_prefix_of_a_stop_string_is_held_back() -> None:
     matcher = StopMatcher(["END"])
     assert matcher.push("the EN") == Matched("the ")
     assert matcher.push("GLISH") == Matched("ENGLISH")
@@ -36,7 +36,7 @@ def test_a_stop_string_that_spans_three_pieces_is_cut_from_the_text() -> None:
     assert read(["one E", "N", "D two"], ["END"]) == Matched("one ", "END")
 
 
-def test_what_was_held_back_is_given_at_the_end() -> None:
+def test_text_held_back_is_returned_at_the_end() -> None:
     matcher = StopMatcher(["END"])
     matcher.push("E")
     assert matcher.flush() == "E"
@@ -47,23 +47,23 @@ def test_the_stop_string_complete_first_wins() -> None:
     assert read(["abcd"], ["abcd", "bc"]) == Matched("a", "bc")
 
 
-def test_of_two_complete_at_once_the_longer_wins() -> None:
+def test_of_two_stop_strings_complete_at_once_the_longer_wins() -> None:
     assert read(["xabc"], ["bc", "abc"]) == Matched("x", "abc")
 
 
-def test_a_stop_string_may_begin_inside_a_failed_beginning() -> None:
+def test_a_stop_string_may_begin_within_a_prefix_that_did_not_match() -> None:
     assert read(["aa", "b"], ["ab"]) == Matched("a", "ab")
 
 
 @given(texts, stops, st.data())
-def test_how_the_text_is_cut_changes_nothing(text: str, stops: list[str], data: st.DataObject) -> None:
+def test_the_result_does_not_depend_on_how_the_text_is_split(text: str, stops: list[str], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert read(pieces, stops) == read(list(text), stops)
 
 
 @given(texts, stops)
-def test_the_text_holds_no_stop_string_and_nothing_else_is_lost(text: str, stops: list[str]) -> None:
+def test_the_text_lacks_only_what_follows_the_first_stop_string(text: str, stops: list[str]) -> None:
     matched = read([text], stops)
     assert not any(stop in matched.text for stop in stops)
     assert text.startswith(matched.text + (matched.stop or ""))

@@ -1,4 +1,4 @@
-"""Text to tokens and back."""
+"""Tokenization and detokenization."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ def test_text_survives_the_round_trip(tokenizer: Tokenizer, text: str) -> None:
 
 
 @given(text=texts)
-def test_it_reads_tokens_as_the_library_does(tokenizer: Tokenizer, library: tokenizers.Tokenizer, text: str) -> None:
+def test_tokens_are_decoded_as_the_library_does(tokenizer: Tokenizer, library: tokenizers.Tokenizer, text: str) -> None:
     tokens = tokenizer.encode(text)
     assert tokenizer.decode(tokens) == library.decode(tokens)
 
 
 @given(tokens=st.lists(st.integers(0, 300), max_size=12))
-def test_pieces_put_together_are_the_whole_for_any_tokens(tokenizer: Tokenizer, tokens: list[int]) -> None:
+def test_the_parts_of_a_text_equal_the_whole(tokenizer: Tokenizer, tokens: list[int]) -> None:
     stream = tokenizer.detokenizer(starts_text=True)
     pieces = [stream.push(token) for token in tokens]
     assert "".join(pieces) + stream.flush() == tokenizer.decode(tokens)
 
 
-def test_a_character_in_the_making_is_held_back(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_is_held_back(tokenizer: Tokenizer) -> None:
     stream = tokenizer.detokenizer()
     fish = [token for token in tokenizer.encode("🐟") if tokenizer.token_bytes(token) != b" "]
     assert len(fish) == 4
     assert [stream.push(token) for token in fish] == ["", "", "", "🐟"]
 
 
-def test_a_character_that_never_ends_becomes_one_mark_at_the_end(tokenizer: Tokenizer) -> None:
+def test_a_character_that_stays_incomplete_becomes_one_replacement_character(tokenizer: Tokenizer) -> None:
     stream = tokenizer.detokenizer()
     assert stream.push(tokenizer.encode("🐟")[-4]) == ""
     assert stream.flush() == "\N{REPLACEMENT CHARACTER}"
@@ -72,17 +72,17 @@ def test_a_continuation_keeps_its_first_space(tokenizer: Tokenizer) -> None:
     assert "".join(stream.push(token) for token in continuation) == " world"
 
 
-def test_special_tokens_are_left_out_or_shown_as_wished(tokenizer: Tokenizer) -> None:
+def test_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("hello<|im_end|>")
     assert tokenizer.decode(tokens) == "hello"
     assert tokenizer.decode(tokens, skip_special_tokens=False) == "hello<|im_end|>"
 
 
-def test_an_id_the_vocabulary_does_not_use_adds_nothing(tokenizer: Tokenizer) -> None:
+def test_an_unused_id_adds_no_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([9999]) == ""
 
 
-def test_a_conversation_is_rendered_open_for_the_assistant(tokenizer: Tokenizer) -> None:
+def test_a_rendered_conversation_ends_where_the_assistant_begins(tokenizer: Tokenizer) -> None:
     messages = [Message("user", "hello")]
     assert tokenizer.render_chat(messages) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     tokens = tokenizer.encode_chat(messages)
@@ -90,7 +90,7 @@ def test_a_conversation_is_rendered_open_for_the_assistant(tokenizer: Tokenizer)
     assert (tokens.count(1), tokens.count(2)) == (2, 1)
 
 
-def test_a_template_that_refuses_says_why(tokenizer: Tokenizer) -> None:
+def test_the_error_of_a_template_is_reported(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="no villains") as caught:
         tokenizer.encode_chat([Message("villain", "ha")])
     assert caught.value.field == "messages"
@@ -119,14 +119,14 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path).render_chat([Message("user", "hi")])
 
 
-def test_without_a_template_chats_are_refused(tmp_path: Path) -> None:
+def test_chats_are_refused_without_a_template(tmp_path: Path) -> None:
     byte_level(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(InvalidRequest, match="no chat template"):
         Tokenizer.load(tmp_path).encode_chat([Message("user", "hi")])
 
 
-def test_a_missing_or_foreign_tokenizer_is_an_operators_error(tmp_path: Path) -> None:
+def test_a_missing_or_unknown_tokenizer_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="needed a tokenizer"):
         Tokenizer.load(tmp_path)
     byte_level(tmp_path)

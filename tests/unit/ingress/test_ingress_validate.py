@@ -1,4 +1,4 @@
-"""The one validator: every bound, by name."""
+"""The validator: every bound is checked, and the error names the field."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_unset_takes_the_defaults_of_the_schema() -> None:
     assert valid.max_tokens is None
 
 
-def test_zero_is_a_value_of_its_own() -> None:
+def test_zero_is_not_the_same_as_unset() -> None:
     valid = validate(sampled(temperature=0.0, seed=0, logprobs=0), INFO, LIMITS, ())
     assert (valid.sampling.temperature, valid.sampling.seed, valid.sampling.logprobs) == (0.0, 0, 0)
 
 
-def test_an_unset_seed_is_drawn_anew_each_time_and_fits_any_json_number() -> None:
+def test_an_unset_seed_is_drawn_and_fits_a_json_number() -> None:
     seeds = {validate(Request(text="hi"), INFO, LIMITS, ()).sampling.seed for _ in range(8)}
     assert len(seeds) == 8
     assert all(seed < 2**53 for seed in seeds)
@@ -72,7 +72,7 @@ def test_end_of_sequence_is_a_stop_token_unless_ignored() -> None:
     assert validate(Request(text="a", stopping=stops), INFO, LIMITS, (2,)).stopping.stop_token_ids == {5}
 
 
-def test_all_three_kinds_of_prompt_are_taken() -> None:
+def test_all_three_kinds_of_prompt_are_accepted() -> None:
     tokens = Request(token_ids=common_pb2.TokenIds(ids=[1, 99]))
     assert validate(tokens, INFO, LIMITS, ()).prompt == TokenPrompt((1, 99))
     turn = generation_pb2.ChatMessage(role="user", content="hi", name="ann")
@@ -126,14 +126,14 @@ USER = generation_pb2.ChatMessage(role="user", content="hi")
         (stopped(stop_token_ids=[100]), "stop_token_ids[0]"),
     ],
 )
-def test_what_is_out_of_bounds_is_refused_by_name(request_: Request, field: str) -> None:
+def test_values_out_of_bounds_are_refused_by_name(request_: Request, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check(request_)
     assert caught.value.field == field
 
 
 @pytest.mark.parametrize("most", [None, 0, 7, 256])
-def test_the_drafts_of_a_request_are_bounded_by_what_a_tree_may_hold(most: int | None) -> None:
+def test_max_draft_tokens_is_bounded_by_the_largest_tree(most: int | None) -> None:
     assert admitted(Request(text="hi", max_draft_tokens=most)).max_draft_tokens == most
     with pytest.raises(InvalidRequest, match="max_draft_tokens: 257 is refused; it must be between 0 and 256"):
         check(Request(text="hi", max_draft_tokens=257))
@@ -174,7 +174,7 @@ def beams(width: int = 4, **values: object) -> Request:
         (beams(stopping=Stopping(stop=["x"])), "stop"),
     ],
 )
-def test_several_answers_have_their_bounds_too(request_: Request, field: str) -> None:
+def test_answer_counts_and_beams_out_of_bounds_are_refused_by_name(request_: Request, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check(request_)
     assert caught.value.field == field
@@ -184,12 +184,12 @@ def admitted(request: Request) -> GenerationRequest:
     return fit_to_context(validate(request, INFO, LIMITS, INFO.eos_token_ids), (1, 2), INFO, LIMITS, 0.0)
 
 
-def test_one_answer_of_no_salt_is_the_default() -> None:
+def test_the_default_is_one_answer_without_salt() -> None:
     request = admitted(Request(text="hi"))
     assert (request.n, request.beam, request.cache_salt) == (1, None, "")
 
 
-def test_samples_that_compete_are_all_asked_for_with_their_log_probabilities() -> None:
+def test_best_of_requests_all_samples_with_log_probabilities() -> None:
     request = admitted(several(n=2, best_of=5, cache_salt="mine"))
     assert (request.n, request.sampling.logprobs, request.cache_salt) == (5, 0, "mine")
     assert admitted(several(Sampling(logprobs=3), best_of=5)).sampling.logprobs == 3
@@ -198,7 +198,7 @@ def test_samples_that_compete_are_all_asked_for_with_their_log_probabilities() -
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_beams_are_best_of_many_or_as_many_as_answers(temperature: float) -> None:
+def test_the_beam_width_is_best_of_or_else_n(temperature: float) -> None:
     search = BeamSearch(length_penalty=-0.5, early_stopping=generation_pb2.EARLY_STOPPING_NEVER)
     request = admitted(several(Sampling(temperature=temperature, top_p=1.0), n=2, best_of=4, beam_search=search))
     assert (request.n, request.beam) == (2, BeamParameters(4, -0.5, EarlyStopping.NEVER))
@@ -213,13 +213,13 @@ def test_a_beam_has_no_more_candidates_than_the_vocabulary() -> None:
     validate(beams(3, stopping=Stopping(stop_token_ids=[3, 4])), info, LIMITS, (2,))
 
 
-def test_an_unknown_model_is_told_the_known_one() -> None:
+def test_the_error_for_an_unknown_model_names_the_served_one() -> None:
     with pytest.raises(UnknownModel, match="'gpt-4' is refused; it must be a served model: tiny"):
         check(Request(text="hi", model="gpt-4"))
     check(Request(text="hi", model="tiny"))
 
 
-def test_max_tokens_unset_takes_what_context_and_limits_leave() -> None:
+def test_unset_max_tokens_is_what_context_and_limits_allow() -> None:
     valid = validate(Request(text="hi"), INFO, LIMITS, ())
     assert fit_to_context(valid, (1,) * 5, INFO, LIMITS, 0.0).stopping.max_tokens == 20
     assert fit_to_context(valid, (1,) * 25, INFO, LIMITS, 0.0).stopping.max_tokens == 7
@@ -237,7 +237,7 @@ def test_prompt_and_answer_must_fit_the_context() -> None:
         fit_to_context(valid, (), INFO, LIMITS, 0.0)
 
 
-def test_an_answer_of_no_asked_length_fits_a_pool_smaller_than_the_context() -> None:
+def test_a_default_length_fits_into_a_pool_smaller_than_the_context() -> None:
     small = replace(INFO, max_context_len=1000, kv=KvOccupancy(10, 10))
     message = Request(text="hi")
     limits = LimitsSection()

@@ -1,4 +1,4 @@
-"""Bodies made to cost time or memory: they are refused after little work."""
+"""Bodies that would cost much time or memory are refused after little work."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_of_many_errors_only_the_first_is_collected(
 
 @pytest.mark.parametrize("levels", [MAX_JSON_DEPTH, 500, *range(940, 1000, 10), 965, 5000, 100_000])
 @pytest.mark.parametrize("name", ["prompt", "stop", "messages", "tools", "nobody_knows_it"])
-def test_a_body_that_is_nested_too_deep_is_refused_in_these_words(levels: int, name: str) -> None:
+def test_a_body_that_is_nested_too_deep_is_refused_with_the_bound(levels: int, name: str) -> None:
     error = refusal(b'{"%s": %s}' % (name.encode(), nested(levels)))
     assert error.field == "body"
     assert error.bound == f"JSON that is nested at most {MAX_JSON_DEPTH} levels deep"

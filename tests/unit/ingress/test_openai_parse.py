@@ -1,4 +1,4 @@
-"""OpenAI's requests: types and names, before any bound."""
+"""Parsing OpenAI's requests: types and names."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_other_parts_are_refused_by_name() -> None:
     assert caught.value.field == "messages[0].content[1].type"
 
 
-def test_an_assistants_message_can_be_sent_back_as_it_came() -> None:
+def test_a_returned_assistant_message_can_be_sent_back() -> None:
     turn = {"role": "assistant", "content": "hello", "refusal": None, "tool_calls": None, "annotations": []}
     assert chat(messages=[turn]).messages[0].content == "hello"
 
@@ -76,7 +76,7 @@ def test_every_parameter_of_completions_that_is_unsupported_is_refused_by_name(n
 
 
 @pytest.mark.parametrize("schema", [ChatRequest, CompletionRequest])
-def test_a_value_that_asks_for_nothing_is_let_through(schema: type[Parameters]) -> None:
+def test_a_value_without_effect_is_accepted(schema: type[Parameters]) -> None:
     harmless = {name: values[0] for name, values in schema.unsupported.items() if values}
     assert len(harmless) > 5
     parse(
@@ -100,14 +100,14 @@ def test_every_parameter_of_openais_own_client_is_known(schema: type[Parameters]
     assert not {*schema.model_fields} & {*schema.unsupported}
 
 
-def test_true_is_not_one() -> None:
+def test_a_boolean_is_not_a_number() -> None:
     with pytest.raises(UnsupportedParameter, match="min_tokens: False is refused"):
         chat(min_tokens=False)
     with pytest.raises(InvalidRequest, match="n: True is refused"):
         chat(n=True)
 
 
-def test_an_unknown_field_is_told_the_nearest_known_one() -> None:
+def test_the_error_for_an_unknown_parameter_names_the_nearest_known_one() -> None:
     with pytest.raises(InvalidRequest, match="the nearest is temperature") as caught:
         chat(temprature=1)
     assert caught.value.field == "temprature"
@@ -147,7 +147,7 @@ def test_a_wrong_type_is_refused_by_path(values: dict[str, object], field: str) 
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"\xff", b'{"a": "\xc3"}', b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}"]
 )
-def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse(ChatRequest, body)
     assert caught.value.field == "body"
@@ -192,7 +192,7 @@ def test_a_prompt_of_tokens_that_protobuf_cannot_hold_is_refused(prompt: object)
         (CompletionRequest, {"prompt": [0.5] * 50_000}, "prompt"),
     ],
 )
-def test_a_list_full_of_errors_is_read_up_to_the_first(schema: type, body: dict[str, object], field: str) -> None:
+def test_a_list_of_wrong_entries_is_read_up_to_the_first(schema: type, body: dict[str, object], field: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(InvalidRequest) as refused:

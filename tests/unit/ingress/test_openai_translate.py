@@ -60,7 +60,7 @@ def test_a_chat_becomes_one_request() -> None:
         ("never", generation_pb2.EARLY_STOPPING_NEVER),
     ],
 )
-def test_beam_search_is_asked_for_as_vllms_clients_do(early_stopping: object, expected: int) -> None:
+def test_beam_search_has_vllms_parameters(early_stopping: object, expected: int) -> None:
     values = {"use_beam_search": True, "n": 2, "best_of": 4, "length_penalty": 0, "early_stopping": early_stopping}
     for request in (
         chat_request(chat(**values), "r", 3),
@@ -70,32 +70,32 @@ def test_beam_search_is_asked_for_as_vllms_clients_do(early_stopping: object, ex
         assert (request.beam_search.length_penalty, request.beam_search.early_stopping) == (0.0, expected)
 
 
-def test_beam_search_switched_off_may_bring_its_defaults() -> None:
+def test_default_beam_parameters_are_accepted_without_beam_search() -> None:
     body = chat(use_beam_search=False, length_penalty=1, early_stopping=False)
     assert chat_request(body, "r", 3) == chat_request(chat(), "r", 3)
 
 
 @pytest.mark.parametrize(("name", "value"), [("length_penalty", 0.5), ("early_stopping", True)])
-def test_what_only_beams_know_is_refused_without_them(name: str, value: object) -> None:
+def test_beam_parameters_are_refused_without_beam_search(name: str, value: object) -> None:
     with pytest.raises(InvalidRequest, match="left out unless use_beam_search is true") as caught:
         chat_request(chat(**{name: value}), "r", 3)
     assert caught.value.field == name
 
 
 @pytest.mark.parametrize("values", [{"best_of": 2}, {"n": 2, "best_of": 3}, {"n": 2, "use_beam_search": True}])
-def test_answers_that_are_chosen_at_the_end_cannot_be_streamed(values: dict[str, object]) -> None:
+def test_selected_answers_cannot_be_streamed(values: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest, match="known once all are generated") as caught:
         completion_requests(completion(stream=True, **values), LIMITS, "r", 3)
     assert caught.value.field == "stream"
     completion_requests(completion(stream=True, n=2, best_of=2), LIMITS, "r", 3)
 
 
-def test_salt_and_name_pass_through() -> None:
+def test_salt_and_id_are_forwarded() -> None:
     request = chat_request(chat(cache_salt="tenant"), "r", 3)
     assert (request.cache_salt, request.request_id) == ("tenant", "r")
 
 
-def test_what_is_unset_stays_unset() -> None:
+def test_unset_parameters_stay_unset() -> None:
     request = chat_request(chat(), "r", 3)
     for name in ("n", "best_of", "beam_search", "cache_salt"):
         assert not request.HasField(name)  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ def test_what_is_unset_stays_unset() -> None:
     assert not request.stopping.HasField("max_tokens")
 
 
-def test_prompts_fan_out_under_one_seed_and_distinct_names() -> None:
+def test_prompts_become_requests_with_one_seed_and_distinct_ids() -> None:
     requests = completion_requests(completion(prompt=["a", "b"]), LIMITS, "r", 3)
     assert [(request.request_id, request.text, request.sampling.seed) for request in requests] == [
         ("r-0", "a", 3),

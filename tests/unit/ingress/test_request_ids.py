@@ -44,7 +44,7 @@ async def behind_serve(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-async def test_a_request_is_named_by_its_client_or_by_us(api: HttpApi) -> None:
+async def test_the_client_may_choose_the_id_of_a_request(api: HttpApi) -> None:
     named = await api.complete(request_id="my-1")
     assert named.json()["id"] == "cmpl-my-1"
     assert api.engine.requests[0].request_id == "my-1"
@@ -54,7 +54,7 @@ async def test_a_request_is_named_by_its_client_or_by_us(api: HttpApi) -> None:
     assert response.json()["id"] == f"cmpl-{response.headers['x-request-id']}"
 
 
-async def test_what_a_client_calls_its_requests_may_be_said_twice_at_once(api: HttpApi) -> None:
+async def test_concurrent_requests_may_have_the_same_client_id(api: HttpApi) -> None:
     headers = {"x-request-id": "my-1"}
     responses = await asyncio.gather(
         *(api.http.post("/v1/completions", json={"prompt": "hi"}, headers=headers) for _ in range(3))
@@ -77,7 +77,9 @@ async def test_an_id_outside_ascii_is_refused_by_name(api: HttpApi, header: byte
 
 
 @pytest.mark.parametrize("header", NOT_ASCII)
-async def test_behind_serves_proxy_too(behind_serve: httpx.AsyncClient, header: bytes) -> None:
+async def test_an_id_outside_ascii_is_refused_behind_serves_proxy(
+    behind_serve: httpx.AsyncClient, header: bytes
+) -> None:
     response = await behind_serve.get("/v1/models", headers={ID: header})
     assert (response.status_code, error_of(response)["param"]) == (400, ID)
     assert len(response.headers.get_list(ID)) == 1

@@ -43,9 +43,7 @@ from tests.support.wire_servers import scripted as scripted
 from tests.support.wire_servers import target as target
 
 
-async def test_the_target_opens_steps_releases_and_tells_what_it_is(
-    scripted: ScriptedServer, target: GrpcTarget
-) -> None:
+async def test_the_target_client_calls_every_method(scripted: ScriptedServer, target: GrpcTarget) -> None:
     assert await target.open(OPENS) == OPENED
     assert await target.step(BATCH) == RESULT
     await target.release([SequenceId("s"), SequenceId("t")])
@@ -58,26 +56,26 @@ async def test_the_drafter_proposes(drafter: GrpcDrafter) -> None:
     assert await drafter.propose(ROWS, PATIENCE) == PROPOSALS
 
 
-async def test_step_after_step_goes_through_one_stream(scripted: ScriptedServer, target: GrpcTarget) -> None:
+async def test_successive_steps_use_one_stream(scripted: ScriptedServer, target: GrpcTarget) -> None:
     for _ in range(3):
         assert await target.step(BATCH) == RESULT
         assert scripted.target.streams == 1
 
 
-async def test_calls_at_one_time_have_a_stream_each_and_leave_them_to_others(
+async def test_concurrent_calls_have_their_own_streams_which_later_calls_reuse(
     scripted: ScriptedServer, drafter: GrpcDrafter
 ) -> None:
     for _ in range(2):
         scripted.drafter.hold.clear()
         calls = [asyncio.create_task(drafter.propose(ROWS, PATIENCE)) for _ in range(3)]
-        while scripted.drafter.streams < 3:  # noqa: ASYNC110 - the servicer tells nobody
+        while scripted.drafter.streams < 3:  # noqa: ASYNC110 - the servicer has no event for it
             await asyncio.sleep(0.001)
         scripted.drafter.hold.set()
         assert await asyncio.gather(*calls) == [PROPOSALS] * 3
         assert scripted.drafter.streams == 3
 
 
-async def test_a_stream_that_failed_or_was_given_up_is_not_used_again(
+async def test_a_stream_that_failed_or_was_cancelled_is_not_reused(
     scripted: ScriptedServer, target: GrpcTarget
 ) -> None:
     scripted.target.failure = InvalidRequest("rows", 1, "less")
@@ -91,7 +89,7 @@ async def test_a_stream_that_failed_or_was_given_up_is_not_used_again(
             await target.step(BATCH)
     scripted.target.hold.set()
     assert await target.step(BATCH) == RESULT
-    while scripted.target.streams > 1:  # noqa: ASYNC110 - the one that was given up ends on the other side, too
+    while scripted.target.streams > 1:  # noqa: ASYNC110 - the cancelled stream ends at the server too
         await asyncio.sleep(0.001)
 
 
@@ -99,17 +97,19 @@ async def test_closing_ends_the_streams(scripted: ScriptedServer) -> None:
     target = GrpcTarget(scripted.resolve)
     await target.step(BATCH)
     await target.close()
-    while scripted.target.streams:  # noqa: ASYNC110 - the servicer tells nobody
+    while scripted.target.streams:  # noqa: ASYNC110 - the servicer has no event for it
         await asyncio.sleep(0.001)
 
 
-async def test_a_target_that_refuses_a_batch_is_heard(scripted: ScriptedServer, target: GrpcTarget) -> None:
+async def test_the_error_of_a_target_is_raised_at_the_client(scripted: ScriptedServer, target: GrpcTarget) -> None:
     scripted.target.failure = InvalidRequest("rows[0].pending", 5, "less")
     with pytest.raises(InvalidRequest, match=r"rows\[0\]\.pending"):
         await target.step(BATCH)
 
 
-async def test_an_answer_out_of_bounds_is_a_fault_of_the_target(scripted: ScriptedServer, target: GrpcTarget) -> None:
+async def test_a_target_whose_answer_is_out_of_bounds_is_unavailable(
+    scripted: ScriptedServer, target: GrpcTarget
+) -> None:
     scripted.target.result = StepResult((Verdict(SequenceId("s"), 2, (3, 4, 5), 1),), KvOccupancy(8, 7))
     with pytest.raises(TargetUnavailable, match=r"verdicts\[0\]\.tokens"):
         await target.step(BATCH)
@@ -149,7 +149,7 @@ async def babbling() -> AsyncIterator[Resolve]:
     await server.stop(0)
 
 
-async def test_an_answer_that_is_no_message_is_a_fault_of_the_peer(babbling: Resolve) -> None:
+async def test_a_peer_that_answers_with_unreadable_bytes_is_unavailable(babbling: Resolve) -> None:
     target, drafter, client = GrpcTarget(babbling), GrpcDrafter(babbling), GenerationClient(babbling)
     for call in (lambda: target.open(OPENS), lambda: target.step(BATCH), lambda: target.info()):
         with pytest.raises(TargetUnavailable):
@@ -176,7 +176,7 @@ async def test_a_drafter_that_is_late_is_unavailable_and_the_next_call_works(
 @pytest.mark.parametrize(
     "failure", [InvalidRequest("rows", 1, "less"), NotReady("loading"), Overloaded("full"), ValueError("bug")]
 )
-async def test_whatever_ails_a_drafter_it_is_unavailable(
+async def test_every_error_of_a_drafter_is_drafter_unavailable(
     scripted: ScriptedServer, drafter: GrpcDrafter, failure: Exception
 ) -> None:
     scripted.drafter.failure = failure

@@ -198,7 +198,7 @@ def test_an_out_of_bounds_message_is_refused_by_field_value_and_bound(message: A
 
 
 @pytest.mark.parametrize("message", [step(), start(), opening(), propose(), verdict(), proposal(), info()])
-def test_the_same_messages_without_the_fault_are_taken(message: Any) -> None:
+def test_the_same_messages_without_the_fault_are_accepted(message: Any) -> None:
     DECODERS[type(message)](message)
 
 

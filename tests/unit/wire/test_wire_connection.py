@@ -34,9 +34,7 @@ from tests.support.wire_servers import scripted as scripted
 from tests.support.wire_servers import target as target
 
 
-async def test_a_server_that_stops_does_not_wait_for_who_asks_nothing(
-    scripted: ScriptedServer, target: GrpcTarget
-) -> None:
+async def test_a_stopping_server_does_not_wait_for_idle_streams(scripted: ScriptedServer, target: GrpcTarget) -> None:
     assert await target.step(BATCH) == RESULT
     old = scripted.server
     await scripted.open()
@@ -73,7 +71,7 @@ async def test_a_server_that_moved_to_another_port_is_found_there(
     await client.close()
 
 
-async def test_nobody_there_is_unavailable_at_once() -> None:
+async def test_an_absent_server_is_unavailable_at_once() -> None:
     with socket.socket() as placeholder:
         placeholder.bind((HOST, 0))  # bound, but it does not listen
 
@@ -89,7 +87,7 @@ async def test_nobody_there_is_unavailable_at_once() -> None:
         await asyncio.gather(target.close(), client.close())
 
 
-async def test_a_proxy_for_the_outside_world_is_not_asked(
+async def test_an_http_proxy_of_the_environment_is_ignored(
     scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
@@ -101,15 +99,13 @@ async def test_a_proxy_for_the_outside_world_is_not_asked(
     await target.close()
 
 
-async def test_stopping_lets_a_running_answer_end_within_the_grace(
-    scripted: ScriptedServer, client: GenerationClient
-) -> None:
+async def test_a_stopping_server_lets_a_running_call_end(scripted: ScriptedServer, client: GenerationClient) -> None:
     scripted.target.hold.clear()
     async with AsyncExitStack() as stack:
         target = GrpcTarget(scripted.resolve)
         stack.push_async_callback(target.close)
         step = asyncio.create_task(target.step(BATCH))
-        await target.info()
+        await scripted.target.requested.wait()
         stopping = asyncio.create_task(scripted.server.stop(PATIENCE))
         await asyncio.sleep(0)
         scripted.target.hold.set()

@@ -27,14 +27,14 @@ from tests.support.wire_servers import scripted as scripted
 from tests.support.wire_servers import target as target
 
 
-async def test_the_deadline_of_a_stream_ends_it_on_both_sides(
+async def test_the_deadline_of_a_stream_ends_it_at_client_and_server(
     scripted: ScriptedServer, client: GenerationClient
 ) -> None:
     scripted.generator.wait = True
-    heard: list[str] = []
+    received: list[str] = []
     with pytest.raises(DeadlineExceeded):
-        await words(client, heard, timeout_seconds=0.2)
-    assert heard == ["a", "b"]
+        await words(client, received, timeout_seconds=0.2)
+    assert received == ["a", "b"]
     await scripted.generator.freed.wait()
 
 
@@ -56,7 +56,7 @@ async def test_a_cancelled_reader_frees_the_answer(scripted: ScriptedServer, cli
     await scripted.generator.freed.wait()
 
 
-async def test_a_reader_that_stops_reading_and_leaves_frees_the_answer(
+async def test_a_reader_that_stops_reading_and_closes_frees_the_answer(
     scripted: ScriptedServer, client: GenerationClient
 ) -> None:
     scripted.generator.words = ["x" * 60_000] * 1000  # more than the connection holds: the servicer waits to write
@@ -67,7 +67,7 @@ async def test_a_reader_that_stops_reading_and_leaves_frees_the_answer(
     await scripted.generator.freed.wait()
 
 
-async def test_an_answer_under_way_outlives_the_loss_of_another_call(
+async def test_a_running_answer_survives_the_failure_of_another_call(
     scripted: ScriptedServer, client: GenerationClient
 ) -> None:
     """A server that says UNAVAILABLE to one call makes the client connect anew; the others go on."""
@@ -82,7 +82,7 @@ async def test_an_answer_under_way_outlives_the_loss_of_another_call(
         assert (await anext(running)).delta.text == "b"
 
 
-async def test_the_public_client_passes_everything_through(scripted: ScriptedServer, client: GenerationClient) -> None:
+async def test_the_public_client_forwards_all_methods(scripted: ScriptedServer, client: GenerationClient) -> None:
     assert await client.abort("running")
     assert not await client.abort("nobody")
     assert await client.metrics() == (b"one 1\n", "text/plain")

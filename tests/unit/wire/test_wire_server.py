@@ -1,4 +1,4 @@
-"""The server on real sockets: who it is, what it refuses, what it survives."""
+"""The gRPC server on real sockets: health, reflection, refused messages, errors."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ from tests.support.wire_servers import drafter as drafter
 from tests.support.wire_servers import scripted as scripted
 from tests.support.wire_servers import target as target
 
-# --- who it is ----------------------------------------------------------------------------------
+# --- health and reflection ----------------------------------------------------------------------------------
 
 
-async def test_the_process_is_alive_from_the_start_and_a_service_is_ready_when_it_says_so(
+async def test_the_process_is_alive_at_start_and_a_service_once_it_is_set_serving(
     scripted: ScriptedServer, channel: grpc.aio.Channel
 ) -> None:
     check = health_pb2_grpc.HealthStub(channel).Check
@@ -68,7 +68,7 @@ async def test_the_process_is_alive_from_the_start_and_a_service_is_ready_when_i
     assert [answer.status for answer in (alive, before, after, other)] == [serving, not_serving, serving, not_serving]
 
 
-async def test_a_service_that_is_not_offered_has_no_health(channel: grpc.aio.Channel) -> None:
+async def test_an_unknown_service_has_no_health(channel: grpc.aio.Channel) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="nobody"))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -84,7 +84,7 @@ async def test_reflection_lists_every_service(channel: grpc.aio.Channel) -> None
     assert names >= {TARGET, DRAFT, GENERATION, OPERATIONS, "grpc.health.v1.Health"}
 
 
-async def test_a_taken_port_is_refused_by_host_and_port() -> None:
+async def test_a_port_in_use_is_reported_with_its_host() -> None:
     with socket.socket() as taken:
         taken.bind((HOST, 0))
         taken.listen()
@@ -106,7 +106,7 @@ async def test_a_server_may_be_stopped_before_it_started_and_twice() -> None:
     await server.stop(0.0)
 
 
-# --- what it refuses ----------------------------------------------------------------------------
+# --- refused messages ----------------------------------------------------------------------------
 
 UNKNOWN = b"\xf8\x07\x01"  # field 127, varint 1
 
@@ -126,7 +126,7 @@ def nested(outer: bytes, inner: bytes) -> bytes:
     ],
 )
 @pytest.mark.parametrize("method", ["Open", "Step"])
-async def test_bytes_that_are_no_message_are_refused_and_the_server_lives(
+async def test_unreadable_bytes_are_refused_and_the_next_call_works(
     scripted: ScriptedServer, channel: grpc.aio.Channel, target: GrpcTarget, data: bytes, method: str
 ) -> None:
     error = await refusal(channel, f"{TARGET}/{method}", data)
@@ -151,7 +151,7 @@ async def test_bytes_that_are_no_message_are_refused_and_the_server_lives(
         ),
     ],
 )
-async def test_a_field_that_nobody_knows_is_refused_wherever_it_hides(
+async def test_an_unknown_field_is_refused_at_any_depth(
     scripted: ScriptedServer, channel: grpc.aio.Channel, data: bytes, where: str
 ) -> None:
     error = await refusal(channel, f"{TARGET}/Step", data)
@@ -162,7 +162,7 @@ async def test_a_field_that_nobody_knows_is_refused_wherever_it_hides(
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff", nested(b"\x1a", b"\xff\xfe"), UNKNOWN])
-async def test_a_stream_refuses_them_alike_before_its_servicer_is_asked(
+async def test_a_streaming_method_refuses_unreadable_messages_before_its_servicer_runs(
     scripted: ScriptedServer, channel: grpc.aio.Channel, client: GenerationClient, data: bytes
 ) -> None:
     error = await refusal(channel, f"{GENERATION}/Generate", data)
@@ -171,7 +171,7 @@ async def test_a_stream_refuses_them_alike_before_its_servicer_is_asked(
     assert await words(client) == ["a", "b"]
 
 
-async def test_a_field_hidden_in_a_crowd_is_refused_without_a_search_through_all_of_it(
+async def test_an_unknown_field_among_many_messages_is_refused_after_a_bounded_search(
     channel: grpc.aio.Channel,
 ) -> None:
     crowd = b"\x0a\x00" * (MOST_BYTES // 2 - 8)
@@ -180,7 +180,7 @@ async def test_a_field_hidden_in_a_crowd_is_refused_without_a_search_through_all
     assert (error.details() or "").startswith("message: ")  # not `rows[32760]`: nobody looked so far
 
 
-async def test_a_message_over_the_bound_is_refused_by_size_and_the_next_one_works(
+async def test_a_message_over_the_bound_is_refused_and_the_next_one_works(
     scripted: ScriptedServer, client: GenerationClient
 ) -> None:
     with pytest.raises(TooLarge, match=str(MOST_BYTES)):
@@ -189,7 +189,9 @@ async def test_a_message_over_the_bound_is_refused_by_size_and_the_next_one_work
     assert await words(client) == ["a", "b"]
 
 
-async def test_so_is_a_step_over_the_bound(scripted: ScriptedServer, target: GrpcTarget) -> None:
+async def test_a_step_over_the_bound_is_refused_and_the_next_one_works(
+    scripted: ScriptedServer, target: GrpcTarget
+) -> None:
     long = VerifyRow(SequenceId("s"), MOST_BYTES, (1,) * MOST_BYTES)
     with pytest.raises(TooLarge, match=str(MOST_BYTES)):
         await target.step(StepBatch((long,)))
@@ -226,14 +228,14 @@ async def test_an_error_has_its_status(error: PilotfishError, code: grpc.StatusC
 
 @by_class
 @pytest.mark.parametrize("said", [[], ["a"]], ids=["at first", "after a word"])
-async def test_an_error_is_on_the_other_side_what_it_was_here(
+async def test_an_error_is_raised_at_the_client_as_at_the_server(
     scripted: ScriptedServer, client: GenerationClient, error: PilotfishError, code: grpc.StatusCode, said: list[str]
 ) -> None:
     scripted.generator.words, scripted.generator.failure = said, error
-    heard: list[str] = []
+    received: list[str] = []
     with pytest.raises(type(error)) as caught:
-        await words(client, heard)
-    assert (type(caught.value), str(caught.value), heard) == (type(error), str(error), said)
+        await words(client, received)
+    assert (type(caught.value), str(caught.value), received) == (type(error), str(error), said)
     if isinstance(error, InvalidRequest) and isinstance(caught.value, InvalidRequest):
         assert (caught.value.field, caught.value.bound) == (error.field, error.bound)
     if isinstance(error, Overloaded) and isinstance(caught.value, Overloaded):
@@ -242,25 +244,21 @@ async def test_an_error_is_on_the_other_side_what_it_was_here(
     assert await words(client) == said
 
 
-async def test_overload_tells_every_client_when_to_come_back(
-    scripted: ScriptedServer, channel: grpc.aio.Channel
-) -> None:
+async def test_overload_reports_when_to_retry(scripted: ScriptedServer, channel: grpc.aio.Channel) -> None:
     scripted.target.failure = Overloaded("the queue is full", 3.0)
     error = await refusal(channel, f"{TARGET}/Step", b"")
     assert dict(error.trailing_metadata())["retry-after"] == "3"
 
 
 @pytest.mark.parametrize("length", [10_000, 100_000])
-async def test_an_error_of_any_length_arrives_as_what_it_is(
-    scripted: ScriptedServer, client: GenerationClient, length: int
-) -> None:
+async def test_a_long_error_keeps_its_class(scripted: ScriptedServer, client: GenerationClient, length: int) -> None:
     scripted.generator.failure = NotReady("é" * length)
     with pytest.raises(NotReady, match="éé"):
         await words(client)
 
 
 @pytest.mark.parametrize("method", [f"{TARGET}/Open", f"{TARGET}/Step", f"{GENERATION}/Generate"])
-async def test_a_servicers_bug_is_logged_told_in_no_detail_and_survived(
+async def test_an_unexpected_error_is_logged_and_not_sent_to_the_client(
     scripted: ScriptedServer,
     channel: grpc.aio.Channel,
     target: GrpcTarget,
