@@ -1,7 +1,7 @@
-"""Several answers to one prompt, through both doors of a whole cluster: beams as `transformers` finds them, samples as
-single requests get them, and one prompt in memory.
+"""Several answers to one prompt, over both APIs: the beams of `transformers`, the samples of single requests, and one
+prompt in memory.
 
-The model is tiny and random: what is tested is the machinery.
+The model is tiny and random, so the tests show the machinery.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tests.support import tiny, tiny_tokenizer
 from tests.support.live_cluster import RequestCase, Server, tokens_grpc
 from workers.serve.configuration import load_configuration
 
-TOO_LONG_SECONDS = 120.0
-"""No test takes this long; it only turns a hang into a failure."""
+TIMEOUT_SECONDS = 120.0
+"""No test takes this long. The timeout turns a hang into a failure."""
 PROMPT = tuple(range(40, 60))
 MAX_TOKENS = 12
 EARLY_STOPPING = {
@@ -42,7 +42,7 @@ Answers = list[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Search:
-    """A beam search, the same through either door and for `transformers`."""
+    """A beam search, the same over either API and for `transformers`."""
 
     width: int
     n: int
@@ -53,7 +53,7 @@ class Search:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights and a tokenizer that any text fits in; token 2 ends an answer."""
+    """Random weights and a tokenizer without unknown tokens. Token 2 ends an answer."""
     directory = tmp_path_factory.mktemp("models") / "tiny"
     tiny.save(directory, tiny.llama(vocab_size=320, max_position_embeddings=1024), sharpness=2.0)
     return tiny_tokenizer.byte_level(directory)
@@ -66,7 +66,7 @@ def model(directory: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def stops(model: Any) -> tuple[int, ...]:
-    """Tokens that beams come by at different depths, so that answers of different lengths compete."""
+    """Tokens that appear in beams at different depths, so that answers of different lengths compete."""
     best = by_transformers(model, Search(4, 4))
     return tuple({answer[depth] for answer, depth in zip(best, (3, 5, 7, 9), strict=True)})
 
@@ -86,13 +86,13 @@ def configure(directory: Path, **overrides: object) -> Configuration:
 
 @pytest.fixture
 async def server(directory: Path) -> AsyncIterator[Server]:
-    async with asyncio.timeout(TOO_LONG_SECONDS), LocalCluster(configure(directory), http=True) as cluster:
+    async with asyncio.timeout(TIMEOUT_SECONDS), LocalCluster(configure(directory), http=True) as cluster:
         yield Server(cluster.grpc_address, cluster.http_url)
 
 
 @torch.inference_mode()
 def by_transformers(model: Any, search: Search, prompt: Sequence[int] = PROMPT) -> Answers:
-    """Its answers, cut after their stop token."""
+    """The answers of `transformers`, cut after their stop token."""
     ends = (2, *search.stops)
     sequences = model.generate(
         torch.tensor([prompt]),
@@ -112,7 +112,7 @@ def by_transformers(model: Any, search: Search, prompt: Sequence[int] = PROMPT) 
 
 
 async def over_grpc(server: Server, message: generation_pb2.GenerateRequest) -> Answers:
-    """Each answer's tokens."""
+    """The tokens of each answer."""
 
     async def resolve() -> str:
         return server.grpc_address
@@ -121,7 +121,7 @@ async def over_grpc(server: Server, message: generation_pb2.GenerateRequest) -> 
     answers: dict[int, tuple[int, ...]] = defaultdict(tuple)
     ended: list[int] = []
     try:
-        async for response in client.generate(message, TOO_LONG_SECONDS):
+        async for response in client.generate(message, TIMEOUT_SECONDS):
             answers[response.index] += tuple(response.delta.token_ids)
             if response.HasField("finished"):
                 ended.append(response.index)
@@ -167,7 +167,7 @@ async def beams_over_http(server: Server, search: Search) -> Answers:
     return [tuple((choice.model_extra or {})["token_ids"]) for choice in completion.choices]
 
 
-async def test_beams_are_those_of_transformers_through_both_doors(
+async def test_beams_are_those_of_transformers_over_both_apis(
     server: Server, model: Any, stops: tuple[int, ...]
 ) -> None:
     searches = [
@@ -180,16 +180,16 @@ async def test_beams_are_those_of_transformers_through_both_doors(
     ]
     expected = [by_transformers(model, search) for search in searches]
     assert len({len(answer) for answers in expected for answer in answers}) > 3
-    for door in (beams_over_grpc, beams_over_http):
-        assert await asyncio.gather(*(door(server, search) for search in searches)) == expected
+    for api in (beams_over_grpc, beams_over_http):
+        assert await asyncio.gather(*(api(server, search) for search in searches)) == expected
 
 
-async def test_beams_are_the_same_beside_others_and_without_room(directory: Path, model: Any) -> None:
-    """Samples with drafts run beside, all of them want more blocks than there are, and some are preempted."""
+async def test_beams_are_the_same_beside_other_requests_and_with_too_little_memory(directory: Path, model: Any) -> None:
+    """Sampled requests with drafts run beside them. Together they need too many blocks, and some are preempted."""
     search = Search(6, 3)
     asks = [RequestCase(tuple(range(3 + seed, 243 + seed)), 80, temperature=1.0, seed=seed) for seed in range(14)]
     configuration = configure(directory, scheduler__max_step_tokens=64)
-    async with asyncio.timeout(TOO_LONG_SECONDS), LocalCluster(configuration, http=True) as cluster:
+    async with asyncio.timeout(TIMEOUT_SECONDS), LocalCluster(configuration, http=True) as cluster:
         server = Server(cluster.grpc_address, cluster.http_url)
         others = [asyncio.create_task(tokens_grpc(server, asked)) for asked in asks]
         beams = await asyncio.gather(*(beams_over_grpc(server, search) for _ in range(3)))
@@ -197,7 +197,7 @@ async def test_beams_are_the_same_beside_others_and_without_room(directory: Path
         assert beams == [by_transformers(model, search)] * 3
         async with httpx.AsyncClient(base_url=server.http_url) as http:
             assert await metric(http, "vllm:num_preemptions_total") > 0
-            for _ in range(500):  # releases go out in the background
+            for _ in range(500):  # releases are sent in the background
                 if await metric(http, "vllm:kv_cache_usage_perc") == 0.0:
                     break
                 await asyncio.sleep(0.01)
@@ -282,7 +282,7 @@ async def test_samples_share_the_blocks_of_their_prompt(server: Server) -> None:
 
 
 async def metric(http: httpx.AsyncClient, name: str) -> float:
-    """The sum of a metric's series."""
+    """The value of a metric, summed over its labels."""
     text = (await http.get("/metrics")).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return sum(sample.value for sample in samples if sample.name == name)

@@ -69,8 +69,8 @@ async def check(server: Server, expected: Expected, concurrency: int) -> list[Cl
 def check_drafts(method: str, answers: Sequence[ClientAnswer]) -> None:
     """Drafts were verified where there is a drafter, and some of them were accepted and some rejected.
 
-    A draft model drafts for nearly all answers and agrees with its target in most of them. An answer that ends while the
-    drafter still prefills a long prompt has no drafts. Prompt lookup finds drafts for some answers.
+    A draft model drafts for nearly all answers and agrees with its target in most of them. An answer has no drafts if
+    it ends while the drafter still prefills a long prompt. Prompt lookup finds drafts for some answers.
     """
     drafted, accepted = sum(answer.drafted for answer in answers), sum(answer.accepted for answer in answers)
     if method == "none":

@@ -1,4 +1,4 @@
-"""Ten times more demand than memory: everything finishes, every text is right, nothing leaks."""
+"""Ten times more requests than memory holds: all of them finish, every answer is right, nothing leaks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workers.verify import build
 
 SHAPE = {"vocab_size": 320, "num_key_value_heads": 6, "head_dim": 16, "num_hidden_layers": 4}
 TOKEN_BYTES = 4 * 2 * 6 * 16 * 4
-"""Keys and values of four layers."""
+"""Bytes of the keys and values of one token in four layers."""
 POOL_TOKENS = MIB // TOKEN_BYTES
 HOST_BYTES, DISK_BYTES = MIB, 2 * MIB
 LONGEST_SECONDS = 60.0
@@ -35,7 +35,7 @@ def stored_tokens(case: RequestCase) -> int:
 
 
 def demand() -> list[RequestCase]:
-    """Ten pools full of requests; many of them begin alike."""
+    """Requests that fill ten pools. Many of them share prefixes."""
     draw = random.Random(3)
     stems = [[draw.randrange(3, 300) for _ in range(80)] for _ in range(4)]
     cases: list[RequestCase] = []
@@ -55,16 +55,16 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[KvPool]:
-    """Those that are made meanwhile. To them computing is so dear that whatever is stored is brought back."""
+    """The pools that the test creates. They believe that computing is slow, so they load whatever is stored."""
     made: list[KvPool] = []
 
-    class Noted(KvPool):
+    class RecordedPool(KvPool):
         def __init__(self, *arguments: Any, **keywords: Any) -> None:
             super().__init__(*arguments, **keywords)
             made.append(self)
             self.record_compute(1 << 40, 1 << 40, float(1 << 40), awaited=True)
 
-    monkeypatch.setattr(build, "KvPool", Noted)
+    monkeypatch.setattr(build, "KvPool", RecordedPool)
     return made
 
 
@@ -87,21 +87,21 @@ async def answer(client: GenerationClient, case: RequestCase) -> tuple[int, ...]
 
 
 async def leave_soon(client: GenerationClient, case: RequestCase) -> None:
-    """Read one piece and hang up."""
+    """Read one response and cancel the call."""
     responses = client.generate(case.message(), LONGEST_SECONDS)
     await anext(responses)
     await responses.aclose()
 
 
 async def answers(client: GenerationClient, cases: Sequence[RequestCase]) -> list[tuple[int, ...]]:
-    """All at once."""
+    """All answers, asked for at once."""
     return list(await asyncio.gather(*(answer(client, case) for case in cases)))
 
 
-async def rest(client: GenerationClient) -> dict[str, float]:
-    """The server's counts once it holds nothing."""
+async def counts_when_idle(client: GenerationClient) -> dict[str, float]:
+    """The server's counters once it holds no blocks."""
     async with asyncio.timeout(LONGEST_SECONDS):
-        while (counts := await read_counts(client))["vllm:kv_cache_usage_perc"] > 0:  # noqa: ASYNC110 - it has no event
+        while (counts := await read_counts(client))["vllm:kv_cache_usage_perc"] > 0:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.02)
     return counts
 
@@ -110,12 +110,14 @@ def bytes_on_disk(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.glob("*/*.safetensors"))
 
 
-async def test_ten_pools_of_requests_through_one(directory: Path, tmp_path: Path, pools: list[KvPool]) -> None:
+async def test_requests_for_ten_pools_are_answered_with_one(
+    directory: Path, tmp_path: Path, pools: list[KvPool]
+) -> None:
     cases = demand()
     async with LocalCluster(configure(directory, pool_bytes=16 * MIB, prefix_cache=False)) as cluster:
         client = GenerationClient(fixed_address(cluster.grpc_address))
         expected = await answers(client, cases)
-        assert (await rest(client))["vllm:num_preemptions_total"] == 0
+        assert (await counts_when_idle(client))["vllm:num_preemptions_total"] == 0
         await client.close()
 
     memory = {"pool_bytes": MIB, "host_bytes": HOST_BYTES, "disk_directory": str(tmp_path), "disk_bytes": DISK_BYTES}
@@ -124,9 +126,9 @@ async def test_ten_pools_of_requests_through_one(directory: Path, tmp_path: Path
         leaving = [asyncio.create_task(leave_soon(client, case)) for case in cases[::6]]
         assert await answers(client, cases) == expected
         await asyncio.gather(*leaving)
-        for index in range(len(cases) - 8, len(cases)):  # some of these were moved out and are there still
+        for index in range(len(cases) - 8, len(cases)):  # some of their blocks were moved to host or disk
             assert await answer(client, cases[index]) == expected[index]
-        counts = await rest(client)
+        counts = await counts_when_idle(client)
         await client.close()
         tiers = pools[-1].tiers
         assert tiers is not None

@@ -1,9 +1,9 @@
-"""In reduced precision, too, what clients read is what the model alone would write, up to rounding.
+"""In reduced precision, clients read what the model alone would write, up to rounding.
 
-The judge is the same model in wide arithmetic: the weights that the target holds (rounded, or integers times scale),
-multiplied in single precision by `transformers`. In an answer every token must be the judge's choice, or fall short of
-it by less than rounding may decide. So wherever two answers part, with drafts or without, the logits of the two tokens
-lie within that bound.
+The reference is the same model in single precision: `transformers` with the weights that the target holds (rounded, or
+integers times scale). Every token of an answer must have the reference's largest logit, or fall short of it by less
+than rounding may change. So wherever two answers differ, with drafts or without, the logits of the two tokens lie
+within that bound.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from workers.serve.configuration import load_configuration
 pytestmark = pytest.mark.weights
 
 CODE = load_settings().cache_directory / COMPILED
-"""Where code made for this machine is kept: it is made once."""
+"""Directory of the kernels that were compiled for this machine."""
 TOKENS = 16
 FEW = 4
 BOUND = {"kernels": 0.05, "layers": 0.25}
-"""Of logits between 8 and 32. The kernels round what goes from layer to layer, but no logit: 0.014 was met. Where the
-model's own layers are compiled, so are logits, whose neighbours are then up to 0.125 apart: 0.18 was met."""
+"""Bounds for logits between 8 and 32. The kernels round the activations between layers, but no logit: 0.014 was seen.
+The compiled modules also round logits to bfloat16, whose neighbours are up to 0.125 apart: 0.18 was seen."""
 Answers = dict[RequestCase, tuple[int, ...]]
 
 
-class Judge:
-    """A model as the target holds it, in single precision."""
+class WideReference:
+    """The target's model in single precision."""
 
     def __init__(self, directory: Path, quantization: str) -> None:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval().requires_grad_(False)
@@ -52,17 +52,17 @@ class Judge:
         }
         self._known: dict[tuple[RequestCase, tuple[int, ...]], float] = {}
         self._model = model.float()
-        for name, weight in exact.items():  # a tied head is quantized alone: the embedding stays
+        for name, weight in exact.items():  # a tied head is quantized without the embedding
             self._model.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
 
     @torch.inference_mode()
     def shortfalls(self, answers: Answers) -> list[float]:
-        """By how much, at most, the logit of one of an answer's tokens falls short of the largest one."""
+        """For each answer, the largest difference between the largest logit and the logit of the answer's token."""
         fresh = [pair for pair in answers.items() if pair not in self._known]
         if fresh:
             texts = [torch.tensor([*asked.prompt, *answer]) for asked, answer in fresh]
             hidden = self._model.base_model(pad_sequence(texts, batch_first=True), use_cache=False).last_hidden_state
-            for pair, states in zip(fresh, hidden, strict=True):  # padding comes after what is looked at
+            for pair, states in zip(fresh, hidden, strict=True):  # padding comes after the tokens that are compared
                 first, answer = len(pair[0].prompt) - 1, torch.tensor(pair[1])
                 logits = self._model.get_output_embeddings()(states[first : first + len(answer)])
                 self._known[pair] = float((logits.amax(dim=1) - logits.gather(1, answer[:, None])[:, 0]).max())
@@ -70,14 +70,14 @@ class Judge:
 
 
 def dequantized(weight: torch.Tensor) -> torch.Tensor:
-    """Integers times scale."""
+    """The quantized weight as integers times scale."""
     integers, scale = quantize(weight)
     return integers.float() * scale.float()[:, None]
 
 
 def configure(target: Path, draft: Path, method: str, quantization: str, way: str) -> Configuration:
     drafting: dict[str, Any] = {"method": method, "max_nodes": 6, "max_depth": 3, "timeout_seconds": 60.0}
-    drafting["controller"] = "off"  # guesses are verified whether they pay here or not
+    drafting["controller"] = "off"  # drafts are verified whether they pay here or not
     if method == "model":
         drafting["model"] = {"path": str(draft), "device": "cpu", "kv": {"pool_bytes": 100 << 20}}
     return load_configuration(
@@ -105,12 +105,12 @@ def asks(prompts: list[tuple[int, ...]]) -> list[RequestCase]:
 
 
 @pytest.fixture(scope="module")
-def judges(target_directory: Path) -> dict[str, Judge]:
-    return {quantization: Judge(target_directory, quantization) for quantization in ("none", "int8")}
+def references(target_directory: Path) -> dict[str, WideReference]:
+    return {quantization: WideReference(target_directory, quantization) for quantization in ("none", "int8")}
 
 
 async def answer_all(configuration: Configuration, asks: Sequence[RequestCase]) -> dict[RequestCase, ClientAnswer]:
-    """All at once, so that rows of several sequences meet in most steps."""
+    """All answers, asked for at once, so that most steps have rows of several sequences."""
     async with LocalCluster(configuration) as cluster:
         server = Server(cluster.grpc_address, "")
         answers = await asyncio.gather(*(answer_grpc(server, asked) for asked in asks))
@@ -127,14 +127,14 @@ async def answer_all(configuration: Configuration, asks: Sequence[RequestCase]) 
     ],
     ids=["kernels-bfloat16", "kernels-int8", "layers-bfloat16", "layers-int8"],
 )
-async def test_every_token_is_the_models_own_with_drafts_and_without(
+async def test_every_token_is_the_models_own_with_and_without_drafts(
     way: str,
     quantization: str,
     methods: Sequence[str],
     target_directory: Path,
     draft_directory: Path,
     asks: list[RequestCase],
-    judges: dict[str, Judge],
+    references: dict[str, WideReference],
 ) -> None:
     if way == "kernels" and load_library(str(CODE)) is None:
         pytest.skip("no C compiler on this machine")
@@ -144,19 +144,19 @@ async def test_every_token_is_the_models_own_with_drafts_and_without(
         found = await answer_all(configuration, asks[:FEW] if method == "model" else asks)
         answers = {asked: answer.tokens for asked, answer in found.items()}
         assert all(len(answer) == TOKENS for answer in answers.values())
-        assert max(judges[quantization].shortfalls(answers)) < BOUND[way], method
+        assert max(references[quantization].shortfalls(answers)) < BOUND[way], method
         assert (sum(answer.accepted for answer in found.values()) > 0) == (method != "none")
         plain = plain or answers
         alike = sum(plain[asked] == answer for asked, answer in answers.items())
-        # A token's logits are the same bits in any step of the kernels; elsewhere to part is the exception.
+        # The kernels give a token the same logits in every batch. Elsewhere few answers differ.
         assert alike == len(answers) if way == "kernels" else alike > len(answers) // 2
 
 
-def test_so_is_what_transformers_writes_in_this_precision(
-    target_directory: Path, asks: list[RequestCase], judges: dict[str, Judge]
+def test_transformers_in_this_precision_stays_within_the_same_bound(
+    target_directory: Path, asks: list[RequestCase], references: dict[str, WideReference]
 ) -> None:
     reference = Reference(target_directory, torch.bfloat16)
     answers = {asked: reference.greedy(asked.prompt, TOKENS // 2) for asked in asks[:FEW]}
-    assert max(judges["none"].shortfalls(answers)) < BOUND["layers"]
+    assert max(references["none"].shortfalls(answers)) < BOUND["layers"]
     backwards = {asked: answer[::-1] for asked, answer in answers.items()}
-    assert min(judges["none"].shortfalls(backwards)) > 4 * BOUND["layers"]  # the judge tells another text apart
+    assert min(references["none"].shortfalls(backwards)) > 4 * BOUND["layers"]  # the reference recognizes another text

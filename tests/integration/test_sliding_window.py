@@ -1,6 +1,6 @@
-"""Gemma 3 270M, whose layers see 512 tokens each, but for every sixth.
+"""Gemma 3 270M: five of six layers attend to the last 512 tokens only.
 
-The text equals that of `transformers` past the window, and the blocks that fell out of it are free again.
+The text equals that of `transformers` beyond the window, and blocks outside the window are freed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEXT = Path(__file__).parents[2] / "LICENSE"
 
 @pytest.fixture(scope="module")
 def gemma_directory() -> Path:
-    """The base model, as its package gives it."""
+    """The base model, converted from its package."""
     try:
         return resolve_model_directory("gemma-3-270m", load_settings().cache_directory)
     except ModelLoadError as error:
@@ -40,7 +40,7 @@ def gemma_directory() -> Path:
 
 @pytest.fixture(scope="module")
 def expected(gemma_directory: Path) -> dict[RequestCase, tuple[int, ...]]:
-    """What `transformers` writes: once across the window's edge while decoding, once far beyond it."""
+    """What `transformers` writes: one answer crosses the edge of the window, one begins far beyond it."""
     torch.set_num_threads(2)
     reference = Reference(gemma_directory)
     text = reference.plain(TEXT.read_text(encoding="utf-8"))
@@ -48,8 +48,8 @@ def expected(gemma_directory: Path) -> dict[RequestCase, tuple[int, ...]]:
     return {asked: reference.greedy(asked.prompt, asked.max_tokens) for asked in asks}
 
 
-class Watched:
-    """Notes how many blocks are in use after every step."""
+class RecordedEngine:
+    """Records how many blocks are in use after every step of an engine."""
 
     def __init__(self, engine: TargetEngine) -> None:
         self.layout: KvLayout = engine.info().layout
@@ -65,13 +65,13 @@ class Watched:
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
-    """The engines that are built meanwhile."""
-    engines: list[Watched] = []
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordedEngine]:
+    """The engines that the test builds."""
+    engines: list[RecordedEngine] = []
 
     def build(section: TargetSection) -> TargetEngine:
         engine = build_engine(section)
-        engines.append(Watched(engine))
+        engines.append(RecordedEngine(engine))
         monkeypatch.setattr(engine, "step", engines[-1].step)
         return engine
 
@@ -80,8 +80,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
 
 
 @pytest.mark.parametrize("method", ["none", "ngram"])
-async def test_the_text_is_the_same_past_the_window_and_what_fell_out_of_it_is_free(
-    method: str, gemma_directory: Path, expected: dict[RequestCase, tuple[int, ...]], watched: list[Watched]
+async def test_the_text_is_the_same_beyond_the_window_and_blocks_outside_it_are_freed(
+    method: str, gemma_directory: Path, expected: dict[RequestCase, tuple[int, ...]], recorded: list[RecordedEngine]
 ) -> None:
     configuration = load_configuration(
         {
@@ -94,7 +94,7 @@ async def test_the_text_is_the_same_past_the_window_and_what_fell_out_of_it_is_f
     async with local_cluster.LocalCluster(configuration) as cluster:
         for asked, answer in expected.items():
             assert await tokens_grpc(Server(cluster.grpc_address, ""), asked) == answer
-    (engine,) = watched
+    (engine,) = recorded
     assert set(engine.layout.groups) == {KvGroup(tables=1), KvGroup(tables=5, window=WINDOW)}
     last = max(expected, key=lambda asked: len(asked.prompt))
     length = len(last.prompt) + last.max_tokens

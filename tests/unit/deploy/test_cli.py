@@ -87,7 +87,7 @@ class TestSettings:
             ("cpu", "target.path=[", "--set target.path: not YAML"),
         ],
     )
-    def test_a_mistake_is_told_with_the_key(self, config: str, assignment: str | None, words: str) -> None:
+    def test_a_mistake_is_reported_with_its_key(self, config: str, assignment: str | None, words: str) -> None:
         with pytest.raises(ConfigurationError) as refused:
             settings.load_settings(config, [] if assignment is None else [assignment], {})
 
@@ -113,7 +113,7 @@ class TestCommands:
         assert all(f"rank {rank} of 3" in shown for rank in range(3))
         assert "127.0.0.1:9000" in shown
 
-    def test_a_plan_says_what_the_machine_lacks_for_it(
+    def test_a_plan_shows_what_the_machine_lacks(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         arguments = ("--set", "target.device=cuda", "--set", "target.tensor_parallel=64")
@@ -140,13 +140,13 @@ class TestCommands:
     ) -> None:
         assert run(monkeypatch, command, "--set", "server.http_prot=1") == 2
 
-        told = capsys.readouterr().err
-        assert told == "pilotfish: server.http_prot: unknown key; the nearest valid one is server.http_port\n"
+        shown = capsys.readouterr().err
+        assert shown == "pilotfish: server.http_prot: unknown key; the nearest valid one is server.http_port\n"
 
     def test_an_unknown_command_is_exit_code_2(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert run(monkeypatch, "swim") == 2
 
-    def test_two_places_to_ask_are_one_too_many(
+    def test_a_server_and_this_process_cannot_both_answer(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert run(monkeypatch, "generate", "hello", "--server", "localhost:9000", "--in-process") == 2
@@ -158,7 +158,7 @@ class TestCommands:
         assert run(monkeypatch, "prepare", "--set", "target.path=./nowhere") == 1
         assert "no such directory" in capsys.readouterr().err
 
-    def test_the_three_ways_to_ask_are_well_formed_and_name_model_and_doors(self) -> None:
+    def test_the_three_usage_examples_are_well_formed_and_name_the_model_and_both_addresses(self) -> None:
         configuration = settings.load_settings(
             "cpu", ["server.http_port=8123", "server.grpc_port=9123"], {}
         ).configuration

@@ -45,7 +45,7 @@ def test_a_draft_that_comes_with_pilotfish_is_known_by_name(tmp_path: Path, monk
     assert models.resolve_models(written, tmp_path, lambda _: None).draft == draft
 
 
-def test_a_draft_whose_files_are_missing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shipped_draft_without_files_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "__file__", str(tmp_path / "models.py"))
     target = model_directory(tmp_path / "t")
     written = drafted(target, "smollm2-135m-draft")

@@ -1,4 +1,4 @@
-"""Where each role sits, as a table of machines and configurations."""
+"""Where each role runs, for several machines and configurations."""
 
 from __future__ import annotations
 

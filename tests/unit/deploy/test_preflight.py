@@ -1,4 +1,4 @@
-"""What is missing is said before anything starts: what was needed, what was found, what to do."""
+"""Problems are reported before anything starts: what was needed, what was found, what to do."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_missing_gpus_are_counted_by_role() -> None:
     assert "GPUs: needed 2 (2 for the target), found 1" in line
 
 
-def test_missing_cores_are_told() -> None:
+def test_missing_cores_are_reported() -> None:
     configuration = load_configuration({}, {"target.device": "cuda", "target.tensor_parallel": 4})
     small = Resources(cpus=2, gpus=4, memory_bytes=8 << 30)
 
@@ -83,7 +83,7 @@ def test_an_address_of_another_machine_is_named() -> None:
     )
 
 
-def test_both_doors_on_one_port_are_refused() -> None:
+def test_one_port_for_both_apis_is_refused() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -99,7 +99,7 @@ def test_ranks_that_divide_the_heads_are_no_problem(tmp_path: Path, ranks: int) 
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 6])
-def test_ranks_that_do_not_divide_the_heads_are_told_which_would(tmp_path: Path, ranks: int) -> None:
+def test_ranks_that_do_not_divide_the_heads_are_refused_with_numbers_that_do(tmp_path: Path, ranks: int) -> None:
     line = only(preflight.head_problems(model_directory(tmp_path / "m", heads=6, kv_heads=3), ranks))
 
     assert line == (

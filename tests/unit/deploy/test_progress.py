@@ -1,4 +1,4 @@
-"""Long work tells how far it is, whoever listens."""
+"""Long work reports its progress."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rich.console import Console
 from deploy.progress import ProgressReporter
 
 
-def test_a_file_hears_a_line_a_minute() -> None:
+def test_a_file_gets_a_line_a_minute() -> None:
     file = io.StringIO()
     ticks = count(step=25)
 
-    with ProgressReporter(Console(file=file), "training", clock=lambda: float(next(ticks))) as watched:
+    with ProgressReporter(Console(file=file), "training", clock=lambda: float(next(ticks))) as reporter:
         for step in range(6):  # at 25, 50, … 150 seconds
-            watched(step / 6, f"step {step}")
+            reporter(step / 6, f"step {step}")
 
     assert file.getvalue().splitlines() == ["training: 33%, step 2", "training: 83%, step 5"]
 
@@ -24,8 +24,8 @@ def test_a_file_hears_a_line_a_minute() -> None:
 def test_a_terminal_sees_a_bar() -> None:
     file = io.StringIO()
 
-    with ProgressReporter(Console(file=file, force_terminal=True, width=80), "training") as watched:
-        watched(0.5, "step 7")
+    with ProgressReporter(Console(file=file, force_terminal=True, width=80), "training") as reporter:
+        reporter(0.5, "step 7")
 
     assert "50%" in file.getvalue()
     assert "training: step 7" in file.getvalue()
