@@ -80,7 +80,7 @@ class Lives(RuleBasedStateMachine):
         try:
             table, loads = self.allocator.adopt(prefix)
         except KvPoolExhausted:
-            assert prefix.elsewhere(), "what is in the pool can always be had"
+            assert prefix.offloaded(), "what is in the pool can always be had"
             assert self._counts() == before
             return
         for load in loads:

@@ -1,10 +1,10 @@
-"""Which block belongs to whom: integers only, no tensor.
+"""The block allocator: which block belongs to which sequence. It works on integers and touches no tensor.
 
-A `BlockTable` lists, in order, the blocks that hold one sequence's keys and values: one list for each of the
-layout's tables. Blocks are counted, so that sequences that begin alike share them; whoever wants to write into a
-shared block gets a copy of its own first (copy-on-write). Groups with a window give back at each commit what no
-later token sees. Full, committed blocks that nobody holds any more count as free and keep their content until
-they are needed. Every method leaves things as they were when it raises.
+A `BlockTable` lists the blocks that hold one sequence's keys and values, in order, with one list for each table of
+the layout. Blocks have reference counts, so sequences with a common prefix share them. A sequence that writes into
+a shared block gets a copy first (copy-on-write). At each commit, groups with a window free the blocks that no later
+token sees. A full, committed block that no sequence holds counts as free; its content stays in the prefix cache
+until the block is needed. A method that raises changes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workers.kv.prefix_cache import PrefixIndex, block_key, next_key, root_key
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Before the next write, the content of `source` must be copied to `destination`."""
+    """The content of `source` must be copied to `destination` before the next write."""
 
     source: BlockId
     destination: BlockId
@@ -29,20 +29,20 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class BlockLoad:
-    """The content of `key` must be copied into `destination`."""
+    """The offloaded content of `key` must be copied into `destination`."""
 
     key: bytes
     destination: BlockId
 
 
 def discard(_key: bytes, _block: BlockId) -> None:
-    """Content that is given up is lost."""
+    """Do nothing: the content of evicted blocks is lost."""
 
 
 class BlockAllocator:
     """A fixed number of blocks of `layout.block_size` tokens, with reference counts.
 
-    `on_evict(key, block)` is called before a cached block is taken for something else; it must not raise.
+    `on_evict(key, block)` is called before a cached block is reused; it must not raise.
     """
 
     def __init__(
@@ -68,22 +68,23 @@ class BlockAllocator:
 
     @property
     def blocks_free(self) -> int:
-        """Blocks that no table holds, whatever they keep."""
+        """Blocks that no table holds, cached ones included."""
         return len(self._free) + self.blocks_cached
 
     @property
     def blocks_cached(self) -> int:
-        """Those of them that keep content for others."""
+        """Blocks that no table holds and whose content is in the prefix cache."""
         return self._index.idle if self._index is not None else 0
 
     def new_table(self, salt: str = "") -> BlockTable:
-        """An empty sequence."""
+        """An empty block table for a new sequence."""
         return BlockTable([[] for _ in self._groups], root_key(salt))
 
     def reserve(self, table: BlockTable, length: int) -> tuple[BlockCopy, ...]:
         """Make positions `table.stored_len … length - 1` writable by this table alone.
 
-        Returns the copies that must be made first. Raises `KvPoolExhausted`, having changed nothing.
+        Returns the copies that must be made first. Raises `KvPoolExhausted` and changes nothing if the pool has too few
+        free blocks.
         """
         first_written = table.stored_len // self.block_size
         written = [(blocks, index) for blocks in table.blocks for index in range(first_written, len(blocks))]
@@ -103,7 +104,7 @@ class BlockAllocator:
         return tuple(copies)
 
     def commit(self, table: BlockTable, tokens: Sequence[int]) -> None:
-        """The next positions hold `tokens`, for good. What lies beyond them and what left a window is freed at once."""
+        """Record that the next positions hold `tokens`. Frees the blocks beyond them and those that left a window."""
         before = table.stored_len
         table.tokens.extend(tokens)
         self._cache(table)
@@ -116,9 +117,9 @@ class BlockAllocator:
         self._trim(table)
 
     def truncate(self, table: BlockTable, length: int) -> None:
-        """Keep the first `length` tokens and free the rest at once.
+        """Cut the sequence to its first `length` tokens and free all other blocks.
 
-        Raises `ValueError` when a window has already let go of what the shorter sequence sees.
+        Raises `ValueError` if a window has already freed blocks that the shorter sequence sees.
         """
         if length < table.stored_len:
             self._check_reach(table, length)
@@ -127,9 +128,9 @@ class BlockAllocator:
         self._trim(table)
 
     def fork(self, table: BlockTable, length: int) -> BlockTable:
-        """A table of its own that shares the first `length` tokens of `table`, in whatever block the last of them is.
+        """A new table that shares the blocks of the first `length` tokens of `table`, a partly filled one included.
 
-        Takes no block. Raises `ValueError` as `truncate` does, and for a length that is not stored.
+        Allocates no block. Raises `ValueError` as `truncate` does, and for a length that is not stored.
         """
         if not 0 <= length <= table.stored_len:
             raise ValueError(f"{length} must be between 0 and the {table.stored_len} tokens that are stored")
@@ -144,13 +145,14 @@ class BlockAllocator:
         for blocks in forked.blocks:
             for block in blocks:
                 if block != OUT_OF_WINDOW:
-                    self._references[block] += 1  # somebody holds it, so it does not rest
+                    self._references[block] += 1  # `table` holds it, so it is not idle
         return forked
 
     def release(self, table: BlockTable) -> None:
-        """Give everything back. Releasing twice is harmless: the table is empty after the first.
+        """Free all blocks of the table and empty it. Releasing it again does nothing.
 
-        The ends go first, so that they are also taken first: beginnings are what others share.
+        Blocks are freed from the last to the first. So the last ones are evicted first; other sequences are more
+        likely to share the first ones.
         """
         for index in reversed(range(max(map(len, table.blocks), default=0))):
             for blocks in table.blocks:
@@ -165,69 +167,74 @@ class BlockAllocator:
         tokens: Sequence[int],
         salt: str = "",
         parent: BlockTable | None = None,
-        most: int | None = None,
-        elsewhere: Callable[[bytes], bool] | None = None,
+        max_tokens: int | None = None,
+        is_offloaded: Callable[[bytes], bool] | None = None,
         chain: list[bytes] | None = None,
     ) -> Prefix:
-        """The longest beginning of `tokens`, at most `most`, that the parent, the cache or `elsewhere` hold.
+        """Find the longest prefix of `tokens`, at most `max_tokens`, whose blocks are stored.
 
-        Only what has the same salt is shared. Of a parent the last block may be half filled. Changes nothing but
-        `chain`, which spares further searches for the same tokens the hashing.
+        Blocks are looked for in the parent's table, in the prefix cache and among those for which
+        `is_offloaded(key)` is true. Only blocks with the same salt match. The parent's last block may be partly
+        filled. `chain` receives the keys of the full blocks, so that the next search for these tokens need not
+        hash them again; nothing else changes.
         """
-        most = len(tokens) if most is None else most
-        wanted = PrefixQuery(root_key(salt), tokens, most, parent, [] if chain is None else chain)
-        return PrefixSearch(self.layout, self._index, elsewhere).longest(wanted)
+        max_tokens = len(tokens) if max_tokens is None else max_tokens
+        query = PrefixQuery(root_key(salt), tokens, max_tokens, parent, [] if chain is None else chain)
+        return PrefixSearch(self.layout, self._index, is_offloaded).longest(query)
 
     def adopt(self, prefix: Prefix) -> tuple[BlockTable, tuple[BlockLoad, ...]]:
-        """A table that begins with `prefix`: shares its blocks, and takes some for the content that is elsewhere.
+        """Make a table that begins with `prefix`: share its blocks, and allocate blocks for its offloaded ones.
 
-        Raises `KvPoolExhausted`, having changed nothing.
+        Returns the table and the loads that must be made. Raises `KvPoolExhausted` and changes nothing if the pool
+        has too few free blocks.
         """
-        missing = prefix.elsewhere()
+        missing = prefix.offloaded()
         hits = [block for blocks in prefix.blocks for block in blocks if block >= 0]
-        woken = sum(self._references[block] == 0 for block in hits)
-        self._check_free(woken + len(missing), len(prefix))
+        idle = sum(self._references[block] == 0 for block in hits)
+        self._check_free(idle + len(missing), len(prefix))
         for block in hits:
             self._acquire(block)
         table = BlockTable(
             [list(blocks) for blocks in prefix.blocks], prefix.root, list(prefix.tokens), list(prefix.chain)
         )
         loads = []
-        for key, place, index in missing:
-            table.blocks[place][index] = block = self._allocate()
+        for key, table_index, index in missing:
+            table.blocks[table_index][index] = block = self._allocate()
             loads.append(BlockLoad(key, block))
         return table, tuple(loads)
 
     def loaded(self, load: BlockLoad) -> None:
-        """The content has arrived: others may share it."""
+        """Add a loaded block to the prefix cache."""
         if self._index is not None:
             self._index.add(load.key, load.destination)
 
     def _check_reach(self, table: BlockTable, length: int) -> None:
         for group in self.layout.groups:
             if group.first_needed(length) // self.block_size < group.first_needed(table.stored_len) // self.block_size:
-                raise ValueError(f"{table.stored_len} tokens are stored: there is no way back to {length}")
+                raise ValueError(
+                    f"{table.stored_len} tokens are stored: it cannot be cut to {length}, for a window has freed blocks"
+                )
 
     def _cache(self, table: BlockTable) -> None:
-        """Give a key to every full block that has none yet."""
+        """Add every full block that has no key yet to the prefix cache."""
         if self._index is None:
             return
         size = self.block_size
         for index in range(len(table.chain), table.stored_len // size):
             before = table.chain[-1] if table.chain else table.root
             table.chain.append(next_key(before, table.tokens[index * size : (index + 1) * size]))
-            for place, blocks in enumerate(table.blocks):
+            for table_index, blocks in enumerate(table.blocks):
                 if blocks[index] != OUT_OF_WINDOW:
-                    self._index.add(block_key(table.chain[index], place), blocks[index])
+                    self._index.add(block_key(table.chain[index], table_index), blocks[index])
 
     def _trim(self, table: BlockTable) -> None:
-        """Free what lies beyond the stored tokens."""
-        keep = self._blocks_for(table.stored_len)
+        """Free the blocks beyond the stored tokens."""
+        needed = self._blocks_for(table.stored_len)
         for blocks in table.blocks:
-            for block in blocks[keep:]:
+            for block in blocks[needed:]:
                 if block != OUT_OF_WINDOW:
                     self._release_block(block)
-            del blocks[keep:]
+            del blocks[needed:]
 
     def _blocks_for(self, length: int) -> int:
         return -(-length // self.block_size)
@@ -263,7 +270,7 @@ class BlockAllocator:
             self._free.append(block)
 
     def _uncache(self, block: BlockId) -> None:
-        """The block is about to be written into by its only holder."""
+        """Remove a block from the prefix cache, because its only holder is about to write into it."""
         key = self._index.forget(block) if self._index is not None else None
         if key is not None:
             self._on_evict(key, block)

@@ -1,4 +1,4 @@
-"""One sequence's blocks, and the search for those that a new sequence can begin with."""
+"""A sequence's block table, and the search for stored blocks that a new sequence can begin with."""
 
 from __future__ import annotations
 
@@ -10,160 +10,162 @@ from cluster.core.kv import KvGroup, KvLayout
 from workers.kv.prefix_cache import PrefixIndex, block_key, next_key
 
 OUT_OF_WINDOW = BlockId(-1)
-"""In a table: the block that was here has left the window."""
+"""Entry of a block table whose block was freed because it left the attention window."""
 OFFLOADED = BlockId(-2)
-"""In a prefix: the block is not in the pool and can be had from outside of it."""
+"""Entry of a prefix whose block is not in the pool but in host memory or on disk."""
 
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """One sequence's blocks, and the committed tokens whose keys and values are in them."""
+    """One sequence's blocks, and the committed tokens whose keys and values they hold."""
 
     blocks: list[list[BlockId]]
-    """For each of the layout's tables: position ÷ block size → block, or `OUT_OF_WINDOW`."""
+    """For each table of the layout, by position // block size: the block, or `OUT_OF_WINDOW`."""
     root: bytes
-    """Where the sequence's chain of keys begins."""
+    """The key before the sequence's first block; see `prefix_cache`."""
     tokens: list[int] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
-    """One key per full block of `tokens`; empty where nothing is cached."""
+    """The key of each full block of `tokens`; empty without a prefix cache."""
 
     @property
     def stored_len(self) -> int:
-        """Committed tokens."""
+        """Number of committed tokens."""
         return len(self.tokens)
 
     @property
     def held(self) -> int:
-        """Blocks in this table, shared ones included."""
+        """Number of blocks in this table, shared ones included."""
         return sum(block != OUT_OF_WINDOW for blocks in self.blocks for block in blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A beginning that is stored already. Valid until anything is reserved, committed or freed."""
+    """A stored prefix of a new sequence. Valid until the allocator reserves, commits or frees anything."""
 
     root: bytes
     tokens: tuple[int, ...] = ()
     blocks: tuple[tuple[BlockId, ...], ...] = ()
-    """As in `BlockTable`, or `OFFLOADED`."""
+    """As in `BlockTable`; an entry may also be `OFFLOADED`."""
     chain: tuple[bytes, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def elsewhere(self) -> list[tuple[bytes, int, int]]:
-        """(key, table, place in it) of the blocks that are not in the pool."""
+    def offloaded(self) -> list[tuple[bytes, int, int]]:
+        """(key, table, index in the table) of each block that is not in the pool."""
         return [
-            (block_key(self.chain[place], table), table, place)
+            (block_key(self.chain[index], table), table, index)
             for table, blocks in enumerate(self.blocks)
-            for place, block in enumerate(blocks)
+            for index, block in enumerate(blocks)
             if block == OFFLOADED
         ]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixQuery:
-    """The beginning that a new sequence would like to find."""
+    """The prefix that a new sequence looks for."""
 
     root: bytes
     tokens: Sequence[int]
-    most: int
-    """Of `tokens`, no more than these."""
+    max_tokens: int
+    """Longest prefix of `tokens` to look for."""
     parent: BlockTable | None = None
-    """May share its last, half-filled block too."""
+    """Its last, partly filled block may be shared too."""
     chain: list[bytes] = field(default_factory=list)
-    """Keys of the full blocks of `tokens`, as far as a search has come: the next search need not hash them again."""
+    """Keys of the full blocks of `tokens` that a search has computed; the next search reuses them."""
 
 
 class PrefixSearch:
-    """Looks for the longest beginning that a table, the cache or `elsewhere` hold; changes nothing.
+    """Finds the longest prefix whose blocks are in the parent's table, in the prefix cache or offloaded.
 
-    A group of full attention needs every block; one with a window needs those that the next token sees.
+    A group with full attention needs every block. A group with a window needs the blocks that the next token sees.
     """
 
-    def __init__(self, layout: KvLayout, index: PrefixIndex | None, elsewhere: Callable[[bytes], bool] | None) -> None:
+    def __init__(
+        self, layout: KvLayout, index: PrefixIndex | None, is_offloaded: Callable[[bytes], bool] | None
+    ) -> None:
         self._size = layout.block_size
         self._groups: list[KvGroup] = [group for group in layout.groups for _ in range(group.tables)]
         self._index = index
-        self._elsewhere = elsewhere
+        self._is_offloaded = is_offloaded
 
-    def longest(self, wanted: PrefixQuery) -> Prefix:
-        """At most `wanted.most` tokens."""
+    def longest(self, query: PrefixQuery) -> Prefix:
+        """The longest stored prefix, of at most `query.max_tokens` tokens."""
         size = self._size
-        parent = wanted.parent if wanted.parent is not None and wanted.parent.root == wanted.root else None
-        alike = 0 if parent is None else _common_prefix_len(parent.tokens, wanted.tokens, wanted.most)
-        chain = wanted.chain
+        parent = query.parent if query.parent is not None and query.parent.root == query.root else None
+        shared_len = 0 if parent is None else _common_prefix_len(parent.tokens, query.tokens, query.max_tokens)
+        chain = query.chain
         if parent is not None:
-            chain.extend(parent.chain[len(chain) : alike // size])
+            chain.extend(parent.chain[len(chain) : shared_len // size])
         sources: list[list[BlockId]] = [[] for _ in self._groups]
-        runs = [0] * len(self._groups)  # how many blocks in a row, up to here, each table could have
+        runs = [0] * len(self._groups)  # per table: how many consecutive blocks up to here are stored
         best = 0
-        half: list[BlockId] = []  # of the parent: what comes after the full blocks
-        for place in range(-(-wanted.most // size)):
-            if parent is not None and alike % size and place == alike // size:
-                ends = [blocks[place] for blocks in parent.blocks]
+        partial: list[BlockId] = []  # per table: the parent's last, partly filled block
+        for index in range(-(-query.max_tokens // size)):
+            if parent is not None and shared_len % size and index == shared_len // size:
+                ends = [blocks[index] for blocks in parent.blocks]
                 if self._covers(
-                    alike, [run + 1 if end != OUT_OF_WINDOW else 0 for run, end in zip(runs, ends, strict=True)]
+                    shared_len, [run + 1 if end != OUT_OF_WINDOW else 0 for run, end in zip(runs, ends, strict=True)]
                 ):
-                    best, half = alike, ends
-            length = (place + 1) * size
-            if length > wanted.most:
+                    best, partial = shared_len, ends
+            length = (index + 1) * size
+            if length > query.max_tokens:
                 break
-            if self._index is not None and place == len(chain):
-                before = chain[-1] if chain else wanted.root
-                chain.append(next_key(before, wanted.tokens[place * size : length]))
+            if self._index is not None and index == len(chain):
+                before = chain[-1] if chain else query.root
+                chain.append(next_key(before, query.tokens[index * size : length]))
             for table, found in enumerate(sources):
-                shared = parent.blocks[table][place] if parent is not None and length <= alike else OUT_OF_WINDOW
-                found.append(shared if shared != OUT_OF_WINDOW else self._cached(chain, place, table))
+                shared = parent.blocks[table][index] if parent is not None and length <= shared_len else OUT_OF_WINDOW
+                found.append(shared if shared != OUT_OF_WINDOW else self._cached(chain, index, table))
                 runs[table] = runs[table] + 1 if found[-1] != OUT_OF_WINDOW else 0
             if any(
-                found[-1] == OUT_OF_WINDOW and self._is_required(table, place) for table, found in enumerate(sources)
+                found[-1] == OUT_OF_WINDOW and self._is_required(table, index) for table, found in enumerate(sources)
             ):
                 break
             if self._covers(length, runs):
                 best = length
         if best % size:
-            for found, end in zip(sources, half, strict=True):
+            for found, end in zip(sources, partial, strict=True):
                 found[best // size :] = [end]
-        return self._prefix(wanted, best, sources, chain)
+        return self._prefix(query, best, sources, chain)
 
-    def _cached(self, chain: Sequence[bytes], place: int, table: int) -> BlockId:
+    def _cached(self, chain: Sequence[bytes], index: int, table: int) -> BlockId:
         if self._index is None:
             return OUT_OF_WINDOW
-        key = block_key(chain[place], table)
+        key = block_key(chain[index], table)
         block = self._index.find(key)
         if block is not None:
             return block
-        return OFFLOADED if self._elsewhere is not None and self._elsewhere(key) else OUT_OF_WINDOW
+        return OFFLOADED if self._is_offloaded is not None and self._is_offloaded(key) else OUT_OF_WINDOW
 
-    def _is_required(self, table: int, place: int) -> bool:
-        """Whether no longer beginning can do without this block."""
+    def _is_required(self, table: int, index: int) -> bool:
+        """Whether every longer prefix needs this block."""
         group = self._groups[table]
-        return group.window is None or place < -(-group.sinks // self._size)
+        return group.window is None or index < -(-group.sinks // self._size)
 
     def _covers(self, length: int, runs: Sequence[int]) -> bool:
-        """Whether the blocks in a row that end at `length` reach back as far as each group sees."""
-        places = -(-length // self._size)
+        """Whether the consecutive blocks that end at `length` reach back as far as each group sees."""
+        block_count = -(-length // self._size)
         return all(
-            run >= places - group.first_needed(length) // self._size
+            run >= block_count - group.first_needed(length) // self._size
             for group, run in zip(self._groups, runs, strict=True)
         )
 
     def _prefix(
-        self, wanted: PrefixQuery, length: int, sources: Sequence[Sequence[BlockId]], chain: Sequence[bytes]
+        self, query: PrefixQuery, length: int, sources: Sequence[Sequence[BlockId]], chain: Sequence[bytes]
     ) -> Prefix:
-        """The blocks that a sequence of `length` tokens holds, and no others."""
+        """The prefix of `length` tokens, with exactly the blocks that a sequence of this length holds."""
         size = self._size
         blocks: list[tuple[BlockId, ...]] = []
         for group, found in zip(self._groups, sources, strict=True):
             first = group.first_needed(length) // size
             sinks = min(first, -(-group.sinks // size))
             blocks.append((*found[:sinks], *[OUT_OF_WINDOW] * (first - sinks), *found[first : -(-length // size)]))
-        return Prefix(wanted.root, tuple(wanted.tokens[:length]), tuple(blocks), tuple(chain[: length // size]))
+        return Prefix(query.root, tuple(query.tokens[:length]), tuple(blocks), tuple(chain[: length // size]))
 
 
 def _common_prefix_len(stored: Sequence[int], tokens: Sequence[int], most: int) -> int:
-    """How many leading tokens are the same, at most `most`."""
+    """Number of leading tokens that are equal, at most `most`."""
     most = min(len(stored), most)
     if stored[:most] == list(tokens[:most]):
         return most

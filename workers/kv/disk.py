@@ -1,10 +1,10 @@
-"""Blocks of keys and values as files in a directory of this process's own, written by a thread of their own.
+"""The disk tier: KV blocks as files in a directory that this process owns, written by a background thread.
 
-The directory's `lock` file stays locked while the process lives; the kernel unlocks it at the process's death,
-however it came. So the next process that starts knows which directories nobody reads any more, and removes them.
+The directory's `lock` file is locked while the process lives. The kernel unlocks it when the process ends, however
+it ends. So the next process to start can tell which directories are abandoned, and removes them.
 
-A block waits in memory until it is written, and is read from there meanwhile. The queue is short: when the disk
-cannot keep up, blocks are lost and nobody waits.
+A block is queued in memory until it is written, and can be loaded from the queue. The queue is short: if the disk is
+too slow, blocks are dropped, and no step waits.
 """
 
 from __future__ import annotations
@@ -30,33 +30,34 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "pilotfish-kv-"
 _LOCK = "lock"
-_MOST_QUEUED = 64
-"""Blocks in memory that wait to be written: about what one step over a long prompt pushes out."""
+_MAX_QUEUED = 64
+"""Blocks that may wait in memory: about as many as one step over a long prompt evicts."""
 _CLOSING_SECONDS = 5.0
-"""How long a write that has begun may take when the tier is closed."""
+"""How long `close` waits for the write in progress."""
 
 
 @dataclass(slots=True)
 class TierCounts:
-    """Blocks since the start."""
+    """Numbers of blocks since the start."""
 
     saved: int = 0
     loaded: int = 0
     dropped: int = 0
-    """No longer in the tier, or refused by it; a block that leaves the host for the disk is one of them."""
+    """Evicted or refused by the tier. A block that moves from the host to the disk counts as dropped by the host."""
 
 
 class DiskTier:
-    """At most `most_bytes` of files. A full, slow or broken disk costs a warning and blocks, never an error.
+    """Holds at most `max_bytes` of files. A full, slow or broken disk causes a warning and lost blocks, never an error.
 
-    For one thread; the writer is its own. What both touch is guarded by `_changed`, which no disk is waited for under.
+    One thread calls the methods; a second one writes. `_changed` guards what both use, and no thread accesses the
+    disk while it holds it.
     """
 
-    def __init__(self, directory: str, most_bytes: int, most_queued: int = _MOST_QUEUED) -> None:
+    def __init__(self, directory: str, max_bytes: int, max_queued: int = _MAX_QUEUED) -> None:
         self.counts = TierCounts()
         self._parent = Path(directory).expanduser()
-        self._most_bytes = most_bytes
-        self._most_queued = most_queued
+        self._max_bytes = max_bytes
+        self._max_queued = max_queued
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
         self._bytes = 0
         self._queued: OrderedDict[bytes, Tensor] = OrderedDict()
@@ -67,7 +68,7 @@ class DiskTier:
         self._writable = False
 
     def start(self) -> None:
-        """Make the directory, remove those that dead processes left, and start the writer."""
+        """Make the directory, remove those of dead processes, and start the writer."""
         try:
             self._parent.mkdir(parents=True, exist_ok=True)
             _sweep(self._parent)
@@ -76,13 +77,13 @@ class DiskTier:
             self._writable = True
             self._writer = threading.Thread(target=self._run, args=(self._home,), name="kv-disk", daemon=True)
             self._writer.start()
-        except (OSError, RuntimeError) as error:  # no directory, or no further thread
+        except (OSError, RuntimeError) as error:  # no directory, or no thread could be started
             self._writable = False
             self._writer = None
-            logger.warning("kv.disk_directory cannot be used: no blocks are kept on disk: %s", error)
+            logger.warning("kv.disk_directory cannot be used: no blocks are saved to disk: %s", error)
 
     def close(self) -> None:
-        """End the writer, forget what it has not written, remove the directory. Closing twice is harmless."""
+        """Stop the writer, drop the queue, remove the directory. Closing again does nothing."""
         with self._changed:
             self._writable = False
             self._queued.clear()
@@ -90,7 +91,7 @@ class DiskTier:
         if self._writer is not None:
             self._writer.join(_CLOSING_SECONDS)
             if self._writer.is_alive():
-                logger.warning("the disk under %s does not answer: its last block is not waited for", self._home)
+                logger.warning("the disk under %s does not answer; closing without its last block", self._home)
         if self._home is not None:
             shutil.rmtree(self._home, ignore_errors=True)
         if self._lock is not None:
@@ -101,7 +102,7 @@ class DiskTier:
             self._bytes = 0
 
     def flush(self) -> None:
-        """Return once nothing waits to be written."""
+        """Block until the queue is empty."""
         with self._changed:
             self._changed.wait_for(lambda: not self._queued)
 
@@ -110,7 +111,7 @@ class DiskTier:
             return key in self._sizes or key in self._queued
 
     def touch(self, key: bytes) -> bool:
-        """Make the block the most recently used one; `False` if it is not here."""
+        """Mark the block as most recently used. Returns `False` if it is not here."""
         with self._changed:
             if key in self._sizes:
                 self._sizes.move_to_end(key)
@@ -118,26 +119,26 @@ class DiskTier:
             return key in self._queued
 
     def wants(self, key: bytes) -> bool:
-        """Whether to `save` the block: not if it is here (then it is the most recently used one), nor without room."""
+        """Whether to `save` the block: only if it is not here and the queue has room. Counts as a use if it is here."""
         if self.touch(key):
             return False
         with self._changed:
-            if self._writable and len(self._queued) < self._most_queued:
+            if self._writable and len(self._queued) < self._max_queued:
                 return True
             self.counts.dropped += 1
             return False
 
     def save(self, key: bytes, content: Tensor) -> None:
-        """Queue `content` `[bytes]`, which nobody else changes from now on; `wants` comes first."""
+        """Queue `content` `[bytes]`, which the caller must not change any more. Call `wants` first."""
         with self._changed:
-            if not self._writable or content.nbytes > self._most_bytes:
+            if not self._writable or content.nbytes > self._max_bytes:
                 self.counts.dropped += 1
                 return
             self._queued[key] = content
             self._changed.notify_all()
 
     def load(self, key: bytes) -> Tensor | None:
-        """The content of a block `[bytes]`; `None`, and it is forgotten, where the file is not what was written."""
+        """The content of a block `[bytes]`. Returns `None` and drops the block if its file is missing or damaged."""
         with self._changed:
             content = self._queued.get(key)
             size = self._sizes.get(key)
@@ -147,42 +148,42 @@ class DiskTier:
             try:
                 content = _read(_file(self._home, key), size)
             except (OSError, SafetensorError, KeyError, ValueError) as error:
-                self._lose(key, error)
+                self._drop_damaged(key, error)
                 return None
         self.touch(key)
         self.counts.loaded += 1
         return content
 
-    def _lose(self, key: bytes, error: Exception) -> None:
-        """The file could not be read: unless the writer has just dropped it, it is damaged."""
+    def _drop_damaged(self, key: bytes, error: Exception) -> None:
+        """Drop a block whose file could not be read, unless the writer has just evicted it."""
         with self._changed:
             if key not in self._sizes:
                 return
-            self._forget(key)
+            self._evict(key)
         logger.warning("a block on disk is lost: %s", error)
         if self._home is not None:
             _remove(_file(self._home, key))
 
     def _run(self, home: Path) -> None:
-        """The writer's life: ends when the tier is closed, or with the first thing that it cannot write."""
+        """The writer thread's loop. It ends when the tier is closed or a write fails."""
         try:
             while (block := self._next()) is not None:
                 self._write(home, *block)
         except OSError as error:
-            self._stop_writing("no further blocks are kept on disk: %s", error)
+            self._stop_writing("no further blocks are saved to disk: %s", error)
         except BaseException as error:
-            self._stop_writing("no further blocks are kept on disk, the writer failed: %r", error)
+            self._stop_writing("no further blocks are saved to disk, the writer failed: %r", error)
 
     def _next(self) -> tuple[bytes, Tensor] | None:
-        """The block that waits longest, which can be read from the queue until it is on disk."""
+        """The oldest queued block, or `None` when the tier is closed. It stays in the queue until it is written."""
         with self._changed:
             self._changed.wait_for(lambda: self._queued or not self._writable)
             return next(iter(self._queued.items())) if self._writable else None
 
     def _write(self, home: Path, key: bytes, content: Tensor) -> None:
-        """Write one block, making room by dropping the least recently used ones."""
+        """Write one block, and evict the least recently used ones to make room for it."""
         payload = safetensors.torch.save({"block": content, "checksum": torch.tensor([_checksum(content)])})
-        fits = len(payload) <= self._most_bytes
+        fits = len(payload) <= self._max_bytes
         if fits:
             self._make_room(home, len(payload))
             file = _file(home, key)
@@ -204,23 +205,23 @@ class DiskTier:
     def _make_room(self, home: Path, size: int) -> None:
         dropped: list[bytes] = []
         with self._changed:
-            while self._sizes and self._bytes + size > self._most_bytes:
+            while self._sizes and self._bytes + size > self._max_bytes:
                 dropped.append(next(iter(self._sizes)))
-                self._forget(dropped[-1])
+                self._evict(dropped[-1])
         for key in dropped:
             _remove(_file(home, key))
 
     def _stop_writing(self, message: str, error: BaseException) -> None:
-        """What is on disk stays readable; what waits is lost."""
+        """Stop saving and drop the queue. Blocks on disk stay readable."""
         with self._changed:
-            if self._writable:  # while closing nobody wants to hear of it
+            if self._writable:  # failures while closing do not matter
                 logger.warning(message, error)
             self._writable = False
             self.counts.dropped += len(self._queued)
             self._queued.clear()
             self._changed.notify_all()
 
-    def _forget(self, key: bytes) -> None:
+    def _evict(self, key: bytes) -> None:
         self._bytes -= self._sizes.pop(key)
         self.counts.dropped += 1
 
@@ -230,7 +231,7 @@ def _file(home: Path, key: bytes) -> Path:
 
 
 def _read(file: Path, size: int) -> Tensor:
-    """The whole file into memory, not mapped: a file that shrinks under a mapping kills the process."""
+    """Read the whole file. It is not mapped: if a mapped file shrinks, the process is killed."""
     with file.open("rb") as stream:
         payload = stream.read(size + 1)
     if len(payload) != size:
@@ -252,7 +253,7 @@ def _remove(file: Path) -> None:
 
 
 def _lock_new(home: Path) -> int:
-    """Put a locked lock file into the directory: it is locked before it has its name, so nobody sees it free."""
+    """Create the lock file. It is locked before it gets its name, so no process ever sees it unlocked."""
     unnamed = home / f"{_LOCK}.new"
     descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -265,7 +266,7 @@ def _lock_new(home: Path) -> int:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove the directories whose lock nobody holds; one without a lock is just being made."""
+    """Remove the directories whose lock no process holds. One without a lock file is being created."""
     for home in parent.glob(f"{_PREFIX}*"):
         try:
             descriptor = os.open(home / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -274,8 +275,8 @@ def _sweep(parent: Path) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(home, ignore_errors=True)
-            logger.info("removed %s, which a dead process left", home)
+            logger.info("removed %s, left by a process that has ended", home)
         except OSError:
-            pass  # its owner lives
+            pass  # its process is alive
         finally:
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Memory for weights, keys and values in large pages; and what was needed to load them is given back."""
+"""Memory in huge pages for weights, keys and values, and the release of memory that loading needed."""
 
 from __future__ import annotations
 
@@ -9,35 +9,36 @@ import mmap
 import torch
 
 CACHE_LINE = 64
-"""Bytes of a cache line."""
+"""Bytes per cache line."""
 
 
 def huge_pages(size: int) -> torch.Tensor:
-    """`size` bytes of zeros: a step that reads all weights, or long contexts, must not wait for page tables."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has a rule of its own
+    """`size` zero bytes in huge pages: a step reads all weights, and small pages would cost it TLB misses."""
+    # Private, because the system configures huge pages of shared memory apart.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class Arena:
-    """Memory in large pages, given out piece by piece."""
+    """Memory in huge pages that is handed out piece by piece and freed as a whole."""
 
     def __init__(self, size: int) -> None:
         self._bytes = huge_pages(size)
         self._used = 0
 
-    def keep(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy of `values` for good."""
+    def store(self, values: torch.Tensor) -> torch.Tensor:
+        """Copy `values` into the arena, aligned to a cache line. Returns the copy."""
         size = values.numel() * values.itemsize
-        kept = self._bytes[self._used : self._used + size].view(values.dtype).view(values.shape)
+        stored = self._bytes[self._used : self._used + size].view(values.dtype).view(values.shape)
         self._used += -(-size // CACHE_LINE) * CACHE_LINE
-        return kept.copy_(values)
+        return stored.copy_(values)
 
 
 def release_free_memory() -> None:
-    """What was freed goes back to the system: the C library would keep it, and a peak would count it twice."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not every C library has it
+    """Return freed heap memory to the operating system; otherwise the C library retains it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)

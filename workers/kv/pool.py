@@ -1,4 +1,4 @@
-"""The paged KV pool: every layer's keys and values, in blocks that `BlockAllocator` hands out."""
+"""The paged KV pool: the keys and values of every layer, in blocks that `BlockAllocator` manages."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from workers.kv.spec import KvCacheSpec
 from workers.kv.tiers import Tiers, agreed_length
 from workers.kv.transfer import to_device
 
-_MOST_BLOCKS = 1 << 22
+_MAX_BLOCKS = 1 << 22
 
 _Search = Callable[[int, Callable[[bytes], bool] | None], Prefix]
-"""The longest beginning, of so many tokens at most, that the pool or something else has."""
+"""(max tokens, is_offloaded) → the longest stored prefix; see `BlockAllocator.find`."""
 
 
 def blocks_that_fit(spec: KvCacheSpec, section: PoolSection, truncatable: bool = False) -> int:
-    """How many blocks the configured bytes, or the fraction of free memory, hold on this rank.
+    """Number of blocks that fit into the configured bytes, or the fraction of free memory, on this rank.
 
-    Raises `ConfigurationError` when not even one fits.
+    Raises `ConfigurationError` if not even one fits.
     """
     budget = section.pool_bytes
     if budget is None:
         budget = int(_free_bytes(spec.device) * section.memory_fraction)
     size = block_bytes(group_layers(spec, section, truncatable), spec.dtype)
-    blocks = min(budget // size, _MOST_BLOCKS)
+    blocks = min(budget // size, _MAX_BLOCKS)
     if blocks < 1:
         raise ConfigurationError(
-            f"kv.pool_bytes: a block of {section.block_size} tokens takes {size} bytes and {budget} are given"
+            f"kv.pool_bytes: a block of {section.block_size} tokens takes {size} bytes, "
+            f"and the pool may take {budget} bytes"
         )
     return int(blocks)
 
@@ -58,24 +59,25 @@ def _free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _stored(
+def _allocate_tensors(
     spec: KvCacheSpec, kv_groups: KvCacheGroups, blocks: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Keys and values of each slot, `[blocks, block_size, heads, dim]`, and the stacks of those alike that they are in.
+    """Allocate the keys and values of each block layer, `[blocks, block_size, heads, dim]`.
 
-    A stack is copied within in one go, however many layers there are.
+    The third list holds the stacks `[2 * layers, blocks, …]` that they are views of, one per shape. Copying blocks
+    inside a stack takes one operation, whatever the number of layers.
     """
-    alike: dict[tuple[int, int], list[int]] = {}
-    for slot, shape in enumerate(kv_groups.block_layers):
-        alike.setdefault((shape.kv_heads, shape.head_dim), []).append(slot)
+    layers_of: dict[tuple[int, int], list[int]] = {}
+    for layer, shape in enumerate(kv_groups.block_layers):
+        layers_of.setdefault((shape.kv_heads, shape.head_dim), []).append(layer)
     keys, values = ([torch.empty(0)] * len(kv_groups.block_layers) for _ in range(2))
     stacks: list[torch.Tensor] = []
-    for (heads, dim), slots in alike.items():
-        # Zeros, not garbage: a masked position is multiplied by zero, and zero times NaN is NaN.
-        size = (2 * len(slots), blocks, kv_groups.layout.block_size, heads, dim)
+    for (heads, dim), layers in layers_of.items():
+        # Zeros: a masked position is multiplied by zero, and zero times NaN would be NaN.
+        size = (2 * len(layers), blocks, kv_groups.layout.block_size, heads, dim)
         stacks.append(_zeros(size, spec.dtype, spec.device))
-        for place, slot in enumerate(slots):
-            keys[slot], values[slot] = stacks[-1][2 * place], stacks[-1][2 * place + 1]
+        for index, layer in enumerate(layers):
+            keys[layer], values[layer] = stacks[-1][2 * index], stacks[-1][2 * index + 1]
     return keys, values, stacks
 
 
@@ -86,12 +88,12 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 class KvPool:
-    """Keys and values of all sequences on this rank; `keys[slot]` is `[blocks, block_size, heads, dim]`.
+    """Keys and values of all sequences on this rank; `keys[block_layer]` is `[blocks, block_size, heads, dim]`.
 
-    `kv_groups.placements[layer]` says which table and which slot are a layer's. Under tensor parallelism the heads
-    are this rank's own, and `blocks` must be the same on every rank. Cached blocks that are taken for something
-    else go to the tiers, where some are configured; `close` frees those. A pool that `truncatable` can truncate
-    sequences to any length, and caches nothing.
+    `kv_groups.placements[layer]` holds the layer's block table and block layer. Under tensor parallelism the heads
+    are this rank's own, and `blocks` must be the same on every rank. Evicted blocks move to the host and disk tiers
+    if the section configures any; `close` frees these. A `truncatable` pool can cut sequences to any length; it has
+    no prefix cache.
     """
 
     def __init__(
@@ -99,19 +101,21 @@ class KvPool:
     ) -> None:
         self.kv_groups = group_layers(spec, section, truncatable)
         blocks_total = blocks_that_fit(spec, section, truncatable) if blocks is None else blocks
-        keeping = section if isinstance(section, KvSection) and section.prefix_cache and not truncatable else None
-        self._allocator = BlockAllocator(blocks_total, self.kv_groups.layout, keeping is not None, self._save)
+        caching = section if isinstance(section, KvSection) and section.prefix_cache and not truncatable else None
+        self._allocator = BlockAllocator(blocks_total, self.kv_groups.layout, caching is not None, self._save)
         self._device = spec.device
         self._ranks = spec.tensor_parallel
 
-        self.keys, self.values, self._stacks = _stored(spec, self.kv_groups, blocks_total + spec.scratch_blocks)
-        self._tiers: Tiers | None = None  # last: whoever fails before has nothing to close
-        if keeping is not None and (keeping.host_bytes or keeping.disk_directory):
-            self._tiers = Tiers(keeping, block_bytes(self.kv_groups, spec.dtype), spec.device)
+        self.keys, self.values, self._stacks = _allocate_tensors(
+            spec, self.kv_groups, blocks_total + spec.scratch_blocks
+        )
+        self._tiers: Tiers | None = None  # last: if anything above raises, there is nothing to close
+        if caching is not None and (caching.host_bytes or caching.disk_directory):
+            self._tiers = Tiers(caching, block_bytes(self.kv_groups, spec.dtype), spec.device)
             self._tiers.start()
 
     def close(self) -> None:
-        """Forget what was moved out. Closing twice is harmless."""
+        """Free the tiers. Closing again does nothing."""
         if self._tiers is not None:
             self._tiers.close()
 
@@ -122,7 +126,7 @@ class KvPool:
 
     @property
     def layout(self) -> KvLayout:
-        """How sequences take blocks."""
+        """How many blocks a sequence takes, by group."""
         return self._allocator.layout
 
     @property
@@ -137,68 +141,68 @@ class KvPool:
 
     @property
     def scratch(self) -> BlockId:
-        """Where passes are replayed, one block more: it takes what their frames have to spare, and is nobody's."""
+        """The block after the last: CUDA graphs write their padding into it, and no sequence holds it."""
         return BlockId(self.blocks_total)
 
     @property
     def blocks_free(self) -> int:
-        """Blocks that no sequence holds; the cache's give way."""
+        """Blocks that no sequence holds, cached ones included."""
         return self._allocator.blocks_free
 
     @property
     def tiers(self) -> Tiers | None:
-        """Where blocks go that the pool has no place for."""
+        """The host and disk tiers, or `None` if none is configured."""
         return self._tiers
 
     def occupancy(self) -> KvOccupancy:
-        """The pool as the coordinator hears of it."""
+        """Total and free blocks, as reported to the coordinator."""
         return KvOccupancy(self.blocks_total, self.blocks_free)
 
     def new_table(self, salt: str = "") -> BlockTable:
-        """An empty sequence."""
+        """An empty block table for a new sequence."""
         return self._allocator.new_table(salt)
 
     def open(self, tokens: Sequence[int], salt: str = "", parent: BlockTable | None = None) -> BlockTable:
-        """A new sequence with as many of the leading `tokens` as are stored already, but for the last one.
+        """A block table for a new sequence that begins with `tokens`, with the longest stored prefix of them.
 
-        Shares the blocks of the parent and of the cache, and brings back those that were moved out where there is
-        room for them and copying is sooner done than computing.
+        The last token is never part of the prefix, since its logits must be computed. Blocks are shared with the
+        parent and the prefix cache. Offloaded blocks are loaded if they fit and if loading is faster than computing.
         """
-        most = len(tokens) - 1
+        max_tokens = len(tokens) - 1
         chain: list[bytes] = []
 
-        def search(most: int, elsewhere: Callable[[bytes], bool] | None = None) -> Prefix:
-            return self._allocator.find(tokens, salt, parent, most, elsewhere, chain)
+        def search(max_tokens: int, is_offloaded: Callable[[bytes], bool] | None = None) -> Prefix:
+            return self._allocator.find(tokens, salt, parent, max_tokens, is_offloaded, chain)
 
-        kept = search(most)
-        if self._tiers is not None and len(kept) < most:
-            longer = self._open_with_tiers(self._tiers, search, most, kept)
+        kept = search(max_tokens)
+        if self._tiers is not None and len(kept) < max_tokens:
+            longer = self._open_with_tiers(self._tiers, search, max_tokens, kept)
             if longer is not None:
                 return longer
-            kept = search(most)  # making room for what did not come may have taken blocks
+            kept = search(max_tokens)  # making room for blocks that were not loaded may have evicted others
         return self._allocator.adopt(kept)[0]
 
     def fork(self, table: BlockTable, length: int) -> BlockTable:
-        """A table of its own that begins with the first `length` stored tokens of `table`; takes no block yet.
+        """A new table that begins with the first `length` stored tokens of `table`. Allocates no block.
 
-        Raises `ValueError` where the pool has let go of what so short a sequence sees.
+        Raises `ValueError` if a window has already freed blocks that so short a sequence sees.
         """
         return self._allocator.fork(table, length)
 
     def record_compute(self, tokens: int, prompt_tokens: int, seconds: float, *, awaited: bool) -> None:
-        """What loading blocks is to be compared with: see `CostModel.record_compute`."""
+        """Record how long a step took, to compare loading with computing; see `CostModel.record_compute`."""
         if self._tiers is not None:
             self._tiers.costs.record_compute(tokens, prompt_tokens, seconds, awaited=awaited)
 
     def reserve(self, table: BlockTable, length: int) -> None:
-        """Make room for `length` tokens and own the part beyond `table.stored_len`.
+        """Make positions up to `length - 1` available, and those from `table.stored_len` on writable.
 
-        Raises `KvPoolExhausted`, having changed nothing.
+        Raises `KvPoolExhausted` and changes nothing if the pool has too few free blocks.
         """
         copies = self._allocator.reserve(table, length)
         if not copies:
             return
-        if self._device.type == "cpu":  # block by block there is nothing to gather
+        if self._device.type == "cpu":  # without index tensors this is faster
             for copy, stack in product(copies, self._stacks):
                 stack[:, copy.destination] = stack[:, copy.source]
             return
@@ -210,30 +214,30 @@ class KvPool:
             stack[:, destinations] = stack[:, sources]
 
     def commit(self, table: BlockTable, tokens: Sequence[int]) -> None:
-        """`tokens` are what the next positions hold, for good; what lies beyond them is free."""
+        """Record that the next positions hold `tokens`, and free the blocks beyond them."""
         self._allocator.commit(table, tokens)
 
     def truncate(self, table: BlockTable, length: int) -> None:
-        """Free what lies beyond `length` tokens. Below `table.stored_len` only where the pool truncatable."""
+        """Free what lies beyond `length` tokens. Only a truncatable pool can go below `table.stored_len`."""
         self._allocator.truncate(table, length)
 
     def release(self, table: BlockTable) -> None:
-        """Free everything the table holds."""
+        """Free all blocks of the table."""
         self._allocator.release(table)
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store `keys`, `values` `[tokens, heads, dim]` at `slots` `[tokens]` of the layer's table.
 
-        What is no number is stored as one: a freed block may be read, masked, by the next sequence that gets it.
+        NaN and infinities are replaced by finite numbers: the next sequence that gets the block may read it, masked.
         """
-        slot = self.kv_groups.placements[layer].block_layer
-        for store, fresh in ((self.keys[slot], keys), (self.values[slot], values)):
+        index = self.kv_groups.placements[layer].block_layer
+        for store, fresh in ((self.keys[index], keys), (self.values[index], values)):
             store.view(-1, *store.shape[2:]).index_copy_(0, slots, fresh.nan_to_num())
 
     def move(self, table: BlockTable, start: int, nodes: Sequence[int]) -> None:
         """Copy positions `start + nodes[0], start + nodes[1], …` to `start, start + 1, …` in every layer.
 
-        All are read before any is written.
+        All sources are read before any destination is written.
         """
         size = self.block_size
         sources, destinations = (
@@ -251,24 +255,24 @@ class KvPool:
             flat = stack.flatten(1, 2)
             flat[:, destinations] = flat[:, sources]
 
-    def _open_with_tiers(self, tiers: Tiers, search: _Search, most: int, kept: Prefix) -> BlockTable | None:
-        """`None` where nothing more is to be had than `kept`, or it was lost on the way."""
+    def _open_with_tiers(self, tiers: Tiers, search: _Search, max_tokens: int, kept: Prefix) -> BlockTable | None:
+        """Load offloaded blocks. Returns `None` if that gains nothing over `kept`, or if loading fails."""
 
         def longest(bound: int) -> int:
             prefix = search(bound, tiers.find)
-            missing = [key for key, _, _ in prefix.elsewhere()]
+            missing = [key for key, _, _ in prefix.offloaded()]
             if len(missing) <= self.blocks_free and tiers.worth_loading(missing, len(prefix) - len(kept)):
                 return len(prefix)
             return min(len(kept), bound)
 
-        length = agreed_length(longest, most, self._least)
+        length = agreed_length(longest, max_tokens, self._least)
         if length <= len(kept):
             return None
         prefix = search(length, tiers.find)
-        tiers.touch([key for key, _, _ in prefix.elsewhere()])  # room is made for them at others' cost
+        tiers.touch([key for key, _, _ in prefix.offloaded()])  # making room for them must not evict them
         try:
             table, loads = self._allocator.adopt(prefix)
-        except KvPoolExhausted:  # on all ranks alike
+        except KvPoolExhausted:  # every rank takes this branch, since all hold the same tables
             return None
         if self._least(int(all(tiers.load(load.key, self._parts(load.destination)) for load in loads))):
             for load in loads:
@@ -278,7 +282,7 @@ class KvPool:
         return None
 
     def _least(self, number: int) -> int:
-        """The least of all ranks' numbers."""
+        """The smallest of all ranks' numbers."""
         if self._ranks == 1:
             return number
         least = torch.tensor(number)
@@ -290,5 +294,5 @@ class KvPool:
             self._tiers.save(key, self._parts(block))
 
     def _parts(self, block: BlockId) -> list[torch.Tensor]:
-        """A block's content: views `[block_size, heads, dim]` of its keys in every slot, then of its values."""
+        """A block's content: views `[block_size, heads, dim]` of its keys in every block layer, then of its values."""
         return [store[block] for store in (*self.keys, *self.values)]

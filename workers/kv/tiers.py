@@ -1,10 +1,11 @@
-"""Where blocks of keys and values go that the pool has no place for: host memory, then a directory on disk.
+"""Offload tiers for evicted KV blocks: host memory, then a directory on disk.
 
-A block is saved when the pool takes it for something else while it is cached, and copied back when a sequence
-that begins alike is opened. What lies under a key never changes, so a tier keeps its copy when the block returns
-to the pool, and saving it again costs nothing. The least recently used block goes first.
+A cached block is saved when the pool evicts it, and loaded when a new sequence has its prefix. The content of a key
+never changes. So a tier retains its copy when the block returns to the pool, and saving the block again costs
+nothing. Each tier evicts the least recently used block first.
 
-A tier costs memory and never an answer: whatever cannot be read back is a miss, and its tokens are computed.
+A block that cannot be read back is a cache miss, and its tokens are computed again. No fault of a tier changes an
+answer.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from workers.kv.load_cost import CostModel, Medium
 logger = logging.getLogger(__name__)
 
 Agree = Callable[[int], int]
-"""Least of all ranks' numbers, the same on each of them. Every rank must call it equally often."""
+"""Returns the smallest of all ranks' numbers, on every rank. All ranks must call it equally often."""
 
 
-def alone(number: int) -> int:
-    """`Agree` of a target that is one rank."""
+def single_rank(number: int) -> int:
+    """`Agree` for a target of one rank."""
     return number
 
 
-def agreed_length(longest: Callable[[int], int], most: int, agree: Agree) -> int:
-    """The longest length, at most `most`, that every rank can open a sequence with.
+def agreed_length(longest: Callable[[int], int], max_length: int, agree: Agree) -> int:
+    """The longest prefix length, at most `max_length`, that every rank can open a sequence with.
 
-    `longest(bound)` is this rank's answer: a length from 0 to `bound`, and `bound` itself where that can be had.
-    What the pool and the host hold is the same on every rank, since all of them obey the same calls; what the
-    disk still gives and what is worth loading is not. So a rank that asks the tiers asks through here. Loading
-    may still fail on one of them: `agree(1 or 0)` afterwards, and without all of them the blocks are given back.
+    `longest(bound)` is this rank's longest length from 0 to `bound`; it returns `bound` whenever it can.
+    The pool and the host tier hold the same blocks on every rank, since all ranks make the same calls. The disk tier
+    and the measured loading speed may differ, so ranks must agree here. Loading may still fail on one rank: the
+    ranks agree on its success afterwards, and free the blocks unless all succeeded.
     """
-    bound = most
+    bound = max_length
     while bound > 0:
         found = agree(longest(bound))
         if found == bound:
@@ -53,10 +54,10 @@ def agreed_length(longest: Callable[[int], int], most: int, agree: Agree) -> int
 
 
 class Tiers:
-    """The tiers behind one rank's pool. For one thread: the one that runs the steps.
+    """The offload tiers of one rank's pool. Used only by the thread that runs the steps.
 
-    `parts` is a block's content: contiguous tensors, in an order and of sizes that are always the same, such as
-    the views `[block_size, kv_heads, head_dim]` of its keys in every layer and then of its values.
+    `parts` is a block's content: contiguous tensors, always in the same order and of the same sizes. The pool passes
+    views `[block_size, kv_heads, head_dim]` of the block's keys in every layer, then of its values.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Tiers:
         self._timings: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def start(self) -> None:
-        """Take the host memory and the directory. Raises `ConfigurationError` when there is not so much memory."""
+        """Allocate the host memory and make the directory. Raises `ConfigurationError` if memory is too small."""
         if self._host_bytes > psutil.virtual_memory().available:
             raise ConfigurationError(f"kv.host_bytes: {self._host_bytes} is more than the memory that is available")
         if self._host_bytes >= self._block_bytes:
@@ -80,7 +81,7 @@ class Tiers:
             self._disk.start()
 
     def close(self) -> None:
-        """Forget every block and remove the directory. Closing twice is harmless."""
+        """Drop every block and remove the directory. Closing again does nothing."""
         if self._host is not None:
             logger.debug("blocks in host memory: %s; on disk: %s", self.host, self.disk)
         self._host = None
@@ -99,20 +100,20 @@ class Tiers:
 
     @property
     def host(self) -> TierCounts:
-        """Blocks that went to host memory and came back."""
+        """Counts of blocks saved to, loaded from and dropped by host memory."""
         return self._host.counts if self._host is not None else TierCounts()
 
     @property
     def disk(self) -> TierCounts:
-        """Blocks that went to disk and came back."""
+        """Counts of blocks saved to, loaded from and dropped by the disk."""
         return self._disk.counts if self._disk is not None else TierCounts()
 
     def find(self, key: bytes) -> bool:
-        """Whether the block is in some tier. Looking does not make it recently used."""
+        """Whether a tier holds the block. The lookup does not count as a use."""
         return self._medium(key) is not None
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Make these blocks the last to go: making room for them in the pool may save others first."""
+        """Mark these blocks as most recently used, so that blocks saved to make room for them do not evict them."""
         for key in keys:
             if self._host is not None:
                 self._host.touch(key)
@@ -120,12 +121,12 @@ class Tiers:
                 self._disk.touch(key)
 
     def flush(self) -> None:
-        """Return once nothing waits to be written to disk."""
+        """Block until all queued blocks are written to disk."""
         if self._disk is not None:
             self._disk.flush()
 
     def worth_loading(self, keys: Sequence[bytes], tokens: int) -> bool:
-        """Whether copying these blocks back takes less time than computing the `tokens` they hold."""
+        """Whether loading these blocks takes less time than computing the `tokens` they hold."""
         self._collect_timings()
         media = [medium for medium in map(self._medium, keys) if medium is not None]
         return self.costs.worth_loading(
@@ -133,9 +134,9 @@ class Tiers:
         )
 
     def save(self, key: bytes, parts: Sequence[Tensor]) -> None:
-        """Keep a copy of the block's content. On CUDA it is queued on the current stream, and so ordered.
+        """Save a copy of the block's content. On CUDA the copy is queued on the current stream.
 
-        Raises `ValueError` for content of another size than a block's.
+        Raises `ValueError` if the content does not have a block's size.
         """
         if sum(part.nbytes for part in parts) != self._block_bytes:
             raise ValueError(f"a block has {self._block_bytes} bytes, not {sum(part.nbytes for part in parts)}")
@@ -145,14 +146,14 @@ class Tiers:
             return
         if self._host.touch(key):
             return
-        displaced = self._host.displaced()
-        if displaced is not None and self._disk is not None and self._disk.wants(displaced):
-            self._synchronize()  # the copy into this place may still be under way
-            self._disk.save(displaced, self._host.read(displaced).clone())
+        victim = self._host.next_victim()
+        if victim is not None and self._disk is not None and self._disk.wants(victim):
+            self._synchronize()  # the copy into this slot may still be running
+            self._disk.save(victim, self._host.read(victim).clone())
         self._host.save(key, parts)
 
     def load(self, key: bytes, parts: Sequence[Tensor]) -> bool:
-        """Copy the block's content into `parts`, queued as for `save`; `False` if it is gone."""
+        """Copy the block's content into `parts`, queued as for `save`. Returns `False` if no tier has it."""
         if self._host is not None and self._host.touch(key):
             begun = time.perf_counter()
             with _CudaTimer(self._device, self._timings):
@@ -180,68 +181,68 @@ class Tiers:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _collect_timings(self) -> None:
-        """Note the copies that the device has finished."""
+        """Record the times of the copies that the device has finished."""
         while self._timings and self._timings[0][1].query():  # type: ignore[no-untyped-call]
             begun, ended = self._timings.popleft()
             self.costs.record_load(Medium.HOST, self._block_bytes, begun.elapsed_time(ended) / 1000)
 
 
 class _HostTier:
-    """Host memory in places of a block's size, taken once."""
+    """Host memory in slots of a block's size, allocated once."""
 
     def __init__(self, host_bytes: int, block_bytes: int, pinned: bool) -> None:
         self.counts = TierCounts()
         self._memory = [
-            place
+            slot
             for size in (_powers_of_two(host_bytes) if pinned else [host_bytes])
-            for place in torch.empty(
+            for slot in torch.empty(
                 (size // block_bytes, block_bytes), dtype=torch.uint8, pin_memory=pinned and size >= block_bytes
             ).unbind()
         ]
         self._free = list(reversed(range(len(self._memory))))
-        self._places: OrderedDict[bytes, int] = OrderedDict()
+        self._slots: OrderedDict[bytes, int] = OrderedDict()
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._places
+        return key in self._slots
 
     def touch(self, key: bytes) -> bool:
-        """Make the block the most recently used one; `False` if it is not here."""
-        if key not in self._places:
+        """Mark the block as most recently used. Returns `False` if it is not here."""
+        if key not in self._slots:
             return False
-        self._places.move_to_end(key)
+        self._slots.move_to_end(key)
         return True
 
-    def displaced(self) -> bytes | None:
-        """The block that the next one to be saved takes the place of."""
-        return None if self._free else next(iter(self._places))
+    def next_victim(self) -> bytes | None:
+        """The block that the next save evicts, or `None` if a slot is free."""
+        return None if self._free else next(iter(self._slots))
 
     def read(self, key: bytes) -> Tensor:
-        """The place of a block `[bytes]`."""
-        return self._memory[self._places[key]]
+        """The slot of a block `[bytes]`."""
+        return self._memory[self._slots[key]]
 
     def load(self, key: bytes) -> Tensor:
-        """The content of a block `[bytes]`, counted."""
+        """The content of a block `[bytes]`. Counts as a load."""
         self.counts.loaded += 1
         return self.read(key)
 
     def save(self, key: bytes, parts: Sequence[Tensor]) -> None:
-        """Copy the content to a free place, or to that of the least recently used block."""
+        """Copy the content to a free slot, or to the slot of the least recently used block."""
         if self._free:
-            place = self._free.pop()
+            slot = self._free.pop()
         else:
-            _, place = self._places.popitem(last=False)
+            _, slot = self._slots.popitem(last=False)
             self.counts.dropped += 1
         flat = [_as_bytes(part) for part in parts]
         if flat[0].device.type == "cpu":
-            torch.cat(flat, out=self._memory[place])
+            torch.cat(flat, out=self._memory[slot])
         else:  # one copy over the bus instead of one per layer
-            self._memory[place].copy_(torch.cat(flat), non_blocking=True)
-        self._places[key] = place
+            self._memory[slot].copy_(torch.cat(flat), non_blocking=True)
+        self._slots[key] = slot
         self.counts.saved += 1
 
 
 class _CudaTimer:
-    """Marks when the device begins and ends what is queued inside; elsewhere it does nothing."""
+    """Records CUDA events around the work queued inside it. On other devices it does nothing."""
 
     def __init__(self, device: torch.device, timings: deque[tuple[torch.cuda.Event, torch.cuda.Event]]) -> None:
         self._timings = timings
@@ -262,12 +263,12 @@ def _event() -> torch.cuda.Event:
 
 
 def _powers_of_two(number: int) -> list[int]:
-    """Those whose sum it is: pinned memory is given out in such sizes, others are rounded up."""
+    """The powers of two that sum up to `number`: torch rounds other sizes of pinned memory up."""
     return [1 << bit for bit in reversed(range(number.bit_length())) if number >> bit & 1]
 
 
 def _as_bytes(part: Tensor) -> Tensor:
-    """The same memory as `[bytes]`."""
+    """A view of the same memory as bytes `[n]`."""
     return part.view(-1).view(torch.uint8)
 
 

@@ -195,8 +195,8 @@ def test_an_evicted_block_is_taken_and_its_content_announced_with_its_key() -> N
     other = stored(allocator, range(100, 116))
     assert sorted(evicted.values()) == sorted(blocks)
     allocator.release(other)
-    prefix = allocator.find(range(16), elsewhere=evicted.__contains__)
-    assert [key for key, _, _ in prefix.elsewhere()] == [
+    prefix = allocator.find(range(16), is_offloaded=evicted.__contains__)
+    assert [key for key, _, _ in prefix.offloaded()] == [
         key for block in blocks for key, b in evicted.items() if b == block
     ]
     table, loads = allocator.adopt(prefix)
@@ -211,7 +211,7 @@ def test_blocks_that_are_hit_are_not_taken_for_those_that_are_loaded() -> None:
     allocator = BlockAllocator(3, FULL)
     allocator.release(stored(allocator, range(16)))
     held = stored(allocator, [50])
-    prefix = allocator.find(range(24), elsewhere=lambda _: True)
+    prefix = allocator.find(range(24), is_offloaded=lambda _: True)
     with pytest.raises(KvPoolExhausted):
         allocator.adopt(prefix)
     assert (allocator.blocks_free, allocator.blocks_cached) == (2, 2)
@@ -286,11 +286,11 @@ def test_a_half_filled_block_needs_its_window_too() -> None:
     assert opened(allocator, [*range(14), 0], parent=parent).stored_len == 0
 
 
-def test_there_is_no_way_back_into_what_a_window_has_let_go() -> None:
+def test_a_table_cannot_be_cut_to_a_length_whose_window_was_freed() -> None:
     allocator = BlockAllocator(6, WINDOW)
     table = stored(allocator, range(30))
-    with pytest.raises(ValueError, match="no way back to 12"):
+    with pytest.raises(ValueError, match="cannot be cut to 12"):
         allocator.truncate(table, 12)
-    with pytest.raises(ValueError, match="no way back to 12"):
+    with pytest.raises(ValueError, match="cannot be cut to 12"):
         allocator.fork(table, 12)
     assert (table.stored_len, table.held) == (30, 2)

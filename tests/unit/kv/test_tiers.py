@@ -15,7 +15,7 @@ from cluster.core.errors import ConfigurationError
 from workers.kv import disk
 from workers.kv.disk import DiskTier
 from workers.kv.load_cost import CostModel, Medium
-from workers.kv.tiers import Tiers, agreed_length, alone
+from workers.kv.tiers import Tiers, agreed_length, single_rank
 
 BLOCK_BYTES = 2 * 2 * (4 * 1 * 8) * 2
 """Keys and values of two layers: 4 tokens, 1 head of 8 numbers, 2 bytes each."""
@@ -282,7 +282,7 @@ class TestWriter:
             assert all(holds(tiers, number) for number in range(4))
 
     def test_when_the_disk_cannot_keep_up_blocks_are_lost_and_nobody_waits(self, tmp_path: Path, gate: Gate) -> None:
-        tier = DiskTier(str(tmp_path), MIB, most_queued=2)
+        tier = DiskTier(str(tmp_path), MIB, max_queued=2)
         tier.start()
         content = torch.arange(BLOCK_BYTES).to(torch.uint8)
         for number in range(5):
@@ -423,9 +423,9 @@ class TestAgreement:
         return answer
 
     def test_alone_the_longest_is_taken(self) -> None:
-        assert agreed_length(lambda bound: min(bound, 7), 10, alone) == 7
-        assert agreed_length(lambda bound: 0, 10, alone) == 0
-        assert agreed_length(lambda bound: bound, 0, alone) == 0
+        assert agreed_length(lambda bound: min(bound, 7), 10, single_rank) == 7
+        assert agreed_length(lambda bound: 0, 10, single_rank) == 0
+        assert agreed_length(lambda bound: bound, 0, single_rank) == 0
 
     def test_the_least_is_taken(self) -> None:
         assert self.run([set(range(8)), set(range(5))]) == 4

@@ -199,7 +199,7 @@ class NativeDecoder:
         if self._quantization == "int8":
             packed, scales = quantize(packed)
             scale = self._vector(_padded(scales.float(), self._columns))
-        packed = self._arena.keep(_blocks(packed, self._columns))
+        packed = self._arena.store(_blocks(packed, self._columns))
         return _Matrix(
             *(KINDS[packed.dtype], inputs, outputs, packed.shape[0], packed.data_ptr(), scale),
             None if bias is None else self._vector(_padded(bias, self._columns)),
