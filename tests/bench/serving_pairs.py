@@ -74,7 +74,7 @@ def _compare(options: Options, method: str) -> None:
             name: stack.enter_context(ServeCommand(options.config, assignments(options, name)))
             for name in (PLAIN, method)
         }
-        prompts = _Prompts(options, batches)
+        prompts = PairPrompts(options, batches)
         for batch in batches:  # both sides see every batch size once, and the controller learns what drafts bring
             for cluster in clusters.values():
                 asyncio.run(ask_all(cluster.grpc_address, prompts.warm_up(batch), options.tokens, batch))
@@ -88,7 +88,7 @@ def _compare(options: Options, method: str) -> None:
     _report(method, found)
 
 
-class _Prompts:
+class PairPrompts:
     """Prompts by pair and batch size: none is used twice, as far as there are enough."""
 
     def __init__(self, options: Options, batches: tuple[int, ...]) -> None:
