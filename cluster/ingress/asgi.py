@@ -45,7 +45,7 @@ class RequestIdMiddleware:
         header = headers.get(_REQUEST_ID, "")
         unique = secrets.token_hex(16)
         client_id = header if is_request_id(header) else unique
-        headers[_REQUEST_ID] = client_id  # so that whatever lies between this and the app uses the same id
+        headers[_REQUEST_ID] = client_id  # a proxy between this middleware and the app then uses the same id
         scope.setdefault("state", {}).update(request_id=unique, client_request_id=client_id)
 
         async def send_with_id(message: Message) -> None:

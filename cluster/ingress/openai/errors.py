@@ -60,7 +60,7 @@ def error_response(error: Exception) -> ErrorResponse:
             return ErrorResponse(status, str(error), name, _param(error), code, _headers(error))
     if isinstance(error, PilotfishError):
         return ErrorResponse(500, str(error), _SERVER, code="internal_error")
-    return ErrorResponse(500, "the server failed to answer; its log says why", _SERVER, code="internal_error")
+    return ErrorResponse(500, "the server failed to answer; its log has the cause", _SERVER, code="internal_error")
 
 
 def _param(error: Exception) -> str | None:
