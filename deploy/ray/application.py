@@ -53,7 +53,7 @@ def bind(configuration: Configuration, placement: Placement, worker_host: str | 
     Workers listen on `worker_host`, or on their node's address if it is `None`.
     """
     configuration = with_acceptance(configuration)
-    # A process that claims no GPU may still see all of them, so it is told the planned device.
+    # A process that claims no GPU may still see all of them, so it gets the planned device.
     planned = {
         "target": configuration.target.model_copy(update={"device": placement.target.device}),
         "draft": configuration.draft.with_weights(device=placement.draft.device),

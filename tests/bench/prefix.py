@@ -43,10 +43,10 @@ def _within_an_answer(options: Options) -> None:
     with decoding(configuration.target, configuration.scheduler.max_step_tokens) as engine:
         for repeat in range(options.repeats + 1):
             for length in contexts:
-                recomputed, stepped = _both(engine, options.long_prompt(length, 0))
+                recomputed, cached = _both(engine, options.long_prompt(length, 0))
                 if repeat > 0:  # the first repetition also pays for preparation
                     again[length].append(recomputed)
-                    kept[length].append(stepped)
+                    kept[length].append(cached)
     table(
         ("context, tokens", "kept, ms per token", "computed again, ms per token", "again ÷ kept"),
         [

@@ -32,7 +32,7 @@ def test_a_figure_carries_its_spread() -> None:
     assert spread([2.346]) == "2.35"
 
 
-def test_a_ratio_is_of_neighbours() -> None:
+def test_a_ratio_compares_values_of_one_repetition() -> None:
     assert ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
     with pytest.raises(ValueError, match="longer"):
         ratios([1.0], [1.0, 2.0])
@@ -48,7 +48,7 @@ def test_growth_is_the_exponent() -> None:
     assert prefix.growth({m: [3.0 * m**2] for m in (8, 16, 32, 64)}) == pytest.approx(2.0)
 
 
-def test_gaps_lie_between_tokens() -> None:
+def test_gaps_are_the_times_between_tokens() -> None:
     answer = Answer(1.0, [5, 6, 7], [1.5, 1.75, 2.5])
     assert answer.first_token_seconds == 0.5
     assert answer.gaps == [0.25, 0.75]
@@ -82,7 +82,7 @@ def test_theory_knows_its_limits() -> None:
     assert theory.overlapped_speedup(1.0, 4, 1.0, 0.5) == 5 / 4
 
 
-def test_an_answers_own_time_begins_with_its_question_and_decoding_with_its_first_tokens() -> None:
+def test_the_rate_of_a_reader_counts_from_the_request_and_the_decoding_rate_from_the_first_tokens() -> None:
     first = Answer(0.0, [1, 2, 3, 4], [1.0, 1.0, 2.0, 3.0], steps=3, first_tokens=2)
     second = Answer(1.0, [1, 2], [2.0, 4.0], steps=1, first_tokens=1)
     answers = Answers([first, second], seconds=4.0)
@@ -92,8 +92,8 @@ def test_an_answers_own_time_begins_with_its_question_and_decoding_with_its_firs
     assert answers.part(slice(1, 2)).own_rate == 2 / 3
 
 
-def test_a_stepped_engine_says_what_the_model_says(directory: Path) -> None:
-    """However many guesses ride along, and in however many chunks the prompt came."""
+def test_an_engine_that_is_stepped_directly_always_writes_the_same_text(directory: Path) -> None:
+    """The text is the same for any number of drafted tokens and any size of prompt chunks."""
     texts = []
     for chunk, queries in ((64, 1), (3, 1), (64, 8)):
         engine = build_engine(section(directory))

@@ -56,8 +56,8 @@ def spec_bench_options(tmp_path_factory: pytest.TempPathFactory) -> Options:
     tiny.save(target, tiny.llama(vocab_size=320))
     draft = tiny.blur(target, tmp_path_factory.mktemp("draft"), noise=0.05)
     prompts = write_prompts(tmp_path_factory.mktemp("prompts") / "spec.jsonl", ("qa", "hello"), ("rag", "fish swim"))
-    wishes = (f"target.path={target}", "target.kv.pool_bytes=4194304", "draft.model.kv.pool_bytes=4194304")
-    assigned = [part for wish in wishes for part in ("--set", wish)]
+    assignments = (f"target.path={target}", "target.kv.pool_bytes=4194304", "draft.model.kv.pool_bytes=4194304")
+    assigned = [part for assignment in assignments for part in ("--set", assignment)]
     return options.parse(SECTIONS, ["--quick", "--prompts", str(prompts), "--draft", str(draft), *assigned])[1]
 
 

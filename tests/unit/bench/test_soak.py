@@ -1,4 +1,4 @@
-"""The soak's requests, its reference, and how it tells right answers from wrong ones."""
+"""The soak's requests, its reference, and how it distinguishes right answers from wrong ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tmp_path_factory.mktemp("bench"), tiny.llama())
 
 
-def test_a_catalogue_holds_every_kind_and_is_its_seeds() -> None:
+def test_a_catalogue_holds_every_kind_and_depends_on_its_seed_alone() -> None:
     phrases = [range(3, 12), range(20, 27)]
     first, again, other = (RequestCatalogue(phrases, KINDS, 48, seed).requests for seed in (1, 1, 2))
     assert first == again != other
@@ -93,7 +93,7 @@ async def findings_of(client: Scripted, asked: SoakRequest, reference: Reference
     return traffic.findings
 
 
-async def test_traffic_tells_right_answers_from_wrong_ones(directory: Path) -> None:
+async def test_traffic_finds_wrong_answers(directory: Path) -> None:
     reference = Reference(directory, 1e-3)
     asked = SoakRequest("several", tuple(range(5, 15)), 6, temperature=1.0, seed=3, n=2)
     first, second = reference.answers(asked)
@@ -107,7 +107,7 @@ async def test_traffic_tells_right_answers_from_wrong_ones(directory: Path) -> N
         assert wrong.complaints
 
 
-async def test_a_failed_request_is_a_finding(directory: Path) -> None:
+async def test_traffic_reports_failed_requests(directory: Path) -> None:
     reference = Reference(directory, 1e-3)
     asked = SoakRequest("short", tuple(range(5, 15)), 6)
     failed = await findings_of(Scripted((), NotReady("away")), asked, reference)
@@ -115,7 +115,7 @@ async def test_a_failed_request_is_a_finding(directory: Path) -> None:
     assert not failed.is_clean
 
 
-def test_memory_is_judged_by_its_last_two_thirds() -> None:
+def test_memory_growth_is_measured_over_the_last_two_thirds() -> None:
     warming = Resident([float(second) for second in range(90)], [min(500.0, 400 + 10.0 * s) for s in range(90)])
     assert warming.growth() == pytest.approx(0.0, abs=1e-6)
     leaking = Resident([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [100.0, 101.0, 102.0, 103.0, 104.0, 105.0])

@@ -45,7 +45,7 @@ def test_the_first_of_every_category_comes_before_the_second(tmp_path: Path) -> 
         ('{"system": "a"}', "at least one question, found system messages alone"),
     ],
 )
-def test_prompts_that_cannot_be_read_are_told_by_file_and_line(tmp_path: Path, text: str | None, words: str) -> None:
+def test_unreadable_prompts_are_reported_with_file_and_line(tmp_path: Path, text: str | None, words: str) -> None:
     file = tmp_path / "spec.jsonl"
     if text is not None:
         file.write_text(text)
@@ -54,9 +54,9 @@ def test_prompts_that_cannot_be_read_are_told_by_file_and_line(tmp_path: Path, t
     assert str(file) in str(caught.value)
 
 
-def test_what_is_asked_for_is_stronger_than_what_a_section_wants(directory: Path) -> None:
-    wished = [f"target.path={directory}", "draft.synthetic.mode=serial"]
-    _, asked = options.parse(SECTIONS, ["overlap", *(part for wish in wished for part in ("--set", wish))])
+def test_chosen_settings_take_precedence_over_those_of_a_section(directory: Path) -> None:
+    chosen = [f"target.path={directory}", "draft.synthetic.mode=serial"]
+    _, asked = options.parse(SECTIONS, ["overlap", *(part for assignment in chosen for part in ("--set", assignment))])
     configuration = asked.based_on("draft.synthetic.mode=run_ahead", "draft.method=synthetic")
     assert configuration.draft.settings("synthetic", SyntheticSettings).mode == "serial"
     assert configuration.draft.method == "synthetic"
