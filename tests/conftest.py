@@ -1,21 +1,57 @@
-"""Fixtures that several suites share."""
+"""Fixtures of the tests that start whole clusters. They import torch and Ray only when a test uses them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.core.config import Configuration
-from deploy.settings import load_settings
-from tests.support.serve_process import ServeProcess
+if TYPE_CHECKING:
+    from cluster.core.config import Configuration
+    from tests.support.live_cluster import Reference
+    from tests.support.serve_process import Deploy, ServeProcess
 
-Deploy = Callable[[Configuration], ServeProcess]
+
+@pytest.fixture(scope="session")
+def target_directory() -> Path:
+    """SmolLM2-135M-Instruct, as `make setup` prepared it."""
+    from cluster.core.errors import ModelLoadError
+    from deploy.settings import load_settings
+    from workers.model.model_files import resolve_model_directory
+
+    try:
+        return resolve_model_directory("smollm2-135m-instruct", load_settings().cache_directory)
+    except ModelLoadError as error:
+        pytest.fail(f"run `make setup` first: {error}")
+
+
+@pytest.fixture(scope="session")
+def draft_directory(target_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target's weights with noise: its drafts are often accepted and often rejected."""
+    from tests.support import tiny
+
+    return tiny.blur(target_directory, tmp_path_factory.mktemp("draft"), noise=0.08)
+
+
+@pytest.fixture(scope="session")
+def reference(target_directory: Path) -> Reference:
+    """The target's model under `transformers`."""
+    import torch
+
+    from tests.support.live_cluster import Reference
+
+    torch.set_num_threads(2)
+    return Reference(target_directory)
 
 
 @pytest.fixture(scope="session")
 def deploy() -> Iterator[Deploy]:
     """Runs a configuration under Ray Serve. Ray starts once; another configuration replaces the one that runs."""
+    from deploy.settings import load_settings
+    from tests.support.serve_process import ServeProcess
+
     running: Configuration | None = None
     with ServeProcess(load_settings().cache_directory) as process:  # compiled kernels are found there
 

@@ -10,10 +10,9 @@ import httpx
 import psutil
 import pytest
 
-from tests.conftest import Deploy
 from tests.integration.test_equality import Expected, configure
 from tests.support.live_cluster import Reference, RequestCase, Server, tokens_grpc, tokens_http
-from tests.support.serve_process import ServeProcess
+from tests.support.serve_process import Deploy, ServeProcess
 
 pytestmark = [pytest.mark.weights, pytest.mark.ray]
 

@@ -1,43 +1,14 @@
-"""The packaged model, a draft that often agrees with it, and what the model alone writes."""
+"""Prompts for the packaged model, and what the model alone answers."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
 
-from cluster.core.errors import ModelLoadError
-from deploy.settings import load_settings
-from tests.support import tiny
 from tests.support.live_cluster import Reference, RequestCase
 from tests.support.prompts import CHAT, PLAIN
-from workers.model.model_files import resolve_model_directory
 
 GREEDY_TOKENS = 16
 SAMPLED_TOKENS = 16
-
-
-@pytest.fixture(scope="session")
-def target_directory() -> Path:
-    """SmolLM2-135M-Instruct, as `make setup` prepared it."""
-    try:
-        return resolve_model_directory("smollm2-135m-instruct", load_settings().cache_directory)
-    except ModelLoadError as error:
-        pytest.fail(f"run `make setup` first: {error}")
-
-
-@pytest.fixture(scope="session")
-def draft_directory(target_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target's weights with noise: its drafts are often accepted and often rejected."""
-    return tiny.blur(target_directory, tmp_path_factory.mktemp("draft"), noise=0.08)
-
-
-@pytest.fixture(scope="session")
-def reference(target_directory: Path) -> Reference:
-    """The model under `transformers`."""
-    torch.set_num_threads(2)
-    return Reference(target_directory)
 
 
 @pytest.fixture(scope="session")

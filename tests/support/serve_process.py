@@ -7,6 +7,7 @@ of it may hang, so tests leave Ray to a process without any.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -97,6 +98,10 @@ class ServeProcess:
         if "error" in answer:
             raise getattr(errors, answer["error"], RuntimeError)(answer["message"])
         return answer
+
+
+Deploy = Callable[[Configuration], ServeProcess]
+"""The fixture `deploy`: runs a configuration and returns the process that runs it."""
 
 
 def _command_line(process: psutil.Process) -> str:
