@@ -1,4 +1,4 @@
-"""The target's own answers, asked of the whole cluster in this process: what `pilotfish distill` trains on."""
+"""Generates the target's answers that `pilotfish distill` trains on, with a cluster in this process."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from workers.distill.answers import Answer, AnswerFile, Leading
 from workers.distill.prompts import Task
 
 _USER = "(what the user says)"
-"""Stands for a user's words, to find where the chat template puts them."""
-_INVENTING_TOP_P = 0.95
-"""A question's words are drawn from this share of the target's probability: the rest is noise."""
+"""A placeholder for the user's message, to find where the chat template puts it."""
+_QUESTION_TOP_P = 0.95
+"""top-p of the questions that the target writes: less probable tokens are noise."""
 
 Report = Callable[[int], None]
-"""Hears how many tokens of answers there are."""
+"""Called with the number of answer tokens so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """When there are enough answers; what comes first counts."""
+    """When there are enough answers: the first limit that is reached counts."""
 
     answer_tokens: int
-    """Tokens of all answers to train on, earlier runs' included."""
+    """Tokens of all answers to train on, including those of earlier runs."""
     seconds: float
-    """Time that this run may take."""
+    """Most seconds that this run may take."""
     max_tokens: int = 384
     """Most tokens of one answer."""
     alternatives: int = 16
@@ -47,7 +47,7 @@ class Quota:
 
 
 def for_answers(configuration: Configuration) -> Configuration:
-    """The configuration without drafts, on ports of its own."""
+    """The configuration without drafts and with free ports."""
     server = configuration.server.model_copy(update={"grpc_port": 0})
     return configuration.model_copy(update={"server": server, "draft": configuration.draft.disabled()})
 
@@ -55,9 +55,10 @@ def for_answers(configuration: Configuration) -> Configuration:
 async def answer_all(
     configuration: Configuration, tasks: Iterable[Task], file: AnswerFile, quota: Quota, report: Report
 ) -> None:
-    """Ask what is not yet in `file` until the quota is met; what was begun is finished, held-out tasks always.
+    """Append the answers that are not yet in `file`, until the quota is met.
 
-    As many conversations at once as the scheduler takes. Model paths are local directories. Raises `PilotfishError`.
+    Conversations that have begun are finished, and held-out tasks are always answered. As many conversations run at
+    once as the scheduler has sequences. Model paths are local directories. Raises `PilotfishError`.
     """
     tokenizer = Tokenizer.load(Path(configuration.target.path))
     ends = time.monotonic() + quota.seconds
@@ -68,11 +69,11 @@ async def answer_all(
     waiting = chain((first,), waiting)
     async with LocalCluster(for_answers(configuration)) as cluster:
         client = GenerationClient(fixed_address(cluster.grpc_address))
-        asker = _Asker(client, tokenizer, configuration.limits.max_timeout_seconds, quota)
+        runner = _ConversationRunner(client, tokenizer, configuration.limits.max_timeout_seconds, quota)
 
         async def work() -> None:
             for task in waiting:
-                async for answer in asker.hold(task):
+                async for answer in runner.answers(task):
                     if answer.key not in file.finished:
                         file.append(answer)
                 report(file.answer_tokens)
@@ -83,7 +84,7 @@ async def answer_all(
                     group.create_task(work())
         except ExceptionGroup as failures:
             failure = failures.exceptions[0]
-            if isinstance(failure, PilotfishError):  # the others failed for the same reason
+            if isinstance(failure, PilotfishError):  # all tasks fail for the same reason
                 raise failure from failures
             raise
         finally:
@@ -91,7 +92,7 @@ async def answer_all(
 
 
 def _wanted(tasks: Iterable[Task], file: AnswerFile, quota: Quota, ends: float) -> Iterator[Task]:
-    """Tasks without an answer, while the quota lasts: shared by all askers, who take turns."""
+    """Yield tasks without an answer until the quota is met. All workers share this iterator."""
     for task in tasks:
         if not task.held_out and (file.answer_tokens >= quota.answer_tokens or time.monotonic() >= ends):
             return
@@ -100,7 +101,7 @@ def _wanted(tasks: Iterable[Task], file: AnswerFile, quota: Quota, ends: float) 
 
 
 @dataclass(frozen=True, slots=True)
-class _Asker:
+class _ConversationRunner:
     """Holds conversations with the cluster."""
 
     client: GenerationClient
@@ -108,12 +109,12 @@ class _Asker:
     timeout_seconds: float
     quota: Quota
 
-    async def hold(self, task: Task) -> AsyncIterator[Answer]:
-        """The answers to a task's turns; ends early where the conversation has outgrown the context."""
+    async def answers(self, task: Task) -> AsyncIterator[Answer]:
+        """Yield the answers to a task's turns. Ends early where the conversation is longer than the context."""
         prompt = task.prompt
         messages = [Message("system", prompt.system)] if prompt.system is not None else []
         try:
-            turns = prompt.turns or await self._invent(messages, task)
+            turns = prompt.turns or await self._write_question(messages, task)
         except InvalidRequest:
             return
         for turn, text in enumerate(turns):
@@ -128,16 +129,17 @@ class _Asker:
             yield Answer(key, prompt.category, task.temperature, task.held_out, tokens, written, leading)
             messages.append(Message("assistant", self.tokenizer.decode(written)))
 
-    async def _invent(self, before: Sequence[Message], task: Task) -> tuple[str, ...]:
-        """What the target writes in the user's place: one turn, or none where it wrote nothing."""
+    async def _write_question(self, before: Sequence[Message], task: Task) -> tuple[str, ...]:
+        """Let the target write the user's message: one turn, or none where the text is empty."""
         opened, found, _ = self.tokenizer.render_chat([*before, Message("user", _USER)]).partition(_USER)
         if not found:
             raise ConfigurationError(
-                "prompts: the chat template changes what the user says; needed questions of your own"
+                "prompts: the chat template changes the user's message, so the target cannot write questions; "
+                "needed prompts with questions"
             )
         request = generation_pb2.GenerateRequest(
             token_ids=common_pb2.TokenIds(ids=self.tokenizer.encode(opened, add_special_tokens=False)),
-            sampling=common_pb2.SamplingParameters(temperature=1.0, top_p=_INVENTING_TOP_P, seed=_seed_of(task)),
+            sampling=common_pb2.SamplingParameters(temperature=1.0, top_p=_QUESTION_TOP_P, seed=_seed_of(task)),
             stopping=generation_pb2.StoppingCriteria(max_tokens=self.quota.max_tokens),
         )
         written: list[int] = []
@@ -160,9 +162,9 @@ class _Asker:
         async for response in self.client.generate(request, self.timeout_seconds):
             if response.WhichOneof("event") == "delta":
                 answer.extend(response.delta.token_ids)
-                for thought in response.delta.logprobs:
-                    tokens.extend(other.token_id for other in thought.top)
-                    log_probabilities.extend(other.logprob for other in thought.top)
+                for position in response.delta.logprobs:
+                    tokens.extend(other.token_id for other in position.top)
+                    log_probabilities.extend(other.logprob for other in position.top)
         if alternatives is None:
             return tuple(answer), None
         shape = (len(answer), alternatives)
@@ -172,5 +174,5 @@ class _Asker:
 
 
 def _seed_of(task: Task) -> int:
-    """A seed of the task's own: lines with the same system message are different questions."""
+    """A seed of the task's own, so that lines with equal system messages give different questions."""
     return int.from_bytes(hashlib.blake2b(f"{task.seed}:{task.key}".encode(), digest_size=7).digest())

@@ -77,11 +77,11 @@ class DraftModelHarness:
         runner = self.expander._runner
         forward = runner.forward
 
-        def counted(rows):
+        def count_failures(rows):
             self.row_lengths.append([len(row.tokens) for row in rows])
             return forward(rows)
 
-        runner.forward = counted
+        runner.forward = count_failures
 
     def propose(self, *rows: DraftRow) -> tuple[Proposal, ...]:
         self.row_lengths.clear()

@@ -1,4 +1,4 @@
-"""How often the student's first guess is what the target wrote: measured where both have read the same."""
+"""How often the student's most probable token is the token that the target wrote after the same text."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from workers.distill.examples import make_batch
 from workers.distill.student import Student
 
 Counts = dict[str, tuple[int, int]]
-"""By category: positions where both agree, and all positions."""
+"""By category: the positions at which student and target agree, and all positions."""
 
 
 def agreement(
     student: Student, answers: Sequence[Answer], batch_tokens: int, max_length: int, autocast: bool
 ) -> Counts:
-    """Positions where they agree and all positions, by category; `""` holds those without one.
+    """Count the positions at which student and target agree, and all positions, by category (`""` for none).
 
-    Greedy answers tell how the student guesses what a greedy target writes.
+    Use greedy answers, since the student's most probable token is compared.
     """
     found: Counts = {}
     was_training = student.training
@@ -33,8 +33,8 @@ def agreement(
             batch = make_batch(rows[start : start + size], max_length).to(device)
             with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                 hidden = student.hidden(batch.tokens).flatten(0, 1)[batch.selected]
-                guesses = student.tokens_of(student.logits(hidden).argmax(dim=-1))
-            agreed += int((guesses == batch.labels).sum())
+                predicted = student.tokens_of(student.logits(hidden).argmax(dim=-1))
+            agreed += int((predicted == batch.labels).sum())
             total += len(batch.labels)
         found[category] = (agreed, total)
     student.train(was_training)
@@ -42,6 +42,6 @@ def agreement(
 
 
 def share(counts: Counts) -> float:
-    """Of all categories together, between 0 and 1; 0 where nothing was counted."""
+    """The share of all categories together, between 0 and 1; 0 where nothing was counted."""
     agreed = sum(count for count, _ in counts.values())
     return agreed / max(1, sum(total for _, total in counts.values()))

@@ -1,7 +1,7 @@
-"""The target's own answers, as token ids: one line of JSON each, appended as they come.
+"""The target's answers as token ids, in a file with one JSON object per line that is appended to.
 
-With them goes, where it was asked for, what the target thought of each token: its most probable tokens and their
-log-probabilities, as base64 of little-endian int32 and float16.
+An answer may hold the target's most probable tokens at each of its tokens, and their log-probabilities: base64 of
+little-endian int32 and float16.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from cluster.core.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leading:
-    """The target's most probable tokens at each token of an answer, before temperature."""
+    """The target's most probable tokens at each token of an answer, before temperature is applied."""
 
     tokens: npt.NDArray[np.int32]
     """[answer tokens, alternatives], most probable first."""
     log_probabilities: npt.NDArray[np.float16]
-    """[answer tokens, alternatives], natural."""
+    """[answer tokens, alternatives], natural logarithms."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """One turn: what the target read, and what it wrote."""
+    """One turn of a conversation: the tokens that the target read, and the tokens that it wrote."""
 
     key: str
-    """Names the task and the turn."""
+    """Identifies the task and the turn."""
     category: str
     temperature: float
     held_out: bool
     prompt: tuple[int, ...]
-    """Token ids of the whole conversation before the answer, as the chat template writes it."""
+    """Token ids of the conversation before the answer, as the chat template formats it."""
     answer: tuple[int, ...]
-    """Token ids, the end of the turn included where the target ended it."""
+    """Token ids, with the end-of-turn token where the target wrote it."""
     leading: Leading | None = None
-    """`None` where only the tokens are known."""
+    """`None` where only the tokens of the answer are stored."""
 
 
 class AnswerFile:
-    """Appends answers to a file; `finished` are the tasks that need not be asked again. A context manager."""
+    """Appends answers to a file and knows which are there already. A context manager."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -56,7 +56,7 @@ class AnswerFile:
         self.answer_tokens = 0
         """Tokens of all answers to train on."""
         self.finished: set[str] = set()
-        """Keys of the answers that are there."""
+        """Keys of the answers in the file."""
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ class AnswerFile:
         if self._path.exists():
             for answer, whole in _read(self._path):  # noqa: B007 - the last value counts
                 self._count(answer)
-            with self._path.open("r+b") as file:  # a line that an interruption cut off is asked for again
+            with self._path.open("r+b") as file:  # drop a line that an interruption cut off
                 file.truncate(whole)
         self._file = self._path.open("a", encoding="utf-8")
         return self
@@ -76,7 +76,7 @@ class AnswerFile:
             self._file.close()
 
     def append(self, answer: Answer) -> None:
-        """Write one answer through to the file."""
+        """Append one answer and flush it to the file."""
         if self._file is None:
             raise ConfigurationError(f"answers {self._path}: needed an open file")
         self._file.write(json.dumps(_row(answer), separators=(",", ":")) + "\n")
@@ -90,12 +90,12 @@ class AnswerFile:
 
 
 def read_answers(path: Path) -> tuple[Answer, ...]:
-    """All whole lines of a file, in order. Raises `ConfigurationError` for one that is no answer."""
+    """All answers of a file, in order. Raises `ConfigurationError` for a line that is not an answer."""
     return tuple(answer for answer, _ in _read(path))
 
 
 def _read(path: Path) -> Iterator[tuple[Answer, int]]:
-    """Answers, each with the byte after its line. What follows the last line feed is left out."""
+    """Answers, each with the byte position after its line. A last line without a line feed is skipped."""
     position = 0
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The training as a picture: loss and agreement over time."""
+"""The loss curve: loss and agreement over the time of a training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from workers.distill.checkpoints import Progress
 
 
 def loss_curve(progress: Progress) -> bytes | None:
-    """A PNG, or `None` where matplotlib is not installed: the training needs no picture."""
+    """Draw the curve as a PNG. Returns `None` where matplotlib is not installed, which is optional."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Where a training stands, on disk: tensors as safetensors, the rest as JSON, replaced whole or not at all."""
+"""Checkpoints of a training: one safetensors file with the progress in its metadata, replaced atomically."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _PROGRESS = "progress"
 
 @dataclass(slots=True)
 class Progress:
-    """How far a training has come."""
+    """The state of a training besides its tensors."""
 
     step: int = 0
     epoch: int = 0
     batch: int = 0
-    """Batches of this epoch that are done."""
+    """Finished batches of this epoch."""
     seconds: float = 0.0
-    """Of training, all runs together."""
+    """Training time of all runs together, in seconds."""
     answer_tokens: int = 0
-    """Positions whose loss was taken."""
+    """Positions that were trained on, counted in every epoch."""
     losses: list[tuple[int, float, float]] = field(default_factory=list)
-    """(step, seconds, mean loss since the entry before)."""
+    """(step, seconds, mean loss since the previous entry)."""
     agreements: list[tuple[int, float, float]] = field(default_factory=list)
     """(step, seconds, agreement on held-out answers)."""
 
@@ -41,7 +41,7 @@ class Progress:
 def save_checkpoint(
     directory: Path, student: Student, optimizer: torch.optim.Optimizer, progress: Progress, fingerprint: str
 ) -> None:
-    """Write where the training stands. `fingerprint` names what it trains on and how."""
+    """Write a checkpoint. `fingerprint` identifies the student and the settings of the training."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {f"student.{name}": value.detach() for name, value in student.own_parameters().items()}
     for name, parameter in student.own_parameters().items():
@@ -50,15 +50,15 @@ def save_checkpoint(
     metadata = {_PROGRESS: json.dumps(asdict(progress)), "fingerprint": fingerprint}
     scratch = directory / f"{TENSORS}.part"
     save_file({name: value.contiguous() for name, value in tensors.items()}, scratch, metadata=metadata)
-    os.replace(scratch, directory / TENSORS)  # tensors and progress are one file: neither is ever without the other
+    os.replace(scratch, directory / TENSORS)  # one file, so that tensors and progress always match
 
 
 def load_checkpoint(
     directory: Path, student: Student, optimizer: torch.optim.Optimizer, fingerprint: str
 ) -> Progress | None:
-    """Put the student and the optimizer where the training stood; `None` where there is no checkpoint.
+    """Restore the student and the optimizer. Returns `None` where there is no checkpoint.
 
-    Raises `ConfigurationError` for one of another training.
+    Raises `ConfigurationError` for a checkpoint of another training.
     """
     path = directory / TENSORS
     if not path.exists():

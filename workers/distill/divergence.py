@@ -1,8 +1,8 @@
-"""How far the student is from the target: what training makes small.
+"""The loss of a training: the divergence between the student's distribution and the target's.
 
-The target's distribution is known as its most probable tokens and one remainder; over that partition both divergences
-are computed exactly. With every token named there is no remainder, and they are the divergences themselves. Tokens
-that the student cannot guess are left out of the target's distribution, and the rest is scaled up.
+Of the target's distribution, the most probable tokens and the mass of all others (the remainder) are known. The
+divergences are exact over this partition, and exact over the vocabulary where every token is known. Tokens that the
+student cannot propose are removed from the target's distribution, which is then normalised.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from cluster.core.errors import ConfigurationError, shorten
 
 _LEAST = 1e-6
-"""No less than this is taken for a remainder's probability: its logarithm stays finite."""
+"""Lower bound of a remainder's probability, so that its logarithm is finite."""
 
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -37,18 +37,18 @@ DIVERGENCES: dict[str, Divergence] = {"forward_kl": forward_kl, "reverse_kl": re
 
 
 def divergence_named(name: str) -> Divergence:
-    """Raises `ConfigurationError` for an unknown name."""
+    """The divergence of that name. Raises `ConfigurationError` for an unknown name."""
     if name not in DIVERGENCES:
         raise ConfigurationError(f"loss: {shorten(name)} is unknown; it must be one of {', '.join(DIVERGENCES)}")
     return DIVERGENCES[name]
 
 
 def distillation_loss(logits: Tensor, leading: Tensor, log_probabilities: Tensor, divergence: Divergence) -> Tensor:
-    """The mean divergence over positions. Positions where nothing can be learned count 0.
+    """The mean divergence over positions. A position whose target tokens are all unknown to the student counts 0.
 
-    `logits` [positions, guessable], the student's; `leading` [positions, alternatives], the target's most probable
-    tokens as positions in the student's head (-1: cannot be guessed, or not known); `log_probabilities` [positions,
-    alternatives], the target's, of all its tokens (-inf: not known).
+    `logits` [positions, draft vocabulary] are the student's. `leading` [positions, alternatives] are the target's most
+    probable tokens as rows of the student's head; -1 for a token that is unknown or that the student cannot propose.
+    `log_probabilities` [positions, alternatives] are the target's; -inf for an unknown token.
     """
     logits = logits.float()
     known = leading >= 0
@@ -58,10 +58,12 @@ def distillation_loss(logits: Tensor, leading: Tensor, log_probabilities: Tensor
     return losses.masked_fill(~learnable, 0.0).mean()
 
 
-def _partition(student: Tensor, target: Tensor, known: Tensor, guessable: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Both distributions over the known tokens and the remainder, the target's scaled up to what can be guessed."""
+def _partition(
+    student: Tensor, target: Tensor, known: Tensor, draft_vocabulary_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Both distributions over the known tokens and the remainder; the target's is normalised over the known ones."""
     remainder = (1 - target.exp().sum(dim=-1, keepdim=True)).clamp(min=_LEAST)
-    has_remainder = (known.sum(dim=-1, keepdim=True) < guessable).expand_as(remainder)
+    has_remainder = (known.sum(dim=-1, keepdim=True) < draft_vocabulary_size).expand_as(remainder)
     target = torch.cat([target, remainder.log()], dim=-1)
     left = 1 - student.exp().masked_fill(~known, 0.0).sum(dim=-1, keepdim=True)
     student = torch.cat([student, left.clamp(min=_LEAST).log()], dim=-1)

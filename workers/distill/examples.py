@@ -1,4 +1,4 @@
-"""Answers as batches to train on: rows of similar length, padded on the right."""
+"""Training batches made of answers: rows of similar length, padded on the right."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torch import Tensor
 from workers.distill.answers import Answer
 
 _NEIGHBOURS = 64
-"""Rows are sorted by length within so many batches' worth of shuffled rows: little padding, and still at random."""
+"""Shuffled rows are sorted by length within so many batches: this saves padding and keeps the order random."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows, and what the target wrote and thought at the positions that count."""
+    """Rows of tokens, and the target's tokens and probabilities at the positions that are trained on."""
 
     tokens: Tensor
-    """[rows, length], padded on the right with 0: under causal attention, padding changes nothing before it."""
+    """[rows, length], padded on the right with 0. Under causal attention, padding changes no earlier position."""
     selected: Tensor
     """[positions] Flat indices into rows × length of the positions before each answer token."""
     labels: Tensor
-    """[positions] The token the target wrote next."""
+    """[positions] The token that the target wrote next."""
     leading_tokens: Tensor
-    """[positions, alternatives] What the target held most probable; -1 where nothing is known."""
+    """[positions, alternatives] The target's most probable tokens; -1 where unknown."""
     leading_log_probabilities: Tensor
     """[positions, alternatives] Their log-probabilities, float32."""
 
     def to(self, device: torch.device) -> Batch:
-        """On a device."""
+        """A copy on a device."""
         parts = (self.tokens, self.selected, self.labels, self.leading_tokens, self.leading_log_probabilities)
         return Batch(*(part.to(device) for part in parts))
 
@@ -43,7 +43,7 @@ def make_batch(answers: Sequence[Answer], max_length: int) -> Batch:
     length = max(len(row) for row in rows)
     tokens = torch.zeros((len(rows), length), dtype=torch.long)
     alternatives = max((a.leading.tokens.shape[1] for a in answers if a.leading is not None), default=1)
-    selected, labels, leading, thoughts = [], [], [], []
+    selected, labels, leading, leading_log_probabilities = [], [], [], []
     for number, (row, answer) in enumerate(zip(rows, answers, strict=True)):
         tokens[number, : len(row)] = torch.tensor(row)
         count = max(0, len(row) - len(answer.prompt))
@@ -52,21 +52,23 @@ def make_batch(answers: Sequence[Answer], max_length: int) -> Batch:
         labels.append(torch.tensor(answer.answer[:count], dtype=torch.long))
         ids = np.full((count, alternatives), -1, np.int64)
         log_probabilities = np.full((count, alternatives), -np.inf, np.float32)
-        if answer.leading is None:  # all that is known is what it wrote
+        if answer.leading is None:  # only the written token is known
             ids[:, 0], log_probabilities[:, 0] = answer.answer[:count], 0.0
         else:
             width = answer.leading.tokens.shape[1]
             ids[:, :width] = answer.leading.tokens[:count]
             log_probabilities[:, :width] = answer.leading.log_probabilities[:count]
         leading.append(torch.from_numpy(ids))
-        thoughts.append(torch.from_numpy(log_probabilities))
-    return Batch(tokens, torch.cat(selected), torch.cat(labels), torch.cat(leading), torch.cat(thoughts))
+        leading_log_probabilities.append(torch.from_numpy(log_probabilities))
+    return Batch(
+        tokens, torch.cat(selected), torch.cat(labels), torch.cat(leading), torch.cat(leading_log_probabilities)
+    )
 
 
 def batches_of_epoch(
     answers: Sequence[Answer], epoch: int, seed: int, batch_tokens: int, max_length: int
 ) -> list[tuple[int, ...]]:
-    """Which answers each batch of an epoch holds, by their index: the same for the same arguments.
+    """The indices of the answers in each batch of an epoch. The same arguments give the same batches.
 
     A batch has at most `batch_tokens` tokens, padding included, but at least one row.
     """

@@ -1,4 +1,4 @@
-"""The draft as it is shipped: its own weights alone, and which target's embedding and head belong around them."""
+"""Writing a draft's directory: its own weights, its configuration, its target's name, and the model card."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from workers.model.draft_card import VOCABULARY, WEIGHTS, DraftCard, is_distille
 
 
 def export(student: Student, directory: Path, target_name: str, card: str, pictures: dict[str, bytes]) -> None:
-    """Write the draft's directory anew: configuration, description, weights in bfloat16, model card, pictures.
+    """Replace the draft's directory: configuration, description, weights in bfloat16, model card, pictures.
 
-    Raises `ConfigurationError` where something other than a draft would be lost.
+    Raises `ConfigurationError` where the directory holds something other than a draft.
     """
     check_replaceable(directory)
     tensors = {
@@ -48,7 +48,7 @@ def export(student: Student, directory: Path, target_name: str, card: str, pictu
 
 
 def check_replaceable(directory: Path) -> None:
-    """Raise `ConfigurationError` unless there is nothing at `directory`, or only a draft."""
+    """Raise `ConfigurationError` unless `directory` is absent, is empty, or holds a draft."""
     if directory.is_dir() and (is_distilled(directory) or not any(directory.iterdir())):
         return
     if directory.exists():
@@ -56,7 +56,7 @@ def check_replaceable(directory: Path) -> None:
 
 
 def description(student: Student, target_name: str) -> DraftCard:
-    """What the draft says of itself."""
+    """The description that is stored beside the weights."""
     config = student.module.config
     return DraftCard(
         target=target_name,

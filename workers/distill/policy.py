@@ -1,4 +1,4 @@
-"""On-policy distillation: the student writes, the target says what it would have thought (DistillSpec, GKD)."""
+"""On-policy distillation (DistillSpec, GKD): the student writes answers, the target gives its probabilities."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from workers.distill.student import Student
 def on_policy(
     student: Student, target: PreTrainedModel, answers: Sequence[Answer], max_length: int, seed: int
 ) -> Batch:
-    """The answers' prompts, continued by the student, under the target's whole distribution.
+    """A batch of the answers' prompts continued by the student, with the target's whole distribution at each token.
 
-    Each continuation has as many tokens as the answer had, drawn at temperature 1 from `seed`.
+    Each continuation has as many tokens as the answer, drawn at temperature 1 from `seed`.
     """
     dice = torch.Generator(student.head.device).manual_seed(seed)
     was_training = student.training
@@ -27,8 +27,8 @@ def on_policy(
     student.train(was_training)
     batch = make_batch(written, max_length).to(student.head.device)
     logits = target(input_ids=batch.tokens, use_cache=False).logits.flatten(0, 1)[batch.selected].float()
-    everything = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
-    return Batch(batch.tokens, batch.selected, batch.labels, everything, logits.log_softmax(dim=-1))
+    all_tokens = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
+    return Batch(batch.tokens, batch.selected, batch.labels, all_tokens, logits.log_softmax(dim=-1))
 
 
 def _continue(student: Student, answer: Answer, max_length: int, dice: torch.Generator) -> Answer:
@@ -38,8 +38,8 @@ def _continue(student: Student, answer: Answer, max_length: int, dice: torch.Gen
     written: list[int] = []
     for _ in range(min(len(answer.answer), max_length - len(prompt))):
         output = student.module.base_model(input_ids=tokens, past_key_values=cache, use_cache=True)
-        chances = student.logits(output.last_hidden_state[:, -1]).float().softmax(dim=-1)
-        drawn = student.tokens_of(torch.multinomial(chances, 1, generator=dice))
+        probabilities = student.logits(output.last_hidden_state[:, -1]).float().softmax(dim=-1)
+        drawn = student.tokens_of(torch.multinomial(probabilities, 1, generator=dice))
         written.append(int(drawn))
         tokens = drawn
     return Answer(answer.key, answer.category, 1.0, False, prompt, tuple(written))

@@ -1,9 +1,9 @@
-"""What to ask the target: prompts out of JSONL files, whose form is told by the keys of each line.
+"""Prompts for the target, from JSONL files. The keys of each line tell its format.
 
-Read are Spec-Bench (`turns`), GSM8K (`question`), Self-Instruct (`instruction` with `instances`), conversations
-(`messages`) and plain prompts (`prompt`). Of answers that a file holds nothing is read: the target writes its own.
-A line with a system message alone (`system`, null for none) leaves the question to the target as well: what a model
-that was tuned on conversations writes in the user's place is like what it was tuned on (Magpie, Xu et al. 2024).
+The formats are Spec-Bench (`turns`), GSM8K (`question`), Self-Instruct (`instruction` with `instances`), conversations
+(`messages`) and plain prompts (`prompt`). Answers in the files are ignored, because the target writes its own. For a
+line with a system message alone (`system`, null for none), the target writes the question as well: a model that was
+tuned on conversations writes questions like those that it was tuned on (Magpie, Xu et al. 2024).
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from cluster.core.errors import ConfigurationError, shorten
 
 _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 _TASKS = dict.fromkeys(_MT_BENCH, "mt_bench")
-"""Spec-Bench's categories that are one task together."""
+"""Spec-Bench's categories that belong to one task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One conversation to be held: what the user says, turn by turn."""
+    """One conversation: the user's messages, turn by turn."""
 
     source: str
     """The file's name, without its directory."""
     line: int
-    """Where in the file it stands, from 1."""
+    """Line number in the file, from 1."""
     turns: tuple[str, ...]
-    """Empty where the target itself is to write what the user says."""
+    """Empty where the target writes the user's message as well."""
     system: str | None = None
     """A system message before the first turn."""
     category: str = ""
-    """As Spec-Bench names its tasks."""
+    """The category that the line names, as in Spec-Bench."""
     part: int = 0
-    """Which of several prompts that one line holds."""
+    """Index of the prompt among those of its line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A prompt to be answered, and how."""
+    """A prompt that the target answers, with temperature and seed."""
 
     prompt: Prompt
     turn_pass: int
-    """How often this prompt was asked before."""
+    """How many earlier tasks have the same prompt."""
     temperature: float
     seed: int
     held_out: bool
-    """Kept from training: agreement is measured on it."""
+    """Whether the answer is not trained on, but agreement is measured on it."""
 
     @property
     def key(self) -> str:
-        """Names the task among all tasks of the same files."""
+        """Identifies the task among all tasks of the same files."""
         return f"{self.prompt.source}:{self.prompt.line}:{self.prompt.part}:{self.turn_pass}"
 
 
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """All prompts of a file, in its order.
+    """Read all prompts of a file, in order.
 
     Raises `ConfigurationError`, which names the file, the line and what was found.
     """
@@ -77,7 +77,7 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
 
 
 def by_task(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
-    """Prompts by task: the first of every category, then the second, so that a task of many has some of each."""
+    """Prompts by task. A task of several categories takes one prompt of each category in turn."""
     categories: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         categories.setdefault(prompt.category, []).append(prompt)
@@ -93,24 +93,28 @@ def by_task(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
 def schedule(
     files: Sequence[Sequence[Prompt]], temperatures: Sequence[float], held_out: int, seed: int
 ) -> Iterator[Task]:
-    """What to ask, in order: first what is held out, then the files in turn, prompt by prompt.
+    """Yield all tasks in order: first the held-out ones, then one prompt of each file in turn.
 
-    So a short file is asked again and again while a long one is gone through once. A file's first pass is at the first
-    temperature, its second at the second, and so on in a circle; a prompt is asked greedily (0) only once, unless the
-    target writes it, anew each time. Of each file, `held_out` prompts or a tenth of them, whichever is less, are asked
-    once, at the first temperature. Ends when no temperature is above 0 and everything was asked; what the target
-    writes has no end.
+    A short file is repeated while a long one is read once. The first pass over a file uses the first temperature, the
+    second pass the second, and so on in a cycle. A prompt is used greedily (temperature 0) only once, except that the
+    target writes a new question at every pass where a line has only a system message. Of each file, `held_out` prompts
+    or a tenth of them, whichever is less, are held out and used once, at the first temperature. The tasks end only
+    when no temperature is above 0 and no file leaves questions to the target. Raises `ConfigurationError` for
+    temperatures outside 0 and 10.
     """
     if not temperatures or any(not 0 <= temperature <= 10 for temperature in temperatures):
         raise ConfigurationError(
             f"temperatures: {shorten(list(temperatures))} is refused; each must be within 0 and 10"
         )
     shuffled = [_shuffled(prompts, seed) for prompts in files]
-    aside = [min(held_out, len(prompts) // 10) for prompts in shuffled]
-    for some, prompts in zip(aside, shuffled, strict=True):
-        for prompt in prompts[:some]:
+    held_out_counts = [min(held_out, len(prompts) // 10) for prompts in shuffled]
+    for count_held_out, prompts in zip(held_out_counts, shuffled, strict=True):
+        for prompt in prompts[:count_held_out]:
             yield Task(prompt, 0, temperatures[0], seed, held_out=True)
-    passes = [_passes(prompts[some:], temperatures, seed) for some, prompts in zip(aside, shuffled, strict=True)]
+    passes = [
+        _passes(prompts[count_held_out:], temperatures, seed)
+        for count_held_out, prompts in zip(held_out_counts, shuffled, strict=True)
+    ]
     while passes:
         running = []
         for tasks in passes:
@@ -228,7 +232,7 @@ def _text(value: object, where: str) -> str:
 
 
 _BESIDE_SYSTEM = {"system", "category", "question_id", "id"}
-"""What may stand in a line whose question the target writes: a conversation under another name is not to be lost."""
+"""Keys that a line with a system message alone may have. Others are refused, since they may hold a conversation."""
 
 _FORMS: dict[str, Callable[[Mapping[str, Any], str], list[_Turns]]] = {
     "turns": _turns,

@@ -1,7 +1,7 @@
-"""The student: a small causal language model between the target's own embedding and the target's own head.
+"""The student: a small causal language model that uses the target's embedding and the target's head.
 
-Only what lies between them is trained and shipped. The head may be cut to the rows of the most frequent tokens: at the
-size of a draft, the head over a whole vocabulary costs as much as its layers.
+Only its own layers are trained and stored. The head may be reduced to the rows of the most frequent tokens: in a model
+as small as a draft, a head over the whole vocabulary costs as much time as the layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from workers.model.distilled import read_draft_files
 
 _LAYER = re.compile(r"^(?P<before>.*\b(?:layers|h)\.)(?P<number>\d+)(?P<after>\..*)$")
 _EACH_LAYER = ("layer_types",)
-"""Entries of a configuration that are lists with one item per layer."""
+"""Keys of a configuration whose values are lists with one item per layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,17 @@ class StudentPlan:
     """What the student is made of."""
 
     layers: tuple[int, ...] = ()
-    """The target's layers it begins as, in order; empty: random weights after `config`."""
+    """The target's layers that it starts as, in order. Empty: random weights of the shape of `config`."""
     config: Path | None = None
-    """A `transformers` configuration of the target's vocabulary and width; `None`: the target's, with fewer layers."""
+    """A `transformers` configuration of the target's vocabulary and width. `None`: the target's, with `layers`."""
     vocabulary: tuple[int, ...] | None = None
-    """The tokens it can guess, ascending; `None`: all."""
+    """The tokens that it can propose, ascending. `None` means all."""
     weights: Mapping[str, Tensor] | None = field(default=None, compare=False, repr=False)
-    """What it begins with, by the names of its own parameters, instead of the target's layers."""
+    """Initial weights by parameter name, instead of the target's layers."""
 
     @classmethod
     def of_draft(cls, directory: Path) -> StudentPlan:
-        """A student like the draft, with its weights and vocabulary. Raises `ModelLoadError` where it is not whole."""
+        """A student like the draft, with its weights and vocabulary. Raises `ModelLoadError`."""
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
@@ -52,7 +52,7 @@ class StudentPlan:
 
 
 class Student(nn.Module):
-    """A trainable body under a frozen embedding and a frozen head."""
+    """A trainable model with a frozen embedding and a frozen head."""
 
     def __init__(
         self,
@@ -64,38 +64,38 @@ class Student(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        """The whole model of `transformers`; its embedding is the target's, its own head is not used."""
+        """The `transformers` model. Its embedding is the target's; its own head is not used."""
         self.head: Tensor
         self.head_bias: Tensor | None
         self.vocabulary: Tensor | None
         self.position_in_head: Tensor
-        self.register_buffer("head", head, persistent=False)  # [guessable tokens, hidden]
-        self.register_buffer("head_bias", head_bias, persistent=False)  # [guessable tokens]
+        self.register_buffer("head", head, persistent=False)  # [draft vocabulary, hidden]
+        self.register_buffer("head_bias", head_bias, persistent=False)  # [draft vocabulary]
         self.register_buffer("vocabulary", vocabulary, persistent=False)
         self.register_buffer("position_in_head", _positions(vocabulary, module.config), persistent=False)
         self.layers = tuple(layers)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """Tokens [rows, length], padded on the right. Returns the final hidden states [rows, length, hidden]."""
+        """The final hidden states [rows, length, hidden] of tokens [rows, length], which are padded on the right."""
         output = self.module.base_model(input_ids=tokens, use_cache=False)
         states: Tensor = output.last_hidden_state
         return states
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [positions, hidden] to logits [positions, guessable tokens]."""
+        """Logits [positions, draft vocabulary] of hidden states [positions, hidden]."""
         return nn.functional.linear(hidden, self.head, self.head_bias)
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """What is trained and shipped, by the names that `transformers` gives it."""
+        """The parameters that are trained and stored, by their names in `transformers`."""
         return {name: value for name, value in self.module.named_parameters() if value.requires_grad}
 
     def tokens_of(self, positions: Tensor) -> Tensor:
-        """Positions in the head to the target's token ids."""
+        """The target's token ids of rows of the head."""
         return positions if self.vocabulary is None else self.vocabulary[positions]
 
 
 def load_target(directory: Path, device: torch.device) -> PreTrainedModel:
-    """The frozen target with the attention of PyTorch. Raises `ModelLoadError`."""
+    """Load the frozen target in float32 with PyTorch's attention. Raises `ModelLoadError`."""
     try:
         target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -111,7 +111,7 @@ def load_target(directory: Path, device: torch.device) -> PreTrainedModel:
 
 
 def check_student(target_directory: Path, plan: StudentPlan, vocabulary_size: int | None) -> None:
-    """Whether such a student can be made, before anything long is begun. Raises `ConfigurationError`."""
+    """Raise `ConfigurationError` unless such a student can be made. This is fast, and reads no weights."""
     target: PreTrainedConfig = AutoConfig.from_pretrained(target_directory, trust_remote_code=False)
     _config(target, plan)
     if vocabulary_size is not None:
@@ -119,7 +119,7 @@ def check_student(target_directory: Path, plan: StudentPlan, vocabulary_size: in
 
 
 def make_student(target: Any, plan: StudentPlan, seed: int) -> Student:
-    """A student in float32 under the target's embedding and head, on its device. Raises `ConfigurationError`."""
+    """Make a float32 student with the target's embedding and head, on its device. Raises `ConfigurationError`."""
     config = _config(target.config, plan)
     torch.manual_seed(seed)
     module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
@@ -141,7 +141,7 @@ def make_student(target: Any, plan: StudentPlan, seed: int) -> Student:
 
 
 def _rows(end: Tensor, vocabulary: Tensor | None) -> Tensor:
-    """A copy in float32 of what a head has for the tokens that can be guessed."""
+    """A float32 copy of the rows of a head (or of its bias) for the tokens in `vocabulary`."""
     values = end.detach().float()
     return values.clone() if vocabulary is None else values[vocabulary.to(values.device)]
 
@@ -149,10 +149,10 @@ def _rows(end: Tensor, vocabulary: Tensor | None) -> Tensor:
 def frequent_tokens(
     answers: Iterable[Sequence[int]], size: int, always: Iterable[int], vocabulary_size: int
 ) -> tuple[int, ...]:
-    """The `size` most frequent tokens of the answers, ascending, `always` among them.
+    """The `size` most frequent tokens of the answers, ascending, with those in `always` included.
 
-    Ties go to the lower token; where the answers have fewer, the lowest other tokens fill up. Raises
-    `ConfigurationError` for a size outside 1 and the vocabulary's.
+    Among equally frequent tokens the lowest come first. If the answers have fewer tokens, the lowest other tokens are
+    added. Raises `ConfigurationError` for a size that is not between 1 and `vocabulary_size`.
     """
     _check_size(size, vocabulary_size)
     counts: Counter[int] = Counter()
@@ -169,7 +169,7 @@ def _check_size(size: int, vocabulary_size: int) -> None:
 
 
 def stored_vocabulary(path: Path, tokens: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-    """The tokens kept in the file, else those of `tokens()`, kept from now on: later answers do not change them."""
+    """The tokens in the file. If it does not exist, it is written with `tokens()`: later answers do not change them."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(tokens()), encoding="utf-8")
@@ -177,7 +177,7 @@ def stored_vocabulary(path: Path, tokens: Callable[[], tuple[int, ...]]) -> tupl
 
 
 def _config(target: PreTrainedConfig, plan: StudentPlan) -> PreTrainedConfig:
-    """The student's. Raises `ConfigurationError` where it does not fit the target's."""
+    """The student's configuration. Raises `ConfigurationError` where it does not fit the target's."""
     count = int(target.num_hidden_layers)
     for layer in plan.layers:
         if not 0 <= layer < count:
@@ -215,7 +215,7 @@ def _read_config(path: Path, target: PreTrainedConfig, layers: int) -> PreTraine
 
 
 def _copy_layers(target: PreTrainedModel, module: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Layer `i` becomes the target's `layers[i]`; what belongs to no layer is copied as it is."""
+    """Copy the target's layer `layers[i]` to layer `i`, and the parameters that belong to no layer as they are."""
     source = target.state_dict()
     own: dict[str, Tensor] = {}
     for name, value in module.state_dict().items():
@@ -230,7 +230,7 @@ def _copy_layers(target: PreTrainedModel, module: PreTrainedModel, layers: Seque
 
 
 def _positions(vocabulary: Tensor | None, config: PreTrainedConfig) -> Tensor:
-    """Where each of the target's tokens stands in the head; -1 for those that cannot be guessed. [vocabulary]."""
+    """The row of the head of each of the target's tokens, [vocabulary]; -1 for tokens that cannot be proposed."""
     size = int(config.vocab_size)
     if vocabulary is None:
         return torch.arange(size)
@@ -240,7 +240,7 @@ def _positions(vocabulary: Tensor | None, config: PreTrainedConfig) -> Tensor:
 
 
 def config_values(student: Student) -> dict[str, Any]:
-    """The student's configuration as `config.json` holds it."""
+    """The student's configuration as it is stored in `config.json`."""
     values: dict[str, Any] = json.loads(student.module.config.to_json_string(use_diff=True))
     for name in ("_name_or_path", "_model_name_or_path", "transformers_version"):
         values.pop(name, None)

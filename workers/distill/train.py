@@ -1,4 +1,4 @@
-"""The loop: a batch, its divergence, a step. Everything else is arithmetic about time."""
+"""The training loop, its learning rate schedule and its checkpoints."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from workers.distill.student import Student
 
 Clock = Callable[[], float]
 Report = Callable[[Progress, float], None]
-"""Hears after each step where the training stands and how much of it is done, between 0 and 1."""
+"""Called after each step with the progress and the finished share of the training, between 0 and 1."""
 
 _LOSS_EVERY = 20
-"""Steps whose mean loss is one point of the curve."""
+"""Steps whose mean loss is one point of the loss curve."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """How to train. It ends after `steps` or `seconds`, whichever is given; the learning rate follows."""
+    """How to train. The training takes `steps` or `seconds`, and the learning rate schedule spans it."""
 
     loss: str = "forward_kl"
     """`forward_kl` or `reverse_kl`."""
     on_policy: float = 0.0
-    """Share of the batches that the student writes itself, for the target to judge."""
+    """Share of the batches whose answers the student writes."""
     learning_rate: float = 1e-3
     warm_up: float = 0.03
-    """Share of the training in which the learning rate rises; then it falls to 0 along a cosine."""
+    """Share of the training in which the learning rate rises. Afterwards it falls to 0 along a cosine."""
     weight_decay: float = 0.01
     gradient_norm: float = 1.0
-    """Longer gradients are shortened to this."""
+    """Gradients with a larger norm are scaled down to this norm."""
     batch_tokens: int = 4096
     """Most tokens of a batch, padding included."""
     max_length: int = 512
-    """Answers are cut so that prompt and answer have at most so many tokens."""
+    """Most tokens of prompt and answer together. Longer answers are cut."""
     seed: int = 0
     precision: Literal["float32", "bfloat16"] = "bfloat16"
-    """What products are computed in; weights are float32."""
+    """Precision of matrix products. Weights are float32."""
     steps: int | None = None
     seconds: float | None = None
     checkpoint_seconds: float = 120.0
@@ -66,13 +66,13 @@ class TrainingPlan:
             raise ConfigurationError(f"on_policy: {self.on_policy} is refused; it must be within 0 and 1")
 
     def fingerprint(self, student: Student) -> str:
-        """The same for a training that may go on from this one's checkpoint: of the student before its first step.
+        """Identifies trainings that may continue each other's checkpoints. `student` must not be trained yet.
 
-        Its end is free to move, and answers may have been added to those it began with.
+        The length of the training and the answers may differ.
         """
         values = asdict(self) | {"steps": None, "seconds": None, "checkpoint_seconds": None}
         found = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
-        for name, value in student.own_parameters().items():  # as it begins: from layers, at random, or from a draft
+        for name, value in student.own_parameters().items():  # the initial weights
             found.update(f"{name} {tuple(value.shape)}".encode())
             found.update(value.detach().cpu().numpy().tobytes())
         found.update(student.position_in_head.cpu().numpy().tobytes())
@@ -80,7 +80,7 @@ class TrainingPlan:
 
 
 class Training:
-    """One student on its way. `run()` ends when the plan is fulfilled; interrupted, the next one goes on."""
+    """Trains one student. After an interruption, `run()` continues from the last checkpoint."""
 
     def __init__(
         self,
@@ -112,23 +112,23 @@ class Training:
         self._fingerprint = plan.fingerprint(student)
 
     def run(self, report: Report) -> Progress:
-        """Train to the end. Raises `ConfigurationError` for a checkpoint of another training."""
+        """Train until the plan is finished. Raises `ConfigurationError` for a checkpoint of another training."""
         plan = self._plan
         progress = load_checkpoint(self._directory, self._student, self._optimizer, self._fingerprint) or Progress()
         begun = self._clock() - progress.seconds
-        saved, heard = progress.seconds, []
+        saved, recent_losses = progress.seconds, []
         self._student.train()
         while (done := self._done(progress)) < 1:
-            for indices in self._rest_of_epoch(progress):
+            for indices in self._remaining_batches(progress):
                 loss, positions = self._step(indices, done, progress.step)
-                heard.append(loss)
+                recent_losses.append(loss)
                 progress.step += 1
                 progress.batch += 1
                 progress.answer_tokens += positions
                 progress.seconds = self._clock() - begun
-                if len(heard) == _LOSS_EVERY:
-                    progress.losses.append((progress.step, progress.seconds, sum(heard) / len(heard)))
-                    heard = []
+                if len(recent_losses) == _LOSS_EVERY:
+                    progress.losses.append((progress.step, progress.seconds, sum(recent_losses) / len(recent_losses)))
+                    recent_losses = []
                 if progress.seconds - saved >= plan.checkpoint_seconds:
                     self._save(progress)
                     saved = progress.seconds
@@ -143,7 +143,7 @@ class Training:
         self._save(progress)
         return progress
 
-    def _rest_of_epoch(self, progress: Progress) -> Iterator[tuple[int, ...]]:
+    def _remaining_batches(self, progress: Progress) -> Iterator[tuple[int, ...]]:
         plan = self._plan
         batches = batches_of_epoch(self._answers, progress.epoch, plan.seed, plan.batch_tokens, plan.max_length)
         return iter(batches[progress.batch :])
@@ -166,15 +166,15 @@ class Training:
         with torch.autocast(device.type, torch.bfloat16, enabled=plan.precision == "bfloat16"):
             hidden = student.hidden(batch.tokens).flatten(0, 1)[batch.selected]
             logits = student.logits(hidden)
-        places = student.position_in_head
-        leading = places[batch.leading_tokens.clamp(min=0)].masked_fill(batch.leading_tokens < 0, -1)
+        rows = student.position_in_head
+        leading = rows[batch.leading_tokens.clamp(min=0)].masked_fill(batch.leading_tokens < 0, -1)
         return distillation_loss(logits, leading, batch.leading_log_probabilities, divergence_named(plan.loss))
 
     def _batch(self, indices: Sequence[int], number: int) -> Batch:
         plan = self._plan
         chosen = [self._answers[index] for index in indices]
         device = self._student.head.device
-        # Spread evenly over the steps: of any n in a row, a share of them is the student's own.
+        # On-policy batches are spread evenly over the steps.
         own = math.floor((number + 1) * plan.on_policy) > math.floor(number * plan.on_policy)
         if own and self._target is not None:
             return on_policy(self._student, self._target, chosen, plan.max_length, plan.seed + number).to(device)
@@ -200,15 +200,15 @@ class Training:
 
 
 def learning_rate(plan: TrainingPlan, done: float) -> float:
-    """Rises to `plan.learning_rate`, then falls to 0 along a cosine (Loshchilov & Hutter 2017)."""
+    """The learning rate at the finished share `done`: a linear rise, then a cosine to 0 (Loshchilov & Hutter 2017)."""
     if done < plan.warm_up:
         return plan.learning_rate * max(done / plan.warm_up, 0.01)
-    rest = min(1.0, (done - plan.warm_up) / max(1e-9, 1 - plan.warm_up))
-    return plan.learning_rate * 0.5 * (1 + math.cos(math.pi * rest))
+    share = min(1.0, (done - plan.warm_up) / max(1e-9, 1 - plan.warm_up))
+    return plan.learning_rate * 0.5 * (1 + math.cos(math.pi * share))
 
 
 def _groups(student: Student, weight_decay: float) -> list[dict[str, object]]:
-    """Matrices decay; gains and biases do not."""
+    """Optimizer groups: matrices have weight decay; gains and biases do not."""
     own = list(student.own_parameters().values())
     return [
         {"params": [value for value in own if value.dim() > 1], "weight_decay": weight_decay},

@@ -1,4 +1,4 @@
-"""What a decision depends on, besides the logits."""
+"""What a decision depends on in addition to the logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this take the most probable token: logits divided by less leave float32's range."""
+"""Temperatures below this are greedy, because logits divided by less overflow float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,30 +20,30 @@ class DecisionContext:
 
     sampling: SamplingParameters
     tokens: Sequence[int]
-    """All tokens before the position: prompt, answer so far, path in the tree."""
+    """All tokens before the position: the prompt, the answer so far and the path in the tree."""
     prompt_len: int
-    """How many of them are the prompt."""
+    """How many of `tokens` are the prompt."""
 
     @property
     def position(self) -> int:
-        """The absolute position that is decided."""
+        """The absolute position of the decided token."""
         return len(self.tokens)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most probable token is taken, without noise."""
+        """Whether the most probable token is chosen, without noise."""
         return self.sampling.temperature < GREEDY_BELOW
 
     @property
     def is_truncated(self) -> bool:
-        """Whether some tokens cannot be drawn, because of top-k, top-p or min-p."""
+        """Whether top-k, top-p or min-p exclude some tokens."""
         sampling = self.sampling
         return not self.is_greedy and bool(sampling.top_k or sampling.top_p < 1.0 or sampling.min_p)
 
 
 @dataclass(frozen=True, slots=True)
 class Branch(Sequence[int]):
-    """`stem` followed by `path`, without copying the stem: most decisions need only the length."""
+    """`stem` followed by `path`. It does not copy the stem, because most decisions need only the length."""
 
     stem: Sequence[int]
     path: Sequence[int]
@@ -71,9 +71,9 @@ class Branch(Sequence[int]):
 def tree_contexts(
     sampling: SamplingParameters, tokens: Sequence[int], prompt_len: int, tree: TokenTree
 ) -> tuple[DecisionContext, ...]:
-    """The contexts of one row's decisions: at the root (after `tokens`), then at every node of `tree`.
+    """The contexts of one row's decisions: first at the root (after `tokens`), then at every node of `tree`.
 
-    A node's context holds the tokens of its own path, so penalties count nothing of its siblings.
+    A node's context holds the tokens of its own path, so penalties do not count the tokens of its siblings.
     """
     root = DecisionContext(sampling, tokens, prompt_len)
     nodes = (DecisionContext(sampling, Branch(tokens, tree.path_tokens(node)), prompt_len) for node in range(len(tree)))

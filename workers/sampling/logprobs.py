@@ -1,4 +1,4 @@
-"""What the model itself thought of a token: log-probabilities before any warping."""
+"""Reported log-probabilities: those of the model itself, before penalties, temperature and truncation."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from cluster.core.request import TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
-"""Reported for an impossible token, since JSON has no −inf (OpenAI's API does the same)."""
+"""Reported for an impossible token, because JSON has no −inf. OpenAI's API reports the same number."""
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-    """The log-probability of each row's token and of its `counts[i]` most probable tokens.
+    """The log-probability of each row's token, and those of its `counts[i]` most probable tokens.
 
-    `logits` [n, vocab] are the model's own, over the whole vocabulary. Natural logarithms, computed in
-    float64; equal ones are ordered by token. Raises `ValueError` for arguments of unequal length or a
-    token outside the vocabulary.
+    `logits` [n, vocab] are the model's, over the whole vocabulary. Log-probabilities are natural logarithms, computed
+    in float64. Tokens of equal probability are ordered by token. Raises `ValueError` for arguments of unequal length
+    or a token outside the vocabulary.
     """
     if not logits.shape[0] == len(tokens) == len(counts):
         raise ValueError(f"{logits.shape[0]} rows of logits, {len(tokens)} tokens and {len(counts)} counts")
@@ -31,7 +31,7 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int])
     parts = [_row_numbers(row, token, count) for row, token, count in zip(logits, tokens, kept, strict=True)]
     if not parts:
         return ()
-    numbers: list[float] = torch.cat(parts).tolist()  # all that is asked of the device
+    numbers: list[float] = torch.cat(parts).tolist()  # the only wait for the device
     found: list[TokenLogprobs] = []
     for token, count in zip(tokens, kept, strict=True):
         top, (normalizer, *values) = numbers[:count], numbers[count : 2 * count + 2]
@@ -42,9 +42,10 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int])
 
 
 def _row_numbers(logits: Tensor, token: int, count: int) -> Tensor:
-    """Of one row [vocab]: its `count` leading tokens, the logarithm of its sum, the logits of `token` and of those.
+    """Numbers of one row of logits [vocab], as float64 [2 · count + 2], which is exact for any token.
 
-    Alone, so that its sum is rounded the same way in every batch. float64 [2 · count + 2], exact for any token.
+    In this order: the `count` most probable tokens, the log of the row's sum, the logit of `token`, the logits of the
+    most probable tokens. The row is computed alone, so that its sum is rounded the same way in every batch.
     """
     clean = logits.detach().double().nan_to_num(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
     top = _leading_tokens(clean, count)
@@ -52,10 +53,10 @@ def _row_numbers(logits: Tensor, token: int, count: int) -> Tensor:
 
 
 def _leading_tokens(logits: Tensor, count: int) -> Tensor:
-    """The `count` most probable tokens, most probable first, the lower first among equals: int64 [count]."""
+    """The `count` most probable tokens, int64 [count]: the most probable first, the lowest first among equals."""
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
-    if logits.is_cuda:  # it sorts everything sooner than the host learns how many are candidates
+    if logits.is_cuda:  # a GPU sorts all logits sooner than the host learns how many are candidates
         return logits.sort(descending=True, stable=True).indices[:count]
     least = logits.topk(count).values[-1]
     candidates = (logits >= least).nonzero().squeeze(1)  # in order of token

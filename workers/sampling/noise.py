@@ -1,15 +1,15 @@
-"""Gumbel noise that belongs to (seed, position, token) and to nothing else.
+"""Gumbel noise that depends on (seed, position, token) alone.
 
-Counter-based: the token's number is hashed under a 64-bit key made of seed and position, so any part
-of any row can be drawn alone, in any order, on any rank. Up to 32 uniform bits everything is wrapping
-integer arithmetic. From there to the Gumbel quantile only operations that IEEE 754 rounds exactly are
-used (conversion, table look-up, one multiplication, one addition, each its own kernel), and the table
-is built without libm; hence the same bits on every device, batch shape and thread count. Compiling
-these functions would let a compiler fuse multiplication and addition, and break that.
+The generator is counter-based: it hashes the token under a 64-bit key made of seed and position. Any part of any row
+can therefore be drawn alone, in any order, on any rank. The 32 uniform bits are computed by wrapping integer
+arithmetic. From these bits to the Gumbel quantile, only operations are used that IEEE 754 rounds exactly (conversion,
+table look-up, one multiplication, one addition, each in a kernel of its own), and the table is built without libm. The
+noise therefore has the same bits on every device, in every batch shape and with every number of threads. These
+functions must not be compiled: a compiler may fuse multiplication and addition, which changes the bits.
 
-The 32 bits `h` stand for u = (h + ½) / 2³², and the noise is −ln(−ln u). It is read from chords over
-256 bins in each octave of the distance to the nearer end of (0, 1), which differ from the exact
-quantile by at most 2·10⁻⁶; with the rounding to float32, 3.4·10⁻⁶. Its range is −3.13 to 22.88.
+The 32 bits `h` stand for u = (h + ½) / 2³², and the noise is −ln(−ln u). It is interpolated linearly in 256 bins per
+octave of the distance to the nearer end of (0, 1). The interpolation differs from the exact quantile by at most
+2·10⁻⁶, and with the rounding to float32 by 3.4·10⁻⁶. The noise ranges from −3.13 to 22.88.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from workers.sampling.device_copy import tensor_on
 
 _MASK64 = (1 << 64) - 1
 _CPU_CHUNK = 1 << 16
-"""Elements drawn at a time on a CPU: three buffers of them stay in its second-level cache."""
+"""Elements drawn at a time on a CPU, so that three buffers of them fit into the second-level cache."""
 
 _BIN_SHIFT = 15
-"""Bits of a float32 below sign, exponent and the 8 bits of mantissa that name the bin."""
+"""Bits of a float32 below the sign, the exponent and the 8 bits of mantissa that select the bin."""
 _BINS = 1 << (32 - _BIN_SHIFT)
 _BIN_MASK = _BINS - 1
 
@@ -42,8 +42,9 @@ def gumbel(
 ) -> Tensor:
     """The noise of tokens `offset … offset + size - 1`: float32 [n, size], on `device`.
 
-    With `columns`, int64 [n, k], of those alone: float32 [n, k]. Row `i` depends on `seeds[i]` (unsigned 64-bit),
-    `positions[i]` and the token alone. Raises `ValueError` for arguments of unequal length or out of range.
+    With `columns`, int64 [n, k], the noise of these columns alone: float32 [n, k]. Row `i` depends on `seeds[i]`
+    (unsigned 64-bit), `positions[i]` and the token alone. Raises `ValueError` for arguments of unequal length or out of
+    range.
     """
     return _noise(seeds, positions, _range_digests(offset, size, torch.device(device)), columns)
 
@@ -55,12 +56,12 @@ def gumbel_of(
     device: torch.device | str,
     columns: Tensor | None = None,
 ) -> Tensor:
-    """As `gumbel`, of `tokens`, int64 [size], which must not be changed afterwards: their digests are remembered."""
+    """As `gumbel`, for `tokens`, int64 [size], which must not be changed afterwards: their digests are cached."""
     return _noise(seeds, positions, _token_digests(tokens, torch.device(device)), columns)
 
 
 def _noise(seeds: Sequence[int], positions: Sequence[int], digests: Tensor, columns: Tensor | None) -> Tensor:
-    """Noise from the digests [size] of all tokens: float32, of the shape [n, size] or that of `columns`."""
+    """Noise from the digests [size] of all tokens: float32 of shape [n, size], or of the shape of `columns`."""
     if len(seeds) != len(positions):
         raise ValueError(f"{len(seeds)} seeds for {len(positions)} positions")
     device = digests.device
@@ -94,7 +95,7 @@ def _key_columns(seeds: Sequence[int], positions: Sequence[int], device: torch.d
 
 
 def _row_key(seed: int, position: int) -> int:
-    """64 bits from both; each is mixed alone first, so that no two streams are shifts of one another."""
+    """64 bits from both. Each is mixed alone first, so that no stream is a shifted copy of another."""
     return _mix64(_mix64(seed + 0x9E3779B97F4A7C15) ^ _mix64(position + 0xD1B54A32D192ED03))
 
 
@@ -116,7 +117,7 @@ def _avalanche(bits: Tensor) -> None:
     scratch = torch.empty_like(bits)
     for shift, multiplier in ((16, 0x7FEB352D), (15, _signed(0x846CA68B)), (16, 1)):
         torch.bitwise_right_shift(bits, shift, out=scratch)
-        scratch &= (1 << (32 - shift)) - 1  # the sign was shifted in: torch has no logical shift
+        scratch &= (1 << (32 - shift)) - 1  # torch has no logical shift: mask the sign bits that were shifted in
         bits ^= scratch
         if multiplier != 1:
             bits *= multiplier
@@ -124,7 +125,7 @@ def _avalanche(bits: Tensor) -> None:
 
 @lru_cache(maxsize=16)
 def _range_digests(offset: int, size: int, device: torch.device) -> Tensor:
-    """The numbers of `offset … offset + size - 1`, scrambled once for all rows: int32 [size]."""
+    """Digests of the tokens `offset … offset + size - 1`, the same for all rows: int32 [size]."""
     if offset < 0 or size < 0 or offset + size > 1 << 31:
         raise ValueError(f"tokens {offset} to {offset + size} are no 31-bit numbers")
     digests = torch.arange(offset, offset + size, dtype=torch.int32, device=device)
@@ -132,9 +133,9 @@ def _range_digests(offset: int, size: int, device: torch.device) -> Tensor:
     return digests
 
 
-@lru_cache(maxsize=4)  # a tensor's hash is its identity, so nothing is compared
+@lru_cache(maxsize=4)  # tensors hash by identity, so the cache compares no elements
 def _token_digests(tokens: Tensor, device: torch.device) -> Tensor:
-    """As `_range_digests`, of any tokens."""
+    """Digests of any tokens, as `_range_digests`."""
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 31:
         raise ValueError(f"tokens {int(tokens.min())} to {int(tokens.max())} are no 31-bit numbers")
     digests = tokens.to(device, torch.int32, copy=True)
@@ -148,9 +149,8 @@ def _token_digests(tokens: Tensor, device: torch.device) -> Tensor:
 def _quantile(bits: Tensor, out: Tensor) -> None:
     """−ln(−ln u) of int32 words [rows, size] into float32 `out` of that shape; `bits` is overwritten.
 
-    A word h, read as signed, is a distance: h + ½ from 0 if it is positive, −(h + ½) from 1 if it is
-    negative, in units of 2⁻³². As a float32 its sign tells the end, its exponent the octave and the
-    head of its mantissa the bin.
+    A word h, read as signed, is a distance in units of 2⁻³²: h + ½ from 0 if it is positive, −(h + ½) from 1 if it is
+    negative. As a float32, its sign selects the end, its exponent the octave, and the head of its mantissa the bin.
     """
     intercepts, slopes = _chords(bits.device)
     out.copy_(bits)
@@ -164,10 +164,10 @@ def _quantile(bits: Tensor, out: Tensor) -> None:
 
 @lru_cache(maxsize=16)
 def _chords(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Intercept and slope of the chord in each bin: float32 [_BINS] each; bins never met hold 0.
+    """Intercept and slope of the line in each bin: float32 [_BINS] each; bins that do not occur hold 0.
 
-    Built in float64 on the CPU from exactly rounded operations, then copied, so every device reads
-    the same bits.
+    They are computed in float64 on the CPU by exactly rounded operations and then copied, so that every device has the
+    same bits.
     """
     starts = torch.arange(_BINS // 2, dtype=torch.int32) << _BIN_SHIFT  # the float32 bits of each bin's start
     left = starts.view(torch.float32).double()
@@ -190,7 +190,7 @@ def _exact_quantile(distance: Tensor, from_one: bool) -> Tensor:
 
 
 def _ln(value: Tensor) -> Tensor:
-    """ln in float64 by exactly rounded operations only: libm's differ in the last bit."""
+    """ln in float64 by exactly rounded operations only, because libm implementations differ in the last bit."""
     mantissa, exponent = torch.frexp(value)
     return exponent.double() * 0.6931471805599453 + _ln_one_minus(1.0 - mantissa)
 

@@ -1,8 +1,8 @@
-"""The tokens that can be drawn, where they are few: what `truncate` keeps, found without touching the others.
+"""The tokens that `truncate` keeps, found from the leading tokens alone where they are few.
 
-Truncation leaves a few dozen tokens of tens of thousands. On a CPU it is sooner done on the leading ones alone, and
-so is what comes after it: the noise, and the choice. For top-p the mass of the whole vocabulary is estimated, within
-bounds that are known; only where these leave a doubt is it counted.
+Truncation keeps a few dozen of tens of thousands of tokens. On a CPU, truncating, drawing noise and choosing are
+faster on the leading tokens alone. For top-p, the mass of the whole vocabulary is estimated with a known error bound.
+It is counted exactly only where the result depends on the error.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from workers.sampling.device_copy import row_indices
 from workers.sampling.truncate import UNIT_BITS, counts_to_reach, relative_masses, total_masses
 
 _WIDTHS = (128, 1024, 8192)
-"""How many leading tokens are looked at: the next width serves those who keep more than the last one shows."""
+"""How many leading tokens are examined. Rows that keep more than one width shows try the next width."""
 _LEAST_SHARE = 4
-"""Of a vocabulary less than so many times as wide the leading tokens are not worth looking for."""
+"""Shortlists are used only where the vocabulary is at least so many times as wide as the list."""
 _SLACK = 2e-5
-"""Bound of the relative difference between e^gap and the mass that is counted for it; half of it would do."""
+"""Bound of the relative difference between e^gap and its integer mass. The true bound is half of it."""
 _SLACK_UNITS = 2
-"""The same for masses near one unit, which are cut to whole ones."""
+"""Bound of the absolute difference in units, for small masses, which are truncated to whole units."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shortlist:
-    """All that can be drawn in some rows."""
+    """All tokens that can be drawn in some rows."""
 
     rows: list[int]
     logits: Tensor
-    """float32 [rows, k], −inf for what cannot be drawn after all."""
+    """float32 [rows, k], −inf for listed tokens that cannot be drawn."""
     columns: Tensor
-    """int64 [rows, k], rising: where in the row those logits stand."""
+    """int64 [rows, k], ascending: the columns of these logits."""
 
 
 def shortlists(
     logits: Tensor, rows: Sequence[tuple[int, SamplingParameters]]
 ) -> tuple[list[Shortlist], list[tuple[int, SamplingParameters]]]:
-    """What truncation keeps of those rows of float32 [n, size], and the rows that keep too much for a short list."""
+    """Shortlists of these rows of float32 [n, size], and the rows that keep too many tokens for a shortlist."""
     found: list[Shortlist] = []
     pending = list(rows)
     for width in _WIDTHS:
@@ -62,17 +62,17 @@ def shortlists(
 
 
 def _shorten(logits: Tensor, samplings: Sequence[SamplingParameters], width: int) -> tuple[Tensor, Tensor, list[bool]]:
-    """Logits and columns [n, width] of the leading tokens, and whether they hold all that is kept."""
+    """Logits and columns [n, width] of the leading tokens, and for each row whether they are all that it keeps."""
     size = logits.shape[1]
     limits = torch.tensor([min(sampling.top_k or size, size) for sampling in samplings]).unsqueeze(1)
     least = torch.tensor([math.log(sampling.min_p) if sampling.min_p else -math.inf for sampling in samplings])
-    leaders, columns = logits.topk(width, dim=1)  # falling
+    leaders, columns = logits.topk(width, dim=1)  # descending
     threshold = leaders[:, :1] + least.unsqueeze(1)
     last = leaders[:, -1:]
     counts = _counts(logits, leaders, limits, [sampling.top_p for sampling in samplings])
     seen = counts.clamp(max=width)
     edge = leaders.gather(1, seen - 1)
-    # Equals of the last one may stand outside: if it is kept, and only then, that matters.
+    # Tokens equal to the last one may be outside of the list. That matters only if the last one is kept.
     fits = ((counts < width) & (edge > last)) | (last < threshold)
     fits &= (limits <= width) | (limits == size)
     columns, order = columns.sort(dim=1)
@@ -85,20 +85,20 @@ def _shorten(logits: Tensor, samplings: Sequence[SamplingParameters], width: int
 
 
 def _counts(logits: Tensor, leaders: Tensor, limits: Tensor, top_p: Sequence[float]) -> Tensor:
-    """How many leading tokens top-k and top-p keep: int64 [n, 1]; more than there are leaders if they do not tell."""
+    """How many leading tokens top-k and top-p keep: int64 [n, 1]. A count above k means that more are needed."""
     if all(share >= 1.0 for share in top_p):
         return limits
-    best = leaders[:, :1].clamp(min=torch.finfo(torch.float32).min)  # −inf less −inf would be NaN
+    best = leaders[:, :1].clamp(min=torch.finfo(torch.float32).min)  # −inf minus −inf would be NaN
     masses = relative_masses(leaders - best).cumsum(dim=1)  # int64 [n, width]
     within = masses.gather(1, limits.clamp(max=masses.shape[1]) - 1)
     is_whole = limits > masses.shape[1]
     if not bool(is_whole.any()):
         return counts_to_reach(masses, within, top_p).minimum(limits)
-    about = (logits - best).exp_().sum(dim=1, keepdim=True, dtype=torch.float64) * 2.0**UNIT_BITS
-    slack = about * _SLACK + _SLACK_UNITS * logits.shape[1]
+    estimate = (logits - best).exp_().sum(dim=1, keepdim=True, dtype=torch.float64) * 2.0**UNIT_BITS
+    slack = estimate * _SLACK + _SLACK_UNITS * logits.shape[1]
     fewest, most = (
         counts_to_reach(masses, torch.where(is_whole, bound.long(), within), top_p).minimum(limits)
-        for bound in ((about - slack).clamp(min=0), about + slack)
+        for bound in ((estimate - slack).clamp(min=0), estimate + slack)
     )
     doubtful = (fewest != most).squeeze(1).nonzero().squeeze(1)
     if len(doubtful):

@@ -1,7 +1,7 @@
-"""top-k, top-p and min-p over whole rows of logits, and the masses that top-p counts.
+"""top-k, top-p and min-p over whole rows of logits, and the probability masses that top-p counts.
 
-What is summed over the vocabulary is summed in integers, so the kept set is the same on every device and in every
-batch.
+Masses are integers, so sums over the vocabulary do not depend on their order. The same tokens are kept on every device
+and in every batch.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from cluster.core.request import SamplingParameters
 from workers.sampling.device_copy import row_indices, tensor_on
 
 _CANDIDATES = 1024
-"""Most probable tokens looked at first for a nucleus; the whole vocabulary only if they do not fill it."""
+"""Most probable tokens that are examined first for top-p. More are examined only if these do not reach its mass."""
 _ALL_MASS = 1 << 62
 UNIT_BITS = 40
-"""Probabilities relative to the largest are counted in units of 2⁻⁴⁰: 2²⁰ of them sum below 2⁶³."""
+"""Probabilities relative to the largest are integers in units of 2⁻⁴⁰, so that 2²⁰ of them sum to less than 2⁶³."""
 _LN2 = 0.6931471805599453
 _EXPONENTIAL_SERIES = (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
 
 
 def truncate(logits: Tensor, rows: Sequence[tuple[int, SamplingParameters]]) -> None:
-    """Put −inf, in place, in those rows of float32 [n, size] for what top-k, top-p and then min-p leave out."""
+    """Set the logits that top-k, top-p and then min-p exclude to −inf, in place, in these rows of float32 [n, size]."""
     _on_rows(
         logits, [(row, sampling) for row, sampling in rows if sampling.top_k or sampling.top_p < 1.0], _keep_leading
     )
@@ -37,7 +37,7 @@ def _on_rows(
     rows: Sequence[tuple[int, SamplingParameters]],
     change: Callable[[Tensor, Sequence[SamplingParameters]], None],
 ) -> None:
-    """Let `change` work in place on those rows alone."""
+    """Apply `change`, which works in place, to these rows alone."""
     samplings = [sampling for _, sampling in rows]
     if len(rows) == logits.shape[0]:
         change(logits, samplings)
@@ -49,15 +49,15 @@ def _on_rows(
 
 
 def _drop_unlikely(logits: Tensor, samplings: Sequence[SamplingParameters]) -> None:
-    """min-p, in place: p < min_p · p_best is a distance between logits."""
+    """min-p, in place. The condition p < min_p · p_best is a bound on the distance between two logits."""
     gaps = tensor_on(logits.device, [math.log(sampling.min_p) for sampling in samplings], logits.dtype).unsqueeze(1)
     logits.masked_fill_(logits < logits.amax(dim=1, keepdim=True) + gaps, -math.inf)
 
 
 def _keep_leading(logits: Tensor, samplings: Sequence[SamplingParameters], candidates: int = _CANDIDATES) -> None:
-    """top-k and top-p, in place: both keep the head of the order by falling logit, then rising token.
+    """top-k and top-p, in place. Both keep the first tokens in the order of descending logit, then ascending token.
 
-    Looks at the leading `candidates` first, and only in rows that may keep more of them at more.
+    Examines the first `candidates` tokens, and more only in rows that may keep more.
     """
     vocabulary = logits.shape[1]
     limits = [min(sampling.top_k or vocabulary, vocabulary) for sampling in samplings]
@@ -65,7 +65,7 @@ def _keep_leading(logits: Tensor, samplings: Sequence[SamplingParameters], candi
     leaders = logits.topk(candidates, dim=1).values  # [n, candidates], falling
     counts = _leading_counts(logits, leaders, limits, [sampling.top_p for sampling in samplings])
     wide: list[int] = []
-    if max(limits) > candidates:  # only then may the leaders not tell, and only then is the device asked
+    if max(limits) > candidates:  # only then may a row keep more, and only then wait for the device
         wide = [row for row, count in enumerate(counts.squeeze(1).tolist()) if count > candidates]
     if wide:
         indices = row_indices(wide, logits)
@@ -77,16 +77,16 @@ def _keep_leading(logits: Tensor, samplings: Sequence[SamplingParameters], candi
 
 
 def _leading_counts(logits: Tensor, leaders: Tensor, limits: Sequence[int], top_p: Sequence[float]) -> Tensor:
-    """How many leading tokens each row keeps: int64 [n, 1]; more than there are leaders if they do not tell.
+    """How many leading tokens each row keeps: int64 [n, 1]. A count above `candidates` means that more are needed.
 
-    `leaders` [n, candidates] are the largest logits in falling order, `limits` what top-k leaves; the mass
-    that counts for top-p is that within top-k.
+    `leaders` [n, candidates] are the largest logits in descending order. `limits` are the counts that top-k keeps.
+    top-p is a share of the mass within top-k.
     """
     candidates = leaders.shape[1]
     limit = tensor_on(logits.device, limits, torch.int64).unsqueeze(1)  # [n, 1]
     if all(share >= 1.0 for share in top_p):
         return limit
-    best = leaders[:, :1].clamp(min=torch.finfo(torch.float32).min)  # −inf less −inf would be NaN
+    best = leaders[:, :1].clamp(min=torch.finfo(torch.float32).min)  # −inf minus −inf would be NaN
     masses = relative_masses(leaders - best).cumsum(dim=1)  # int64 [n, candidates]
     total = masses.gather(1, limit.clamp(max=candidates) - 1)
     if max(limits) > candidates:
@@ -96,20 +96,20 @@ def _leading_counts(logits: Tensor, leaders: Tensor, limits: Sequence[int], top_
 
 
 def counts_to_reach(masses: Tensor, total: Tensor, top_p: Sequence[float]) -> Tensor:
-    """How many of the leading tokens top-p keeps: int64 [n, 1]; more than there are if they do not reach its share.
+    """How many of the leading tokens top-p keeps: int64 [n, 1]. The count is above `k` if `k` do not reach its share.
 
-    `masses` [n, k] are those of the first, of the first two and so on, `total` [n, 1] is the mass of all.
+    `masses` [n, k] are the cumulative masses of the leading tokens, `total` [n, 1] is the mass of all tokens.
     """
     share = tensor_on(masses.device, top_p, torch.float64).unsqueeze(1)
     wanted = (total * share).ceil().long().clamp(min=1).minimum(total)
     wanted = torch.where(share < 1.0, wanted, _ALL_MASS)
-    # Those that fall short of what is wanted, and the one that reaches it.
+    # The tokens before the wanted mass is reached, and the one that reaches it.
     return (masses < wanted).sum(dim=1, keepdim=True) + 1
 
 
 def _keep_counted(logits: Tensor, leaders: Tensor, counts: Tensor) -> None:
-    """Put −inf, in place, in all but the `counts` [n, 1] leading tokens."""
-    edge = leaders.gather(1, counts - 1)  # [n, 1]: the least logit that is kept
+    """Set all but the `counts` [n, 1] leading tokens to −inf, in place."""
+    edge = leaders.gather(1, counts - 1)  # [n, 1]: the smallest logit that is kept
     ties_kept = counts - (leaders > edge).sum(dim=1, keepdim=True)
     kept = logits >= edge
     at_edge = logits == edge
@@ -121,7 +121,7 @@ def _keep_counted(logits: Tensor, leaders: Tensor, counts: Tensor) -> None:
 def relative_masses(gaps: Tensor) -> Tensor:
     """e^gap in units of 2⁻⁴⁰, for gaps ≤ 0: int64, the same bits on every device.
 
-    Exactly rounded operations only, and integers at the end: sums of these do not depend on their order.
+    Computed by exactly rounded operations and converted to integers, so that sums do not depend on their order.
     """
     rest = (gaps * (1.0 / _LN2)).clamp_(min=-64.0)  # e^gap = 2^rest, until its whole part is taken off
     whole = rest.round()

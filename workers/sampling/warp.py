@@ -1,9 +1,9 @@
-"""From the target's logits to the distribution that is sampled.
+"""The logits processors: from the target's logits to the distribution that tokens are sampled from.
 
-In this order: repetition penalty; presence and frequency penalties and bias (one sum per token);
-temperature; top-k; top-p; min-p. All in float32. A row's result depends on its own logits and context
-alone, bit for bit, whatever shares its batch: what is summed over the vocabulary is summed in integers,
-the rest is element by element.
+They are applied in this order: repetition penalty; presence and frequency penalties and bias (one sum per token);
+temperature; top-k; top-p; min-p. All compute in float32. The bits of a row's result depend on its own logits and
+context alone, not on the rest of the batch: sums over the vocabulary are sums of integers, and everything else is
+element by element.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ from workers.sampling.device_copy import tensor_on
 from workers.sampling.truncate import truncate
 
 _LARGEST_LOGIT = 1e30
-"""Stands for +inf, so that a difference or quotient of logits is still a number."""
+"""Replaces +inf, so that differences and quotients of logits are numbers."""
 _Column = Callable[[int], int | None]
-"""Where a token's logit stands in its row, if it has one."""
+"""Maps a token to the column of its logit, or to `None` if the row has no logit of it."""
 
 
 def warp(
     logits: Tensor, contexts: Sequence[DecisionContext], offset: int = 0, vocabulary: Tensor | None = None
 ) -> Tensor:
-    """Warped logits: float32 [n, size], −inf for tokens that cannot be drawn.
+    """Apply all logits processors. Returns float32 [n, size], with −inf for tokens that cannot be drawn.
 
-    `logits` [n, size], of any floating type, are those of tokens `offset … offset + size - 1`, or of
-    `vocabulary`, int64 [size], ascending, where it is given (and never changed afterwards). They are left as they
-    are, and returned so where nothing applies. NaN counts as −inf. Tokens that have no logit are ignored in
-    penalties and bias. top-k, top-p and min-p are only right over the whole vocabulary; among equal logits, the
-    lower token is the more probable, so top-k keeps exactly k and top-p the fewest that reach its mass, at least
-    one. A greedy row keeps penalties and bias, and skips the rest. Raises `ValueError` unless there is one context
-    per row.
+    `logits` [n, size], of any floating type, are those of tokens `offset … offset + size - 1`, or those of
+    `vocabulary`, int64 [size], ascending (which must not be changed afterwards). They are not modified, and are
+    returned themselves where no processor applies. NaN counts as −inf. Penalties and bias ignore tokens without a
+    logit. top-k, top-p and min-p are correct only over the whole vocabulary. Among equal logits the lowest token counts
+    as the most probable, so top-k keeps exactly k tokens, and top-p the fewest that reach its mass, at least one. Only
+    penalties and bias apply to a greedy row. Raises `ValueError` unless there is one context per row.
     """
     warped = untruncated(logits, contexts, offset, vocabulary)
     truncate(warped, [(row, context.sampling) for row, context in enumerate(contexts) if context.is_truncated])
@@ -48,18 +47,18 @@ def warp(
 def untruncated(
     logits: Tensor, contexts: Sequence[DecisionContext], offset: int = 0, vocabulary: Tensor | None = None
 ) -> Tensor:
-    """`warp` before top-k, top-p and min-p; the caller's own logits only where no row is truncated afterwards."""
+    """`warp` without top-k, top-p and min-p. Returns the caller's own logits only where no row is truncated."""
     if len(contexts) != logits.shape[0]:
         raise ValueError(f"{len(contexts)} contexts for {logits.shape[0]} rows of logits")
-    moved = _cleaned(logits)
+    warped = _cleaned(logits)
     if all(_changes_nothing(context) for context in contexts):
-        return moved
-    if moved.data_ptr() == logits.data_ptr():
-        moved = moved.clone()
+        return warped
+    if warped.data_ptr() == logits.data_ptr():
+        warped = warped.clone()
     column = _within(offset, logits.shape[1]) if vocabulary is None else _columns(vocabulary).get
-    _penalise(moved, contexts, column)
-    _divide_by_temperature(moved, contexts)
-    return moved
+    _penalise(warped, contexts, column)
+    _divide_by_temperature(warped, contexts)
+    return warped
 
 
 def _changes_nothing(context: DecisionContext) -> bool:
@@ -70,9 +69,9 @@ def _changes_nothing(context: DecisionContext) -> bool:
 
 
 def _cleaned(logits: Tensor) -> Tensor:
-    """float32, without NaN and +inf; the same tensor if that is what it is already."""
+    """Convert to float32 without NaN and +inf. Returns the same tensor where it is that already."""
     logits = logits.float()
-    # Looking costs a GPU more than doing: nobody waits for it here. The comparison is false for NaN, too.
+    # On a GPU the check would wait for the device and cost more than the replacement. It is also false for NaN.
     if logits.numel() == 0 or (not logits.is_cuda and bool((logits.amax(dim=-1) < math.inf).all())):
         return logits
     return logits.nan_to_num(nan=-math.inf, posinf=_LARGEST_LOGIT, neginf=-math.inf)
@@ -90,7 +89,7 @@ def _within(offset: int, size: int) -> _Column:
     return lambda token: token - offset if token in tokens else None
 
 
-@lru_cache(maxsize=4)  # a tensor's hash is its identity, so nothing is compared
+@lru_cache(maxsize=4)  # tensors hash by identity, so the cache compares no elements
 def _columns(vocabulary: Tensor) -> dict[int, int]:
     return {token: column for column, token in enumerate(vocabulary.tolist())}
 
@@ -105,7 +104,7 @@ def _penalise(logits: Tensor, contexts: Sequence[DecisionContext], column: _Colu
         (row, token, context.sampling.repetition_penalty)
         for row, context in enumerate(contexts)
         if context.sampling.repetition_penalty != 1.0
-        for token in set(context.tokens[:])  # a slice: some sequences are slow to read one by one
+        for token in set(context.tokens[:])  # the slice is faster than reading a `Branch` element by element
     ]
     _update(logits, repeated, column, divide)
     added = [
@@ -118,7 +117,7 @@ def _penalise(logits: Tensor, contexts: Sequence[DecisionContext], column: _Colu
 
 
 def _additions(context: DecisionContext) -> dict[int, float]:
-    """What is added to the logit of each token: its bias, less its penalties."""
+    """What is added to the logit of each token: its bias minus its penalties."""
     sampling = context.sampling
     additions: dict[int, float] = {}
     for token, bias in sampling.logit_bias:
@@ -149,5 +148,5 @@ def _divide_by_temperature(logits: Tensor, contexts: Sequence[DecisionContext]) 
     """In place, except in greedy rows."""
     divisors = [1.0 if context.is_greedy else context.sampling.temperature for context in contexts]
     if any(divisor != 1.0 for divisor in divisors):
-        # A tensor: by a number, GPUs multiply by the reciprocal.
+        # Divide by a tensor: dividing by a number, GPUs multiply by the reciprocal, which rounds differently.
         logits /= tensor_on(logits.device, divisors, logits.dtype).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""One thread for everything a worker computes: the event loop stays free, and state has one owner."""
+"""One thread for everything that a worker computes: the event loop stays free, and one thread owns the state."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ Answer = TypeVar("Answer")
 
 
 class ComputeThread:
-    """Runs functions one after another. What has begun is finished, whoever still waits for it.
+    """Runs functions one after another. A function that has begun is finished, even if its caller is cancelled.
 
-    While there are none it calls `in_between`, until that returns false or raises; then not before the next function
-    has run.
+    While no function waits it calls `idle_work`, until that returns false or raises. Then it calls `idle_work` again
+    only after the next function has run.
     """
 
-    def __init__(self, name: str, in_between: Callable[[], bool] | None = None) -> None:
+    def __init__(self, name: str, idle_work: Callable[[], bool] | None = None) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._in_between = in_between
+        self._idle_work = idle_work
         self._lock = threading.Lock()
         self._unfinished = 0
-        self._is_between = False
+        self._idle_work_scheduled = False
         self._closed = False
         self.failures = 0
-        """Batches in a row that failed for no row's fault."""
+        """Consecutive batches that failed although no single row was the cause."""
 
     async def run(
         self, function: Callable[Arguments, Result], *arguments: Arguments.args, **keywords: Arguments.kwargs
     ) -> Result:
-        """The function's result. If the caller is cancelled before it begins, it never does.
+        """Run the function and return its result. If the caller is cancelled before it begins, it is not run.
 
         Raises `NotReady` after `close`, and whatever the function raises.
         """
         future = self._submit(function, *arguments, **keywords)
         return await self._result(future, asyncio.wrap_future(future))
 
-    async def run_surely(
+    async def run_shielded(
         self, function: Callable[Arguments, Result], *arguments: Arguments.args, **keywords: Arguments.kwargs
     ) -> Result:
-        """As `run`, but it happens even if the caller is cancelled: for what frees, and must not be lost."""
+        """As `run`, but the function runs even if the caller is cancelled: for releases, which must not be lost."""
         future = self._submit(function, *arguments, **keywords)
         return await self._result(future, asyncio.shield(asyncio.wrap_future(future)))
 
     async def close(self, last: Callable[[], None]) -> None:
-        """Finish what is under way, run `last`, end the thread. Closing again does nothing."""
+        """Finish the submitted functions, run `last`, end the thread. Closing again does nothing."""
         if self._closed:
             return
         future = self._submit(last)
@@ -79,49 +79,49 @@ class ComputeThread:
     def _finished(self, _: Future[Result]) -> None:
         with self._lock:
             self._unfinished -= 1
-        self._go_between()
+        self._schedule_idle_work()
 
-    def _go_between(self) -> None:
-        """Call `in_between` once everything before it has run, unless that is to happen already."""
-        if self._in_between is None:
+    def _schedule_idle_work(self) -> None:
+        """Run idle work after the functions that wait now, unless that is scheduled already."""
+        if self._idle_work is None:
             return
         with self._lock:
-            if self._closed or self._unfinished or self._is_between:
+            if self._closed or self._unfinished or self._idle_work_scheduled:
                 return
-            self._is_between = True
+            self._idle_work_scheduled = True
         try:
-            self._executor.submit(self._work_in_between)
-        except RuntimeError:  # closed meanwhile
+            self._executor.submit(self._run_idle_work)
+        except RuntimeError:  # closed in the meantime
             return
 
-    def _work_in_between(self) -> None:
-        goes_on = False
-        if self._in_between is not None and not (self._unfinished or self._closed):
+    def _run_idle_work(self) -> None:
+        has_more = False
+        if self._idle_work is not None and not (self._unfinished or self._closed):
             try:
-                goes_on = self._in_between()
+                has_more = self._idle_work()
             except Exception:
-                logger.exception("what was done ahead has failed: nothing more is, until the next call")
+                logger.exception("idle work has failed: no more is done before the next call")
         with self._lock:
-            self._is_between = False
-        if goes_on:
-            self._go_between()
+            self._idle_work_scheduled = False
+        if has_more:
+            self._schedule_idle_work()
 
     async def _result(self, future: Future[Result], waiting: asyncio.Future[Result]) -> Result:
         try:
             return await waiting
         except asyncio.CancelledError:
-            # Nobody else will hear of its failure.
+            # The caller is gone: log a failure instead.
             future.add_done_callback(_log_failure)
             raise
 
 
 def _log_failure(future: Future[Result]) -> None:
     if not future.cancelled() and (error := future.exception()) is not None:
-        logger.error("what the caller no longer waited for has failed", exc_info=error)
+        logger.error("a function whose caller was cancelled has failed", exc_info=error)
 
 
-def counted(thread: ComputeThread, compute: Callable[[], Result]) -> Result:
-    """`compute()`, noting on its thread whether it failed."""
+def count_failures(thread: ComputeThread, compute: Callable[[], Result]) -> Result:
+    """Run `compute` and count consecutive failures in `thread.failures`."""
     try:
         result = compute()
     except Exception:
@@ -136,10 +136,10 @@ def compute_rows(
     compute: Callable[[Sequence[Row]], Sequence[Answer]],
     fault: Callable[[Row, RowFault], Answer],
 ) -> tuple[Answer, ...]:
-    """`compute(rows)`, one answer per row; should that fail, each row alone, so that the culprit faults alone.
+    """Return `compute(rows)`, one answer per row. If it fails, compute each row alone, so that a bad row faults alone.
 
-    `compute` must leave its state consistent when it raises, and answer a repeated row as before. Raises
-    what was raised when it is no row's fault: the project's own errors, and those that befall every row.
+    `compute` must leave its state consistent when it raises, and answer a repeated row as before. Raises what `compute`
+    raised if no single row is the cause: the project's own errors, and errors that every row has.
     """
     try:
         return tuple(compute(rows))

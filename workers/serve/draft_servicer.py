@@ -21,7 +21,7 @@ from cluster.wire.codec_common import decode_sequence_ids
 from cluster.wire.codec_draft import decode_client, decode_draft_rows, encode_proposals
 from pilotfish.v1 import draft_pb2, draft_pb2_grpc
 from workers.draft.registry import DraftMethod, IdleWork
-from workers.serve.compute_thread import ComputeThread, compute_rows, counted
+from workers.serve.compute_thread import ComputeThread, compute_rows, count_failures
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """Free all that is stored of the sequences."""
         client = decode_client(request)
         ids = [_qualified(client, sequence_id) for sequence_id in decode_sequence_ids(request.sequence_ids)]
-        await self._compute.run_surely(self._method.release, ids)
+        await self._compute.run_shielded(self._method.release, ids)
         return draft_pb2.DraftServiceReleaseResponse()
 
     @property
@@ -97,7 +97,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         if call.proposals is None:
             batch = self._take(call)
             rows = [row for each in batch for row in each.rows]
-            proposals = iter(counted(self._compute, lambda: compute_rows(rows, self._method.propose, _faulted)))
+            proposals = iter(count_failures(self._compute, lambda: compute_rows(rows, self._method.propose, _faulted)))
             for each in batch:
                 each.set_proposals([next(proposals) for _ in each.rows])
         return call.proposals or ()

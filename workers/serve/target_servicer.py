@@ -1,4 +1,4 @@
-"""`TargetService` over one engine, or over the first of many ranks."""
+"""`TargetService` over an engine, or over the driver rank of a tensor-parallel group."""
 
 # ruff: noqa: N802, ARG002 - names and signatures are the schema's
 
@@ -31,18 +31,18 @@ from cluster.wire.codec_target import (
     encode_target_info,
 )
 from pilotfish.v1 import target_pb2, target_pb2_grpc
-from workers.serve.compute_thread import ComputeThread, compute_rows, counted
+from workers.serve.compute_thread import ComputeThread, compute_rows, count_failures
 
 
 class StepEngine(Protocol):
     """What computes: `TargetEngine` alone, or `DriverRank` with its worker ranks. Synchronous."""
 
     def step(self, batch: StepBatch) -> StepResult:
-        """Compute the rows; leaves its state consistent when it raises. Raises `TargetUnavailable`."""
+        """Verify the rows. The state stays consistent when this raises. Raises `TargetUnavailable`."""
         ...
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
-        """Free the sequences' blocks; unknown ones are no error."""
+        """Free the sequences' blocks; unknown ids are no error."""
         ...
 
     def release_all(self) -> KvOccupancy:
@@ -50,11 +50,11 @@ class StepEngine(Protocol):
         ...
 
     def open(self, rows: Sequence[OpenRow]) -> OpenResult:
-        """Create sequences with whatever of their KV is stored already."""
+        """Create sequences, each with as much of its KV as is already stored."""
         ...
 
     def info(self) -> TargetInfo:
-        """What this target is."""
+        """Describe this target."""
         ...
 
     def close(self) -> None:
@@ -63,10 +63,10 @@ class StepEngine(Protocol):
 
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
-    """Owns the engine and the thread it computes in.
+    """Owns the engine and the thread that it computes in. Errors are raised as they are; the server maps them.
 
-    Errors are raised as they are; the server maps them. A step that nobody waits for any more is not
-    begun; one that was begun is finished, and repeating its rows repeats their verdicts.
+    A cancelled step that has not begun is not computed. One that has begun is finished, and repeating its rows repeats
+    their verdicts.
     """
 
     def __init__(self, engine: StepEngine) -> None:
@@ -78,7 +78,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         request_iterator: AsyncIterator[target_pb2.TargetServiceStepRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[target_pb2.TargetServiceStepResponse]:
-        """Verify."""
+        """Verify batches of rows, one response per request."""
         async for request in request_iterator:
             batch = decode_step_batch(request)
             yield encode_step_result(await self._compute.run(self._step, batch))
@@ -86,33 +86,33 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def Release(
         self, request: target_pb2.TargetServiceReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.TargetServiceReleaseResponse:
-        """Free sequences."""
+        """Free the named sequences, or all."""
         if request.all:
-            kv = await self._compute.run_surely(self._engine.release_all)
+            kv = await self._compute.run_shielded(self._engine.release_all)
         else:
-            kv = await self._compute.run_surely(self._engine.release, decode_sequence_ids(request.sequence_ids))
+            kv = await self._compute.run_shielded(self._engine.release, decode_sequence_ids(request.sequence_ids))
         return target_pb2.TargetServiceReleaseResponse(kv=encode_occupancy(kv))
 
     async def Open(
         self, request: target_pb2.TargetServiceOpenRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.TargetServiceOpenResponse:
-        """Create sequences with whatever of their KV is stored already."""
+        """Create sequences, each with as much of its KV as is already stored."""
         rows = decode_open_rows(request)
         return encode_open_result(await self._compute.run(self._engine.open, rows))
 
     async def GetInfo(
         self, request: target_pb2.TargetServiceGetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.TargetServiceGetInfoResponse:
-        """What this target is."""
+        """Describe this target."""
         return encode_target_info(await self._compute.run(self._engine.info))
 
     @property
     def failures(self) -> int:
-        """Steps in a row that failed for no row's fault."""
+        """Consecutive steps that failed although no single row was the cause."""
         return self._compute.failures
 
     async def close(self) -> None:
-        """Finish what is under way and close the engine. Closing again does nothing."""
+        """Finish the steps that have begun and close the engine. Closing again does nothing."""
         await self._compute.close(self._engine.close)
 
     def _step(self, batch: StepBatch) -> StepResult:
@@ -122,7 +122,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             results.append(self._engine.step(StepBatch(tuple(rows))))
             return results[-1].verdicts
 
-        verdicts = counted(self._compute, lambda: compute_rows(batch.rows, compute, _faulted))
+        verdicts = count_failures(self._compute, lambda: compute_rows(batch.rows, compute, _faulted))
         return StepResult(verdicts, results[-1].kv, sum(result.step_seconds for result in results))
 
 

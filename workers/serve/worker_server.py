@@ -1,4 +1,4 @@
-"""One engine behind one gRPC server: what a worker's process hosts, in Ray or without it."""
+"""One engine behind one gRPC server, as a worker process hosts it, in Ray or without."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ TARGET_SERVICE = "pilotfish.v1.TargetService"
 DRAFT_SERVICE = "pilotfish.v1.DraftService"
 
 _MOST_FAILURES = 3
-"""Computations in a row that may fail before the worker counts as broken."""
+"""Consecutive computations that may fail before the worker counts as broken."""
 _GRACE_SECONDS = 1.0
-"""How long calls in flight may take when a worker ends; the coordinator repeats them elsewhere."""
+"""How long calls in flight may take when a worker stops. The coordinator repeats them on another one."""
 
 
 class WorkerHost:
-    """Serves from `start()` to `stop()` on a free port of `host`; also a context manager.
+    """Serves from `start()` to `stop()` on a free port of `host`. Also a context manager.
 
-    Owns its servicer and what computes behind it, from its own making on: `stop()` closes them, also where `start()`
-    was never called or has failed.
+    The host owns the servicer and the engine behind it from construction on: `stop()` closes them, even if `start()`
+    was not called or has failed.
     """
 
     def __init__(
@@ -60,22 +60,22 @@ class WorkerHost:
 
     @property
     def address(self) -> str:
-        """Where it listens, once started."""
+        """The address at which it listens, once started."""
         return join_host_port(self._host, self._port)
 
     def check_health(self) -> None:
-        """Raise `WorkerUnavailable` when whatever is asked of the servicer fails: its device may be lost."""
+        """Raise `WorkerUnavailable` when the last computations all failed: the device may be lost."""
         if self._servicer.failures >= _MOST_FAILURES:
             raise WorkerUnavailable(f"{self._service}: the last {self._servicer.failures} computations failed")
 
     async def start(self) -> None:
-        """Listen. Raises `ConfigurationError` when the address cannot be bound."""
+        """Start to listen. Raises `ConfigurationError` when the address cannot be bound."""
         self._server.add(self._service, self._add_to_server, self._servicer)
         self._port = await self._server.start()
         await self._server.set_serving(self._service, True)
 
     async def stop(self) -> None:
-        """End the calls in flight, then close what computes. More than once does no harm."""
+        """End the calls in flight, then close the servicer and its engine. Calling it again does nothing."""
         try:
             await self._server.stop(_GRACE_SECONDS)
         finally:
@@ -83,15 +83,15 @@ class WorkerHost:
 
 
 def set_log_level(user_config: Mapping[str, str]) -> None:
-    """Serve hands every replica the level that was configured."""
+    """Set the log level of this process to the one in the replica's configuration."""
     logging.getLogger().setLevel(user_config["log_level"].upper())
 
 
 def host_target(host: str, engine: StepEngine) -> WorkerHost:
-    """`TargetService` over a loaded engine, or over the first of its ranks; the host closes it."""
+    """Host `TargetService` over an engine, or over the driver rank of a group. The host closes the engine."""
     return WorkerHost(host, TARGET_SERVICE, TargetServicer(engine), target_pb2_grpc.add_TargetServiceServicer_to_server)
 
 
 def host_draft(host: str, method: DraftMethod) -> WorkerHost:
-    """`DraftService` over a drafting method; the host closes it."""
+    """Host `DraftService` over a drafting method. The host closes the method."""
     return WorkerHost(host, DRAFT_SERVICE, DraftServicer(method), draft_pb2_grpc.add_DraftServiceServicer_to_server)

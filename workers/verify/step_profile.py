@@ -1,4 +1,4 @@
-"""How long steps of a few sizes take, before anybody waits for one: what a controller begins with."""
+"""Times of steps of a few sizes, measured at warm-up: the latency model of the coordinator starts with them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = (
     *((1, 1), (1, 2), (1, 4), (1, 8), (1, 10), (1, 16), (1, 32)),
     *((8, 8), (8, 16), (8, 32), (32, 32), (32, 64)),
 )
-"""(rows, tokens): the trees of one sequence, and several sequences with small trees or none."""
+"""(rows, tokens) of the measured steps: one sequence with trees of several sizes, and several sequences."""
 REPETITIONS = 3
 _GREEDY = SamplingParameters(temperature=0.0)
 
@@ -26,10 +26,10 @@ Decide = Callable[[Sequence[ForwardRow], Sequence[DecisionContext]], object]
 
 
 def profile_steps(pool: KvPool, decide: Decide) -> tuple[StepSample, ...]:
-    """The median time of each size, in seconds, for sequences without a past. Leaves nothing in the pool.
+    """Measure the median time of each size, in seconds, for sequences of one token. Frees all blocks afterwards.
 
-    `decide` computes the rows and decides at every node. On all ranks at once: each takes the same steps, and leaves
-    out the same sizes when the pool is too small.
+    `decide` computes the rows and decides at every node. Call this on all ranks at once: each runs the same steps, and
+    skips the same sizes when the pool is too small.
     """
     samples: list[StepSample] = []
     for rows, tokens in SIZES:

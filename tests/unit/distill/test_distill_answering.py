@@ -133,13 +133,13 @@ async def test_without_a_question_the_target_writes_in_the_users_place_first(
     assert len({request.sampling.seed for request in inventing}) == 2  # the same words before, another question
 
 
-async def test_a_template_that_changes_what_users_say_cannot_be_written_into(
+async def test_a_chat_template_that_changes_the_users_message_is_refused_for_written_questions(
     cluster: FakeCluster, configuration: Configuration, directory: Path, tmp_path: Path
 ) -> None:
     loud = shutil.copytree(directory, tmp_path / "loud")
     (loud / "chat_template.jinja").write_text(TEMPLATE.replace("message['content']", "message['content'] | upper"))
 
-    with pytest.raises(ConfigurationError, match="the chat template changes what the user says"):
+    with pytest.raises(ConfigurationError, match="the chat template changes the user's message"):
         await ask(load_configuration({}, {"target.path": str(loud)}), [task()], tmp_path / "a.jsonl")
 
 
