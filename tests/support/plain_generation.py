@@ -1,4 +1,4 @@
-"""What a model of `transformers` writes by itself: nothing of ours in it but the definition of a draw."""
+"""Plain decoding with a model of `transformers` and its own KV cache; only the sampler is Pilotfish's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.sampling.decide import decide
 
 @torch.inference_mode()
 def write_alone(model: Any, prompt: Sequence[int], sampling: SamplingParameters, count: int) -> tuple[int, ...]:
-    """One token after another from the model's own cached forward pass."""
+    """Decode `count` tokens after the prompt, one forward pass each."""
     tokens = list(prompt)
     cache, fresh = None, tokens
     for _ in range(count):

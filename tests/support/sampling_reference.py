@@ -1,4 +1,4 @@
-"""Warping written down once more, slowly and in plain Python: what `workers.sampling` is held against."""
+"""A slow reference in plain Python for the logits processors of `workers.sampling`."""
 
 from __future__ import annotations
 

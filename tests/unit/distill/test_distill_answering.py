@@ -143,7 +143,7 @@ async def test_a_chat_template_that_changes_the_users_message_is_refused_for_wri
         await ask(load_configuration({}, {"target.path": str(loud)}), [task()], tmp_path / "a.jsonl")
 
 
-async def test_what_the_target_thought_is_kept_of_answers_to_train_on(
+async def test_the_targets_probabilities_are_stored_with_answers_to_train_on(
     cluster: FakeCluster, configuration: Configuration, tmp_path: Path
 ) -> None:
     learned, measured = await ask(configuration, [task("a"), task("b", held_out=True, line=2)], tmp_path / "a.jsonl")
@@ -154,7 +154,7 @@ async def test_what_the_target_thought_is_kept_of_answers_to_train_on(
     assert measured.leading is None
 
 
-async def test_no_more_is_asked_than_was_wanted_but_what_is_held_out_always_is(
+async def test_the_quota_ends_the_tasks_except_for_held_out_ones(
     cluster: FakeCluster, configuration: Configuration, tmp_path: Path
 ) -> None:
     prompts = [Prompt("p", line, (str(line),)) for line in range(1, 41)]
@@ -165,7 +165,7 @@ async def test_no_more_is_asked_than_was_wanted_but_what_is_held_out_always_is(
     assert 3 <= sum(not answer.held_out for answer in answers) <= 4  # two are asked at once
 
 
-async def test_what_is_answered_is_not_asked_again(
+async def test_a_stored_answer_is_not_generated_again(
     cluster: FakeCluster, configuration: Configuration, tmp_path: Path
 ) -> None:
     await ask(configuration, [task("a"), task("b", line=2)], tmp_path / "a.jsonl")

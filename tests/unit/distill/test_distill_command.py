@@ -1,4 +1,4 @@
-"""`pilotfish distill`, from prompts to a directory that can be shipped."""
+"""`pilotfish distill`, from prompt files to a draft's directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from workers.distill.answers import read_answers
 SHAPE = {"vocab_size": 320, "num_hidden_layers": 3, "head_dim": 8, "tie_word_embeddings": True}
 
 
-class Shop:
+class DistillRun:
     """A tiny target, files of prompts, and the command that makes a draft of them."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,20 +60,20 @@ class Shop:
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+def distill_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DistillRun]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        yield Shop(tmp_path_factory.mktemp("shop"), monkeypatch)
+        yield DistillRun(tmp_path_factory.mktemp("distill_run"), monkeypatch)
 
 
 @pytest.fixture(scope="module")
-def made(shop: Shop) -> Shop:
+def finished_run(distill_run: DistillRun) -> DistillRun:
     """Once the command has run to its end."""
-    assert shop.run("--steps", "4") == 0
-    return shop
+    assert distill_run.run("--steps", "4") == 0
+    return distill_run
 
 
-def test_the_target_answers_what_is_asked(made: Shop) -> None:
-    answers = read_answers(made.work / "answers.jsonl")
+def test_the_target_answers_the_prompts(finished_run: DistillRun) -> None:
+    answers = read_answers(finished_run.work / "answers.jsonl")
 
     assert {answer.key.split(":")[0] for answer in answers} == {"questions.jsonl", "tasks.jsonl"}
     assert sum(answer.held_out for answer in answers) == 3  # two of twenty, one of ten
@@ -86,27 +86,27 @@ def test_the_target_answers_what_is_asked(made: Shop) -> None:
             assert answer.leading.tokens[:, 0].tolist() == list(answer.answer)
 
 
-def test_what_is_only_measured_is_asked_by_task_and_greedily(made: Shop) -> None:
-    evaluation = read_answers(made.work / "evaluation.jsonl")
+def test_evaluation_prompts_are_chosen_by_task_and_answered_greedily(finished_run: DistillRun) -> None:
+    evaluation = read_answers(finished_run.work / "evaluation.jsonl")
 
     assert sorted(answer.category for answer in evaluation) == ["mt_bench", "mt_bench", "qa", "qa"]
     assert {answer.temperature for answer in evaluation} == {0.0}
 
 
-def test_the_directory_can_be_shipped(made: Shop) -> None:
-    assert sorted(file.name for file in made.draft.iterdir()) == [
+def test_the_directory_can_be_shipped(finished_run: DistillRun) -> None:
+    assert sorted(file.name for file in finished_run.draft.iterdir()) == [
         "README.md",
         "config.json",
         "model.safetensors",
         "pilotfish_draft.json",
         "training.png",
     ]
-    assert len(load_file(made.draft / "model.safetensors")["vocabulary"]) == 100
-    assert json.loads((made.draft / "pilotfish_draft.json").read_text())["target"] == "tiny"
+    assert len(load_file(finished_run.draft / "model.safetensors")["vocabulary"]) == 100
+    assert json.loads((finished_run.draft / "pilotfish_draft.json").read_text())["target"] == "tiny"
 
 
-def test_the_card_tells_the_command_and_no_path(made: Shop) -> None:
-    card = (made.draft / "README.md").read_text()
+def test_the_card_states_the_command_without_directories(finished_run: DistillRun) -> None:
+    card = (finished_run.draft / "README.md").read_text()
 
     for words in (
         "pilotfish distill",
@@ -121,28 +121,30 @@ def test_the_card_tells_the_command_and_no_path(made: Shop) -> None:
         "## Notes",
     ):
         assert words in card
-    assert str(made.directory) not in card
+    assert str(finished_run.directory) not in card
     assert "/" not in card.split("```")[1]
 
 
-def test_what_was_answered_and_trained_is_not_done_again(made: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    answered = (made.work / "answers.jsonl").read_bytes()
-    weights = load_file(made.draft / "model.safetensors")
+def test_finished_stages_are_not_repeated(finished_run: DistillRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = (finished_run.work / "answers.jsonl").read_bytes()
+    weights = load_file(finished_run.draft / "model.safetensors")
     monkeypatch.setattr(answers, "LocalCluster", None)  # starting it would be an error
 
-    assert made.run("--steps", "4") == 0
+    assert finished_run.run("--steps", "4") == 0
 
-    assert (made.work / "answers.jsonl").read_bytes() == answered
-    again = load_file(made.draft / "model.safetensors")
+    assert (finished_run.work / "answers.jsonl").read_bytes() == answered
+    again = load_file(finished_run.draft / "model.safetensors")
     assert all(value.equal(again[name]) for name, value in weights.items())
 
 
-def test_a_draft_can_be_trained_further(made: Shop) -> None:
-    before = load_file(made.draft / "model.safetensors")
-    further = copy(made)
-    further.draft, further.work = made.directory / "further", made.directory / "further.work"
+def test_a_draft_can_be_trained_further(finished_run: DistillRun) -> None:
+    before = load_file(finished_run.draft / "model.safetensors")
+    further = copy(finished_run)
+    further.draft, further.work = finished_run.directory / "further", finished_run.directory / "further.work"
 
-    assert further.run("--steps", "1", "--layers", "", "--start", str(made.draft), "--learning-rate", "1e-9") == 0
+    assert (
+        further.run("--steps", "1", "--layers", "", "--start", str(finished_run.draft), "--learning-rate", "1e-9") == 0
+    )
 
     after = load_file(further.draft / "model.safetensors")
     assert after.keys() == before.keys()
@@ -170,12 +172,16 @@ def test_a_draft_can_be_trained_further(made: Shop) -> None:
         (("--steps", "1", "--prompts", "absent.jsonl"), "--prompts absent.jsonl: no such file"),
     ],
 )
-def test_options_that_cannot_be_followed_are_refused_at_once(
-    shop: Shop, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], message: str
+def test_bad_options_are_refused_at_once(
+    distill_run: DistillRun,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    more: tuple[str, ...],
+    message: str,
 ) -> None:
     monkeypatch.setattr(answers, "LocalCluster", None)  # starting it would be an error
 
-    assert shop.run(*more) == 2
+    assert distill_run.run(*more) == 2
 
     assert message in capsys.readouterr().err
 

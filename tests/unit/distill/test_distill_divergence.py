@@ -94,7 +94,7 @@ def test_one_certain_token_makes_it_cross_entropy() -> None:
     assert float(loss) == pytest.approx(float(functional.cross_entropy(student, labels)), abs=1e-4)
 
 
-def test_what_the_student_cannot_guess_is_left_out_of_the_target() -> None:
+def test_tokens_that_the_student_cannot_propose_are_left_out_of_the_target() -> None:
     """Half of the target's mass is on such a token: the other half counts as all of it."""
     student = drawn(10)
     known = torch.tensor([[2, 7]]).expand(POSITIONS, 2)

@@ -25,12 +25,12 @@ def test_an_empty_tree_yields_the_targets_own_token() -> None:
     assert (accepted.nodes, accepted.tokens) == ((), (3,))
 
 
-def test_a_wrong_guess_yields_the_correction_alone() -> None:
+def test_a_rejected_draft_yields_the_correction_alone() -> None:
     accepted = walk(TREE, [1, 7, 0, 8, 0, 0])
     assert (accepted.nodes, accepted.tokens) == ((), (1,))
 
 
-def test_right_guesses_are_followed_to_the_leaf_and_a_bonus() -> None:
+def test_an_accepted_path_ends_with_a_bonus_token() -> None:
     accepted = walk(TREE, [5, 7, 0, 9, 0, 4])
     assert (accepted.nodes, accepted.tokens) == ((0, 2, 4), (5, 7, 9, 4))
 
@@ -66,7 +66,7 @@ CHAIN = TokenTree.chain([5, 6, 7, 8])
 DECISIONS = [1, 2, 3, 4, 9]
 
 
-def test_a_rate_of_one_takes_every_first_guess_and_one_token_more_that_a_drafter_would_guess() -> None:
+def test_a_rate_of_one_accepts_every_first_child_and_one_synthetic_token_more() -> None:
     accepted = Synthetic((1.0,)).accept(TREE, [1, 2, 3, 4, 0, 0], RootPosition(7, 20, 100))
     assert (accepted.nodes, accepted.tokens) == ((0, 2, 3), (5, 7, 8, synthetic_token(7, 23, 100)))
 
@@ -99,14 +99,14 @@ def test_with_one_rate_the_text_is_the_same_whatever_was_drafted(seed: int) -> N
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.6, 0.9])
-def test_guesses_are_accepted_at_the_rate_that_was_asked_for(rate: float) -> None:
+def test_drafts_are_accepted_at_the_configured_rate(rate: float) -> None:
     rule = Synthetic((rate,))
     draws = [(seed, position) for seed in (0, 1, 2**64 - 1) for position in range(2000)]
     taken = sum(len(rule.accept(TokenTree.chain([1]), [0, 0], RootPosition(*draw)).nodes) for draw in draws)
     assert abs(taken / len(draws) - rate) < 4 * (rate * (1 - rate) / len(draws)) ** 0.5
 
 
-def test_synthetic_guesses_differ_by_seed_and_by_position() -> None:
+def test_synthetic_tokens_differ_by_seed_and_by_position() -> None:
     tokens = {synthetic_token(seed, position, 1 << 20) for seed in range(30) for position in range(30)}
     assert len(tokens) > 880
 

@@ -23,7 +23,7 @@ from workers.verify.build import build_engine
 from workers.verify.engine import TargetEngine
 
 PROMPT = tuple(range(3, 20))
-GUESSES = (11, 12, 13, 14)
+DRAFTED = (11, 12, 13, 14)
 
 
 @pytest.fixture(scope="module")
@@ -43,28 +43,28 @@ def first_step(engine: TargetEngine, tree: TokenTree, seed: int = 5) -> Verdict:
     return engine.step(StepBatch((row,))).verdicts[0]
 
 
-def test_guesses_are_committed_as_they_stand_and_kept(directory: Path) -> None:
+def test_synthetically_accepted_tokens_and_their_kv_are_committed(directory: Path) -> None:
     """What follows is computed from the keys and values of what was accepted."""
     engine, plain = open_engine(directory, 1.0, 1.0, 1.0, 1.0, 0.0), open_engine(directory)
-    verdict = first_step(engine, TokenTree.chain(GUESSES))
-    assert verdict.tokens[:-1] == GUESSES
+    verdict = first_step(engine, TokenTree.chain(DRAFTED))
+    assert verdict.tokens[:-1] == DRAFTED
     assert (verdict.accepted, verdict.drafted) == (4, 4)
-    end = len(PROMPT) + len(GUESSES)
+    end = len(PROMPT) + len(DRAFTED)
     start = SequenceStart(len(PROMPT), SamplingParameters(temperature=0.0))
-    whole = VerifyRow(SequenceId("b"), end, (*PROMPT, *GUESSES), start=start)
+    whole = VerifyRow(SequenceId("b"), end, (*PROMPT, *DRAFTED), start=start)
     assert plain.step(StepBatch((whole,))).verdicts[0].tokens == verdict.tokens[-1:]
     follow = VerifyRow(SequenceId("a"), end + 1, verdict.tokens[-1:])
     assert engine.step(StepBatch((follow,))).verdicts[0].fault is None
 
 
-def test_the_token_after_the_guesses_may_be_a_drafters_too(directory: Path) -> None:
-    verdict = first_step(open_engine(directory, 1.0), TokenTree.chain(GUESSES))
-    assert verdict.tokens == (*GUESSES, synthetic_token(5, len(PROMPT) + len(GUESSES), tiny.VOCABULARY))
+def test_the_token_after_the_drafts_may_be_synthetic_as_well(directory: Path) -> None:
+    verdict = first_step(open_engine(directory, 1.0), TokenTree.chain(DRAFTED))
+    assert verdict.tokens == (*DRAFTED, synthetic_token(5, len(PROMPT) + len(DRAFTED), tiny.VOCABULARY))
 
 
-def test_what_chance_accepts_is_the_same_again(directory: Path) -> None:
+def test_the_same_seed_accepts_the_same_drafts_again(directory: Path) -> None:
     """Another engine, as another rank, with the same seed."""
-    tree = TokenTree.chain(GUESSES)
+    tree = TokenTree.chain(DRAFTED)
     lengths = [[first_step(open_engine(directory, 0.5), tree, seed).accepted for seed in range(6)] for _ in range(2)]
     assert lengths[0] == lengths[1]
     assert len(set(lengths[0])) > 1

@@ -89,7 +89,7 @@ def test_the_price_of_computing_is_that_of_the_steps(full: ModelCase, monkeypatc
     engine.close()
 
 
-def test_room_for_what_comes_back_is_not_made_at_its_own_cost(full: ModelCase) -> None:
+def test_blocks_that_are_about_to_be_loaded_are_not_evicted_from_the_host(full: ModelCase) -> None:
     block_bytes = BLOCK * 2 * 2 * 3 * 8 * 4
     engine, pool = full.engine_and_pool(12, host_bytes=24 * block_bytes)
     first, *others = [some_tokens(41, seed=seed) for seed in range(3)]
@@ -101,7 +101,7 @@ def test_room_for_what_comes_back_is_not_made_at_its_own_cost(full: ModelCase) -
     engine.close()
 
 
-def test_what_does_not_come_back_is_computed(full: ModelCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_that_cannot_be_loaded_is_computed(full: ModelCase, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = some_tokens(41)
     engine, pool = full.engine_and_pool(26, host_bytes=1 << 20)
     expected = generate(engine, prompt, 12)
@@ -115,7 +115,7 @@ def test_what_does_not_come_back_is_computed(full: ModelCase, monkeypatch: pytes
     engine.close()
 
 
-def test_a_search_is_made_anew_when_what_it_made_room_for_did_not_come(
+def test_a_prefix_is_searched_again_when_loading_fails_after_an_eviction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a window the shorter beginning that is at hand shares nothing with the longer one: it may have given way."""
@@ -162,7 +162,7 @@ def test_looking_for_a_prompt_everywhere_hashes_it_once(full: ModelCase, monkeyp
 
 
 @pytest.mark.parametrize("lost", [0.0, 0.2], ids=["all comes back", "some is lost"])
-def test_random_lives_share_forget_and_leak_nothing(
+def test_random_sequences_get_their_own_text_and_leak_no_block(
     case: ModelCase, lost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = case.layout()

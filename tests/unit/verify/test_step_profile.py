@@ -23,7 +23,7 @@ def engine_with(directory: Path, blocks: int) -> TargetEngine:
 
 
 @pytest.mark.parametrize(("blocks", "sizes"), [(200, SIZES), (4, tuple(size for size in SIZES if size[0] == 1))])
-def test_a_warm_engine_tells_how_long_steps_take_and_holds_nothing(
+def test_warm_up_measures_steps_and_frees_all_blocks(
     tmp_path: Path, blocks: int, sizes: tuple[tuple[int, int], ...]
 ) -> None:
     engine = engine_with(tmp_path, blocks)

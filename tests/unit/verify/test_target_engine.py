@@ -87,7 +87,7 @@ def test_logprobs_are_the_models_own_at_every_accepted_token(engine: TargetEngin
         assert [token for token, _ in entry.top] == row.topk(3).indices.tolist()
 
 
-def test_random_lives_leak_nothing(directory: Path) -> None:
+def test_random_sequences_leak_no_block(directory: Path) -> None:
     engine = open_engine(directory, blocks=40)
     draw = random.Random(1)
     held: dict[str, list[int]] = {}

@@ -30,7 +30,7 @@ def test_a_repeated_row_repeats_its_verdict(engine: TargetEngine) -> None:
     assert verify(engine, row) == verify(engine, row)
 
 
-def test_a_row_that_builds_on_unknown_tokens_says_what_is_held(engine: TargetEngine) -> None:
+def test_a_row_out_of_sync_reports_how_many_tokens_are_stored(engine: TargetEngine) -> None:
     unknown = verify(engine, VerifyRow(SequenceId("a"), 9, (1,)))
     assert unknown.fault is not None
     assert (unknown.fault.code, unknown.fault.stored_len) == (RowFaultCode.OUT_OF_SYNC, 0)
@@ -110,7 +110,7 @@ def test_logits_without_a_number_fail_their_own_request(engine: TargetEngine, di
     assert good.tokens == verify(engine, first_row("good", PROMPT)).tokens
 
 
-def test_what_is_no_number_does_not_outlive_its_sequence(directory: Path) -> None:
+def test_nan_in_released_blocks_does_not_reach_later_sequences(directory: Path) -> None:
     model = load_model(ModelSection(path=str(directory), device="cpu"))
     with torch.no_grad():
         model.module.get_input_embeddings().weight[50] = float("nan")

@@ -49,7 +49,7 @@ def test_a_sequence_that_is_opened_anew_begins_with_what_it_holds(engine: Target
     assert opened.stored_lens == (len(PROMPT) + 1,)
 
 
-def test_releasing_all_frees_what_nobody_names(engine: TargetEngine) -> None:
+def test_release_all_frees_every_sequence(engine: TargetEngine) -> None:
     verify(engine, first_row("a", PROMPT))
     verify(engine, first_row("b", PROMPT))
     kv = engine.release_all()

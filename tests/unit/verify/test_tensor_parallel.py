@@ -256,7 +256,7 @@ def check_memory(group: Group, ask_one: Callable[..., Any]) -> None:
     assert disk.loaded > 0
 
 
-def test_what_is_shared_and_brought_back_is_the_same_on_every_rank(group: Group, directory: Path) -> None:
+def test_shared_and_loaded_kv_is_the_same_on_every_rank(group: Group, directory: Path) -> None:
     check_memory(group, alone(directory))
 
 
@@ -268,7 +268,7 @@ def test_with_eight_bits_too_and_closing_leaves_nothing_on_any_disk(group: Group
     check_memory(group, alone(directory, "int8"))
 
 
-def test_the_death_of_any_rank_breaks_the_group_and_says_so(group: Group, directory: Path) -> None:
+def test_the_death_of_any_rank_breaks_the_group_with_a_clear_error(group: Group, directory: Path) -> None:
     group.processes[2].kill()
     group.processes[2].join()
     start = SequenceStart(len(PROMPT), SETTINGS["greedy"])
