@@ -14,7 +14,8 @@ from torch import nn
 from cluster.core.config import PoolSection
 from workers.forward.linear import Int8Kernel, quantize
 from workers.forward.loaded_model import LoadedModel
-from workers.forward.native.decoder import NativeDecoder, pack_decoder, supported_shape
+from workers.forward.native.decoder import NativeDecoder, pack_decoder
+from workers.forward.native.decoder_shape import supported_shape
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 

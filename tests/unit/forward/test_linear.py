@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tests.support import tiny
+from tests.support.linear_checks import DTYPES, IN, OUT, WIDTHS, check, numbers
 from workers.forward import linear
 from workers.forward.linear import (
     DenseKernel,
@@ -23,39 +24,12 @@ from workers.forward.linear import (
     make_linear_kernel,
     merge_linears,
     padded_rows,
-    quantize,
 )
 from workers.forward.replace_linear import decoder_layers, replace_linear_layers
 
-DTYPES = (torch.float32, torch.bfloat16)
-UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
-"""Of rounding once, as a share of the number."""
-IN, OUT = 48, 40
-WIDTHS = (*range(1, 41), 47, 48, 49, 63, 64, 65, 100, 128, 200)
-"""Of a step: all small ones, and both sides of where another way is taken."""
-
-
-def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def check(
-    found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, roundings: int
-) -> None:
-    """`found` is `x @ weight.T + bias` but for `roundings` of the result and those of a sum in single precision."""
-    wide, whole = x.double(), weight.double()
-    expected = wide @ whole.T
-    size = wide.abs() @ whole.abs().T
-    if bias is not None:
-        expected, size = expected + bias.double(), size + bias.double().abs()
-    allowed = roundings * UNIT[found.dtype] * (expected.abs() + (0 if bias is None else bias.double().abs()))
-    allowed += x.shape[-1] * UNIT[torch.float32] * size
-    assert found.shape == expected.shape
-    assert bool(((found.double() - expected).abs() <= allowed).all())
-
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-class TestPacked:
+class TestOneDnnKernel:
     @pytest.mark.parametrize("biased", [False, True])
     def test_it_multiplies_as_plain_weights_do_at_every_width(self, dtype: torch.dtype, biased: bool) -> None:
         weight, bias = numbers(OUT, IN, dtype=dtype), numbers(OUT, dtype=dtype, seed=1) if biased else None
@@ -91,51 +65,6 @@ def test_few_widths_are_met_and_none_is_much_wider_than_asked_for() -> None:
     assert len(set(padded)) < 45
 
 
-class TestEightBit:
-    @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
-    def test_one_scale_per_output_and_never_more_than_half_a_step_away(self, dtype: torch.dtype) -> None:
-        weight = (numbers(OUT, IN) * torch.logspace(-3, 1, OUT)[:, None]).to(dtype)
-        integers, scale = quantize(weight)
-        assert integers.dtype is torch.int8
-        assert scale.shape == (OUT,)
-        assert scale.dtype is dtype
-        assert integers.abs().amax(dim=1).tolist() == [127] * OUT
-        error = (integers.double() * scale.double()[:, None] - weight.double()).abs()
-        assert bool((error <= 0.5000001 * scale.double()[:, None]).all())
-
-    @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
-    def test_weights_that_are_all_nought_stay_so(self, dtype: torch.dtype) -> None:
-        integers, scale = quantize(torch.stack([torch.zeros(IN), torch.ones(IN)]).to(dtype))
-        assert not integers[0].any()
-        assert scale.isfinite().all()
-        assert (integers[1] == 127).all()
-
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("biased", [False, True])
-    def test_it_multiplies_integers_times_scale_at_every_width(self, dtype: torch.dtype, biased: bool) -> None:
-        weight, bias = numbers(OUT, IN, dtype=dtype), numbers(OUT, dtype=dtype, seed=1) if biased else None
-        product = make_linear_kernel(weight, bias, "int8")
-        assert isinstance(product, Int8Kernel)
-        whole = product.weight.double() * product.scale.double()[:, None]
-        for width in WIDTHS:
-            x = numbers(width, IN, dtype=dtype, seed=width)
-            check(product.multiply(x), x, whole, bias, roundings=3)
-        x = numbers(2, 30, IN, dtype=dtype)
-        check(product.multiply(x), x, whole, bias, roundings=3)
-
-
-def test_int8_weights_multiply_inputs_of_any_number() -> None:
-    """In bfloat16, torch's operator reads out of bounds where 16 does not divide the inputs."""
-    for inputs in (33, 40, 56, 60, 84):
-        for dtype in DTYPES:
-            kernel = make_linear_kernel(numbers(OUT, inputs, dtype=dtype), None, "int8")
-            assert isinstance(kernel, Int8Kernel)
-            whole = kernel.weight.double() * kernel.scale.double()[:, None]
-            for rows in (1, 7, 50):
-                x = numbers(rows, inputs, dtype=dtype, seed=rows)
-                check(kernel.multiply(x), x, whole, None, roundings=3)
-
-
 def together(widths: tuple[int, ...] = (16, 8, 8)) -> tuple[tuple[nn.Module, ...], list[torch.Tensor], list[int]]:
     """Siblings, each one's weights, and how often their product was asked for."""
     weights = [numbers(width, IN, seed=index) for index, width in enumerate(widths)]
@@ -152,7 +81,7 @@ def together(widths: tuple[int, ...] = (16, 8, 8)) -> tuple[tuple[nn.Module, ...
     return merge_linears(Counting(make_linear_kernel(torch.cat(weights), None)), widths), weights, asked
 
 
-class TestJoined:
+class TestMergedLinear:
     def test_siblings_share_one_product_per_pass(self) -> None:
         siblings, weights, asked = together()
         for width in (1, 5, 12):

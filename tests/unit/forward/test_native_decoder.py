@@ -15,7 +15,8 @@ from cluster.core.tree import EMPTY_TREE, TokenTree
 from tests.support import tiny
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.native import build
-from workers.forward.native.decoder import NativeDecoder, supported_shape
+from workers.forward.native.decoder import NativeDecoder
+from workers.forward.native.decoder_shape import supported_shape
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from cluster.core.config import KvSection, ModelSection
 from tests.support import tiny
 from workers.forward.loaded_model import LoadedModel
-from workers.forward.native import decoder
+from workers.forward.native import decoder_shape
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model import kernel_handover
@@ -88,7 +88,7 @@ def test_the_trial_finds_logits_of_another_size(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The kernels ignore the factor, so their logits have the right direction and the wrong size."""
-    monkeypatch.setattr(decoder, "_UNSUPPORTED_MULTIPLIERS", ())
+    monkeypatch.setattr(decoder_shape, "_UNSUPPORTED_MULTIPLIERS", ())
     directory = tiny.save(tmp_path, tiny.granite(**(UNSCALED | {"logits_scaling": factor})))
     model = load(directory, code, **settings)
     assert model.native is None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -18,8 +17,10 @@ from torch.nn.functional import pad
 
 from workers.forward.layout import RowShape
 from workers.forward.linear import quantize
-from workers.forward.native.attention import KINDS, MOST_DIM, MOST_VECTORS, StepHeader, build_native_step
+from workers.forward.native.attention import KINDS, StepHeader, build_native_step
 from workers.forward.native.build import load_library
+from workers.forward.native.decoder_shape import DecoderShape, head_norms
+from workers.forward.native.structures import Decoder, DecoderLayer, Matrix, Pass
 from workers.forward.replace_linear import decoder_layers
 from workers.kv.groups import KvCacheGroups
 from workers.kv.huge_pages import CACHE_LINE, Arena, release_free_memory
@@ -27,61 +28,6 @@ from workers.kv.pool import KvPool
 
 _LINE_FLOATS = CACHE_LINE // 4
 _LEAST_ANGLES = 1024
-_CHANGING_ROTATIONS = {"dynamic", "longrope"}
-"""Those whose angles depend on the longest text in a step."""
-_UNSUPPORTED_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-"""Granite's configuration fields whose effect the kernels lack. `attention_multiplier` they honour: it is the scale."""
-_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-
-class _Matrix(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("kind", "inputs", "outputs", "blocks")),
-        *((name, ctypes.c_void_p) for name in ("weights", "scale", "bias")),
-    ]
-
-
-class _DecoderLayer(ctypes.Structure):
-    _fields_ = [
-        *((name, _Matrix) for name in ("qkv", "out", "gate_up", "down")),
-        *((f"{name}_norm", ctypes.c_void_p) for name in ("input", "post", "query", "key")),
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        *((name, ctypes.c_int64) for name in ("table", "window", "sinks")),
-    ]
-
-
-class _Decoder(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "dim", "inner", "kv_kind")),
-        *((name, ctypes.c_float) for name in ("epsilon", "scale")),
-        ("layer", ctypes.POINTER(_DecoderLayer)),
-        ("final_norm", ctypes.c_void_p),
-        ("head", _Matrix),
-        ("embedding_kind", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("embedding", "cos", "sin")),
-    ]
-
-
-class _Pass(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("tokens", "selected")),
-        ("count", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("logits", "x", "input", "gated", "qkv", "query", "key", "value")),
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderShape:
-    """What all layers have in common."""
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    dim: int
-    inner: int
-    epsilon: float
-    scale: float
 
 
 class NativeDecoder:
@@ -91,7 +37,7 @@ class NativeDecoder:
         self, model: Any, shape: DecoderShape, library: ctypes.CDLL, dtype: torch.dtype, quantization: str
     ) -> None:
         self._decode = library.pilotfish_decode
-        self._decode.argtypes = [ctypes.POINTER(_Decoder), ctypes.POINTER(StepHeader), ctypes.POINTER(_Pass)]
+        self._decode.argtypes = [ctypes.POINTER(Decoder), ctypes.POINTER(StepHeader), ctypes.POINTER(Pass)]
         self._decode.restype = None
         library.pilotfish_columns.restype = ctypes.c_int64
         self._columns = int(library.pilotfish_columns())
@@ -110,7 +56,7 @@ class NativeDecoder:
         self._vocabulary = model.lm_head.out_features
         final = self._vector(model.model.norm.weight)
         layers = list(decoder_layers(model))
-        self._layers = (_DecoderLayer * len(layers))()
+        self._layers = (DecoderLayer * len(layers))()
         for index, layer in enumerate(layers):
             self._layers[index] = self._pack_layer(layer)
             _forget_weights(layer)
@@ -119,7 +65,7 @@ class NativeDecoder:
         _forget_weights(model.model.norm)
         model.model.layers = nn.ModuleList()
         model.lm_head = nn.Identity()
-        self._decoder = _Decoder(
+        self._decoder = Decoder(
             *(len(layers), shape.hidden, shape.heads, shape.kv_heads, shape.dim, shape.inner, KINDS[dtype]),
             *(shape.epsilon, shape.scale, self._layers, final, head),
             *(KINDS[self._embedding.dtype], self._embedding.data_ptr()),
@@ -148,7 +94,7 @@ class NativeDecoder:
             raise IndexError(f"tokens {ids.min()} to {ids.max()}: the model has {len(self._embedding)}")
         self._know_angles(step.end)
         logits = torch.empty((len(places), self._vocabulary))
-        work = _Pass(
+        work = Pass(
             *(array.ctypes.data for array in (ids, places)),
             *(len(places), logits.data_ptr()),
             *self._work_buffers(len(ids), len(places)),
@@ -176,14 +122,14 @@ class NativeDecoder:
         base = self._scratch.data_ptr()
         return [base + 4 * placement for placement in places[:-1]]
 
-    def _pack_layer(self, layer: Any) -> _DecoderLayer:
+    def _pack_layer(self, layer: Any) -> DecoderLayer:
         """Pack one layer."""
         attention, mlp = layer.self_attn, layer.mlp
         siblings = [attention.q_proj, attention.k_proj, attention.v_proj]
         qkv = torch.cat([projection.weight for projection in siblings])
         bias = None if siblings[0].bias is None else torch.cat([projection.bias for projection in siblings])
-        norms = (layer.input_layernorm, layer.post_attention_layernorm, *(_norms(attention)))
-        return _DecoderLayer(
+        norms = (layer.input_layernorm, layer.post_attention_layernorm, *(head_norms(attention)))
+        return DecoderLayer(
             self._matrix(qkv, bias),
             self._matrix(attention.o_proj.weight, attention.o_proj.bias),
             self._matrix(self._interleave(mlp.gate_proj.weight, mlp.up_proj.weight), self._biases(mlp)),
@@ -191,7 +137,7 @@ class NativeDecoder:
             *(None if norm is None else self._vector(norm.weight) for norm in norms),
         )
 
-    def _matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _Matrix:
+    def _matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
         """Pack `[out, in]` weights."""
         scale = None
         outputs, inputs = weight.shape
@@ -200,7 +146,7 @@ class NativeDecoder:
             packed, scales = quantize(packed)
             scale = self._vector(_padded(scales.float(), self._columns))
         packed = self._arena.store(_blocks(packed, self._columns))
-        return _Matrix(
+        return Matrix(
             *(KINDS[packed.dtype], inputs, outputs, packed.shape[0], packed.data_ptr(), scale),
             None if bias is None else self._vector(_padded(bias, self._columns)),
         )
@@ -220,68 +166,12 @@ class NativeDecoder:
         return kept.data_ptr()
 
 
-def supported_shape(model: Any, dtype: torch.dtype) -> DecoderShape | None:
-    """The shape of a model that the kernels may compute, or `None`.
-
-    That it is built of the right parts is necessary, not sufficient: compare what both compute before trusting it.
-    """
-    base, layers = getattr(model, "model", None), list(decoder_layers(model))
-    wanted = ("embed_tokens", "rotary_emb", "norm", "layers")
-    if dtype not in (torch.float32, torch.bfloat16) or not layers or any(not hasattr(base, name) for name in wanted):
-        return None
-    rotation = getattr(getattr(base, "rotary_emb", None), "rope_type", "default")
-    if not isinstance(rotation, str) or rotation in _CHANGING_ROTATIONS:  # some have one for each kind of layer
-        return None
-    if any(getattr(model.config, name, None) not in (None, 1) for name in _UNSUPPORTED_MULTIPLIERS):
-        return None
-    is_gated_by_silu = getattr(model.config, "hidden_act", None) in ("silu", "swish")
-    if not is_gated_by_silu or type(getattr(model, "lm_head", None)) is not nn.Linear:
-        return None
-    shapes = {_shape_of(layer) for layer in layers}
-    shape = shapes.pop() if len(shapes) == 1 else None
-    if shape is None or shape.dim > MOST_DIM or shape.heads > MOST_VECTORS * shape.kv_heads or shape.dim % 2:
-        return None
-    return shape if all(width % 2 == 0 for width in (shape.hidden, shape.inner, shape.heads * shape.dim)) else None
-
-
 def pack_decoder(
     model: Any, shape: DecoderShape, dtype: torch.dtype, quantization: str, directory: str | None
 ) -> NativeDecoder | None:
     """Pack the model's weights, leaving the model without them; `None` (and the model as it was) without kernels."""
     library = load_library(directory)
     return None if library is None else NativeDecoder(model, shape, library, dtype, quantization)
-
-
-def _shape_of(layer: Any) -> DecoderShape | None:
-    if {name for name, _ in layer.named_children()} != _PARTS:
-        return None
-    attention, mlp = layer.self_attn, layer.mlp
-    parts = {name: child for name, child in attention.named_children() if not _is_trivial(child)}
-    linears = [parts.get(name) for name in sorted(_ATTENTION)]
-    linears += [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    norms = [layer.input_layernorm, layer.post_attention_layernorm, *filter(None, _norms(attention))]
-    if not parts.keys() <= _ATTENTION | {"q_norm", "k_norm"} or any(
-        type(linear) is not nn.Linear for linear in linears
-    ):
-        return None
-    if any(not hasattr(norm, "variance_epsilon") for norm in norms):
-        return None
-    dim = int(attention.head_dim)
-    if any(norm is not None and norm.weight.shape != (dim,) for norm in _norms(attention)):
-        return None
-    epsilons = {float(norm.variance_epsilon) for norm in norms}
-    biases = [attention.q_proj.bias is None, attention.k_proj.bias is None, attention.v_proj.bias is None]
-    if len(epsilons) > 1 or len(set(biases)) > 1 or (mlp.gate_proj.bias is None) != (mlp.up_proj.bias is None):
-        return None
-    return DecoderShape(
-        hidden=attention.q_proj.in_features,
-        heads=attention.q_proj.out_features // dim,
-        kv_heads=attention.k_proj.out_features // dim,
-        dim=dim,
-        inner=mlp.gate_proj.out_features,
-        epsilon=epsilons.pop(),
-        scale=float(attention.scaling),
-    )
 
 
 def _packed_bytes(model: Any, shape: DecoderShape, dtype: torch.dtype, columns: int) -> int:
@@ -293,14 +183,6 @@ def _packed_bytes(model: Any, shape: DecoderShape, dtype: torch.dtype, columns: 
     matrices.append((model.lm_head.out_features, shape.hidden))
     sizes = [(outputs + -outputs % columns) * inputs * dtype.itemsize for outputs, inputs in matrices]
     return sum(-(-size // CACHE_LINE) * CACHE_LINE for size in sizes)
-
-
-def _is_trivial(module: nn.Module) -> bool:
-    return not any(True for _ in module.parameters())
-
-
-def _norms(attention: Any) -> tuple[Any, Any]:
-    return getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
 
 
 def _forget_weights(layer: nn.Module) -> None:

@@ -1,0 +1,142 @@
+"""Random attention steps for the CPU kernel: rows with trees, layers with windows, and both ways to compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from hypothesis import strategies as st
+
+from cluster.core.config import KvSection
+from cluster.core.ids import BlockId
+from cluster.core.tree import TokenTree
+from workers.forward.attention import PagedAttention
+from workers.forward.layout import RowShape, blocks_read, build_step_layout
+from workers.forward.native.attention import build_native_step, load_kernel
+from workers.kv.block_table import OUT_OF_WINDOW
+from workers.kv.pool import KvPool
+from workers.kv.spec import KvCacheSpec, LayerShape
+
+CPU = torch.device("cpu")
+CONTEXT = 1000
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sequence's share of a step."""
+
+    stored: int
+    fresh: int
+    parents: tuple[int, ...] = ()
+
+    @property
+    def tree(self) -> TokenTree:
+        return TokenTree(tuple(range(len(self.parents))), self.parents)
+
+    @property
+    def width(self) -> int:
+        return self.fresh + len(self.parents)
+
+
+def spec_of(layers: tuple[LayerShape, ...], dtype: torch.dtype) -> KvCacheSpec:
+    return KvCacheSpec(layers, CONTEXT, dtype, CPU)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Layers, memory and rows."""
+
+    layers: tuple[LayerShape, ...]
+    section: KvSection
+    rows: tuple[Row, ...]
+    seed: int = 0
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[int, ...]:
+    """None, a chain, or whatever branches; seldom larger than one word of bits."""
+    count = draw(st.sampled_from([0, 0, 1, 2, 5, 16, 63, 64, 65, 100]))
+    if draw(st.booleans()):
+        return tuple(range(-1, count - 1))
+    seed = draw(st.randoms(use_true_random=False))
+    return tuple(seed.randint(max(-1, node - 6), node - 1) for node in range(count))
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> Row:
+    """A prompt's chunk, a token, or a tree below it, after a short or long past."""
+    stored = draw(st.one_of(st.integers(0, 5), st.integers(0, 70), st.integers(200, 300)))
+    fresh = draw(st.one_of(st.just(1), st.integers(1, 9), st.integers(30, 60)))
+    return Row(stored, fresh, draw(trees()))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Layers of one shape; some may have a window, and memory may give one to the others."""
+    kv_heads, shared = draw(st.sampled_from([(1, 1), (3, 1), (2, 3), (1, 8), (1, 32), (2, 4)]))
+    dim = draw(st.sampled_from([8, 12, 16, 20, 48, 64, 80, 128]))
+    windows = draw(st.lists(st.sampled_from([None, None, 2, 7, 16, 33, 100]), min_size=1, max_size=3))
+    section = KvSection(
+        block_size=draw(st.sampled_from([1, 3, 4, 16, 32])),
+        window=draw(st.sampled_from([None, None, 16, 40])),
+        sinks=draw(st.sampled_from([0, 1, 4, 20])),
+    )
+    layers = tuple(LayerShape(kv_heads, dim, window, shared) for window in windows)
+    return Case(layers, section, tuple(draw(st.lists(rows(), min_size=1, max_size=4))), draw(st.integers(0, 99)))
+
+
+class Bench:
+    """A case's numbers, and both ways to attend over them. Keys and values of a row are the same in every step."""
+
+    def __init__(self, case: Case, dtype: torch.dtype, code: str, wide: bool = False) -> None:
+        """With `wide`, numbers that `dtype` can hold are computed with in single precision."""
+        self.case = case
+        self.dtype = torch.float32 if wide else dtype
+        spec = spec_of(case.layers, self.dtype)
+        size = case.section.block_size
+        used = [-(-(row.stored + row.width) // size) for row in case.rows]
+        probe = KvPool(spec, case.section, 1)
+        tables = probe.layout.tables
+        self.pool = KvPool(spec, case.section, tables * sum(used) + 3)
+        self.kernel = load_kernel(spec, code)
+        self.generator = torch.Generator().manual_seed(case.seed)
+        for store in (*self.pool.keys, *self.pool.values):
+            store.copy_(self.draw(dtype, *store.shape))
+        order = iter(torch.randperm(self.pool.blocks_total, generator=self.generator).tolist())
+        self.shapes = [
+            RowShape(
+                [self._blocks(row, table, count, order) for table in range(tables)], row.stored, row.fresh, row.tree
+            )
+            for row, count in zip(case.rows, used, strict=True)
+        ]
+        first = case.layers[0]
+        heads, width = (first.kv_heads * first.heads_per_kv, first.kv_heads, first.kv_heads), first.head_dim
+        self.fresh = [[self.draw(dtype, 1, count, row.width, width) for count in heads] for row in case.rows]
+
+    def draw(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        """Normal numbers that `dtype` can hold."""
+        return torch.randn(shape, generator=self.generator).to(dtype).to(self.dtype)
+
+    def _blocks(self, row: Row, table: int, count: int, order: Iterator[int]) -> list[BlockId]:
+        """Anywhere in the pool; what fell out of every window is gone."""
+        (window,) = {place.window for place in self.pool.kv_groups.placements if place.table == table}
+        whole = RowShape([], row.stored, row.fresh, row.tree)
+        sinks, begin, _ = blocks_read(whole, window, self.case.section.block_size)
+        return [OUT_OF_WINDOW if sinks <= index < begin else BlockId(next(order)) for index in range(count)]
+
+    def attend(self, layer: int, chosen: Sequence[int] | None = None, *, natively: bool = True) -> list[torch.Tensor]:
+        """Each chosen row's result `[width, heads, dim]`, all in one step."""
+        chosen = range(len(self.shapes)) if chosen is None else chosen
+        shapes = [self.shapes[index] for index in chosen]
+        paged = PagedAttention()
+        paged.pool = self.pool
+        if natively:
+            paged.kernel = self.kernel
+            paged.layout = build_native_step(shapes, self.pool.kv_groups)
+        else:
+            paged.layout = build_step_layout(shapes, self.pool.kv_groups, CPU)
+        query, key, value = (torch.cat(parts, dim=2) for parts in zip(*(self.fresh[i] for i in chosen), strict=True))
+        output = paged.attend(SimpleNamespace(layer_idx=layer), query, key, value, None, None)  # type: ignore[arg-type]
+        return list(output[0].split([shape.width for shape in shapes]))

@@ -1,0 +1,54 @@
+"""Int8 weights: quantization within half a step, and products of integers times scale."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.linear_checks import DTYPES, IN, OUT, WIDTHS, check, numbers
+from workers.forward.linear import Int8Kernel, make_linear_kernel, quantize
+
+
+class TestInt8Kernel:
+    @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+    def test_one_scale_per_output_and_never_more_than_half_a_step_away(self, dtype: torch.dtype) -> None:
+        weight = (numbers(OUT, IN) * torch.logspace(-3, 1, OUT)[:, None]).to(dtype)
+        integers, scale = quantize(weight)
+        assert integers.dtype is torch.int8
+        assert scale.shape == (OUT,)
+        assert scale.dtype is dtype
+        assert integers.abs().amax(dim=1).tolist() == [127] * OUT
+        error = (integers.double() * scale.double()[:, None] - weight.double()).abs()
+        assert bool((error <= 0.5000001 * scale.double()[:, None]).all())
+
+    @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+    def test_weights_that_are_all_nought_stay_so(self, dtype: torch.dtype) -> None:
+        integers, scale = quantize(torch.stack([torch.zeros(IN), torch.ones(IN)]).to(dtype))
+        assert not integers[0].any()
+        assert scale.isfinite().all()
+        assert (integers[1] == 127).all()
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("biased", [False, True])
+    def test_it_multiplies_integers_times_scale_at_every_width(self, dtype: torch.dtype, biased: bool) -> None:
+        weight, bias = numbers(OUT, IN, dtype=dtype), numbers(OUT, dtype=dtype, seed=1) if biased else None
+        product = make_linear_kernel(weight, bias, "int8")
+        assert isinstance(product, Int8Kernel)
+        whole = product.weight.double() * product.scale.double()[:, None]
+        for width in WIDTHS:
+            x = numbers(width, IN, dtype=dtype, seed=width)
+            check(product.multiply(x), x, whole, bias, roundings=3)
+        x = numbers(2, 30, IN, dtype=dtype)
+        check(product.multiply(x), x, whole, bias, roundings=3)
+
+
+def test_int8_weights_multiply_inputs_of_any_number() -> None:
+    """In bfloat16, torch's operator reads out of bounds where 16 does not divide the inputs."""
+    for inputs in (33, 40, 56, 60, 84):
+        for dtype in DTYPES:
+            kernel = make_linear_kernel(numbers(OUT, inputs, dtype=dtype), None, "int8")
+            assert isinstance(kernel, Int8Kernel)
+            whole = kernel.weight.double() * kernel.scale.double()[:, None]
+            for rows in (1, 7, 50):
+                x = numbers(rows, inputs, dtype=dtype, seed=rows)
+                check(kernel.multiply(x), x, whole, None, roundings=3)

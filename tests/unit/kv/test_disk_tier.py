@@ -1,0 +1,246 @@
+"""Blocks go to disk and come back; a full, slow or broken disk costs blocks and never an error."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.core.config import MIB
+from tests.support.kv_tiers import BLOCK_BYTES, FILE_BYTES, block, empty, held, holds, key, save, tiers_of
+from workers.kv import disk
+from workers.kv.disk import DiskTier
+
+
+def test_what_the_host_has_no_place_for_goes_to_disk_and_comes_back(tmp_path: Path) -> None:
+    with tiers_of(2, tmp_path, 100) as tiers:
+        save(tiers, *range(6))
+        assert all(holds(tiers, number) for number in range(6))
+        assert (tiers.host.dropped, tiers.disk.saved, tiers.disk.loaded) == (4, 4, 4)
+
+
+def test_a_block_on_disk_is_written_once(tmp_path: Path) -> None:
+    with tiers_of(1, tmp_path, 100) as tiers:
+        for _ in range(3):
+            save(tiers, 1, 2)
+        assert (tiers.host.saved, tiers.disk.saved) == (6, 2)
+
+
+def test_disk_serves_without_host_memory(tmp_path: Path) -> None:
+    with tiers_of(0, tmp_path, 100) as tiers:
+        save(tiers, 1, 2, 1)
+        assert holds(tiers, 1)
+        assert tiers.disk.saved == 2
+
+
+def test_the_bytes_on_disk_are_bounded_and_the_least_recently_used_go(tmp_path: Path) -> None:
+    with tiers_of(0, tmp_path, 3) as tiers:
+        save(tiers, 1, 2, 3)
+        assert holds(tiers, 1)
+        save(tiers, 4)
+        assert held(tiers, range(10)) == [1, 3, 4]
+        files = list(tmp_path.glob("*/*.safetensors"))
+        assert len(files) == 3
+        assert sum(file.stat().st_size for file in files) <= 3 * FILE_BYTES
+
+
+def test_a_block_larger_than_the_bound_is_not_written(tmp_path: Path) -> None:
+    with tiers_of(0, tmp_path, 0) as tiers:
+        save(tiers, 1)
+        assert not holds(tiers, 1)
+        assert tiers.disk.dropped == 1
+
+
+@pytest.mark.parametrize("damage", ["flipped", "shorter", "longer", "empty", "missing"])
+def test_a_damaged_file_is_a_miss_and_its_room_is_free_again(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tiers_of(0, tmp_path, 1) as tiers:
+        save(tiers, 1)
+        (file,) = tmp_path.glob("*/*.safetensors")
+        content = file.read_bytes()
+        if damage == "missing":
+            file.unlink()
+        else:
+            flipped = bytearray(content)
+            flipped[-1] ^= 1
+            damaged = {"flipped": bytes(flipped), "shorter": content[:-1], "longer": content + b"x", "empty": b""}
+            file.write_bytes(damaged[damage])
+        assert not tiers.load(key(1), empty())
+        assert not tiers.find(key(1))
+        assert "lost" in caplog.text
+        save(tiers, 1)
+        assert holds(tiers, 1)
+
+
+def test_a_disk_that_takes_nothing_more_costs_a_warning_and_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: Path, content: bytes) -> int:
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    with tiers_of(0, tmp_path, 100) as tiers:
+        save(tiers, 1)
+        monkeypatch.setattr(Path, "write_bytes", full)
+        save(tiers, 2, 3)
+        assert held(tiers, range(5)) == [1]
+        assert holds(tiers, 1)
+        assert len(list(tmp_path.glob("*/*.safetensors"))) == 1, "no half-written file stays"
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+
+
+def test_a_directory_that_cannot_be_made_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    with tiers_of(1, tmp_path / "file" / "kv", 100) as tiers:
+        save(tiers, 1, 2)
+        assert held(tiers, range(5)) == [2]
+    assert "kv.disk_directory" in caplog.text
+
+
+class Gate:
+    """Holds every write to disk until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        write = Path.write_bytes
+
+        def wait(file: Path, content: bytes) -> int:
+            self.reached.set()
+            assert self.opened.wait(10)
+            return write(file, content)
+
+        monkeypatch.setattr(Path, "write_bytes", wait)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate(monkeypatch)
+    yield made
+    made.opened.set()
+
+
+class TestWriter:
+    """Nobody waits for the disk; a block is read from where it is, or missed."""
+
+    def test_a_block_that_is_not_written_yet_comes_back_from_the_queue(self, tmp_path: Path, gate: Gate) -> None:
+        with tiers_of(1, tmp_path, 100) as tiers:
+            for number in range(4):
+                tiers.save(key(number), block(number))
+            assert not list(tmp_path.glob("*/*.safetensors"))
+            assert all(holds(tiers, number) for number in range(4))
+            gate.opened.set()
+            tiers.flush()
+            assert len(list(tmp_path.glob("*/*.safetensors"))) == 3
+            assert all(holds(tiers, number) for number in range(4))
+
+    def test_when_the_disk_cannot_keep_up_blocks_are_lost_and_nobody_waits(self, tmp_path: Path, gate: Gate) -> None:
+        tier = DiskTier(str(tmp_path), MIB, max_queued=2)
+        tier.start()
+        content = torch.arange(BLOCK_BYTES).to(torch.uint8)
+        for number in range(5):
+            if tier.wants(key(number)):
+                tier.save(key(number), content)
+        assert [number for number in range(5) if key(number) in tier] == [0, 1]
+        assert tier.counts.dropped == 3
+        gate.opened.set()
+        tier.flush()
+        assert tier.wants(key(3))
+        tier.save(key(3), content)
+        loaded = tier.load(key(3))
+        assert loaded is not None and torch.equal(loaded, content)
+        tier.close()
+
+    def test_closing_does_not_wait_for_what_is_queued(self, tmp_path: Path, gate: Gate) -> None:
+        tiers = tiers_of(0, tmp_path, 100)
+        tiers.start()
+        for number in range(4):
+            tiers.save(key(number), block(number))
+        threading.Timer(0.05, gate.opened.set).start()
+        tiers.close()
+        assert list(tmp_path.iterdir()) == []
+        assert not holds(tiers, 1)
+
+    def test_a_disk_that_hangs_keeps_nobody_from_closing(
+        self, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(disk, "_CLOSING_SECONDS", 0.02)
+        tiers = tiers_of(0, tmp_path, 100)
+        tiers.start()
+        tiers.save(key(1), block(1))
+        assert gate.reached.wait(10)
+        tiers.close()
+        assert "does not answer" in caplog.text
+        caplog.clear()
+        writer = next(thread for thread in threading.enumerate() if thread.name == "kv-disk")
+        gate.opened.set()
+        writer.join(10)
+        assert list(tmp_path.iterdir()) == []
+        assert not caplog.text, "after the end nobody wants to hear of it"
+
+    def test_a_writer_that_fails_is_told_of_and_the_disk_takes_nothing_more(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail(content: torch.Tensor) -> int:
+            raise ZeroDivisionError
+
+        with tiers_of(0, tmp_path, 100) as tiers:
+            save(tiers, 1)
+            with monkeypatch.context() as patched:
+                patched.setattr(disk, "_checksum", fail)
+                save(tiers, 2)
+            assert "ZeroDivisionError" in caplog.text
+            save(tiers, 3)
+            assert held(tiers, range(5)) == [1]
+            assert holds(tiers, 1), "what was written stays readable"
+            assert (tiers.disk.saved, tiers.disk.dropped) == (1, 2)
+
+    def test_without_a_thread_to_be_had_nothing_is_kept(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            tiers = tiers_of(0, tmp_path, 100)
+            tiers.start()
+        save(tiers, 1)
+        assert not holds(tiers, 1)
+        assert "can't start new thread" in caplog.text
+        tiers.close()
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_removes_what_was_written_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "somebody's").mkdir()
+    tiers = tiers_of(0, tmp_path, 100)
+    tiers.start()
+    save(tiers, 1)
+    assert len(list(tmp_path.iterdir())) == 2
+    tiers.close()
+    tiers.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["somebody's"]
+    save(tiers, 1)
+    assert not holds(tiers, 1)
+
+
+def test_what_a_dead_process_left_is_swept_and_what_a_living_one_has_is_not(tmp_path: Path) -> None:
+    dead = tmp_path / "pilotfish-kv-dead"
+    dead.mkdir()
+    (dead / "lock").touch()  # the kernel unlocked it when its process died
+    (dead / "00.safetensors").touch()
+    starting = tmp_path / "pilotfish-kv-starting"
+    starting.mkdir()  # it has no lock yet
+    with tiers_of(0, tmp_path, 100) as alive:
+        assert not dead.exists()
+        save(alive, 1)
+        with tiers_of(0, tmp_path, 100):
+            assert len(list(tmp_path.iterdir())) == 3
+        assert holds(alive, 1)
+    assert list(tmp_path.iterdir()) == [starting]

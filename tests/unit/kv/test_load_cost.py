@@ -1,0 +1,118 @@
+"""A block is loaded only if that is faster than computing its tokens again; ranks agree on what to load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster.core.config import MIB
+from tests.support.kv_tiers import key, save, tiers_of
+from workers.kv.load_cost import CostModel, Medium
+from workers.kv.tiers import agreed_length, single_rank
+
+
+def test_until_measured_loading_counts_as_slow_and_computing_as_fast() -> None:
+    costs = CostModel()
+    assert costs.worth_loading(16 * 10_000, 0, 16)
+    assert not costs.worth_loading(16 * 100_000, 0, 16)
+    assert costs.worth_loading(0, 16 * 1_000, 16)
+    assert not costs.worth_loading(0, 16 * 10_000, 16)
+
+
+def test_measurements_outweigh_the_beginning() -> None:
+    costs = CostModel()
+    costs.record_compute(512, 512, 1.0)
+    assert costs.worth_loading(16 * 1_000_000, 0, 16)
+    for _ in range(20):
+        costs.record_load(Medium.HOST, MIB, 0.5)
+    assert not costs.worth_loading(16 * 100_000, 0, 16)
+    assert costs.worth_loading(0, 16 * 1_000, 16), "the other medium has its own price"
+
+
+def test_passes_over_few_tokens_say_nothing() -> None:
+    costs = CostModel()
+    for _ in range(100):
+        costs.record_compute(1, 1, 0.05)
+    assert not costs.worth_loading(16 * 100_000, 0, 16)
+
+
+def test_steps_of_many_decoding_sequences_say_nothing_about_prompts() -> None:
+    costs = CostModel()
+    for _ in range(100):
+        costs.record_compute(96, 32, 0.5)
+    assert not costs.worth_loading(16 * 100_000, 0, 16)
+    costs.record_compute(96, 64, 0.5)
+    assert costs.worth_loading(16 * 100_000, 0, 16)
+
+
+def test_a_step_that_was_not_waited_for_counts_with_the_next_that_was() -> None:
+    costs = CostModel()
+    for _ in range(100):
+        costs.record_compute(512, 512, 0.001, awaited=False)
+    assert not costs.worth_loading(16 * 100_000, 0, 16), "nothing is known yet"
+    costs.record_compute(512, 512, 101.0)
+    assert costs.worth_loading(16 * 1_000_000, 0, 16)
+    assert not costs.worth_loading(16 * 3_000_000, 0, 16)
+
+
+def test_a_slow_copy_is_forgiven_in_time() -> None:
+    costs = CostModel()
+    costs.record_compute(512, 512, 1.0)
+    costs.record_load(Medium.DISK, MIB, 60.0)
+    refusals = 0
+    while not costs.worth_loading(0, MIB, 64):
+        refusals += 1
+        assert refusals < 1000
+    assert refusals > 3
+
+
+def test_a_block_costs_what_the_place_costs_where_it_lies(tmp_path: Path) -> None:
+    with tiers_of(1, tmp_path, 100) as tiers:
+        save(tiers, 1, 2)  # the second one displaced the first
+        tiers.costs.record_compute(512, 512, 512.0)
+        assert tiers.worth_loading([key(1), key(2)], 8)
+        tiers.costs.record_load(Medium.HOST, MIB, 1e6)
+        assert tiers.worth_loading([key(1)], 8)
+        assert not tiers.worth_loading([key(2)], 8)
+        tiers.costs.record_load(Medium.DISK, MIB, 1e6)
+        assert not tiers.worth_loading([key(1)], 8)
+
+
+class TestAgreement:
+    """Ranks whose disks differ open a sequence with what all of them have."""
+
+    @staticmethod
+    def run(ranks: list[set[int]], most: int = 10) -> int:
+        """Each rank has some lengths to offer; they go through the rounds together."""
+        bound, rounds = most, 0
+
+        def agree(_: int) -> int:
+            nonlocal rounds
+            rounds += 1
+            return min(longest(rank, bound) for rank in ranks)
+
+        def longest(rank: set[int], bound: int) -> int:
+            return max((length for length in rank | {0} if length <= bound), default=0)
+
+        def remember(asked: int) -> int:
+            nonlocal bound
+            bound = asked
+            return longest(ranks[0], asked)
+
+        answer = agreed_length(remember, most, agree)
+        assert rounds <= 1 + sum(len(rank) + 1 for rank in ranks)
+        return answer
+
+    def test_alone_the_longest_is_taken(self) -> None:
+        assert agreed_length(lambda bound: min(bound, 7), 10, single_rank) == 7
+        assert agreed_length(lambda bound: 0, 10, single_rank) == 0
+        assert agreed_length(lambda bound: bound, 0, single_rank) == 0
+
+    def test_the_least_is_taken(self) -> None:
+        assert self.run([set(range(8)), set(range(5))]) == 4
+        assert self.run([set(range(8)), {0}]) == 0
+
+    def test_a_length_that_one_rank_cannot_offer_is_passed_over(self) -> None:
+        # With windows a longer prefix may be had where a shorter one is not.
+        assert self.run([{2, 5, 9}, {2, 4, 8, 9}]) == 9
+        assert self.run([{2, 5, 8}, {2, 4, 9}]) == 2
+        assert self.run([{5, 8}, {4, 9}]) == 0

@@ -1,0 +1,41 @@
+"""The C structures of decoder.c as ctypes sees them. Field order and types must match the C source."""
+
+from __future__ import annotations
+
+import ctypes
+
+
+class Matrix(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("kind", "inputs", "outputs", "blocks")),
+        *((name, ctypes.c_void_p) for name in ("weights", "scale", "bias")),
+    ]
+
+
+class DecoderLayer(ctypes.Structure):
+    _fields_ = [
+        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((f"{name}_norm", ctypes.c_void_p) for name in ("input", "post", "query", "key")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((name, ctypes.c_int64) for name in ("table", "window", "sinks")),
+    ]
+
+
+class Decoder(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "dim", "inner", "kv_kind")),
+        *((name, ctypes.c_float) for name in ("epsilon", "scale")),
+        ("layer", ctypes.POINTER(DecoderLayer)),
+        ("final_norm", ctypes.c_void_p),
+        ("head", Matrix),
+        ("embedding_kind", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("embedding", "cos", "sin")),
+    ]
+
+
+class Pass(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("tokens", "selected")),
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("logits", "x", "input", "gated", "qkv", "query", "key", "value")),
+    ]
