@@ -39,7 +39,7 @@ def create_model(settings: DraftModelSettings, draft: DraftSection, target: Targ
     from workers.kv.pool import KvPool
     from workers.model.loading import load_model
 
-    model = load_model(settings, shared=Path(target.path))
+    model = load_model(settings, target_directory=Path(target.path))
     check_vocabularies(model, Path(settings.path), target)
     expander = ModelExpander(model, KvPool(model.kv_spec, settings.kv, truncatable=True), settings.candidates)
     expander.warm_up()

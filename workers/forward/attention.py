@@ -1,12 +1,11 @@
-"""One attention function for every model family: paged, ragged, tree-masked, windowed.
+"""One attention function for every model family: paged, ragged, with tree masks and windows.
 
-`transformers` calls attention through a registry; the function registered here ignores the mask it
-is given and reads a `StepLayout` instead, which says where each fresh token's key and value go and
-which stored ones it may see. Prompt chunks, single tokens, chains and trees are rows of one layout.
+`transformers` calls attention through a registry. The function registered here ignores the mask that it is given.
+It reads a `StepLayout` instead, which says where each new token's key and value are stored and which stored ones the
+token sees. Prompt chunks, single tokens, chains and trees are rows of one layout.
 
-Rows of similar width and context share one padded scaled-dot-product call; there is no loop over
-sequences inside a layer. Queries of the heads that share a KV head are folded into the query axis,
-so that keys and values are never repeated.
+Rows of similar width and length share one padded call of scaled-dot-product attention; no layer loops over sequences.
+The queries of the heads that share a KV head are folded into the query axis, so keys and values are never repeated.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from workers.kv.pool import KvPool
 ATTENTION_NAME = "pilotfish_paged"
 
 Probed = tuple[int, int, int | None, int]
-"""Of one layer: KV heads, head dimension, window, query heads per KV head."""
+"""One layer's KV heads, head dimension, window, and query heads per KV head."""
 
 
 class PagedAttention:
-    """Bound to a model's attention modules at load; `layout` is set for the time of a forward pass."""
+    """Shared by a model's attention modules. The runner sets `layout` for each forward pass."""
 
     def __init__(self) -> None:
         self.pool: KvPool | None = None
         self.layout: StepLayout | NativeStep | None = None
         self.kernel: Kernel | None = None
-        """Set where there is one for the processor; layouts are then its own."""
+        """The CPU kernel, if there is one for this model. Layouts are then `NativeStep`s."""
         self.probe: dict[int, Probed] | None = None
-        """While set, no attention is computed: each layer's is noted."""
+        """While set, no attention is computed. Each layer records its shape here."""
 
     def attend(
         self,
@@ -53,25 +52,25 @@ class PagedAttention:
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """Returns `[1, tokens, heads, dim]`. The window is noted by the probe; the pool's kv_groups obeys it."""
+        """Returns `[1, tokens, heads, dim]`. `window` is only recorded by the probe; the pool's groups apply it."""
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         if self.probe is not None:
             self.probe[layer] = (key.shape[1], key.shape[3], window, query.shape[1] // key.shape[1])
             return torch.zeros_like(query).transpose(1, 2)
         if self.pool is None or self.layout is None:
-            raise RuntimeError("a paged model was called outside of its runner")
+            raise RuntimeError("a paged model was called outside its runner")
         placement = self.pool.kv_groups.placements[layer]
         if self.kernel is not None and isinstance(self.layout, NativeStep):
             stored = self.pool.keys[placement.block_layer], self.pool.values[placement.block_layer]
             scale = query.shape[3] ** -0.5 if scaling is None else scaling
             return self.kernel.attend(self.layout, placement, query, key, value, stored, scale)
         if not isinstance(self.layout, StepLayout):
-            raise TypeError("a step laid out for the kernel needs the kernel")
+            raise TypeError("the step is laid out for the CPU kernel, which is not loaded")
         slots = self.layout.slots[placement.table]
         self.pool.write(layer, slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
         queries = query[0].transpose(0, 1)  # [tokens, heads, dim]
         keys, values = self.pool.keys[placement.block_layer], self.pool.values[placement.block_layer]
-        if len(self.layout.groups) == 1:  # its tokens are the step's, in order
+        if len(self.layout.groups) == 1:  # the group's tokens are the step's, in order
             group = self.layout.groups[0]
             alone = attend_group(group, placement, queries, keys, values, scaling).flatten(0, 1)
             return (alone if group.is_whole else alone[group.scatter])[None]
@@ -119,7 +118,7 @@ def paged_attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001 - the layout knows better
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - the layout replaces it
     scaling: float | None = None,
     dropout: float = 0.0,  # noqa: ARG001 - never at inference
     sliding_window: int | None = None,
@@ -127,9 +126,9 @@ def paged_attention_forward(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The signature that `transformers` calls."""
+    """The attention function with the signature that `transformers` expects."""
     if softcap is not None or s_aux is not None:
-        # Seen in the probe pass, when the model is loaded.
+        # The probe pass raises this when the model is loaded.
         raise ModelLoadError("a model whose attention has soft-capped logits or learned sinks is not supported")
     if torch.compiler.is_compiling():
         handle = module.attention_handle
@@ -140,8 +139,8 @@ def paged_attention_forward(
     return paged.attend(module, query, key, value, scaling, sliding_window), None
 
 
-# To the compiler attention is one opaque operator: what it reads and writes (the pool, the step's layout) is not in
-# its arguments. The module is named by a handle in a tensor, so that one compiled layer serves all layers.
+# The compiler sees attention as one opaque operator, since its arguments do not include the pool and the layout.
+# A handle in a tensor identifies the module, so that one compiled layer serves all layers.
 _bound: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _handles = count()
 
@@ -171,12 +170,12 @@ define(
 
 
 def register() -> None:
-    """Make the function known to `transformers` under `ATTENTION_NAME`."""
+    """Register the function with `transformers` as `ATTENTION_NAME`."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
 
 
 def bind(module: nn.Module) -> PagedAttention:
-    """Give every attention module (whatever has a `layer_idx`) one shared `PagedAttention`."""
+    """Give all attention modules (those with a `layer_idx`) one shared `PagedAttention`."""
     paged = PagedAttention()
     for part in module.modules():
         if hasattr(part, "layer_idx"):

@@ -1,9 +1,8 @@
-"""Compilation of a model's layers, and the warm-up that pays for it before anybody waits.
+"""Compiles a model's decoder layers.
 
-Not the model but its layer is compiled, once for all layers and all widths of a step: between the
-opaque operators (attention, linear layers) the compiler joins what would be dozens of small passes over
-the activations. That costs seconds instead of minutes, and what was compiled is kept in a directory:
-the next start only looks it up.
+Each layer is compiled instead of the whole model, once for all layers and all widths of a step. Between the opaque
+operators (attention, linear layers) the compiler fuses dozens of small operations. This takes seconds instead of the
+minutes of a whole model, and a directory keeps the result for the next start.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from workers.forward.replace_linear import decoder_layers
 
 
 def should_compile(section: ModelSection) -> bool:
-    """Whether `section.compile` asks for it: `auto` does where the step is bound by memory, not by arithmetic."""
+    """Whether to compile. `auto` compiles unless the dtype is float32, in which arithmetic bounds the step."""
     return section.compile == "on" or (section.compile == "auto" and section.dtype != "float32")
 
 
 def compile_layers(model: PreTrainedModel, directory: str | None) -> None:
-    """Let each decoder layer be compiled when it first runs; `directory` keeps the result for the next start."""
+    """Compile each decoder layer when it first runs. `directory` keeps the result for the next start."""
     if directory is not None:
         Path(directory).mkdir(parents=True, exist_ok=True)
-        # The compiler asks the environment alone where to keep what it made.
+        # The compiler reads its cache directory only from the environment.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", directory)
     layers = list(decoder_layers(model))
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * count_layer_kinds(layers))
@@ -43,7 +42,7 @@ def undo_compile(model: PreTrainedModel) -> None:
 
 
 def count_layer_kinds(layers: list[nn.Module]) -> int:
-    """How many different layers there are, as far as a compiler cares: by their attributes that are plain values."""
+    """Number of layers that the compiler treats as different: those that differ in an attribute of a plain type."""
     seen = {
         tuple(
             (name, key, value)

@@ -1,7 +1,7 @@
-"""Attention straight over the pool's blocks: FlexAttention (Dong et al. 2024), told by the block tables where to look.
+"""Attention directly over the pool's blocks with FlexAttention (Dong et al. 2024), guided by the block tables.
 
-Nothing is gathered first: the kernel visits the blocks that a row's table names, and asks a function for each pair of
-query and slot whether the one sees the other.
+Nothing is gathered first. The kernel visits the blocks of a row's table, and a mask function decides for each pair of
+query and slot whether the query sees it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from workers.kv.spec import LayerShape
 
 Flex = Callable[..., torch.Tensor]
-"""`flex_attention`, or that compiled."""
+"""`flex_attention`, plain or compiled."""
 
-_LEAST = 16  # the smallest side of a product on a tensor core
+_LEAST = 16  # smallest side of a tensor core product
 _QUERY_TILE = 128
 _MOST_KEYS = 64
 _MOST_SHAPES = 512
@@ -26,14 +26,16 @@ _MOST_SHAPES = 512
 
 @dataclass(slots=True)
 class BlockView:
-    """What the rows of a frame see of one table."""
+    """What the rows of a CUDA graph see of one block table."""
 
     flex: Flex
     sees: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    """(row, query, position) → whether; element by element."""
-    blocks: torch.Tensor  # [rows, the pool's blocks] int32: those to visit come first, in their order
-    counts: torch.Tensor  # [rows] int32: how many of them
-    starts: torch.Tensor  # [rows, the pool's blocks] where a block begins in the row; -1 where it is not the row's
+    """(row, query, position) → whether the query sees the position, element by element."""
+    blocks: torch.Tensor  # [rows, the pool's blocks] int32: the blocks to visit, in order, then padding
+    counts: torch.Tensor  # [rows] int32: number of blocks to visit
+    starts: (
+        torch.Tensor
+    )  # [rows, the pool's blocks] first position of a block in the row; -1 if the row does not hold it
     queries: int
     block_size: int
     _masks: dict[int, BlockMask] = field(default_factory=dict)
@@ -45,10 +47,10 @@ class BlockView:
         values: torch.Tensor,
         scaling: float | None,
     ) -> torch.Tensor:
-        """Of the shape of `queries`."""
+        """Returns the attention output, of the shape of `queries`."""
         stored_keys, stored_values = (store.flatten(0, 1).transpose(0, 1)[None] for store in (keys, values))
         mask = self._mask(queries.shape[2])
-        # A kernel's own choice of how many keys to take at a time may not divide a small block.
+        # The kernel's default tile of keys may not divide a small block.
         options = {"BLOCK_N": min(self.block_size, _MOST_KEYS)}
         return self.flex(queries, stored_keys, stored_values, block_mask=mask, scale=scaling, kernel_options=options)
 
@@ -68,7 +70,7 @@ class BlockView:
     def _is_seen(
         self,
         row: torch.Tensor,
-        head: torch.Tensor,  # noqa: ARG002 - heads see alike
+        head: torch.Tensor,  # noqa: ARG002 - all heads see the same positions
         query: torch.Tensor,
         slot: torch.Tensor,
     ) -> torch.Tensor:
@@ -77,14 +79,14 @@ class BlockView:
 
 
 def is_supported(shape: LayerShape, block_size: int) -> bool:
-    """Whether the kernel can work with such heads and blocks."""
+    """Whether the kernel supports heads and blocks of these sizes."""
     return shape.head_dim >= _LEAST and block_size >= _LEAST and block_size & (block_size - 1) == 0
 
 
 @cache
 def compiled_flex_attention() -> Flex:
-    """One kernel for each shape: the sizes of a frame are fixed."""
-    # Beyond the limit the compiler would give up, and what is not compiled computes the whole pool.
+    """`flex_attention`, compiled once per shape: the shapes of a CUDA graph are fixed."""
+    # Above its limit the compiler gives up, and uncompiled FlexAttention computes over the whole pool.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_SHAPES)
     torch._dynamo.config.accumulated_recompile_limit = max(
         torch._dynamo.config.accumulated_recompile_limit, _MOST_SHAPES

@@ -1,4 +1,4 @@
-"""The compiled_flex_attention kernel is tried on this device, against the reference, before a model is given to it."""
+"""Compares FlexAttention with the reference attention on this device before a model uses it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workers.kv.spec import LayerShape
 
 logger = logging.getLogger(__name__)
 
-_MOST_PLACES = 1 << 18  # every row of a frame has a map of the pool, for each table
+_MAX_MAP = 1 << 18  # each row of a CUDA graph has a map of all blocks of the pool, for each table
 _BLOCKS = 12
 _TREE = TokenTree((1, 2, 3, 4, 5), (-1, -1, 0, 0, 3))
 
@@ -33,7 +33,7 @@ def verified_flex_attention(model: LoadedModel, pool: KvPool, flex: Flex | None 
     `flex` defaults to the compiled kernel.
     """
     layout = pool.layout
-    if layout.tables * pool.blocks_total > _MOST_PLACES or not all(
+    if layout.tables * pool.blocks_total > _MAX_MAP or not all(
         is_supported(shape, layout.block_size) for shape in model.layers
     ):
         return None
@@ -41,8 +41,8 @@ def verified_flex_attention(model: LoadedModel, pool: KvPool, flex: Flex | None 
     try:
         shapes = {replace(shape, window=None) for shape in model.layers}
         wrong = [shape for shape in shapes if not _agrees(chosen, shape, layout.block_size, model)]
-        problem = f"it computes something else for {wrong[0]}" if wrong else None
-    except Exception as error:  # compilers raise whatever they meet
+        problem = f"its output differs from the reference for {wrong[0]}" if wrong else None
+    except Exception as error:  # the compiler may raise anything
         problem = repr(error)
     if problem is not None:
         logger.warning("FlexAttention is not used on this device: %s", problem)
@@ -51,7 +51,7 @@ def verified_flex_attention(model: LoadedModel, pool: KvPool, flex: Flex | None 
 
 @torch.inference_mode()
 def _agrees(flex: Flex, shape: LayerShape, size: int, model: LoadedModel) -> bool:
-    """Whether both compute the same: a tree far into a sequence, one token, a prompt; with a window and without."""
+    """Whether `flex` agrees with the reference on a tree, a token and a prompt, with a window and without."""
     rows = [
         RowShape([[BlockId(block) for block in (7, 2, 9, 4)]], 2 * size + 3, 1, _TREE),
         RowShape([[BlockId(block) for block in (5, 11)]], size, 1, EMPTY_TREE),
@@ -65,16 +65,16 @@ def _agrees(flex: Flex, shape: LayerShape, size: int, model: LoadedModel) -> boo
         return False
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(*sizes: int) -> torch.Tensor:
+    def random_tensor(*sizes: int) -> torch.Tensor:
         return torch.randn(sizes, generator=generator).to(model.device, model.dtype)
 
-    queries = drawn(bounds.tokens, shape.kv_heads * shape.heads_per_kv, shape.head_dim)
-    keys, values = (drawn(_BLOCKS + 1, size, shape.kv_heads, shape.head_dim) for _ in range(2))
+    queries = random_tensor(bounds.tokens, shape.kv_heads * shape.heads_per_kv, shape.head_dim)
+    keys, values = (random_tensor(_BLOCKS + 1, size, shape.kv_heads, shape.head_dim) for _ in range(2))
     outputs: list[list[torch.Tensor]] = []
     for kernel in (None, flex):
-        frame = GraphBuffers(bounds, kv_groups, BlockId(_BLOCKS), model.device, kernel)
-        frame.fill(rows, range(tokens), [position for row in rows for position in row.positions()], range(tokens))
-        group = frame.layout().groups[0]
+        buffers = GraphBuffers(bounds, kv_groups, BlockId(_BLOCKS), model.device, kernel)
+        buffers.fill(rows, range(tokens), [position for row in rows for position in row.positions()], range(tokens))
+        group = buffers.layout().groups[0]
         attended = [attend_group(group, placement, queries, keys, values, None).flatten(0, 1) for placement in places]
         outputs.append([part[group.scatter[:tokens]].float() for part in attended])
     tolerance = max(8 * torch.finfo(model.dtype).eps, 1e-3)
@@ -82,7 +82,7 @@ def _agrees(flex: Flex, shape: LayerShape, size: int, model: LoadedModel) -> boo
 
 
 def _all_ranks(answer: bool, model: LoadedModel) -> bool:
-    """Ranks must run the same frames: one rank's no is everybody's."""
+    """Whether all ranks agree, since all must run the same CUDA graphs."""
     if model.tensor_parallel == 1:
         return answer
     least = torch.tensor(int(answer))

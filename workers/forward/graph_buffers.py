@@ -1,7 +1,7 @@
-"""A step in a frame of fixed size: the same tensors for every step that fits, so that one recorded pass serves all.
+"""The input buffers of a CUDA graph: tensors of fixed size that every step of that size is copied into.
 
-What a step leaves of its frame belongs to nobody: spare tokens are stored in a block that no sequence owns, spare
-rows read it, and nobody reads what is computed for them.
+The rest of the buffers is padding. Padding tokens are stored in a scratch block that no sequence holds, padding rows
+read this block, and their results are not used.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from workers.forward.linear import padded_rows
 from workers.kv.groups import AttentionWindow, KvCacheGroups
 from workers.kv.transfer import IntegerArray
 
-_WORD = 64  # which tokens of its own row a token sees is one word of bits
+_WORD = 64  # bits per word: one word says which tokens of its row a token sees
 _FEWEST_BLOCKS = 8
 _TREE_WIDTH = 16
 
 
 @dataclass(frozen=True, slots=True)
 class GraphLimits:
-    """What is larger takes longer than the starting of its kernels: there is nothing to gain."""
+    """Largest sizes to capture. In larger steps the kernels take longer than their launches, so graphs gain nothing."""
 
     rows: int = 128
     tokens: int = 1024
-    """Of all rows together."""
+    """Total of all rows."""
     keys: int = 1 << 17
-    """That all rows together read, the shorter ones padded to the longest."""
+    """Keys that all rows read, with the shorter rows padded to the longest."""
     longest: int = 1 << 15
-    """Tokens of a row, where none is padded."""
+    """Tokens of a row with FlexAttention, which needs no padding."""
 
 
 DEFAULT_LIMITS = GraphLimits()
@@ -44,17 +44,17 @@ DEFAULT_LIMITS = GraphLimits()
 
 @dataclass(frozen=True, slots=True)
 class GraphSize:
-    """One of few sizes. Numbers of rows, of a row's tokens and of its blocks are powers of two."""
+    """The size of a graph. The numbers of rows, of tokens per row and of blocks per row are powers of two."""
 
     rows: int
     queries: int
-    """Tokens of a row."""
+    """Tokens per row."""
     tokens: int
-    """Of all rows together."""
+    """Total of all rows."""
     blocks: int
-    """Of a row."""
+    """Blocks per row."""
     selected: int
-    """Logits: one for each row, or one for each token."""
+    """Tokens with logits: one per row, or all tokens."""
 
 
 def graph_size(
@@ -64,9 +64,9 @@ def graph_size(
     bounds: GraphLimits = DEFAULT_LIMITS,
     fixed_blocks: int = 0,
 ) -> GraphSize | None:
-    """The smallest frame for these rows, of whose tokens `selected` are decided at; `None` where they fit none.
+    """The smallest graph that fits these rows with `selected` logits; `None` if they fit none.
 
-    With `fixed_blocks` there is no smaller row, and none larger: for attention that skips what a row does not use.
+    With `fixed_blocks` every row has so many blocks: FlexAttention skips the unused ones.
     """
     queries = _power(max(row.width for row in rows))
     number = _power(len(rows))
@@ -84,10 +84,10 @@ def graph_size(
 def decode_graph_sizes(
     block_size: int, longest: int, most_rows: int, bounds: GraphLimits = DEFAULT_LIMITS, fixed_blocks: int = 0
 ) -> list[GraphSize]:
-    """Frames for up to `most_rows` rows of up to `longest` tokens, of which one is new; largest first.
+    """The graph sizes for decoding up to `most_rows` rows of up to `longest` tokens, largest first.
 
-    With `fixed_blocks` (see `graph_size`) there are few, and a kernel has to be made for each number of new tokens:
-    those of small trees are among them.
+    With `fixed_blocks` (see `graph_size`) there are few sizes, and each number of tokens per row needs a compiled
+    kernel. So the sizes of small trees are included.
     """
     rows_met = _powers(1, min(most_rows, bounds.rows))
     if fixed_blocks:
@@ -107,7 +107,7 @@ def decode_graph_sizes(
 
 
 class GraphBuffers:
-    """The tensors of one size. `fill` puts a step's numbers in; what reads them is computed from `layout`'s."""
+    """The buffers of one graph size. `fill` copies a step in; `layout` computes attention metadata on the device."""
 
     def __init__(
         self,
@@ -117,13 +117,13 @@ class GraphBuffers:
         device: torch.device,
         flex: Flex | None = None,
     ) -> None:
-        """`scratch` is the block that no sequence owns, the last one. With `flex` nothing is gathered for attention."""
+        """`scratch` is the pool's last block, which no sequence holds. With `flex`, attention gathers nothing."""
         self.size = size
         self._kv_groups = kv_groups
         self._block_size = kv_groups.layout.block_size
         self._scratch = scratch
         self._flex = flex
-        self._places = {
+        self._tables = {
             window: sorted({place.table for place in kv_groups.placements if place.window == window})
             for window in dict.fromkeys(place.window for place in kv_groups.placements)
         }
@@ -136,16 +136,16 @@ class GraphBuffers:
         """`[1, tokens]`, `[1, tokens]`, `[selected]`."""
 
     def _plan(self) -> list[tuple[int, ...]]:
-        """Shapes of the parts, in the order in which `fill` and `layout` take them."""
+        """Shapes of the parts of the buffer, in the order in which `fill` and `layout` use them."""
         rows, tokens = self.size.rows, self.size.tokens
         shapes: list[tuple[int, ...]] = [(tokens,), (tokens,), (self.size.selected,)]
         shapes += [(self._kv_groups.layout.tables, tokens), (tokens,), (rows,), (rows,), (rows,)]
-        for window, tables in self._places.items():
+        for window, tables in self._tables.items():
             shapes += [(len(tables), rows, self._blocks_of(window)), (rows,), (rows,), (rows,), (tokens,)]
         return shapes
 
     def _blocks_of(self, window: AttentionWindow) -> int:
-        """Most blocks of a row that its tokens see."""
+        """Largest number of blocks that a row's tokens see through this window."""
         if window.size is None:
             return self.size.blocks
         size = self._block_size
@@ -154,8 +154,8 @@ class GraphBuffers:
     def fill(
         self, rows: Sequence[RowShape], tokens: Sequence[int], positions: Sequence[int], selected: Sequence[int]
     ) -> None:
-        """Put a step that fits in: one copy to the device, which nobody waits for."""
-        # Pinned memory is not handed out again before the copy has been made.
+        """Copy a step that fits into the buffers. The host does not wait for the copy."""
+        # torch does not reuse pinned memory before the copy has finished.
         host = torch.empty(self._numbers.shape, dtype=torch.int64, pin_memory=self._pinned)
         flat: IntegerArray = host.numpy()
         bounds = np.cumsum([prod(shape) for shape in self._shapes])[:-1]
@@ -165,7 +165,7 @@ class GraphBuffers:
             part[: len(values)] = values
             part[len(values) :] = 0
         self._fill_rows(rows, [next(parts) for _ in range(5)])
-        for window, tables in self._places.items():
+        for window, tables in self._tables.items():
             self._fill_window(rows, window, tables, [next(parts) for _ in range(5)])
         self._numbers.copy_(host, non_blocking=True)
 
@@ -203,16 +203,16 @@ class GraphBuffers:
         seen[: len(words)] = np.array(words, dtype=np.uint64).view(np.int64)
 
     def layout(self) -> StepLayout:
-        """What attention needs, computed on the device from what was filled in."""
+        """The attention metadata, computed on the device from the buffers."""
         slots, scatter, first, width, stored = self._parts[3:8]
         query = torch.arange(self.size.queries, device=slots.device)
         gather = first[:, None] + torch.minimum(query, width[:, None] - 1)  # [rows, queries]
         group = RowGroup(gather, scatter, scatter, {}, {}, self.size.queries == 1)
         position = self._parts[1][gather]
-        for index, (window, tables) in enumerate(self._places.items()):
+        for index, (window, tables) in enumerate(self._tables.items()):
             blocks, sinks, skipped, counts, seen = self._parts[8 + 5 * index : 13 + 5 * index]
             sees = _VisibilityMask(window, stored, position, seen[gather])
-            # Logical block of each block that is read, [rows, blocks].
+            # Index in the row of each block that is read, [rows, blocks].
             order = torch.arange(blocks.shape[2], device=blocks.device)
             order = order + torch.where(order >= sinks[:, None], skipped[:, None], 0)
             for place, table in enumerate(tables):
@@ -230,16 +230,16 @@ class GraphBuffers:
         starts = torch.full((len(blocks), self._scratch + 1), -1, dtype=torch.int32, device=blocks.device)
         own = torch.arange(blocks.shape[1], device=blocks.device) < counts[:, None]
         first = torch.where(own, order * self._block_size, -1).to(torch.int32)
-        # The scratch block stands for all that is not a row's own; spare rows have it as their first one, too.
+        # The scratch block replaces all blocks that a row does not use; it is the first block of padding rows.
         starts.scatter_reduce_(1, blocks, first, "amax")
-        visits = torch.zeros_like(starts)  # the kernel wants as many columns as the pool has blocks
+        visits = torch.zeros_like(starts)  # the kernel expects as many columns as the pool has blocks
         visits[:, : blocks.shape[1]] = blocks
         return BlockView(flex, sees, visits, counts.to(torch.int32), starts, self.size.queries, self._block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class _VisibilityMask:
-    """Which keys a query sees: stored ones by their position, those of this step by the query's word of bits."""
+    """Which keys a query sees: stored keys by position, keys of this step by the query's word of bits."""
 
     window: AttentionWindow
     stored: torch.Tensor  # [rows]
@@ -247,7 +247,7 @@ class _VisibilityMask:
     seen: torch.Tensor  # [rows, queries]
 
     def __call__(self, row: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Element by element: whether `query` of `row` sees the position `key`."""
+        """Whether `query` of `row` sees the position `key`, element by element."""
         return self._sees(key, self.stored[row], self.position[row, query], self.seen[row, query])
 
     def all(self, keys: torch.Tensor) -> torch.Tensor:
@@ -257,7 +257,7 @@ class _VisibilityMask:
     def _sees(
         self, key: torch.Tensor, stored: torch.Tensor, position: torch.Tensor, seen: torch.Tensor
     ) -> torch.Tensor:
-        bit = key - stored  # which of the row's own tokens the key belongs to
+        bit = key - stored  # index of the key's token among the row's tokens in this step
         visible = bit < 0
         if self.window.size is not None:
             visible = visible & ((position - key < self.window.size) | (key < self.window.sinks))
@@ -266,7 +266,7 @@ class _VisibilityMask:
 
 
 def _visible_bits(row: RowShape, window: AttentionWindow) -> list[int]:
-    """For each token of the row, as bits, those of the row that it sees: what leads to it, and itself."""
+    """For each token of the row, the tokens of the row that it sees, as bits: its ancestors and itself."""
     words: list[int] = []
     narrow = window.size is not None and row.width > window.size
     positions = row.positions() if narrow else []
@@ -276,7 +276,7 @@ def _visible_bits(row: RowShape, window: AttentionWindow) -> list[int]:
     ]
     for token, parent in enumerate(parents):
         word = (words[parent] if parent >= 0 else 0) | 1 << token
-        if narrow:  # what is out of the window here is so for all that follows
+        if narrow:  # a token outside this window is outside the descendants' windows too
             for other in range(token):
                 if not window.sees(positions[token], positions[other]):
                     word &= ~(1 << other)
@@ -285,10 +285,10 @@ def _visible_bits(row: RowShape, window: AttentionWindow) -> list[int]:
 
 
 def _power(number: int) -> int:
-    """The power of two that is not less."""
+    """The smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def _powers(first: int, last: int) -> list[int]:
-    """The powers of two from one to the other."""
+    """The powers of two from `first` to `last`."""
     return [1 << exponent for exponent in range(first.bit_length() - 1, last.bit_length())]

@@ -1,13 +1,13 @@
-"""Linear layers as a step wants them: local, laid out once, siblings joined, eight bits where asked for.
+"""Linear layers for decoding: local weights, packed once, merged projections, optional int8 weights.
 
-A decoding step reads every weight once and computes little with it, so its time is that of the reading.
-On CPU the weights are packed for oneDNN when the model is loaded; projections of one input (query, key
-and value; gate and up) become one product; under tensor parallelism each rank computes on its own plain
-shard, and the only thing between the ranks is the all-reduce after a row-parallel layer.
+A decoding step reads every weight once and computes little with it, so memory bandwidth bounds it. On CPU the weights
+are packed for oneDNN when the model is loaded. Projections of the same input (query, key and value; gate and up)
+become one product. Under tensor parallelism each rank multiplies with its own shard, and the ranks communicate only
+in the all-reduce after a row-parallel layer.
 
-The products are operators of their own (`pilotfish::linear`, `pilotfish::joined`), opaque to the
-compiler: a packed weight is no tensor that it could trace. A layer names its weights by a handle in a
-tensor, not by a number, so that one compiled layer serves all layers of a model.
+The products are custom operators (`pilotfish::linear`, `pilotfish::joined`), because the compiler cannot trace a
+packed weight. A layer identifies its weights by a handle in a tensor instead of a number, so that one compiled layer
+serves all layers of a model.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from workers.forward.operators import define
 
 _INT8_OPERATOR_ROWS = 48  # with more rows, converting the weights once is cheaper than torch's int8 operator
 _INT8_OPERATOR_INPUTS = 16  # in bfloat16, torch's int8 operator reads out of bounds unless 16 divides the inputs
-_PACKED_FOR_ROWS = 8  # the layout that oneDNN chooses serves other widths as well
+_PACKED_FOR_ROWS = 8  # oneDNN's layout for this width serves the others as well
 
 
 class LinearKernel(Protocol):
-    """What multiplies: weights in whatever layout."""
+    """Weights in some layout, and the multiplication with them."""
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[…, in]` → `[…, out]`."""
@@ -38,7 +38,7 @@ class LinearKernel(Protocol):
 
 @dataclass(slots=True)
 class DenseKernel:
-    """Weights as they came."""
+    """Weights in torch's own layout."""
 
     weight: torch.Tensor  # [out, in]
     bias: torch.Tensor | None
@@ -57,7 +57,7 @@ class OneDnnKernel:
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """See `LinearKernel`."""
-        # oneDNN keeps code and scratch memory for every width it meets, so it meets few.
+        # oneDNN caches code and scratch memory for every width, so widths are padded to a few.
         shape = x.shape[:-1]
         rows = shape.numel()
         missing = padded_rows(rows) - rows
@@ -68,7 +68,7 @@ class OneDnnKernel:
 
 
 def padded_rows(rows: int) -> int:
-    """The next of few widths: at most a quarter wider, and exact where decoding lives."""
+    """Round up to one of few widths: exact up to 8, and at most a quarter wider beyond."""
     if rows <= 8:
         return rows
     grain = max(4, 1 << (rows - 1).bit_length() - 3)
@@ -77,14 +77,14 @@ def padded_rows(rows: int) -> int:
 
 @dataclass(slots=True)
 class Int8Kernel:
-    """Symmetric weights of eight bits with one scale per output; activations stay as they are (weight-only)."""
+    """Symmetric int8 weights with one scale per output. Activations are not quantized."""
 
     weight: torch.Tensor  # [out, in] int8
     scale: torch.Tensor  # [out]
     bias: torch.Tensor | None
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """See `LinearKernel`. Both ways compute `(x @ integers) * scale`: eight bits are exact in every float type."""
+        """See `LinearKernel`. Both branches compute `(x @ integers) * scale`; int8 values are exact in every dtype."""
         flat = x.flatten(0, -2)
         if flat.shape[0] <= _INT8_OPERATOR_ROWS and flat.shape[1] % _INT8_OPERATOR_INPUTS == 0:
             product = torch._weight_int8pack_mm(flat, self.weight, self.scale)
@@ -97,12 +97,12 @@ class Int8Kernel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """One product and what follows it."""
+    """A kernel, and what follows its product."""
 
-    product: LinearKernel
+    kernel: LinearKernel
     reduce: bool = False
     bias_after: torch.Tensor | None = None
-    """Added once, to the sum of the ranks' shares."""
+    """Added after the all-reduce."""
 
 
 _entries: dict[int, _Entry] = {}
@@ -110,15 +110,15 @@ _handles = count()
 
 
 class FastLinear(nn.Module):
-    """Takes the place of an `nn.Linear`."""
+    """Replaces an `nn.Linear`."""
 
     def __init__(
-        self, product: LinearKernel, width: int, reduce: bool = False, bias: torch.Tensor | None = None
+        self, kernel: LinearKernel, width: int, reduce: bool = False, bias: torch.Tensor | None = None
     ) -> None:
-        """With `reduce`, the ranks' shares are summed before `bias` is added."""
+        """With `reduce`, the ranks' outputs are summed before `bias` is added."""
         super().__init__()
         self.out_features = width
-        self.register_buffer("handle", _enter(self, _Entry(product, reduce, bias)), persistent=False)
+        self.register_buffer("handle", _enter(self, _Entry(kernel, reduce, bias)), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[…, in]` → `[…, out]`."""
@@ -127,7 +127,7 @@ class FastLinear(nn.Module):
 
 
 class _MergedProjection:
-    """What siblings compute together: whoever is called first on an input leaves the others their parts."""
+    """The product of merged projections: the first to be called on an input stores the parts of the others."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         self.widths = list(widths)
@@ -136,40 +136,43 @@ class _MergedProjection:
 
 
 class MergedLinear(nn.Module):
-    """Takes the place of one of several `nn.Linear` that are applied to the same input, each once per pass."""
+    """Replaces one of several `nn.Linear` layers that are applied to the same input."""
 
-    def __init__(self, joint: _MergedProjection, part: int, handle: torch.Tensor) -> None:
+    def __init__(self, merged: _MergedProjection, part: int, handle: torch.Tensor) -> None:
         super().__init__()
-        self.out_features = joint.widths[part]
-        self._joint = joint
+        self.out_features = merged.widths[part]
+        self._merged = merged
         self._part = part
         self.register_buffer("handle", handle, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[…, in]` → `[…, out]`."""
-        joint = self._joint
-        mine = joint.parts[self._part] if joint.source is x else None
+        merged = self._merged
+        mine = merged.parts[self._part] if merged.source is x else None
         if mine is None:
-            parts = torch.ops.pilotfish.joined(x, self.handle, joint.widths)
-            joint.source, joint.parts = x, list(parts)
+            parts = torch.ops.pilotfish.joined(x, self.handle, merged.widths)
+            merged.source, merged.parts = x, list(parts)
             mine = parts[self._part]
-        joint.parts[self._part] = None
-        if all(part is None for part in joint.parts):
-            joint.source = None
+        merged.parts[self._part] = None
+        if all(part is None for part in merged.parts):
+            merged.source = None
         return mine
 
 
-def merge_linears(product: LinearKernel, widths: Sequence[int]) -> tuple[MergedLinear, ...]:
-    """Siblings over one product of all their weights, one after another. On different inputs they are right, too."""
-    joint = _MergedProjection(widths)
-    handle = _enter(joint, _Entry(product))
-    return tuple(MergedLinear(joint, part, handle) for part in range(len(widths)))
+def merge_linears(kernel: LinearKernel, widths: Sequence[int]) -> tuple[MergedLinear, ...]:
+    """Layers that share one product. `kernel` holds their weights, one after another, with these output widths.
+
+    They stay correct if they are called on different inputs.
+    """
+    merged = _MergedProjection(widths)
+    handle = _enter(merged, _Entry(kernel))
+    return tuple(MergedLinear(merged, part, handle) for part in range(len(widths)))
 
 
 def make_linear_kernel(
     weight: torch.Tensor, bias: torch.Tensor | None, quantization: str = "none", cut_inputs: bool = False
 ) -> LinearKernel:
-    """The fastest product for these weights `[out, in]` where they are. `cut_inputs`: see `quantize`."""
+    """The fastest kernel for weights `[out, in]` on their device. `cut_inputs`: see `quantize`."""
     if quantization == "int8":
         return Int8Kernel(*quantize(weight, cut_inputs), bias)
     if weight.device.type == "cpu" and _can_pack(weight.dtype):
@@ -179,15 +182,15 @@ def make_linear_kernel(
 
 
 def quantize(weight: torch.Tensor, cut_inputs: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[out, in]` → integers `[out, in]` and scales `[out]`, so that `integers * scale` is nearest to the weights.
+    """Quantize weights `[out, in]` to int8 `[out, in]` and scales `[out]`, rounding to the nearest.
 
-    With `cut_inputs` each rank holds some of the inputs: all ranks take one scale, that of the whole row, so that the
-    quantized model does not depend on the number of ranks.
+    With `cut_inputs` each rank holds some of the inputs. All ranks then use the scale of the whole row, so that the
+    quantized weights do not depend on the number of ranks.
     """
     largest = weight.float().abs().amax(dim=1)
     if cut_inputs:
         distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
-    # Counted in the scale as it is kept, which is rounded to the weights' own type.
+    # The integers are computed with the scale as it is stored, rounded to the type of the weights.
     scale = (largest / 127.0).to(weight.dtype)
     step = scale.float().clamp(min=torch.finfo(torch.float32).tiny)
     integers = (weight.float() / step[:, None]).round().clamp(-127, 127).to(torch.int8)
@@ -205,7 +208,7 @@ def _can_pack(dtype: torch.dtype) -> bool:
 
 
 def _enter(owner: object, entry: _Entry) -> torch.Tensor:
-    """A handle for as long as `owner` lives."""
+    """Register an entry for the lifetime of `owner`. Returns its handle."""
     handle = next(_handles)
     _entries[handle] = entry
     weakref.finalize(owner, _entries.pop, handle, None)
@@ -214,7 +217,7 @@ def _enter(owner: object, entry: _Entry) -> torch.Tensor:
 
 def _linear(x: torch.Tensor, handle: torch.Tensor, width: int) -> torch.Tensor:  # noqa: ARG001 - for the compiler
     entry = _entries[int(handle)]
-    output = entry.product.multiply(x)
+    output = entry.kernel.multiply(x)
     if entry.reduce:
         distributed.all_reduce(output)
     return output if entry.bias_after is None else output + entry.bias_after
@@ -225,8 +228,8 @@ def _linear_shape(x: torch.Tensor, handle: torch.Tensor, width: int) -> torch.Te
 
 
 def _joined(x: torch.Tensor, handle: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
-    product = _entries[int(handle)].product.multiply(x)
-    # Copies, since the compiler takes results of an operator for memory of their own.
+    product = _entries[int(handle)].kernel.multiply(x)
+    # Copies, since the compiler assumes that the results of an operator do not share memory.
     return [part.clone(memory_format=torch.contiguous_format) for part in torch.split(product, widths, dim=-1)]
 
 

@@ -1,4 +1,4 @@
-"""A model in memory, and what the rest of the data plane must know of it."""
+"""A model in memory, with what the rest of the data plane must know about it."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ class LoadedModel:
     vocabulary_size: int
     """Tokens in the whole vocabulary."""
     vocabulary_offset: int
-    """First token of this rank's part of the logits; 0 when they are whole."""
+    """First token of this rank's part of the logits; 0 if the rank has all of them."""
     max_context_len: int
     """Longest sequence, in tokens."""
     eos_token_ids: tuple[int, ...]
     device: torch.device
     dtype: torch.dtype
     code_directory: str | None = None
-    """Where code made for this machine is kept between starts."""
+    """Directory that keeps compiled code between starts."""
     tensor_parallel: int = 1
     native: NativeForward | None = None
-    """The layers and the head in the kernels' form; `module` is without them then."""
+    """The layers and the head in the CPU kernels' form. If set, `module` no longer has them."""
     uses_cuda_graphs: bool = False
-    """Whether passes of recurring sizes are recorded and replayed."""
+    """Whether forward passes of recurring sizes run as CUDA graphs."""
     vocabulary: torch.Tensor | None = None
-    """The tokens of the logits' columns, int64, rising, where a draft's head knows only those; `None`: all."""
+    """The token of each column of the logits, int64, ascending, for a draft with a reduced head; `None`: all tokens."""
 
     @property
     def kv_spec(self) -> KvCacheSpec:

@@ -1,4 +1,4 @@
-"""Operators of our own, opaque to the compiler: it sees their shapes and leaves the rest alone."""
+"""Custom torch operators. The compiler sees their output shapes and does not trace into them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = TypeVar("Result", torch.Tensor, list[torch.Tensor])
 
 
 def define(schema: str, function: Callable[..., Result], shape: Callable[..., Result]) -> None:
-    """Make `function` known as `torch.ops.pilotfish.<name>`; `shape` answers in its place while compiling."""
+    """Register `function` as `torch.ops.pilotfish.<name>`; `shape` replaces it while the compiler traces."""
     name = schema.partition("(")[0]
     _library.define(schema)
     _library.impl(name, function, "CompositeExplicitAutograd")

@@ -1,4 +1,4 @@
-"""A model as `transformers` loads it, made fit for serving: its linear layers replaced, its layers compiled."""
+"""Replaces the linear layers of a model that `transformers` loaded by faster ones."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from transformers.pytorch_utils import Conv1D
 
 from workers.forward.linear import FastLinear, make_linear_kernel, merge_linears
 
-# Projections that modules of one kind apply to the same input, one after another.
+# Projections of the same input, which become one product.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _STYLES = ("colwise", "rowwise")
 
 
 def replace_linear_layers(model: PreTrainedModel, quantization: str = "none") -> None:
-    """Replace every linear layer by its fastest form; under tensor parallelism, by this rank's plain shard.
+    """Replace every linear layer by its fastest form; under tensor parallelism, by this rank's shard.
 
-    What is cut in another way than by columns or rows stays as `transformers` made it.
+    A layer that is sharded neither by columns nor by rows stays as `transformers` made it.
     """
     plan: dict[str, str] = model.tp_plan or {}
-    # Parents alone are listed: a linear layer that is named here would keep its weights beside the new ones.
+    # The list holds only parents: a reference to a linear layer would keep its old weights in memory.
     parents = [(path, module) for path, module in model.named_modules() if not _is_linear(module)]
     for path, parent in parents:
         for names in _SIBLINGS:
-            _join(parent, path, names, plan, quantization)
+            _merge(parent, path, names, plan, quantization)
         for name, child in list(parent.named_children()):
             if _is_linear(child) and (style := _style(child, f"{path}.{name}", plan)) is not None:
                 setattr(parent, name, _replace(child, style, quantization))
 
 
 def decoder_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The repeated layers: members of the longest list of modules."""
+    """The decoder layers: the members of the model's longest module list."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     yield from max(lists, key=len, default=[])
 
@@ -45,14 +45,14 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _style(module: nn.Module, path: str, plan: dict[str, str]) -> str | None:
-    """`whole`, or how it is cut; `None` for a cut that is not ours to handle."""
+    """`whole`, or how the layer is sharded; `None` for a sharding that is not supported here."""
     if not isinstance(module.weight, DTensor):
         return "whole"
     style = plan.get(re.sub(r"\d+", "*", path.removeprefix(".")))
     return style if style in _STYLES else None
 
 
-def _join(parent: nn.Module, path: str, names: tuple[str, ...], plan: dict[str, str], quantization: str) -> None:
+def _merge(parent: nn.Module, path: str, names: tuple[str, ...], plan: dict[str, str], quantization: str) -> None:
     children = [getattr(parent, name, None) for name in names]
     if not all(isinstance(child, nn.Module) and _is_linear(child) for child in children):
         return
@@ -78,7 +78,7 @@ def _replace(layer: nn.Module, style: str, quantization: str) -> FastLinear:
 
 
 def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight `[out, in]` and bias `[out]`, this rank's own."""
+    """This rank's weight `[out, in]` and bias `[out]`."""
     weight, bias = (
         value.to_local() if isinstance(value, DTensor) else value
         for value in (layer.weight, getattr(layer, "bias", None))

@@ -1,4 +1,4 @@
-"""One forward pass over a ragged batch of rows, and the keeping of what was accepted."""
+"""Runs forward passes over ragged batches of rows, and commits the accepted tokens."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ WARM_UP_WIDTHS = (8, 1, 2, 64)
 
 @dataclass(frozen=True, slots=True)
 class ForwardRow:
-    """Tokens that follow a table's stored ones, a tree below the last, and which logits are wanted."""
+    """Tokens that follow a table's stored ones, a tree below the last of them, and the logits to return."""
 
     table: BlockTable
     tokens: tuple[int, ...]
     tree: TokenTree = EMPTY_TREE
     select: tuple[int, ...] = ()
-    """Row-relative indices: the fresh tokens first, then the tree's nodes."""
+    """Indices within the row of the tokens whose logits are returned: committed tokens first, then the tree's nodes."""
 
     @property
     def end(self) -> int:
@@ -43,7 +43,7 @@ class ForwardRow:
 
 
 class ModelRunner:
-    """Runs a loaded model over its pool. One at a time; not for use from several threads."""
+    """Runs a loaded model over its pool. Not thread-safe."""
 
     def __init__(self, model: LoadedModel, pool: KvPool) -> None:
         self._model = model
@@ -56,7 +56,7 @@ class ModelRunner:
         self._graphs = make_graph_runner(model, pool, self._compute)
 
     def warm_up(self) -> None:
-        """Run steps of several widths, so that nothing is compiled while somebody waits. Leaves nothing behind."""
+        """Run steps of several widths, so that no request waits for compilation. Frees all blocks that it uses."""
         for width in WARM_UP_WIDTHS:
             begun = time.perf_counter()
             table = self._pool.new_table()
@@ -64,19 +64,19 @@ class ModelRunner:
                 self._pool.reserve(table, width)
                 self.forward([ForwardRow(table, (0,) * width, select=(width - 1,))])
             except KvPoolExhausted:
-                break  # a pool so small never sees a step so wide
+                break  # so small a pool never gets so wide a step
             finally:
                 self._pool.release(table)
-            logger.info("warmed up for steps of %d tokens in %.1f s", width, time.perf_counter() - begun)
+            logger.info("warm-up of a step of %d tokens took %.1f s", width, time.perf_counter() - begun)
         if self._graphs is not None:
             self._graphs.warm_up(self._model.max_context_len)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[ForwardRow]) -> torch.Tensor:
-        """Compute all rows at once; each row's table must have room for `row.end` tokens.
+        """Compute all rows in one pass. Each row's table must have room for `row.end` tokens.
 
-        Stores keys and values of all tokens and nodes; nothing is committed until `commit`. Returns
-        the selected logits, row after row: `[selected, vocabulary (this rank's part)]`, good until the next pass.
+        Stores the keys and values of all tokens and nodes; `commit` commits them. Returns the selected logits, row
+        after row, `[selected, vocabulary (this rank's part)]`. They are valid until the next pass.
         """
         device = self._model.device
         shapes = [RowShape(row.table.blocks, row.table.stored_len, len(row.tokens), row.tree) for row in rows]
@@ -87,7 +87,7 @@ class ModelRunner:
             selected.extend(first + index for index in row.select)
             first += shape.width
         if not selected:
-            selected = [first - 1]  # a head over no token at all is no legal product everywhere
+            selected = [first - 1]  # some linear kernels reject an input of no rows
         wanted = sum(len(row.select) for row in rows)
         if self._model.native is not None:
             return self._model.native.compute(tokens, selected, shapes)[:wanted]
@@ -107,7 +107,7 @@ class ModelRunner:
     def _compute(
         self, tokens: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor, layout: StepLayout | NativeStep
     ) -> torch.Tensor:
-        """The model over tokens and positions `[1, tokens]`. Returns `[selected, vocabulary]`."""
+        """Run the model over tokens and positions `[1, tokens]`. Returns logits `[selected, vocabulary]`."""
         self._paged.layout = layout
         try:
             output = self._model.module(
@@ -120,9 +120,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def commit(self, row: ForwardRow, nodes: Sequence[int] = ()) -> None:
-        """Commit the row's tokens and the accepted path `nodes`; free what the rest of the tree took.
+        """Commit the row's tokens and the accepted path `nodes`, and free the blocks of the rest of the tree.
 
-        The path's keys and values move to the positions that follow the committed tokens.
+        The keys and values of the path move to the positions after the committed tokens.
         """
         if any(node != depth for depth, node in enumerate(nodes)):
             self._pool.move(row.table, row.table.stored_len + len(row.tokens), nodes)

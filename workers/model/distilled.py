@@ -1,7 +1,7 @@
-"""A distilled draft into memory: its own layers between the target's embedding and the target's head.
+"""Loads a distilled draft: its own layers between the target's embedding and the target's head.
 
-Both were frozen while it was distilled, so they are read from the target's directory, and a draft that is shipped
-holds no more than its layers. Where it knows a part of the vocabulary only, the head keeps the rows of that part.
+Both were frozen during distillation, so they are read from the target's directory, and a shipped draft contains only
+its layers. If the draft has a reduced vocabulary, the head retains only the rows of its tokens.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DistilledDraft:
-    """A draft as `transformers` would have loaded it, were its weights all in one place."""
+    """A distilled draft with the target's embedding and head in place."""
 
     module: PreTrainedModel
     vocabulary: torch.Tensor | None
-    """The tokens of the head's rows, int64, rising; `None` where they are all."""
+    """The token of each row of the head, int64, ascending; `None`: all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ModelOutline:
-    """A model's class, its parameters without their values, and which of them are its ends."""
+    """A model's class, the shapes of its parameters, and the names of its embedding and head."""
 
     kind: type[PreTrainedModel]
     shapes: dict[str, tuple[int, ...]]
@@ -47,21 +47,21 @@ class _ModelOutline:
     head: str
 
     def is_own(self, name: str) -> bool:
-        """Whether a parameter is neither the embedding's nor the head's."""
+        """Whether a parameter belongs neither to the embedding nor to the head."""
         return not name.startswith((f"{self.embedding}.", f"{self.head}."))
 
 
 def load_distilled_draft(
     directory: Path, target: Path | None, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> DistilledDraft:
-    """Put a draft of this configuration together from its own directory and its target's.
+    """Load a draft of this configuration from its own directory and its target's.
 
-    Raises `ConfigurationError` without a target, and `ModelLoadError`, which names the field or the tensor, where the
-    directories do not hold what the card says.
+    Raises `ConfigurationError` without a target, and `ModelLoadError`, which names the field or the tensor, if a
+    directory does not match the draft card.
     """
     if target is None:
         raise ConfigurationError(
-            f"draft.model.path: {directory.name!r} is a distilled draft, which is loaded together with its target only"
+            f"draft.model.path: {directory.name!r} is a distilled draft, which needs the directory of its target"
         )
     card, tensors, vocabulary = read_draft_files(directory, config)
     if card.target != target.name:
@@ -90,7 +90,7 @@ def read_draft_files(
 ) -> tuple[DraftCard, dict[str, torch.Tensor], torch.Tensor | None]:
     """Read what a draft has of its own: its card, its parameters, its vocabulary (see `DistilledDraft`).
 
-    Raises `ModelLoadError`, which names the field or the tensor, where its directory does not hold what the card says.
+    Raises `ModelLoadError`, which names the field or the tensor, if its directory does not match the draft card.
     """
     card = read_card(directory)
     _check_config(directory, "its config.json", config, card)
@@ -121,7 +121,7 @@ def _check_config(directory: Path, what: str, config: PreTrainedConfig, card: Dr
 
 
 def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a file, mapped rather than read."""
+    """All tensors of a file, memory-mapped."""
     try:
         with safe_open(file, framework="pt") as stored:
             return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - it is no mapping
@@ -134,29 +134,29 @@ def _vocabulary(directory: Path, tokens: torch.Tensor | None, card: DraftCard) -
         return None
     where = f"draft directory {str(directory)!r}: tensor {VOCABULARY!r}"
     if card.vocabulary_size is None or tokens is None:
-        raise ModelLoadError(f"{where} must be there exactly if vocabulary_size is set in {CARD}")
+        raise ModelLoadError(f"{where} must be present if and only if vocabulary_size is set in {CARD}")
     if tokens.dtype is not torch.int32 or tokens.shape != (card.vocabulary_size,):
         raise ModelLoadError(f"{where} must be int32 [{card.vocabulary_size}], not {tokens.dtype} {list(tokens.shape)}")
     tokens = tokens.long()
     if bool((tokens.diff() <= 0).any()) or int(tokens[0]) < 0 or int(tokens[-1]) >= card.target_vocabulary_size:
-        raise ModelLoadError(f"{where} must hold rising token ids from 0 to {card.target_vocabulary_size - 1}")
+        raise ModelLoadError(f"{where} must hold ascending token ids from 0 to {card.target_vocabulary_size - 1}")
     return tokens
 
 
 def _check_own(directory: Path, tensors: dict[str, torch.Tensor], skeleton: _ModelOutline) -> None:
-    """The file must hold each of the draft's own parameters, and nothing else."""
+    """Check that the file holds exactly the draft's own parameters."""
     wanted = {name: shape for name, shape in skeleton.shapes.items() if skeleton.is_own(name)}
     where = f"draft directory {str(directory)!r}: {WEIGHTS}"
     if tensors.keys() != wanted.keys():
         missing, strange = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
-        raise ModelLoadError(f"{where} lacks {missing[:3] or 'nothing'} and has {strange[:3] or 'nothing'} too many")
+        raise ModelLoadError(f"{where} lacks {missing[:3]} and has the unknown tensors {strange[:3]}")
     for name, shape in wanted.items():
         if tuple(tensors[name].shape) != shape:
             raise ModelLoadError(f"{where}: {name} must be {list(shape)}, not {list(tensors[name].shape)}")
 
 
 def _shared_ends(target: Path, card: DraftCard) -> dict[tuple[str, str], torch.Tensor]:
-    """The target's embedding, and its head unless that is the embedding: by (end, parameter)."""
+    """The target's embedding, and its head unless it is tied to the embedding, by (part, parameter)."""
     try:
         config = AutoConfig.from_pretrained(target, trust_remote_code=False).get_text_config()
     except (OSError, ValueError, KeyError) as error:
@@ -177,10 +177,10 @@ def _shared_ends(target: Path, card: DraftCard) -> dict[tuple[str, str], torch.T
 
 
 def _reduce_head(module: PreTrainedModel, vocabulary: torch.Tensor) -> None:
-    """Leave the head the rows of `vocabulary`. A head that was the embedding is one of its own then."""
+    """Reduce the head to the rows of `vocabulary`. A head that was tied to the embedding becomes separate."""
     head = module.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        raise ModelLoadError(f"model type {module.config.model_type!r}: its head is no linear layer")
+        raise ModelLoadError(f"model type {module.config.model_type!r}: its head is not a linear layer")
     bias = head.bias
     with torch.device("meta"):
         reduced = nn.Linear(head.in_features, len(vocabulary), bias=bias is not None)

@@ -1,4 +1,4 @@
-"""What a distilled draft says of itself, in a file beside its weights. Reads no weights and needs no torch."""
+"""The draft card: a JSON file beside a distilled draft's weights that describes it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any, TypeGuard
 from cluster.core.errors import ModelLoadError, shorten
 
 CARD = "pilotfish_draft.json"
-"""The file's name; its presence tells a distilled draft."""
+"""Name of the file; a directory with it holds a distilled draft."""
 FORMAT_VERSION = 1
 WEIGHTS = "model.safetensors"
-"""The draft's own weights; the embedding and the head are the target's."""
+"""Name of the file with the draft's own weights; the embedding and the head are the target's."""
 VOCABULARY = "vocabulary"
-"""The tensor, int32 [vocabulary_size], that says which tokens a reduced head knows, in rising order."""
+"""Name of the tensor, int32 [vocabulary_size], with the tokens of a reduced head in ascending order."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCard:
-    """Which target the draft shares its embedding and its head with, and what it has of its own."""
+    """Describes a distilled draft and the target whose embedding and head it uses."""
 
     target: str
     """Name of the target."""
     target_vocabulary_size: int
-    """Tokens of the target, and rows of its embedding."""
+    """Number of tokens of the target, and of rows of its embedding."""
     hidden_size: int
-    """Width of the embedding, the target's and the draft's."""
+    """Width of the embedding, equal in target and draft."""
     layers: tuple[int, ...]
-    """The target's layers that the draft began as; empty where it began as something else."""
+    """The target layers that initialized the draft; empty if it was initialized otherwise."""
     vocabulary_size: int | None
-    """Tokens that the draft can guess; `None` where that is all of them."""
+    """Number of tokens that the draft can propose; `None`: all of the target's."""
 
     def write(self, directory: Path) -> None:
         """Write the card into the draft's directory."""

@@ -1,4 +1,4 @@
-"""Weights into memory, attention paged, heads and vocabulary divided among the ranks."""
+"""Loads a model for serving: weights, paged attention, tensor-parallel shards, kernels or compiled layers."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from workers.model.model_files import end_of_sequence_ids
 
 logger = logging.getLogger(__name__)
 
-# Layers follow the model's own plan; the head's, which gathers all logits on every rank, is replaced by one that
-# leaves each rank the logits of its own part of the vocabulary.
-_HEAD_STAYS_CUT = {"lm_head": "colwise"}
+# Layers follow the model's own plan. The head's own plan gathers all logits on every rank; with this one each rank
+# computes the logits of its own part of the vocabulary.
+_SHARDED_HEAD = {"lm_head": "colwise"}
 _QUANTIZATION_PACKAGES = {
     "awq": "gptqmodel",
     "bitsandbytes": "bitsandbytes",
@@ -54,13 +54,13 @@ def load_model(
     rank: int = 0,
     tensor_parallel: int = 1,
     max_context_len: int | None = None,
-    shared: Path | None = None,
+    target_directory: Path | None = None,
 ) -> LoadedModel:
     """Load a causal LM from the local directory `section.path` (see `resolve_model_directory`).
 
-    `shared` is the target's directory, of which a distilled draft takes its embedding and its head. With
-    `tensor_parallel > 1`, `torch.distributed` must be up; every rank calls this at once and keeps its own heads and
-    its own part of the vocabulary. Raises `ModelLoadError`, `ConfigurationError`.
+    `target_directory` is where a distilled draft reads its embedding and its head. With `tensor_parallel > 1`,
+    `torch.distributed` must be initialized; all ranks call this together, and each holds its own heads and its own
+    part of the vocabulary. Raises `ModelLoadError`, `ConfigurationError`.
     """
     directory = Path(section.path)
     device = choose_device(section.device, rank)
@@ -73,7 +73,7 @@ def load_model(
     if tensor_parallel > 1:
         check_divisible(config, tensor_parallel)
     register()
-    read = partial(_read, directory, config, dtype, device, tensor_parallel, shared)
+    read = partial(_read, directory, config, dtype, device, tensor_parallel, target_directory)
     module, vocabulary = read()
     vocabulary_size = int(config.get_text_config().vocab_size)
     model = LoadedModel(
@@ -100,7 +100,7 @@ def load_model(
             if native is not None:
                 return replace(model, native=native)
     replace_linear_layers(model.module, section.quantization)
-    _measure_layers(model.module, device)  # what replaced the layers is bound and tried
+    _measure_layers(model.module, device)  # binds attention again, and checks that the replaced layers run
     if should_compile(section):
         _compile(model.module, section, device)
     return model
@@ -112,21 +112,23 @@ def _read(
     dtype: torch.dtype,
     device: torch.device,
     tensor_parallel: int,
-    shared: Path | None,
+    target_directory: Path | None,
 ) -> tuple[PreTrainedModel, torch.Tensor | None]:
-    """The weights as `transformers` loads them, and the tokens of a head that does not know all.
+    """Load this rank's weights with `transformers`. The second result is the vocabulary of a reduced head, if any.
 
-    On this device, or this rank's part. Raises `ModelLoadError`, `ConfigurationError`.
+    Raises `ModelLoadError`, `ConfigurationError`.
     """
     if is_distilled(directory):
         if tensor_parallel > 1:
-            raise ConfigurationError(f"tensor_parallel: {tensor_parallel} is asked for and a distilled draft takes 1")
-        draft = load_distilled_draft(directory, shared, config, dtype, device)
+            raise ConfigurationError(
+                f"tensor_parallel: {tensor_parallel} is refused; for a distilled draft it must be 1"
+            )
+        draft = load_distilled_draft(directory, target_directory, config, dtype, device)
         draft.module.eval().requires_grad_(False)
         return draft.module, draft.vocabulary
     arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION_NAME, "use_safetensors": True}
     if tensor_parallel > 1:
-        arguments["distributed_config"] = DistributedConfig(tp_size=tensor_parallel, tp_plan=_HEAD_STAYS_CUT)
+        arguments["distributed_config"] = DistributedConfig(tp_size=tensor_parallel, tp_plan=_SHARDED_HEAD)
     else:
         arguments["device_map"] = {"": device}
     try:
@@ -157,10 +159,10 @@ def _missing_library(directory: Path, config: PreTrainedConfig, error: ImportErr
 
 @contextmanager
 def _ranks_on(device: torch.device) -> Iterator[None]:
-    """Lay the ranks out on the device that was asked for.
+    """Make `transformers` build its device mesh on the configured device.
 
-    `transformers` takes the accelerator that torch was built for, whether or not there is one and whatever the
-    configuration says; it offers no argument for it.
+    By itself it uses the accelerator that torch was built for, even where there is none, and has no argument to
+    choose another device.
     """
 
     def on_device(config: DistributedConfig) -> tuple[torch.device, TransformersDeviceMesh]:
@@ -168,7 +170,7 @@ def _ranks_on(device: torch.device) -> Iterator[None]:
             torch.cuda.set_device(device)
         shape = (1, 1, 1, config.tp_size or 1)
         dense = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
-        # Experts are not divided here (ep_size 1): all ranks lie on the axis that is left over.
+        # Experts are not sharded (ep_size 1), so all ranks lie on the remaining axis.
         expert = init_device_mesh(
             device.type, (1, 1, shape[3], 1), mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep")
         )
@@ -179,12 +181,12 @@ def _ranks_on(device: torch.device) -> Iterator[None]:
 
 
 def choose_device(wanted: str, rank: int) -> torch.device:
-    """The device of a rank. Raises `ConfigurationError` when CUDA is wanted and absent."""
+    """The device of a rank. Raises `ConfigurationError` if CUDA is configured and absent."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigurationError("device: cuda is asked for and torch finds no CUDA device")
-    # Ray shows each rank its own GPUs only; a rank that sees them all takes its own.
+        raise ConfigurationError("device: cuda is refused; torch finds no CUDA device")
+    # Ray shows each rank only its own GPUs. A rank that sees all GPUs takes the one of its number.
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
@@ -202,7 +204,7 @@ def check_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
             )
     if not getattr(text, "base_model_tp_plan", None):
         raise ConfigurationError(
-            f"target.tensor_parallel: {tensor_parallel} is asked for and model type {text.model_type!r} "
+            f"target.tensor_parallel: {tensor_parallel} is refused, because model type {text.model_type!r} "
             "has no tensor-parallel plan in transformers; it must be 1"
         )
 
@@ -218,20 +220,22 @@ def _load_config(directory: Path) -> PreTrainedConfig:
 
 
 def _first_token(vocabulary_size: int, rank: int, ranks: int) -> int:
-    """Where a rank's part of the vocabulary begins: equal parts, the last one shorter."""
+    """First token of a rank's part of the vocabulary. The parts are equal, and the last one may be shorter."""
     return min(rank * -(-vocabulary_size // ranks), vocabulary_size)
 
 
 def _measure_layers(module: PreTrainedModel, device: torch.device) -> tuple[LayerShape, ...]:
-    """What each layer stores, seen in one forward pass rather than guessed from the configuration."""
+    """The shape of each attention layer, measured in a forward pass, since configurations differ between families."""
     found = _probe(module, device, 1)
     if not found or sorted(found) != list(range(len(found))):
-        raise ModelLoadError(f"model type {module.config.model_type!r}: its attention layers cannot be told apart")
+        raise ModelLoadError(
+            f"model type {module.config.model_type!r}: its attention layers have no distinct layer_idx"
+        )
     return tuple(LayerShape(*found[layer]) for layer in range(len(found)))
 
 
 def _probe(module: PreTrainedModel, device: torch.device, width: int) -> dict[int, Probed]:
-    """What attention is asked for in a forward pass over `width` tokens; none is computed."""
+    """Run a forward pass over `width` tokens that records the arguments of attention instead of computing it."""
     paged = bind(module)
     paged.probe = {}
     try:
@@ -247,19 +251,19 @@ def _probe(module: PreTrainedModel, device: torch.device, width: int) -> dict[in
 
 
 def _compile(module: PreTrainedModel, section: ModelSection, device: torch.device) -> None:
-    """Compile the layers. What cannot be compiled is served as it is, unless it was insisted on (`ModelLoadError`)."""
+    """Compile the layers. A failure is logged, and with `compile: on` raises `ModelLoadError`."""
     compile_layers(module, section.compile_directory)
     try:
         _probe(module, device, WARM_UP_WIDTHS[0])
-    except Exception as error:  # compilers raise whatever they meet
+    except Exception as error:  # the compiler may raise anything
         if section.compile == "on":
             raise ModelLoadError(f"model type {module.config.model_type!r} cannot be compiled: {error}") from error
-        logger.warning("model type %r cannot be compiled and is served as it is: %s", module.config.model_type, error)
+        logger.warning("model type %r cannot be compiled and runs uncompiled: %s", module.config.model_type, error)
         undo_compile(module)
 
 
 def _context_len(config: PreTrainedConfig, wanted: int | None) -> int:
     own = int(config.get_text_config().max_position_embeddings)
     if wanted is not None and wanted > own:
-        raise ConfigurationError(f"target.max_context_len: {wanted} is refused; the model's own bound is {own}")
+        raise ConfigurationError(f"target.max_context_len: {wanted} is refused; the model's limit is {own}")
     return wanted or own

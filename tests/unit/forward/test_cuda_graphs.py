@@ -149,7 +149,7 @@ def test_a_model_that_cannot_be_recorded_is_served_without(tmp_path: Path, caplo
     (expected, _), (actual, _) = scenario(plain), scenario(bench)
     assert all((one - other).abs().max() < TOLERANCE for one, other in zip(expected, actual, strict=True))
     assert len(asked) == 1
-    assert "no further passes are recorded" in caplog.text
+    assert "no further passes are captured" in caplog.text
 
 
 def test_a_size_whose_kernel_cannot_be_made_runs_without_a_frame(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -129,6 +129,7 @@ def visited_slots(layout: StepLayout, place: LayerPlacement, tokens: int) -> dic
     return found
 
 
+@settings(deadline=None)
 @given(steps(), steps(), st.sampled_from(WINDOWS))
 def test_a_token_sees_in_its_frame_what_it_sees_without(
     first: list[RowShape], second: list[RowShape], window: AttentionWindow

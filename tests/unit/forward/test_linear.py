@@ -220,7 +220,7 @@ def test_eight_bits_take_the_memory_of_eight_bits(tmp_path: Path) -> None:
     model = loaded(tmp_path, "llama", torch.bfloat16)
     whole = sum(module.weight.numel() for module in linears(model))
     replace_linear_layers(model, "int8")
-    products = [linear._entries[handle].product for handle in linear._entries.keys() - known]
+    products = [linear._entries[handle].kernel for handle in linear._entries.keys() - known]
     assert all(isinstance(product, Int8Kernel) for product in products)
     held = sum(tensor.nbytes for product in products for tensor in (product.weight, product.scale))
     assert whole <= held < 1.06 * whole

@@ -185,7 +185,7 @@ def test_weights_that_are_not_safetensors_are_not_loaded(tmp_path: Path) -> None
 
 def test_a_context_beyond_the_models_own_is_refused(tmp_path: Path) -> None:
     directory = tiny.save(tmp_path, tiny.llama())
-    with pytest.raises(ConfigurationError, match="max_context_len: 1000 is refused; the model's own bound is 256"):
+    with pytest.raises(ConfigurationError, match="max_context_len: 1000 is refused; the model's limit is 256"):
         load_model(ModelSection(path=str(directory), device="cpu"), max_context_len=1000)
 
 

@@ -45,7 +45,7 @@ Load = Callable[..., LoadedModel]
 def load(target: Path, code: Path) -> Load:
     def loaded(directory: Path, shared: Path | None = target, **settings: Any) -> LoadedModel:
         section = {"path": str(directory), "device": "cpu", "compile": "off", "compile_directory": str(code)}
-        return load_model(ModelSection.model_validate(section | settings), shared=shared)
+        return load_model(ModelSection.model_validate(section | settings), target_directory=shared)
 
     return loaded
 
@@ -99,9 +99,9 @@ def test_a_draft_need_not_be_of_its_targets_family(load: Load, target: Path, tmp
 def test_a_draft_without_its_target_is_refused(target: Path, load: Load, tmp_path: Path) -> None:
     draft = distilled_draft.save(target, tmp_path / "draft")
     with pytest.raises(ConfigurationError, match=r"draft\.model\.path.*target"):
-        load(draft, shared=None)
+        load(draft, target_directory=None)
     with pytest.raises(ModelLoadError, match="nowhere"):
-        load(draft, shared=tmp_path / "nowhere")
+        load(draft, target_directory=tmp_path / "nowhere")
 
 
 def test_a_draft_of_another_target_is_told_of(
@@ -109,7 +109,7 @@ def test_a_draft_of_another_target_is_told_of(
 ) -> None:
     other = tmp_path / "other"
     shutil.copytree(target, other)
-    load(distilled_draft.save(target, tmp_path / "draft"), shared=other)
+    load(distilled_draft.save(target, tmp_path / "draft"), target_directory=other)
     assert "distilled from target, the target is other" in caplog.text
 
 
@@ -179,7 +179,7 @@ def test_a_target_of_another_shape_is_refused(target: Path, load: Load, tmp_path
     with pytest.raises(
         ModelLoadError, match=r"hidden_size is 48 in .* and 24 in the config.json of the target 'other'"
     ):
-        load(distilled_draft.save(target, tmp_path / "draft"), shared=other)
+        load(distilled_draft.save(target, tmp_path / "draft"), target_directory=other)
 
 
 def test_a_target_without_its_ends_is_refused(target: Path, load: Load, tmp_path: Path) -> None:
@@ -190,4 +190,4 @@ def test_a_target_without_its_ends_is_refused(target: Path, load: Load, tmp_path
         del weights[end]
         save_file(weights, other / WEIGHTS)
         with pytest.raises(ModelLoadError, match=f"hold no {end}"):
-            load(distilled_draft.save(target, tmp_path / "draft"), shared=other)
+            load(distilled_draft.save(target, tmp_path / "draft"), target_directory=other)

@@ -1,15 +1,15 @@
 /* Paged attention for ragged rows of committed tokens and token trees, on CPU.
 
-   One call serves all rows of a step in one layer. It stores the fresh keys and values, then lets every query attend
-   to the positions it sees: the committed ones up to itself (within its window, or among the sinks), and, for a node
-   of a tree, its ancestors. Keys are taken in tiles of as many positions as two vectors have lanes, read straight from
-   the pool's blocks and turned, so that a query's products with them grow in those lanes; the softmax is computed while
-   reading (Milakov and Gimelshein 2018; Dao et al. 2022), in single precision.
+   One call serves all rows of a step in one layer. It stores the new keys and values. Then every query attends to the
+   positions that it sees: the committed ones up to its own (inside its window, or among the sinks), and, for a node of
+   a tree, its ancestors. Keys are processed in tiles of as many positions as two vectors have lanes. A tile is read
+   from the pool's blocks and transposed, so that each lane accumulates the product with one key. The softmax is
+   computed online (Milakov and Gimelshein 2018; Dao et al. 2022), in single precision.
 
-   Work is divided by row, tile of queries and, where there is little of it, KV head: heads lie side by side in the
-   pool, and whoever reads one of them is well advised to read them all. A query's sums run over its own positions, in their order, in
-   tiles that begin at fixed positions: neither the batch, nor the number of threads, nor where in a tree a token
-   stands changes a bit of the result. */
+   Work is divided by row, by tile of queries and, if there is little work, by KV head: heads are adjacent in the pool,
+   so it is faster to read all of them together. A query's sums run over its own positions in order, in tiles that
+   begin at fixed positions. So no bit of the result depends on the batch, the number of threads, or the position of a
+   token inside a tree. */
 
 #include <omp.h>
 
@@ -21,14 +21,14 @@
 
 #define HALVES 2        /* vectors of a tile */
 #define KEYS (HALVES * LANES) /* positions per tile: that many lanes */
-#define GROUP (REGISTERS / 8) /* query vectors that share a reading of keys and values */
-#define CHAINS 2        /* sums of one product that grow side by side */
-#define WIDTH 4         /* vectors of a value that are summed side by side */
+#define GROUP (REGISTERS / 8) /* query vectors per reading of keys and values */
+#define CHAINS 2        /* independent partial sums per product */
+#define WIDTH 4         /* vectors of a value that are accumulated together */
 #define QUERIES 24      /* query vectors of one KV head per item of work, about */
-#define MOST_VECTORS 64 /* and at most: heads that share a KV head */
+#define MOST_VECTORS 64 /* at most: query heads per KV head */
 #define MOST_DIM 256    /* largest head dimension */
 #define MOST_STATES 256 /* query vectors per item, of all its KV heads */
-#define ITEMS 4         /* items for each thread: they take unequal time */
+#define ITEMS 4         /* items per thread, because items take unequal time */
 
 #define ALL (UINT32_MAX >> (32 - KEYS)) /* of a tile's positions, as bits */
 
@@ -44,7 +44,7 @@ typedef struct {
     const float *value[KEYS];             /* [padded] each */
 } Work;
 
-/* What is no finite number is stored as one: a freed block may be read, masked, by the next sequence that gets it. */
+/* NaN and infinity are stored as finite numbers: the next sequence that gets the block may read it, masked. */
 static inline uint16_t finite_bfloat16(uint16_t value)
 {
     if ((value & 0x7f80) != 0x7f80) return value;
@@ -61,7 +61,7 @@ static inline float finite_float32(float value)
     return value;
 }
 
-/* Which of the positions first … first + KEYS - 1 the token sees, as bits. */
+/* The positions among first … first + KEYS - 1 that the token sees, as bits. */
 static inline uint32_t visible(const Step *step, const Layer *layer, int64_t token, int64_t first)
 {
     const int64_t own = step->position[token];
@@ -73,7 +73,7 @@ static inline uint32_t visible(const Step *step, const Layer *layer, int64_t tok
     return seen;
 }
 
-/* Where the keys and values that the token sees in a tile are stored, in positions of the pool; -1 where it sees none. */
+/* The slots of the keys and values of a tile that the token sees; -1 for positions that it does not see. */
 static void locate(const Step *step, const Layer *layer, int64_t row, int64_t token, int64_t first, uint32_t seen, int64_t *slots)
 {
     const int64_t size = step->block_size, base = step->base_len[row];
@@ -112,8 +112,8 @@ static inline float most_of_lanes(Vector first, Vector second)
 #endif
 }
 
-/* A square of LANES vectors, rows for columns, to their half of the tile. */
-static inline void turn(const Vector *rows, float *to)
+/* Transpose LANES vectors into their half of the tile. */
+static inline void transpose(const Vector *rows, float *to)
 {
 #if defined(IS_AVX512)
     __m512 a[LANES], b[LANES];
@@ -158,9 +158,9 @@ static inline void turn(const Vector *rows, float *to)
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* One tile of keys and values for `count` query vectors, of the numbers in `which`: the running softmax. `seen`: the
-   positions that each sees, at least one. Every vector's sums have one order, whoever is in its group. */
-INLINE void weigh(Work *work, const int64_t *which, const uint32_t *seen, const int count)
+/* Add one tile of keys and values to the running softmax of the `count` query vectors `which`. `seen`: the positions
+   that each vector sees, at least one. The order of a vector's sums does not depend on the other vectors. */
+INLINE void accumulate_tile(Work *work, const int64_t *which, const uint32_t *seen, const int count)
 {
     const int64_t padded = work->padded;
     Vector part[GROUP][CHAINS][HALVES];
@@ -223,13 +223,13 @@ INLINE void weigh(Work *work, const int64_t *which, const uint32_t *seen, const 
     }
 }
 
-/* The same for as many as there are. */
-static void weigh_all(Work *work, const int64_t *which, const uint32_t *seen, int64_t count)
+/* The same for any number of query vectors. */
+static void accumulate_all(Work *work, const int64_t *which, const uint32_t *seen, int64_t count)
 {
-    for (; count >= GROUP; count -= GROUP, which += GROUP, seen += GROUP) weigh(work, which, seen, GROUP);
-    if (GROUP > 3 && count == 3) weigh(work, which, seen, 3);
-    else if (GROUP > 2 && count == 2) weigh(work, which, seen, 2);
-    else if (count == 1) weigh(work, which, seen, 1);
+    for (; count >= GROUP; count -= GROUP, which += GROUP, seen += GROUP) accumulate_tile(work, which, seen, GROUP);
+    if (GROUP > 3 && count == 3) accumulate_tile(work, which, seen, 3);
+    else if (GROUP > 2 && count == 2) accumulate_tile(work, which, seen, 2);
+    else if (count == 1) accumulate_tile(work, which, seen, 1);
 }
 
 static inline int64_t tokens_per_item(const Layer *layer)
@@ -243,7 +243,7 @@ static inline int64_t padded_dim(const Layer *layer)
     return (layer->dim + LANES - 1) / LANES * LANES;
 }
 
-/* KV heads that one item may hold the queries of. */
+/* The number of KV heads whose queries fit into one item. */
 static inline int64_t heads_that_fit(const Layer *layer)
 {
     const int64_t vectors = tokens_per_item(layer) * (layer->heads / layer->kv_heads);
@@ -336,7 +336,7 @@ static inline void load_##NAME(Work *work, const Layer *layer, int64_t head, con
         for (int half = 0; half < KEYS; half += LANES) {                                                               \
             Vector rows[LANES];                                                                                        \
             _Pragma("GCC unroll 16") for (int k = 0; k < LANES; k++) rows[k] = take_##NAME(key[half + k] + d, dim - d); \
-            turn(rows, work->keys + d * KEYS + half);                                                                  \
+            transpose(rows, work->keys + d * KEYS + half);                                                                  \
         }                                                                                                              \
     }                                                                                                                  \
     for (int64_t d = 0; d < padded && !is_direct; d += LANES)                                                          \
@@ -383,12 +383,12 @@ static void attend_##NAME(const Step *step, const Layer *layer, int64_t row, int
         for (int64_t h = 0; h < heads && some; h++) {                                                                  \
             if (is_common) {                                                                                           \
                 load_##NAME(&work, layer, head + h, slots);                                                            \
-                weigh_all(&work, which, seen, some);                                                                   \
+                accumulate_all(&work, which, seen, some);                                                                   \
             } else                                                                                                     \
                 for (int64_t from = 0; from < some; from += shared) {                                                  \
                     locate(step, layer, row, token + which[from] % vectors / shared, first, seen[from], slots);        \
                     load_##NAME(&work, layer, head + h, slots);                                                        \
-                    weigh_all(&work, which + from, seen + from, shared);                                               \
+                    accumulate_all(&work, which + from, seen + from, shared);                                               \
                 }                                                                                                      \
             for (int64_t i = 0; i < some; i++) which[i] += vectors;                                                    \
         }                                                                                                              \

@@ -1,4 +1,4 @@
-/* What the attention kernel offers to the decoder. See attention.c. */
+/* The interface of the attention kernel for the decoder. See attention.c. */
 
 #ifndef PILOTFISH_ATTENTION_H
 #define PILOTFISH_ATTENTION_H
@@ -7,9 +7,8 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Vectors are as wide as the processor's registers, and sums as many as it has registers for: what does not fit is
-   written to memory and read again at every product, which is slower by an order of magnitude. Other widths than the
-   processor's own are right as well, and slow. */
+/* Vectors are as wide as the processor's registers, and the number of sums fits its registers: spilled sums would make
+   every product slower by an order of magnitude. Other widths than the processor's own are correct, but slow. */
 #if !defined(LANES) && defined(__AVX512F__)
 #define LANES 16    /* floats of a vector */
 #define REGISTERS 32
@@ -31,7 +30,7 @@ enum { FLOAT32, BFLOAT16, INT8 }; /* kinds of numbers */
 
 typedef struct {
     int64_t rows, tokens, block_size, most_blocks, most_depth;
-    const int32_t *blocks;      /* [tables, rows, most_blocks], negative where nothing is kept */
+    const int32_t *blocks;      /* [tables, rows, most_blocks], negative for a block that left the window */
     const int64_t *slots;       /* [tables, tokens] where each token's key and value are stored */
     const int32_t *first_token; /* [rows + 1] */
     const int32_t *stored_len;  /* [rows] positions stored before this step */
@@ -79,7 +78,7 @@ static inline float widen_bfloat16(uint16_t value)
     return wide;
 }
 
-/* To the nearest, ties to even; what is not a number stays none. */
+/* Round to nearest, ties to even; NaN stays NaN. */
 static inline uint16_t narrow_bfloat16(float value)
 {
     uint32_t bits;
@@ -88,7 +87,7 @@ static inline uint16_t narrow_bfloat16(float value)
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : rounded);
 }
 
-/* Floats as numbers of a kind that is not INT8, behind the first `at` of them. */
+/* Store floats as FLOAT32 or BFLOAT16 numbers, from index `at` on. */
 static inline void put(void *to, int64_t kind, int64_t at, const float *from, int64_t count)
 {
     if (kind == BFLOAT16)
@@ -101,16 +100,16 @@ static inline void put(void *to, int64_t kind, int64_t at, const float *from, in
 void pilotfish_store_bfloat16(const Step *step, const Layer *layer, int64_t token);
 void pilotfish_store_float32(const Step *step, const Layer *layer, int64_t token);
 
-/* How a layer's work is divided: by tile of a row's queries, and by groups of `heads` KV heads. */
+/* A layer's work items: tiles of a row's queries times groups of `heads` KV heads. */
 typedef struct {
     int64_t count, tiles, heads;
     const int64_t *first; /* [rows + 1] each row's first tile */
 } Items;
 
-/* Items of a step in one layer, for a team of so many threads; `first` [rows + 1] is filled. */
+/* The items of a step in one layer for `team` threads. Fills `first` [rows + 1]. */
 Items pilotfish_items(const Step *step, const Layer *layer, int64_t team, int64_t *first);
 
-/* Do one of them: all keys and values of the step must be stored. */
+/* Compute one item. All keys and values of the step must be stored first. */
 void pilotfish_item_bfloat16(const Step *step, const Layer *layer, const Items *items, int64_t item);
 void pilotfish_item_float32(const Step *step, const Layer *layer, const Items *items, int64_t item);
 

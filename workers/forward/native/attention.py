@@ -1,4 +1,4 @@
-"""The paged attention kernel for CPU, and a step's rows as it reads them."""
+"""The paged attention kernel for CPU, and the step structure that it reads. See attention.c."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from workers.kv.groups import KvCacheGroups, LayerPlacement
 from workers.kv.spec import KvCacheSpec
 
 _NAMES = {torch.bfloat16: "pilotfish_attend_bfloat16", torch.float32: "pilotfish_attend_float32"}
-MOST_VECTORS = 64
-MOST_DIM = 256
+MOST_VECTORS = 64  # query heads per KV head, as in attention.c
+MOST_DIM = 256  # head dimension, as in attention.c
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
@@ -45,16 +45,16 @@ class LayerHeader(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeStep:
-    """A step's rows as the kernel reads them. Its numbers live as long as it does."""
+    """A step's rows as the kernel reads them. `header` points into `arrays`."""
 
     header: StepHeader
     arrays: tuple[npt.NDArray[np.generic], ...]
     end: int
-    """Positions that its longest row has when it is through."""
+    """Length of the longest row after this step."""
 
 
 class Kernel:
-    """Attention over one pool's blocks."""
+    """Attention over the blocks of a pool of one dtype."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self._attend = library[_NAMES[dtype]]
@@ -71,7 +71,7 @@ class Kernel:
         pool: tuple[torch.Tensor, torch.Tensor],  # [blocks, block_size, kv_heads, dim]
         scale: float,
     ) -> torch.Tensor:
-        """Store the fresh keys and values, then attend. Returns `[1, tokens, heads, dim]`."""
+        """Store the new keys and values, then attend. Returns `[1, tokens, heads, dim]`."""
         query, key, value = (_dense(tensor) for tensor in (query, key, value))
         _, heads, tokens, dim = query.shape
         output = torch.empty((1, tokens, heads, dim), dtype=query.dtype)
@@ -93,12 +93,12 @@ class Kernel:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """As it is, where the numbers of one head lie side by side."""
+    """The tensor itself if each head's numbers are contiguous, else a contiguous copy."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def build_native_step(rows: Sequence[RowShape], kv_groups: KvCacheGroups) -> NativeStep:
-    """Tokens of the step are the rows' tokens, one row after another."""
+    """Build the kernel's step structure. The tokens of the step are the rows' tokens, one row after another."""
     layout = kv_groups.layout
     size, tables = layout.block_size, layout.tables
     most_blocks = max(-(-row.end // size) for row in rows)
@@ -132,7 +132,7 @@ def build_native_step(rows: Sequence[RowShape], kv_groups: KvCacheGroups) -> Nat
 
 
 def _paths(row: RowShape) -> list[list[int]]:
-    """For each node the nodes from the root down to itself."""
+    """For each node, the path from the root to the node itself."""
     paths: list[list[int]] = []
     for node, parent in enumerate(row.tree.parents):
         paths.append([*(paths[parent] if parent >= 0 else ()), node])

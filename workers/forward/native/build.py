@@ -1,4 +1,4 @@
-"""The kernels' code, built by this machine's compiler when first wanted, and kept for the next start."""
+"""Builds the CPU kernels with this machine's C compiler on first use, and keeps the library for the next start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# Nothing that lets the compiler change the order of sums: results must not depend on how many rows a step has.
+# No flag may let the compiler reorder sums: results must not depend on the number of rows in a step.
 _FLAGS = [
     *("-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"),
     *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
@@ -27,10 +27,10 @@ _BUILD_SECONDS = 120.0
 
 @cache
 def load_library(directory: str | None) -> ctypes.CDLL | None:
-    """Build once per machine where `directory` keeps it, once per process otherwise; `None` where that fails."""
+    """Load the library, building it if `directory` does not have it. Returns `None` if it cannot be built."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        logger.warning("no C compiler: models on this CPU are computed on a slower path")
+        logger.warning("no C compiler found: models on this CPU use a slower path")
         return None
     try:
         if directory is not None:
@@ -38,12 +38,12 @@ def load_library(directory: str | None) -> ctypes.CDLL | None:
         with tempfile.TemporaryDirectory(prefix="pilotfish-") as temporary:
             return ctypes.CDLL(str(_build(compiler, Path(temporary))))
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("the kernels for this CPU cannot be built, a slower path is taken: %s", error)
+        logger.warning("the CPU kernels cannot be built, a slower path is used: %s", error)
         return None
 
 
 def _build(compiler: str, directory: Path) -> Path:
-    """The shared library for these sources, these flags and this processor. OpenMP is the one that torch has loaded."""
+    """The shared library for these sources, flags and processor. It uses the OpenMP runtime that torch has loaded."""
     code = {name: resources.files(__package__).joinpath(name).read_bytes() for name in (*_HEADERS, *_SOURCES)}
     identity = hashlib.sha256(b"\0".join((*code.values(), " ".join(_FLAGS).encode(), _processor()))).hexdigest()[:24]
     library = directory / f"kernels-{identity}.so"
@@ -59,12 +59,14 @@ def _build(compiler: str, directory: Path) -> Path:
             subprocess.run(  # noqa: S603 - our own source, with the compiler of this machine
                 [compiler, *command], cwd=workplace, check=True, capture_output=True, timeout=_BUILD_SECONDS
             )
-        os.replace(Path(workplace, library.name), library)  # several processes may build: all make the same
+        os.replace(
+            Path(workplace, library.name), library
+        )  # processes may build at the same time; all build the same library
     return library
 
 
 def _processor() -> bytes:
-    """What `-march=native` stands for."""
+    """A description of the processor, which decides what `-march=native` means."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:

@@ -1,13 +1,13 @@
-/* All decoder layers of a Llama-like model, and its head, in one call, on CPU.
+/* All decoder layers of a Llama-like model and its head in one call, on CPU.
 
-   A step of decoding is the reading of the weights: everything else has to stay out of its way. So there is one
-   parallel region for the whole pass, the matrices are packed in the order in which they are read, and what follows a
-   product (bias, residual, gated activation) happens while its results are still in registers.
+   Reading the weights bounds a decoding step. So there is one parallel region for the whole pass, the matrices are
+   packed in the order in which they are read, and the operations after a product (bias, residual, gated activation)
+   are applied while its results are still in registers.
 
-   Every output is summed over the inputs in one fixed order, whatever the number of rows and threads: a token's logits
-   do not depend on what else is in the step, in any precision, to the last bit.
+   Every output is summed over the inputs in one fixed order, whatever the number of rows and threads. A token's logits
+   are the same to the last bit, whatever else is in the step, in every precision.
 
-   Activations are kept in single precision; they are rounded to bfloat16 where the processor multiplies bfloat16. */
+   Activations are float32. They are rounded to bfloat16 if the processor multiplies bfloat16. */
 
 #include <omp.h>
 #include <sched.h>
@@ -28,18 +28,18 @@
 
 #define COLUMNS (2 * LANES) /* outputs of a block: two vectors */
 #if REGISTERS == 32
-#define ROWS 8 /* rows of activations that share a reading of the weights */
+#define ROWS 8 /* rows of activations that are multiplied per reading of the weights */
 #else
 #define ROWS 6
 #endif
-#define PATIENCE 4000 /* turns that a thread waits for the others before it lets somebody else run */
-#define AHEAD 8192   /* bytes of weights to ask for in advance: the more rows, the less far the processor itself looks */
+#define SPINS 4000 /* spins that a thread waits for the others before it yields its core */
+#define AHEAD 8192   /* bytes of weights to prefetch: with many rows, the processor's own prefetcher does not reach far enough */
 
 typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4)));
 
 /* A packed matrix: blocks of COLUMNS outputs, each [inputs, COLUMNS] (bfloat16: [inputs / 2, COLUMNS, 2]). */
 typedef struct {
-    int64_t kind, inputs, outputs, blocks; /* what is beyond `outputs` is zeros */
+    int64_t kind, inputs, outputs, blocks; /* the last block is padded with zeros */
     const void *weights;
     const float *scale; /* [blocks * COLUMNS] for INT8 */
     const float *bias;  /* [blocks * COLUMNS], or none */
@@ -64,35 +64,35 @@ typedef struct {
     const float *cos, *sin; /* [positions, dim] */
 } Decoder;
 
-/* Where the threads of a pass meet. OpenMP's own barrier spins for milliseconds when a thread has lost its core. */
+/* A barrier for the threads of a pass. OpenMP's own barrier spins for milliseconds if a thread has lost its core. */
 typedef struct {
-    atomic_int arrived, turn;
+    atomic_int arrived, generation;
     int team;
-} Meeting;
+} Barrier;
 
 typedef struct {
     const int64_t *tokens;   /* [tokens] */
-    const int64_t *selected; /* [count] places of those whose logits are wanted */
+    const int64_t *selected; /* [count] indices of the tokens whose logits are computed */
     int64_t count;
     float *logits;         /* [count, vocabulary] */
     float *x;              /* [tokens, hidden] the residual stream */
     void *input;           /* [tokens, widest] what the next product multiplies */
-    void *gated;           /* [tokens, inner] the same, behind the gate */
+    void *gated;           /* [tokens, inner] the input of the down projection */
     float *qkv;            /* [tokens, (heads + 2 kv_heads) * dim] */
     float *query;          /* [tokens, heads, dim] */
     void *key, *value;     /* [tokens, kv_heads, dim] as they are stored */
 } Pass;
 
-static void meet(Meeting *meeting)
+static void wait_for_all(Barrier *barrier)
 {
-    const int turn = atomic_load_explicit(&meeting->turn, memory_order_relaxed);
-    if (atomic_fetch_add_explicit(&meeting->arrived, 1, memory_order_acq_rel) == meeting->team - 1) {
-        atomic_store_explicit(&meeting->arrived, 0, memory_order_relaxed);
-        atomic_store_explicit(&meeting->turn, turn + 1, memory_order_release);
+    const int generation = atomic_load_explicit(&barrier->generation, memory_order_relaxed);
+    if (atomic_fetch_add_explicit(&barrier->arrived, 1, memory_order_acq_rel) == barrier->team - 1) {
+        atomic_store_explicit(&barrier->arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&barrier->generation, generation + 1, memory_order_release);
         return;
     }
-    for (int waited = 0; atomic_load_explicit(&meeting->turn, memory_order_acquire) == turn; waited++)
-        if (waited > PATIENCE) sched_yield();
+    for (int waited = 0; atomic_load_explicit(&barrier->generation, memory_order_acquire) == generation; waited++)
+        if (waited > SPINS) sched_yield();
 }
 
 /* --- products -------------------------------------------------------------------------------- */
@@ -102,7 +102,7 @@ typedef enum { STORE, ADD, GATE } After;
 typedef struct {
     After after;
     float *to;      /* STORE, ADD: [rows, width] */
-    void *input;    /* GATE: [rows, width] in the form that the next product multiplies */
+    void *input;    /* GATE: [rows, width] in the type of the next product's input */
     int64_t width;
     int64_t kind;   /* GATE: of the next product */
 } Output;
@@ -113,13 +113,13 @@ static inline float sigmoid_weighted(float x)
     return x * (x < 0 ? small : 1.0f) / (1.0f + small);
 }
 
-/* What a matrix multiplies. */
+/* The type of a matrix's input. */
 static inline int64_t factor_kind(const Matrix *matrix)
 {
     return matrix->kind == BFLOAT16 && HAS_BFLOAT16_PRODUCTS ? BFLOAT16 : FLOAT32;
 }
 
-/* What follows a product, for one row of a block. */
+/* Apply the operations after a product to one row of a block. */
 static inline void finish(const Matrix *matrix, const Output *output, int64_t block, int64_t row, Vector first, Vector second)
 {
     const int64_t at = block * COLUMNS;
@@ -151,38 +151,38 @@ static inline void finish(const Matrix *matrix, const Output *output, int64_t bl
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Which outputs, of which rows; and which reading of these weights it is, of how many. */
+/* A block of outputs, the first row, the index of this reading of the weights, and the number of readings. */
 typedef struct {
     int64_t block, row, reading, readings;
 } Tile;
 
-/* Weights that will be wanted soon. Where rows of activations take several readings of a block, each of them asks for
-   its share of the next block, so that memory is read all the time and not in the first reading alone. */
+/* The weights to prefetch. If a block is read several times, each reading prefetches its share of the next block, so
+   that memory is read evenly and not only during the first reading. */
 typedef struct {
     const char *at;
-    int64_t pace; /* bytes for each pair of vectors */
-} Foresight;
+    int64_t stride; /* bytes for each pair of vectors */
+} Prefetch;
 
-INLINE Foresight foresight(const void *weights, int64_t bytes, int64_t pace, int64_t reading, int64_t readings)
+INLINE Prefetch prefetch_plan(const void *weights, int64_t bytes, int64_t stride, int64_t reading, int64_t readings)
 {
-    if (readings == 1) return (Foresight){(const char *)weights + AHEAD, pace};
-    return (Foresight){(const char *)weights + bytes + reading * bytes / readings, (pace + readings - 1) / readings};
+    if (readings == 1) return (Prefetch){(const char *)weights + AHEAD, stride};
+    return (Prefetch){(const char *)weights + bytes + reading * bytes / readings, (stride + readings - 1) / readings};
 }
 
-INLINE void foresee(Foresight *next)
+INLINE void prefetch_next(Prefetch *next)
 {
     __builtin_prefetch(next->at, 0, 3);
-    if (next->pace > LINE) __builtin_prefetch(next->at + LINE, 0, 3);
-    next->at += next->pace;
+    if (next->stride > LINE) __builtin_prefetch(next->at + LINE, 0, 3);
+    next->at += next->stride;
 }
 
 INLINE void rows_float32(const Matrix *matrix, const float *x, const Tile *tile, int rows, Vector sum[][2])
 {
     const int64_t inputs = matrix->inputs, bytes = COLUMNS * (int64_t)sizeof(float);
     const float *weights = (const float *)matrix->weights + tile->block * inputs * COLUMNS;
-    Foresight next = foresight(weights, inputs * bytes, bytes, tile->reading, tile->readings);
+    Prefetch next = prefetch_plan(weights, inputs * bytes, bytes, tile->reading, tile->readings);
     for (int64_t k = 0; k < inputs; k++, weights += COLUMNS) {
-        foresee(&next);
+        prefetch_next(&next);
         const Vector first = *(const Vector *)weights, second = *(const Vector *)(weights + LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
@@ -209,9 +209,9 @@ INLINE void rows_int8(const Matrix *matrix, const float *x, const Tile *tile, in
 {
     const int64_t inputs = matrix->inputs;
     const int8_t *weights = (const int8_t *)matrix->weights + tile->block * inputs * COLUMNS;
-    Foresight next = foresight(weights, inputs * COLUMNS, COLUMNS, tile->reading, tile->readings);
+    Prefetch next = prefetch_plan(weights, inputs * COLUMNS, COLUMNS, tile->reading, tile->readings);
     for (int64_t k = 0; k < inputs; k++, weights += COLUMNS) {
-        foresee(&next);
+        prefetch_next(&next);
         const Vector first = widen_bytes(weights), second = widen_bytes(weights + LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
@@ -232,9 +232,9 @@ INLINE void rows_bfloat16(const Matrix *matrix, const void *input, const Tile *t
     const int64_t pairs = matrix->inputs / 2, bytes = COLUMNS * (int64_t)sizeof(uint32_t);
     const uint32_t *weights = (const uint32_t *)matrix->weights + tile->block * pairs * COLUMNS;
     const uint32_t *x = (const uint32_t *)input + tile->row * pairs;
-    Foresight next = foresight(weights, pairs * bytes, bytes, tile->reading, tile->readings);
+    Prefetch next = prefetch_plan(weights, pairs * bytes, bytes, tile->reading, tile->readings);
     for (int64_t k = 0; k < pairs; k++, weights += COLUMNS) {
-        foresee(&next);
+        prefetch_next(&next);
         const Words first = *(const Words *)weights, second = *(const Words *)(weights + LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
@@ -249,9 +249,9 @@ INLINE void rows_bfloat16(const Matrix *matrix, const void *input, const Tile *t
     const int64_t inputs = matrix->inputs, bytes = COLUMNS * (int64_t)sizeof(uint32_t);
     const uint32_t *weights = (const uint32_t *)matrix->weights + tile->block * inputs / 2 * COLUMNS;
     const float *x = (const float *)input + tile->row * inputs;
-    Foresight next = foresight(weights, inputs / 2 * bytes, bytes, tile->reading, tile->readings);
+    Prefetch next = prefetch_plan(weights, inputs / 2 * bytes, bytes, tile->reading, tile->readings);
     for (int64_t k = 0; k < inputs; k += 2, weights += COLUMNS) {
-        foresee(&next);
+        prefetch_next(&next);
 #pragma GCC unroll 2
         for (int odd = 0; odd < 2; odd++) { /* of a pair of inputs, the even one is in the lower half of the words */
             const Words first = *(const Words *)weights, second = *(const Words *)(weights + LANES);
@@ -280,8 +280,8 @@ INLINE void some_rows(const Matrix *matrix, const void *input, const Output *out
     for (int r = 0; r < rows; r++) finish(matrix, output, tile->block, tile->row + r, sum[r][0], sum[r][1]);
 }
 
-/* This thread's share of a product of `rows` rows; then the threads meet. */
-static void multiply(const Matrix *matrix, const void *input, const Output *output, int64_t rows, Meeting *meeting)
+/* Compute this thread's share of a product of `rows` rows, then wait for all threads. */
+static void multiply(const Matrix *matrix, const void *input, const Output *output, int64_t rows, Barrier *barrier)
 {
     const int64_t readings = (rows + ROWS - 1) / ROWS;
 #pragma omp for schedule(static) nowait
@@ -302,12 +302,12 @@ static void multiply(const Matrix *matrix, const void *input, const Output *outp
             }
         }
     }
-    meet(meeting);
+    wait_for_all(barrier);
 }
 
 /* --- between products ------------------------------------------------------------------------ */
 
-/* Zhang and Sennrich 2019. Sums in lanes, so that the order is fixed. */
+/* RMS norm (Zhang and Sennrich 2019). Sums by lanes, so that their order is fixed. */
 static inline float inverse_rms(const float *x, int64_t count, float epsilon)
 {
     Vector lanes = {0};
@@ -333,7 +333,7 @@ static void normalise(const float *x, const float *weight, int64_t count, float 
     }
 }
 
-/* One head's query or key: normalised where the model does, and rotated (Su et al. 2021). */
+/* Normalise one head's query or key if the model does, and apply rotary positions (Su et al. 2021). */
 static void rotate(const Decoder *decoder, float *head, const float *norm, const float *cos, const float *sin, float *turned)
 {
     const int64_t dim = decoder->dim, half = dim / 2;
@@ -372,7 +372,7 @@ static Layer attention_of(const Decoder *decoder, const DecoderLayer *own, const
 }
 
 static void one_layer(const Decoder *decoder, const DecoderLayer *own, const Pass *pass, const Step *step,
-                      Meeting *meeting)
+                      Barrier *barrier)
 {
     const int64_t tokens = step->tokens, hidden = decoder->hidden, kind = factor_kind(&own->qkv);
     const Layer layer = attention_of(decoder, own, pass);
@@ -380,29 +380,29 @@ static void one_layer(const Decoder *decoder, const DecoderLayer *own, const Pas
     const Output to_residual = {ADD, pass->x, NULL, hidden, kind};
     const Output to_gated = {GATE, NULL, pass->gated, decoder->inner, kind};
     int64_t first_tile[step->rows + 1];
-    const Items items = pilotfish_items(step, &layer, meeting->team, first_tile);
+    const Items items = pilotfish_items(step, &layer, barrier->team, first_tile);
 
 #pragma omp for schedule(static) nowait
     for (int64_t t = 0; t < tokens; t++)
         normalise(pass->x + t * hidden, own->input_norm, hidden, decoder->epsilon, pass->input, kind, t * hidden);
-    meet(meeting);
-    multiply(&own->qkv, pass->input, &to_qkv, tokens, meeting);
+    wait_for_all(barrier);
+    multiply(&own->qkv, pass->input, &to_qkv, tokens, barrier);
 #pragma omp for schedule(static) nowait
     for (int64_t t = 0; t < tokens; t++) prepare_attention(decoder, own, pass, step, &layer, t);
-    meet(meeting);
+    wait_for_all(barrier);
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t item = 0; item < items.count; item++) {
         if (decoder->kv_kind == BFLOAT16) pilotfish_item_bfloat16(step, &layer, &items, item);
         else pilotfish_item_float32(step, &layer, &items, item);
     }
-    meet(meeting);
-    multiply(&own->out, pass->input, &to_residual, tokens, meeting);
+    wait_for_all(barrier);
+    multiply(&own->out, pass->input, &to_residual, tokens, barrier);
 #pragma omp for schedule(static) nowait
     for (int64_t t = 0; t < tokens; t++)
         normalise(pass->x + t * hidden, own->post_norm, hidden, decoder->epsilon, pass->input, kind, t * hidden);
-    meet(meeting);
-    multiply(&own->gate_up, pass->input, &to_gated, tokens, meeting);
-    multiply(&own->down, pass->gated, &to_residual, tokens, meeting);
+    wait_for_all(barrier);
+    multiply(&own->gate_up, pass->input, &to_gated, tokens, barrier);
+    multiply(&own->down, pass->gated, &to_residual, tokens, barrier);
 }
 
 static void embed(const Decoder *decoder, const Pass *pass, int64_t token)
@@ -415,7 +415,7 @@ static void embed(const Decoder *decoder, const Pass *pass, int64_t token)
         memcpy(to, (const float *)decoder->embedding + from, (size_t)hidden * sizeof *to);
 }
 
-/* How many outputs lie side by side in a packed matrix. */
+/* The number of outputs per block of a packed matrix. */
 int64_t pilotfish_columns(void)
 {
     return COLUMNS;
@@ -423,20 +423,20 @@ int64_t pilotfish_columns(void)
 
 void pilotfish_decode(const Decoder *decoder, const Step *step, const Pass *pass)
 {
-    Meeting meeting = {0};
+    Barrier barrier = {0};
 #pragma omp parallel
     {
 #pragma omp single
-        meeting.team = omp_get_num_threads();
-#pragma omp for schedule(static) /* as the first layer takes them: nobody needs to wait */ nowait
+        barrier.team = omp_get_num_threads();
+#pragma omp for schedule(static) /* the first layer divides the tokens alike, so no barrier is needed */ nowait
         for (int64_t t = 0; t < step->tokens; t++) embed(decoder, pass, t);
-        for (int64_t l = 0; l < decoder->layers; l++) one_layer(decoder, decoder->layer + l, pass, step, &meeting);
+        for (int64_t l = 0; l < decoder->layers; l++) one_layer(decoder, decoder->layer + l, pass, step, &barrier);
         const int64_t hidden = decoder->hidden, kind = factor_kind(&decoder->head);
         const Output to_logits = {STORE, pass->logits, NULL, decoder->head.outputs, kind};
 #pragma omp for schedule(static) nowait
         for (int64_t s = 0; s < pass->count; s++)
             normalise(pass->x + pass->selected[s] * hidden, decoder->final_norm, hidden, decoder->epsilon, pass->input, kind, s * hidden);
-        meet(&meeting);
-        multiply(&decoder->head, pass->input, &to_logits, pass->count, &meeting);
+        wait_for_all(&barrier);
+        multiply(&decoder->head, pass->input, &to_logits, pass->count, &barrier);
     }
 }

@@ -1,4 +1,4 @@
-"""A Llama-like model whose whole forward pass is one call into the kernels. See decoder.c.
+"""A Llama-like model whose whole forward pass is one call into the CPU kernels. See decoder.c.
 
 The modules of `transformers` are known here by the names of their parts alone, hence `Any`.
 """
@@ -31,7 +31,7 @@ _LEAST_ANGLES = 1024
 
 
 class NativeDecoder:
-    """The packed weights of a model, and the call. Takes the layers' weights from the model it is made of."""
+    """The packed weights of a model, and the call into the kernels. Packing removes the weights from the model."""
 
     def __init__(
         self, model: Any, shape: DecoderShape, library: ctypes.CDLL, dtype: torch.dtype, quantization: str
@@ -41,16 +41,16 @@ class NativeDecoder:
         self._decode.restype = None
         library.pilotfish_columns.restype = ctypes.c_int64
         self._columns = int(library.pilotfish_columns())
-        """Outputs that lie side by side in a packed matrix, as wide as this processor's registers."""
+        """Outputs per block of a packed matrix: two vector registers of this processor."""
         self._shape = shape
         self._dtype = dtype
         self._quantization = quantization
-        self._kept: list[torch.Tensor] = []
-        """The small things that the structures point to."""
+        self._vectors: list[torch.Tensor] = []
+        """Vectors that the C structures point to."""
         stored = torch.int8 if quantization == "int8" else dtype
         self._arena = Arena(_packed_bytes(model, shape, stored, self._columns))
         self._rotary = model.model.rotary_emb
-        # A copy: as it was loaded, it keeps the whole file of weights mapped.
+        # A copy, because the loaded tensor keeps the whole weight file mapped.
         self._embedding = model.model.embed_tokens.weight.detach().clone()
         model.model.embed_tokens.weight = nn.Parameter(self._embedding, requires_grad=False)
         self._vocabulary = model.lm_head.out_features
@@ -75,7 +75,7 @@ class NativeDecoder:
         self._scratch = torch.empty(0)
 
     def bind(self, pool: KvPool) -> None:
-        """Use this pool's blocks from now on."""
+        """See `NativeForward`."""
         self._kv_groups = pool.kv_groups
         for layer, placement in zip(self._layers, pool.kv_groups.placements, strict=True):
             layer.keys, layer.values = (
@@ -87,12 +87,12 @@ class NativeDecoder:
     def compute(self, tokens: Sequence[int], selected: Sequence[int], rows: Sequence[RowShape]) -> torch.Tensor:
         """See `NativeForward`. Raises `IndexError` for a token that the model does not have."""
         if self._kv_groups is None:
-            raise RuntimeError("the kernels compute over a pool: bind one first")
+            raise RuntimeError("bind a pool before computing")
         step = build_native_step(rows, self._kv_groups)
         ids, places = np.array(tokens, dtype=np.int64), np.array(selected, dtype=np.int64)
         if not 0 <= ids.min() <= ids.max() < len(self._embedding):
             raise IndexError(f"tokens {ids.min()} to {ids.max()}: the model has {len(self._embedding)}")
-        self._know_angles(step.end)
+        self._extend_angles(step.end)
         logits = torch.empty((len(places), self._vocabulary))
         work = Pass(
             *(array.ctypes.data for array in (ids, places)),
@@ -102,15 +102,15 @@ class NativeDecoder:
         self._decode(ctypes.byref(self._decoder), ctypes.byref(step.header), ctypes.byref(work))
         return logits
 
-    def _know_angles(self, length: int) -> None:
-        """Let the kernels know the rotation of so many positions: float32 `[positions, dim]`, cosines and sines."""
+    def _extend_angles(self, length: int) -> None:
+        """Extend the rotary cosines and sines, float32 `[positions, dim]`, to at least `length` positions."""
         if not self._angles or length > len(self._angles[0]):
             positions = torch.arange(max(_LEAST_ANGLES, 1 << (length - 1).bit_length()))[None]
             self._angles = tuple(part[0].contiguous() for part in self._rotary(torch.empty(1), positions))
             self._decoder.cos, self._decoder.sin = (part.data_ptr() for part in self._angles)
 
     def _work_buffers(self, tokens: int, wanted: int) -> list[int]:
-        """Addresses of what a pass needs for itself, from `x` on. It is kept, and overwritten by the next."""
+        """Addresses of the buffers of `Pass` from `x` on. The next pass reuses them."""
         shape = self._shape
         queries, stored = shape.heads * shape.dim, shape.kv_heads * shape.dim
         widest = max(shape.hidden, queries)
@@ -123,7 +123,7 @@ class NativeDecoder:
         return [base + 4 * placement for placement in places[:-1]]
 
     def _pack_layer(self, layer: Any) -> DecoderLayer:
-        """Pack one layer."""
+        """Pack the weights of one layer."""
         attention, mlp = layer.self_attn, layer.mlp
         siblings = [attention.q_proj, attention.k_proj, attention.v_proj]
         qkv = torch.cat([projection.weight for projection in siblings])
@@ -152,7 +152,7 @@ class NativeDecoder:
         )
 
     def _interleave(self, gates: torch.Tensor, ups: torch.Tensor) -> torch.Tensor:
-        """In each block one vector of gates, then the ups that belong to them: `[2 * padded, …]`."""
+        """In each block one vector of gates, then the matching vector of ups: `[2 * padded, …]`."""
         lanes = self._columns // 2
         pairs = [_padded(part, lanes).view(-1, lanes, *part.shape[1:]) for part in (gates.detach(), ups.detach())]
         return torch.stack(pairs, dim=1).flatten(0, 2)
@@ -162,20 +162,20 @@ class NativeDecoder:
 
     def _vector(self, values: torch.Tensor) -> int:
         kept = values.detach().float().contiguous().clone()
-        self._kept.append(kept)
+        self._vectors.append(kept)
         return kept.data_ptr()
 
 
 def pack_decoder(
     model: Any, shape: DecoderShape, dtype: torch.dtype, quantization: str, directory: str | None
 ) -> NativeDecoder | None:
-    """Pack the model's weights, leaving the model without them; `None` (and the model as it was) without kernels."""
+    """Pack the model's weights and remove them from it. Returns `None`, and changes nothing, without kernels."""
     library = load_library(directory)
     return None if library is None else NativeDecoder(model, shape, library, dtype, quantization)
 
 
 def _packed_bytes(model: Any, shape: DecoderShape, dtype: torch.dtype, columns: int) -> int:
-    """What all matrices take, each padded to whole blocks and whole lines."""
+    """Bytes of all packed matrices, each padded to whole blocks and cache lines."""
     heads = (shape.heads + 2 * shape.kv_heads) * shape.dim
     gates = 2 * (shape.inner + -shape.inner % (columns // 2))
     layer = ((heads, shape.hidden), (shape.hidden, shape.heads * shape.dim), (gates, shape.hidden))
@@ -186,20 +186,20 @@ def _packed_bytes(model: Any, shape: DecoderShape, dtype: torch.dtype, columns: 
 
 
 def _forget_weights(layer: nn.Module) -> None:
-    """Memory must not hold a model twice while it is packed."""
+    """Free the weights of a packed layer, so that memory never holds the model twice."""
     for module in layer.modules():
         module._parameters.clear()
 
 
 def _padded(values: torch.Tensor, grain: int) -> torch.Tensor:
-    """Zeros behind `[out, …]`, up to a multiple of `grain`."""
+    """Pad `[out, …]` with zeros to a multiple of `grain` rows."""
     missing = -len(values) % grain
     widths: Sequence[int] = (*(0, 0) * (values.dim() - 1), 0, missing)
     return pad(values, widths) if missing else values
 
 
 def _blocks(weight: torch.Tensor, columns: int) -> torch.Tensor:
-    """`[out, in]` → `[blocks, in, columns]`, for bfloat16 `[blocks, in / 2, columns, 2]`: the order of reading."""
+    """`[out, in]` → `[blocks, in, columns]`, for bfloat16 `[blocks, in / 2, columns, 2]`, as the kernels read."""
     padded = _padded(weight, columns)
     blocks = padded.reshape(-1, columns, padded.shape[1])  # [blocks, columns, in]
     if weight.dtype is torch.bfloat16:

@@ -15,16 +15,16 @@ from workers.forward.native.attention import MOST_DIM, MOST_VECTORS
 from workers.forward.replace_linear import decoder_layers
 
 _CHANGING_ROTATIONS = {"dynamic", "longrope"}
-"""Those whose angles depend on the longest text in a step."""
+"""Rotary embeddings whose angles depend on the longest sequence in a step."""
 _UNSUPPORTED_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-"""Granite's configuration fields whose effect the kernels lack. `attention_multiplier` they honour: it is the scale."""
+"""Granite's multipliers that the kernels do not apply. They do apply `attention_multiplier`, the attention scale."""
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """What all layers have in common."""
+    """The dimensions that all layers share."""
 
     hidden: int
     heads: int
@@ -36,9 +36,9 @@ class DecoderShape:
 
 
 def supported_shape(model: Any, dtype: torch.dtype) -> DecoderShape | None:
-    """The shape of a model that the kernels may compute, or `None`.
+    """The shape of a model that the kernels may compute, or `None` if they do not support it.
 
-    That it is built of the right parts is necessary, not sufficient: compare what both compute before trusting it.
+    The check covers the model's parts, not what they compute. So compare the logits of both before using the kernels.
     """
     base, layers = getattr(model, "model", None), list(decoder_layers(model))
     wanted = ("embed_tokens", "rotary_emb", "norm", "layers")
