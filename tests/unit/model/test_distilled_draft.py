@@ -43,9 +43,9 @@ Load = Callable[..., LoadedModel]
 
 @pytest.fixture
 def load(target: Path, code: Path) -> Load:
-    def loaded(directory: Path, shared: Path | None = target, **settings: Any) -> LoadedModel:
+    def loaded(directory: Path, target_directory: Path | None = target, **settings: Any) -> LoadedModel:
         section = {"path": str(directory), "device": "cpu", "compile": "off", "compile_directory": str(code)}
-        return load_model(ModelSection.model_validate(section | settings), target_directory=shared)
+        return load_model(ModelSection.model_validate(section | settings), target_directory=target_directory)
 
     return loaded
 
@@ -73,7 +73,7 @@ def test_a_reduced_head_has_the_rows_of_its_tokens(
     tied: bool, native: str, dtype: str, quantization: str, load: Load, tmp_path: Path
 ) -> None:
     target = tiny.save(tmp_path / "target", tiny.llama(tie_word_embeddings=tied))
-    how = {"dtype": dtype, "quantization": quantization, "native": native, "shared": target}
+    how = {"dtype": dtype, "quantization": quantization, "native": native, "target_directory": target}
     whole = load(distilled_draft.save(target, tmp_path / "whole", layers=(1,)), **how)
     reduced = load(distilled_draft.save(target, tmp_path / "reduced", layers=(1,), vocabulary=REDUCED), **how)
     assert (reduced.native is not None) == (native == "auto" and shutil.which("cc") is not None)
