@@ -149,7 +149,7 @@ def _check_own(directory: Path, tensors: dict[str, torch.Tensor], skeleton: _Mod
     where = f"draft directory {str(directory)!r}: {WEIGHTS}"
     if tensors.keys() != wanted.keys():
         missing, strange = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
-        raise ModelLoadError(f"{where} lacks {missing[:3]} and has the unknown tensors {strange[:3]}")
+        raise ModelLoadError(f"{where} lacks {missing[:3] or 'nothing'} and has {strange[:3] or 'nothing'} in excess")
     for name, shape in wanted.items():
         if tuple(tensors[name].shape) != shape:
             raise ModelLoadError(f"{where}: {name} must be {list(shape)}, not {list(tensors[name].shape)}")

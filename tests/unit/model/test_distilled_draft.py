@@ -123,7 +123,7 @@ def test_a_draft_of_another_target_is_told_of(
         ({"hidden_size": 64}, "hidden_size is 64 in .* and 48 in its config.json"),
         ({"target_vocabulary_size": 90}, "target_vocabulary_size is 90 in .* and 96 in"),
         ({"vocabulary_size": 97}, "vocabulary_size must be null or between 1 and 96, not 97"),
-        ({"vocabulary_size": None}, "tensor 'vocabulary' must be there exactly if vocabulary_size is set"),
+        ({"vocabulary_size": None}, "tensor 'vocabulary' must be present if and only if vocabulary_size is set"),
         ({"vocabulary_size": 5}, r"'vocabulary' must be int32 \[5\], not torch.int32 \[6\]"),
     ],
 )
@@ -147,14 +147,14 @@ def test_a_card_that_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({NORM: None}, r"lacks \['model.norm.weight'\] and has nothing too many"),
-        ({"lm_head.weight": torch.zeros(96, 48)}, r"lacks nothing and has \['lm_head.weight'\] too many"),
+        ({NORM: None}, r"lacks \['model.norm.weight'\] and has nothing in excess"),
+        ({"lm_head.weight": torch.zeros(96, 48)}, r"lacks nothing and has \['lm_head.weight'\] in excess"),
         ({NORM: torch.zeros(47)}, r"model.norm.weight must be \[48\], not \[47\]"),
-        ({VOCABULARY: None}, "'vocabulary' must be there exactly if"),
+        ({VOCABULARY: None}, "'vocabulary' must be present if and only if"),
         ({VOCABULARY: torch.tensor([1, 2, 3, 4, 5, 6])}, "must be int32"),
-        ({VOCABULARY: torch.tensor([1, 2, 3, 3, 5, 6], dtype=torch.int32)}, "rising token ids from 0 to 95"),
-        ({VOCABULARY: torch.tensor([-1, 2, 3, 4, 5, 6], dtype=torch.int32)}, "rising token ids"),
-        ({VOCABULARY: torch.tensor([1, 2, 3, 4, 5, 96], dtype=torch.int32)}, "rising token ids"),
+        ({VOCABULARY: torch.tensor([1, 2, 3, 3, 5, 6], dtype=torch.int32)}, "ascending token ids from 0 to 95"),
+        ({VOCABULARY: torch.tensor([-1, 2, 3, 4, 5, 6], dtype=torch.int32)}, "ascending token ids"),
+        ({VOCABULARY: torch.tensor([1, 2, 3, 4, 5, 96], dtype=torch.int32)}, "ascending token ids"),
     ],
 )
 def test_weights_that_are_wrong_are_named(
