@@ -1,39 +1,65 @@
-"""The direction of imports holds, and the contracts that say so would notice if it did not."""
+"""The structure holds: the direction of imports, the size of files and functions, the paths that ARCHITECTURE.md names."""
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import shutil
+import statistics
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-GIVEN = {"cluster", "workers", "protos", "deploy", "tests", "helm"}
+TOP_LEVEL = {"cluster", "workers", "protos", "deploy", "tests", "helm"}
+MAX_FILE_LINES = 300
+MAX_MEDIAN_LINES = 120
+MAX_FUNCTION_LINES = 60
+MAX_PACKAGE_FILES = 14
 FAULTS = {
-    "the core imports the wire": ("cluster/core/fault.py", "import cluster.wire", "The rooms, high to low"),
+    "the core imports the wire": ({"cluster/core/fault.py": "import cluster.wire"}, "Layers, high to low"),
     "a worker imports the coordinator": (
-        "workers/draft/fault.py",
-        "import cluster.coordinator",
+        {"workers/draft/fault.py": "import cluster.coordinator"},
         "Workers know the core",
     ),
-    "a sibling imports its sibling": ("workers/sampling/fault.py", "import workers.kv", "The rooms, high to low"),
-    "the control plane imports torch": (
-        "cluster/ingress/fault.py",
-        "import torch",
-        "The control plane computes nothing",
+    "sampling imports the KV memory": ({"workers/sampling/fault.py": "import workers.kv"}, "Layers, high to low"),
+    "the KV memory imports the forward pass": (
+        {"workers/kv/fault.py": "import workers.forward"},
+        "Layers, high to low",
     ),
-    "the control plane imports Ray": (
-        "cluster/coordinator/fault.py",
-        "import ray",
-        "The control plane computes nothing",
+    "the control plane imports torch": ({"cluster/ingress/fault.py": "import torch"}, "The control plane imports"),
+    "the control plane imports Ray": ({"cluster/coordinator/fault.py": "import ray"}, "The control plane imports"),
+    "the data plane imports deploy": ({"workers/serve/fault.py": "import deploy"}, "Layers, high to low"),
+    "the verifier imports Ray": ({"workers/verify/fault.py": "import ray"}, "Ray places"),
+    "the core reads the clock": ({"cluster/core/fault.py": "import time"}, "The core is pure"),
+    "the coordinator reads protobuf": ({"cluster/coordinator/fault.py": "import pilotfish.v1"}, "Protobuf stays"),
+    "two files import each other": (
+        {
+            "workers/kv/fault.py": "import workers.kv.fault_two",
+            "workers/kv/fault_two.py": "import workers.kv.fault",
+        },
+        "No cycles",
     ),
-    "the data plane imports deploy": ("workers/serve/fault.py", "import deploy", "The rooms, high to low"),
-    "the target imports Ray": ("workers/verify/fault.py", "import ray", "Ray places; it never carries a token"),
-    "the core reads the clock": ("cluster/core/fault.py", "import time", "The core is pure"),
-    "the loop speaks protobuf": ("cluster/coordinator/fault.py", "import pilotfish.v1", "Protobuf stays in the wire"),
+    "two files import each other, one for types alone": (
+        {
+            "cluster/coordinator/fault.py": "import cluster.coordinator.fault_two",
+            "cluster/coordinator/fault_two.py": (
+                "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import cluster.coordinator.fault"
+            ),
+        },
+        "No cycles",
+    ),
+    "two files import each other, one inside a function": (
+        {
+            "deploy/fault.py": "import deploy.fault_two",
+            "deploy/fault_two.py": "def late():\n    import deploy.fault",
+        },
+        "No cycles",
+    ),
 }
 
 
@@ -43,9 +69,19 @@ def lint(directory: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
 
 
+def source_files() -> list[Path]:
+    """Every Python file of the project that a person wrote."""
+    folders = ("cluster", "workers", "deploy", "tests")
+    return [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+
+
+def line_count(file: Path) -> int:
+    return len(file.read_text(encoding="utf-8").splitlines())
+
+
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("house")
+def copied_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("sources")
     ignored = shutil.ignore_patterns("__pycache__")
     for source in ("cluster", "workers", "deploy", "protos/pilotfish"):
         shutil.copytree(ROOT / source, directory / Path(source).name, ignore=ignored)
@@ -53,24 +89,66 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_contracts_hold(house: Path) -> None:
-    outcome = lint(house)
+def test_the_contracts_hold(copied_sources: Path) -> None:
+    outcome = lint(copied_sources)
     assert outcome.returncode == 0, outcome.stdout
     assert " 0 broken" in outcome.stdout
 
 
 @pytest.mark.parametrize("name", sorted(FAULTS))
-def test_a_planted_fault_breaks_its_contract(house: Path, name: str) -> None:
-    file, line, contract = FAULTS[name]
-    planted = house / file
-    planted.write_text(f"{line}\n", encoding="utf-8")
+def test_a_planted_fault_breaks_its_contract(copied_sources: Path, name: str) -> None:
+    files, contract = FAULTS[name]
+    planted = [copied_sources / file for file in files]
+    for file, text in zip(planted, files.values(), strict=True):
+        file.write_text(f"{text}\n", encoding="utf-8")
     try:
-        outcome = lint(house)
+        outcome = lint(copied_sources)
     finally:
-        planted.unlink()
+        for file in planted:
+            file.unlink()
     assert outcome.returncode != 0
     broken = [row for row in outcome.stdout.splitlines() if row.rstrip().endswith("BROKEN")]
     assert any(contract in row for row in broken), outcome.stdout
+
+
+def test_no_file_is_too_long() -> None:
+    sizes = {str(file.relative_to(ROOT)): line_count(file) for file in source_files()}
+    assert {name: size for name, size in sizes.items() if size > MAX_FILE_LINES} == {}
+    assert statistics.median(size for size in sizes.values() if size) <= MAX_MEDIAN_LINES
+
+
+def test_no_function_is_too_long() -> None:
+    too_long = []
+    for file in source_files():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+                length = node.end_lineno - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    too_long.append(f"{file.relative_to(ROOT)}:{node.name} has {length} lines")
+    assert too_long == []
+
+
+def test_no_package_is_too_large() -> None:
+    packages = Counter(
+        file.parent.relative_to(ROOT).as_posix()
+        for file in source_files()
+        if file.name != "__init__.py" and "tests" not in file.relative_to(ROOT).parts
+    )
+    assert {name: count for name, count in packages.items() if count > MAX_PACKAGE_FILES} == {}
+
+
+def test_no_three_files_of_tests_share_a_name() -> None:
+    names = Counter(file.name for file in (ROOT / "tests").rglob("*.py"))
+    shared = {name for name, count in names.items() if count > 2}
+    assert shared - {"__init__.py", "__main__.py", "conftest.py"} == set()
+
+
+def test_every_path_that_the_architecture_page_names_exists() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:cluster|workers|protos|deploy|tests|helm|\.ci)/[^`\s:]*|[A-Z]\w+(?:\.md)?)`", page)
+    paths = [path for path in paths if "/" in path or path.endswith(".md")]
+    assert len(paths) > 50
+    assert [path for path in paths if not list(ROOT.glob(path.rstrip("/")))] == []
 
 
 def test_the_top_level_is_the_given_one() -> None:
@@ -78,4 +156,4 @@ def test_the_top_level_is_the_given_one() -> None:
     if tracked.returncode != 0:
         pytest.skip("the sources are not a git checkout")
     folders = {line.split("/", 1)[0] for line in tracked.stdout.splitlines() if "/" in line}
-    assert folders - {".ci"} <= GIVEN
+    assert folders - {".ci"} <= TOP_LEVEL
