@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.core.ports import Drafter, Target
 from cluster.ingress.grpc import GenerationServicer, OperationsServicer
 from cluster.ingress.service import GenerationService

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, shorten
 from workers.draft.registry import METHODS
 from workers.serve.configuration import load_configuration

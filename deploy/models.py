@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.core.config import Configuration, ModelSection
+from cluster.core.config.sections import Configuration, ModelSection
 from cluster.core.errors import ModelLoadError
 
 COMPILED = "compiled"

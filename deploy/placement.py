@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 
 Device = Literal["cpu", "cuda"]
 

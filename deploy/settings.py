@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
 from workers.serve.configuration import load_configuration
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from cluster.core.config import Configuration
+    from cluster.core.config.sections import Configuration
     from tests.support.live_cluster import Reference
     from tests.support.serve_process import Deploy, ServeProcess
 

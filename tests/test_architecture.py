@@ -1,4 +1,4 @@
-"""The structure holds: the direction of imports, the size of files and functions, the paths that ARCHITECTURE.md names."""
+"""The structure: the direction of imports, the size of files and functions, the paths in ARCHITECTURE.md."""
 
 from __future__ import annotations
 

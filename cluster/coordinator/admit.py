@@ -12,7 +12,7 @@ from cluster.coordinator.requests.decoding_strategy import DecodingStrategy
 from cluster.coordinator.requests.live_request import LiveRequest
 from cluster.coordinator.requests.parallel_sampling import ParallelSampling
 from cluster.coordinator.requests.request_table import RequestTable
-from cluster.core.config import SchedulerSection
+from cluster.core.config.sections import SchedulerSection
 from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded
 from cluster.core.request import GenerationRequest
 from cluster.core.scheduler import check_fits

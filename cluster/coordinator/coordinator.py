@@ -23,7 +23,7 @@ from cluster.coordinator.quarantine import Quarantine
 from cluster.coordinator.requests.request_table import RequestTable
 from cluster.coordinator.verify import Verifier
 from cluster.coordinator.wakeup import Wakeup
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import NotReady
 from cluster.core.ids import RequestId
 from cluster.core.ports import Drafter, Target

@@ -10,7 +10,7 @@ from cluster.coordinator.quarantine import Quarantine
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.coordinator.requests.request_table import RequestTable
 from cluster.core import scheduler
-from cluster.core.config import SchedulerSection
+from cluster.core.config.sections import SchedulerSection
 from cluster.core.drafting import DraftBudget
 from cluster.core.errors import TargetUnavailable
 from cluster.core.ids import SequenceId

@@ -14,7 +14,7 @@ from cluster.coordinator.clients.drafter_pool import DrafterPool, ProposeCalls
 from cluster.coordinator.metrics import Metrics
 from cluster.coordinator.probe import BackgroundProbes
 from cluster.coordinator.requests.live_sequence import LiveSequence
-from cluster.core.config import DraftSection
+from cluster.core.config.sections import DraftSection
 from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftRequest
 from cluster.core.ids import SequenceId
 from cluster.core.scheduler import Plan, PlannedRow, WantedDrafts

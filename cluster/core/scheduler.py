@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.core.config import SchedulerSection
+from cluster.core.config.sections import SchedulerSection
 from cluster.core.drafting import NO_DRAFT, DraftBudget
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from cluster.core import bounds
 from cluster.core.beam import candidates_needed
-from cluster.core.config import LimitsSection
+from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
 from cluster.core.request import BeamParameters, EarlyStopping, SamplingParameters, StoppingCriteria
 from cluster.core.verification import TargetInfo

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
-from cluster.core.config import LimitsSection
+from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, PilotfishError
 from cluster.ingress.asgi import EventStream, RequestIdMiddleware, read_body, timeout_of, while_connected
 from cluster.ingress.client import ServiceClient

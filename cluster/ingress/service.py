@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.core import bounds
-from cluster.core.config import LimitsSection
+from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, NotReady, TargetUnavailable
 from cluster.core.ids import RequestId
 from cluster.core.request import Commit, GenerationRequest

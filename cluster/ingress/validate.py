@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from cluster.core import bounds
-from cluster.core.config import LimitsSection
+from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, UnknownModel
 from cluster.core.ids import RequestId
 from cluster.core.request import GenerationRequest, SamplingParameters, StoppingCriteria

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import WorkerUnavailable
 from cluster.ingress.text.tokenizer import Tokenizer
 from deploy.commands.options import ConfigOption, SetOption

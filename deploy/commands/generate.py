@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, InvalidRequest
 from cluster.wire.address import join_host_port
 from cluster.wire.generation_client import GenerationClient

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.box import SIMPLE
 from rich.table import Table
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.wire.address import join_host_port
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.placement import Placement, Resources, plan

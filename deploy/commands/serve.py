@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.wire.address import http_url, join_host_port
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.lossless import NOT_LOSSLESS

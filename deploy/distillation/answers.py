@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishError
 from cluster.ingress.text.chat_template import Message
 from cluster.ingress.text.tokenizer import Tokenizer

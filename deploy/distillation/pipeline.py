@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
 from deploy.distillation.answers import Quota, answer_all
 from deploy.distillation.options import DistillOptions

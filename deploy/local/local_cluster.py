@@ -13,7 +13,7 @@ from typing import Self
 
 import uvicorn
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
 from cluster.ingress.http import create_app
 from cluster.wire.address import http_url, join_host_port, socket_family

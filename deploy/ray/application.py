@@ -15,7 +15,7 @@ import ray
 from ray import serve
 from ray.serve import Application
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from deploy.lossless import with_acceptance
 from deploy.machine import local_resources
 from deploy.models import resolve_models

@@ -17,7 +17,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import WorkerUnavailable
 from cluster.wire.address import http_url, join_host_port
 from deploy.models import ReportProgress, resolve_models, served_name

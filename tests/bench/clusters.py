@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from deploy.lossless import with_acceptance
 from tests.bench.role_process import Role
 from tests.support.json_process import JsonProcess

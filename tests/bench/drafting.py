@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import ModelLoadError
 from cluster.ingress.text.chat_template import Message
 from tests.bench.client import Answers, RequestOptions, ask_all

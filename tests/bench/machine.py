@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cluster.core.config import TargetSection
+from cluster.core.config.sections import TargetSection
 from tests.bench.report import Stopwatch
 
 MIB = 2**20

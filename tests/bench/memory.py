@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from tests.bench.machine import MIB, weight_bytes
 from tests.bench.options import Options
 from tests.bench.report import heading, ratios, spread, table, write

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.ingress.text.chat_template import Message
 from cluster.ingress.text.tokenizer import Tokenizer
 from deploy.models import Models, resolve_models

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from contextlib import ExitStack
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from deploy.lossless import NOT_LOSSLESS
 from tests.bench import clusters, drafting, theory
 from tests.bench.client import RequestOptions

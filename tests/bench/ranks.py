@@ -12,7 +12,7 @@ import socket
 from multiprocessing.queues import Queue
 from unittest.mock import patch
 
-from cluster.core.config import TargetSection
+from cluster.core.config.sections import TargetSection
 from tests.bench.options import Options
 from tests.bench.report import heading, ratios, spread, table
 

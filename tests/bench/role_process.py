@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.wire.drafter_client import GrpcDrafter

@@ -11,7 +11,7 @@ import asyncio
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from tests.bench import clusters, drafting
 from tests.bench.agreement import Agreement, agreement
 from tests.bench.client import Answers, RequestOptions

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import torch
 
-from cluster.core.config import Configuration, TargetSection
+from cluster.core.config.sections import Configuration, TargetSection
 from cluster.core.errors import PilotfishError
 from tests.bench.decoding import Decoding, decoding
 from tests.bench.machine import ReadBandwidth, weight_bytes

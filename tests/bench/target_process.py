@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LOOPBACK

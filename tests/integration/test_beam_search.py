@@ -20,7 +20,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.wire.generation_client import GenerationClient
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2

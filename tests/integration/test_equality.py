@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from deploy.local.local_cluster import LocalCluster
 from deploy.models import COMPILED
 from deploy.settings import load_settings

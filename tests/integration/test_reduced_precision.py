@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from deploy.local.local_cluster import LocalCluster
 from deploy.models import COMPILED
 from deploy.settings import load_settings

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, WorkerUnavailable
 from deploy.local.local_cluster import LocalCluster
 from deploy.ray.serve_cluster import ServeCluster

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.core.config import TargetSection
+from cluster.core.config.sections import TargetSection
 from cluster.core.errors import ModelLoadError
 from cluster.core.kv import KvGroup, KvLayout
 from cluster.core.verification import StepBatch, StepResult

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.core.request import SamplingParameters
 from deploy.commands.generate import Prompt, answer_prompt
 from deploy.lossless import NOT_LOSSLESS
@@ -126,6 +126,8 @@ async def test_drafters_that_stop_and_start_again_change_no_token(
         restarting = asyncio.create_task(cluster.restart_drafters(random.Random(str(drafting))))
         disturbed: list[list[FullAnswer]] = []
         while sum(drafter.starts - 1 for drafter in cluster.drafters) < RESTARTS:
+            if restarting.done():
+                restarting.result()  # raises what has ended it
             disturbed.append(await cluster.answer_all(CASES))
         restarting.cancel()
         await asyncio.gather(restarting, return_exceptions=True)

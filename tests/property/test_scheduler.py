@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.core.config import SchedulerSection
+from cluster.core.config.sections import SchedulerSection
 from cluster.core.drafting import DraftBudget
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvGroup, KvLayout, KvOccupancy

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.core.config import LimitsSection
+from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
 from cluster.ingress.grpc import GenerationServicer, OperationsServicer
 from cluster.ingress.http import create_app

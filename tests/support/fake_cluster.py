@@ -8,9 +8,9 @@ from contextlib import aclosing, asynccontextmanager
 
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
-from cluster.core.config import Configuration
+from cluster.core.config.load import load
+from cluster.core.config.sections import Configuration
 from cluster.core.ids import RequestId
-from cluster.core.load_config import load
 from cluster.core.request import BeamParameters, Commit, GenerationRequest, SamplingParameters, StoppingCriteria
 from tests.support.fake_drafters import FakeDrafter
 from tests.support.fake_target import FakeTarget

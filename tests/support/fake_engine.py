@@ -12,7 +12,7 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from cluster.core.config import LimitsSection
+from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import PilotfishError
 from cluster.core.ids import RequestId, SequenceId
 from cluster.core.kv import KvLayout, KvOccupancy

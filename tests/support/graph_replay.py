@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, PreTrainedConfig
 
-from cluster.core.config import KvSection, ModelSection
+from cluster.core.config.sections import KvSection, ModelSection
 from cluster.core.tree import TokenTree
 from tests.support import tiny
 from workers.forward import runner as runners

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from cluster.core.config import LimitsSection
+from cluster.core.config.sections import LimitsSection
 from cluster.ingress.grpc import GenerationServicer
 from cluster.ingress.http import create_app
 from tests.support.fake_engine import InProcessClient, fake_service

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedConfig
 
-from cluster.core.config import KvSection, ModelSection
+from cluster.core.config.sections import KvSection, ModelSection
 from cluster.core.kv import KvLayout
 from tests.support import tiny
 from workers.forward.loaded_model import LoadedModel

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import DrafterUnavailable
 from cluster.core.request import SamplingParameters
 from cluster.wire.drafter_client import GrpcDrafter
@@ -25,7 +25,8 @@ from workers.serve.worker_server import WorkerHost, host_draft, host_target
 from workers.verify.build import build_engine
 
 LOOPBACK = "127.0.0.1"
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 300.0
+"""Far above what a test takes on a busy machine."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, Self
 import psutil
 
 from cluster.core import errors
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.wire.address import http_url, join_host_port
 from deploy.models import served_name
 from tests.support.json_process import JsonProcess

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from deploy.ray.serve_cluster import ServeCluster
 from deploy.settings import Settings
 from workers.serve.configuration import load_configuration

@@ -11,8 +11,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from cluster.core.config import DraftModelSection, DraftSection, TargetSection
-from cluster.core.section import Choice
+from cluster.core.config.base import Choice
+from cluster.core.config.sections import DraftModelSection, DraftSection, TargetSection
 from workers.draft.expansion.drafter import TreeDrafter
 from workers.draft.expansion.settings import ExpansionSettings
 from workers.draft.registry import register

@@ -8,11 +8,11 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
-from cluster.core.config import DraftSection, TargetSection
+from cluster.core.config.base import PluginSettings
+from cluster.core.config.sections import DraftSection, TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
-from cluster.core.section import PluginSettings
 from cluster.core.tree import TokenTree
 from cluster.core.verification import RowFault
 from workers.draft.registry import register

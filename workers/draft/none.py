@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.core.config import NO_DRAFTS, DraftSection, TargetSection
+from cluster.core.config.base import PluginSettings
+from cluster.core.config.sections import NO_DRAFTS, DraftSection, TargetSection
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
-from cluster.core.section import PluginSettings
 from workers.draft.registry import register
 
 

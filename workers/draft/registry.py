@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from cluster.core.config import DraftSection, TargetSection
+from cluster.core.config.base import PluginSettings
+from cluster.core.config.registry import Registry
+from cluster.core.config.sections import DraftSection, TargetSection
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
-from cluster.core.registry import Registry
-from cluster.core.section import PluginSettings
 
 
 class DraftMethod(Protocol):

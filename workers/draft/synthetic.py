@@ -13,10 +13,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from cluster.core.config import DraftSection, TargetSection
+from cluster.core.config.base import Rate
+from cluster.core.config.sections import DraftSection, TargetSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.kv import KvLayout
-from cluster.core.section import Rate
 from workers.draft.expansion.calibration import Calibration
 from workers.draft.expansion.drafter import TreeDrafter
 from workers.draft.expansion.expander import DraftedToken, ExpansionRow

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cluster.core.config import ModelSection
+from cluster.core.config.sections import ModelSection
 from workers.forward.replace_linear import decoder_layers
 
 

@@ -10,7 +10,7 @@ import psutil
 import torch
 from torch import distributed
 
-from cluster.core.config import KvSection, PoolSection
+from cluster.core.config.sections import KvSection, PoolSection
 from cluster.core.errors import ConfigurationError, KvPoolExhausted
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout, KvOccupancy

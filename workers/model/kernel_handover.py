@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cluster.core.config import PoolSection
+from cluster.core.config.sections import PoolSection
 from workers.forward.linear import Int8Kernel, quantize
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.native.decoder import NativeDecoder, pack_decoder

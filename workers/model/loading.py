@@ -18,7 +18,7 @@ from transformers.distributed import mixin
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.utils import TransformersDeviceMesh
 
-from cluster.core.config import ModelSection
+from cluster.core.config.sections import ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from workers.forward.attention import ATTENTION_NAME, Probed, bind, register
 from workers.forward.compilation import compile_layers, should_compile, undo_compile

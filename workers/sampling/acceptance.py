@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from cluster.core.config import TargetSection
-from cluster.core.registry import Registry
-from cluster.core.section import PluginSettings
+from cluster.core.config.base import PluginSettings
+from cluster.core.config.registry import Registry
+from cluster.core.config.sections import TargetSection
 from cluster.core.tree import TokenTree
 
 if TYPE_CHECKING:

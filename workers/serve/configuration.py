@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.core.config import Configuration
-from cluster.core.load_config import load
-from cluster.core.registry import Plugin, Registry
+from cluster.core.config.load import load
+from cluster.core.config.registry import Plugin, Registry
+from cluster.core.config.sections import Configuration
 from workers.draft.registry import METHODS
 from workers.sampling.acceptance import RULES
 
@@ -16,5 +16,5 @@ PLUGINS: tuple[Registry[Plugin], ...] = (METHODS, RULES)
 
 
 def load_configuration(values: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Configuration:
-    """See `cluster.core.load_config.load`. Plug-ins have their sections and are checked when selected."""
+    """See `cluster.core.config.load.load`. Plug-ins have their sections and are checked when selected."""
     return load(values, overrides, PLUGINS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import distributed
 
-from cluster.core.config import TargetSection
+from cluster.core.config.sections import TargetSection
 from cluster.core.errors import ConfigurationError
 from workers.kv.pool import KvPool, blocks_that_fit
 from workers.model.loading import load_model

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.core.config import TargetSection
+from cluster.core.config.sections import TargetSection
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy

@@ -17,7 +17,7 @@ from enum import IntEnum
 import torch
 from torch import distributed
 
-from cluster.core.config import TargetSection
+from cluster.core.config.sections import TargetSection
 from cluster.core.errors import TargetUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from cluster.coordinator.clients.circuit_breaker import CircuitBreaker
 from cluster.coordinator.clients.release_queue import ReleaseQueue
 from cluster.coordinator.metrics import Metrics
-from cluster.core.config import DraftSection
+from cluster.core.config.sections import DraftSection
 from cluster.core.drafting import DraftRequest, DraftRow, Proposal
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.ids import SequenceId

@@ -9,7 +9,7 @@ from functools import partial
 
 from cluster.coordinator.clients.drafter import DrafterClient, Proposals, ProposeCall
 from cluster.coordinator.metrics import Metrics
-from cluster.core.config import DraftSection
+from cluster.core.config.sections import DraftSection
 from cluster.core.drafting import NO_DRAFT, DraftRequest
 from cluster.core.ids import SequenceId
 from cluster.core.ports import Drafter

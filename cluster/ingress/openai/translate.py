@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from cluster.core import bounds
-from cluster.core.config import LimitsSection
+from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
 from cluster.core.request import BeamParameters
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config import TargetSection
+from cluster.core.config.sections import TargetSection
 from tests.bench import options, prefix, theory
 from tests.bench.client import Answer, Answers
 from tests.bench.decoding import Decoding

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.core.config import Configuration, DraftSection, TargetSection
+from cluster.core.config.sections import Configuration, DraftSection, TargetSection
 from tests.bench import clusters, options, overlap, speculation
 from tests.bench.__main__ import SECTIONS
 from tests.bench.agreement import Agreement, agreement

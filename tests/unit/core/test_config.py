@@ -10,9 +10,9 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from cluster.core.config import Configuration
+from cluster.core.config.load import known_keys, load
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
-from cluster.core.load_config import known_keys, load
 from workers.draft.ngram import NgramSettings
 from workers.serve.configuration import PLUGINS
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from cluster.core.config.base import PluginSettings
+from cluster.core.config.registry import Registry
 from cluster.core.errors import ConfigurationError
-from cluster.core.registry import Registry
-from cluster.core.section import PluginSettings
 
 
 @dataclass(frozen=True)

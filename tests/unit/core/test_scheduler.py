@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.core.config import SchedulerSection
+from cluster.core.config.sections import SchedulerSection
 from cluster.core.drafting import DraftBudget
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvGroup, KvLayout, KvOccupancy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from deploy.placement import Bundle, Resources, RolePlacement, plan
 from workers.serve.configuration import load_configuration
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cluster.core.config import ServerSection
+from cluster.core.config.sections import ServerSection
 from cluster.core.errors import ConfigurationError
 from deploy import preflight
 from deploy.machine import free_memory_limit, usable_cores

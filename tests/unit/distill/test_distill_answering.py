@@ -9,7 +9,7 @@ from typing import Self
 
 import pytest
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, InvalidRequest, NotReady, PilotfishError
 from cluster.ingress.text.chat_template import Message
 from cluster.ingress.text.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config import ModelSection
+from cluster.core.config.sections import ModelSection
 from tests.support import tiny
 from tests.support.draft_model import CONTEXT, DraftModelHarness, ReferenceModel
 from workers.forward.loaded_model import LoadedModel

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from cluster.core.config import DraftSection, TargetSection
+from cluster.core.config.base import PluginSettings
+from cluster.core.config.sections import DraftSection, TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
-from cluster.core.section import PluginSettings
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.draft.registry import METHODS, IdleWork, create, register
 from workers.serve.configuration import load_configuration

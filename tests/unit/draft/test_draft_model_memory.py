@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from cluster.core.config import DraftSection, ModelSection, TargetSection
+from cluster.core.config.sections import DraftSection, ModelSection, TargetSection
 from cluster.core.drafting import DraftBudget, Proposal
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId

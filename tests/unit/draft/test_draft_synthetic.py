@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config import DraftSection, TargetSection
+from cluster.core.config.sections import DraftSection, TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.core.config import KvSection, ModelSection
+from cluster.core.config.sections import KvSection, ModelSection
 from cluster.core.tree import TokenTree
 from tests.support import tiny
 from tests.support.attention_cases import Bench, Case, Row, cases, spec_of, trees

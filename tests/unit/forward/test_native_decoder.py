@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedConfig
 
-from cluster.core.config import KvSection, ModelSection
+from cluster.core.config.sections import KvSection, ModelSection
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from tests.support import tiny
 from workers.forward.loaded_model import LoadedModel

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, PreTrainedModel
 
-from cluster.core.config import KvSection, ModelSection
+from cluster.core.config.sections import KvSection, ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from cluster.core.tree import TokenTree
 from tests.support import tiny

@@ -11,8 +11,8 @@ import pytest
 
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
-from cluster.core.config import LimitsSection
-from cluster.core.load_config import load
+from cluster.core.config.load import load
+from cluster.core.config.sections import LimitsSection
 from cluster.core.request import FinishReason
 from cluster.ingress.events import Delta, Event, Finished, Started
 from cluster.ingress.service import GenerationService

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config import LimitsSection
+from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded, TargetUnavailable
 from cluster.core.request import Commit, FinishReason, GenerationRequest
 from cluster.ingress.events import Delta, Event, Finished, Started

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from cluster.core.config import LimitsSection
+from cluster.core.config.sections import LimitsSection
 from cluster.ingress.grpc import GenerationServicer
 from cluster.ingress.http import create_app
 from tests.support.fake_engine import MODEL, InProcessClient, ScriptedEngine, fake_service, listening

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.core.config import LimitsSection
+from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, UnknownModel
 from cluster.core.kv import KvLayout, KvOccupancy
 from cluster.core.request import BeamParameters, EarlyStopping, GenerationRequest, SamplingParameters

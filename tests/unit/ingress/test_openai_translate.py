@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cluster.core.config import LimitsSection
+from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
 from cluster.ingress.openai.parse import parse
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.core.config import KvSection, ModelSection
+from cluster.core.config.sections import KvSection, ModelSection
 from cluster.core.kv import KvGroup
 from tests.support import tiny
 from workers.forward.loaded_model import LoadedModel

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.core.config import MIB, KvSection
+from cluster.core.config.sections import MIB, KvSection
 from cluster.core.errors import ConfigurationError
 from tests.support.kv_tiers import BLOCK_BYTES, CPU, block, empty, held, holds, key, save, tiers_of
 from workers.kv.tiers import Tiers

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cluster.core.config import ModelSection, PoolSection
+from cluster.core.config.sections import ModelSection, PoolSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from tests.support import distilled_draft, tiny
 from workers.forward.loaded_model import LoadedModel

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from cluster.core.config import KvSection, ModelSection
+from cluster.core.config.sections import KvSection, ModelSection
 from tests.support import tiny
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.native import decoder_shape

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from cluster.core.config import KvSection, ModelSection
+from cluster.core.config.sections import KvSection, ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from tests.support import quantized, tiny
 from workers.forward.runner import ForwardRow, ModelRunner

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.core.config import TargetSection
+from cluster.core.config.base import PluginSettings
+from cluster.core.config.sections import TargetSection
 from cluster.core.errors import ConfigurationError
-from cluster.core.section import PluginSettings
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.sampling.acceptance import RULES, RootPosition, create_rule, register_rule
 from workers.sampling.rules.coupled import Coupled, walk

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config import Configuration
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, WorkerUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config import KvSection, ModelSection
+from cluster.core.config.sections import KvSection, ModelSection
 from cluster.core.errors import InvalidRequest, TargetUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.verification import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config import KvSection, ModelSection
+from cluster.core.config.sections import KvSection, ModelSection
 from cluster.core.errors import ConfigurationError
 from tests.support.echo_workers import (
     EchoEngine,

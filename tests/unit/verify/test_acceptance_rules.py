@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from cluster.core.config.base import PluginSettings
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
-from cluster.core.section import PluginSettings
 from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, Verdict, VerifyRow
 from tests.support import tiny

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config import KvSection, TargetSection
+from cluster.core.config.sections import KvSection, TargetSection
 from cluster.core.tree import TokenTree
 from cluster.core.verification import RowFaultCode, StepBatch, VerifyRow
 from tests.support import tiny

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config import TargetSection
+from cluster.core.config.sections import TargetSection
 from cluster.speculation.latency import LatencyModel
 from tests.support import tiny
 from workers.kv.pool import KvPool

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.core.config import KvSection, ModelSection
+from cluster.core.config.sections import KvSection, ModelSection
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart

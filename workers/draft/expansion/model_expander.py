@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from transformers import AutoConfig
 
-from cluster.core.config import TargetSection
+from cluster.core.config.sections import TargetSection
 from cluster.core.errors import ConfigurationError
 from workers.draft.expansion.expander import DraftedToken, ExpansionRow
 from workers.forward.loaded_model import LoadedModel

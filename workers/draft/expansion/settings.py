@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cluster.core.section import PluginSettings
+from cluster.core.config.base import PluginSettings
 
 
 class ExpansionSettings(PluginSettings):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.core.section import PluginSettings
+from cluster.core.config.base import PluginSettings
 from cluster.core.tree import ROOT, TokenTree
 from workers.sampling.acceptance import Accepted, RootPosition, check_decisions, register_rule
 

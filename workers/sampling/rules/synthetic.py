@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
-from cluster.core.section import PluginSettings, Rate
+from cluster.core.config.base import PluginSettings, Rate
 from cluster.core.tree import ROOT, TokenTree
 from workers.sampling.acceptance import Accepted, RootPosition, check_decisions, register_rule
 

@@ -12,8 +12,8 @@ import pkgutil
 from collections.abc import Iterator, Mapping
 from typing import Generic, Protocol, TypeVar
 
+from cluster.core.config.base import PluginSettings
 from cluster.core.errors import ConfigurationError, shorten
-from cluster.core.section import PluginSettings
 
 
 class Plugin(Protocol):

@@ -9,10 +9,10 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from cluster.core.config import Configuration
+from cluster.core.config.base import Section
+from cluster.core.config.registry import Plugin, Registry
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, shorten
-from cluster.core.registry import Plugin, Registry
-from cluster.core.section import Section
 
 _LONGEST_KEY = 200
 """Characters of an unknown key that are compared with known ones and shown."""

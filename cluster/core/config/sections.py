@@ -1,6 +1,6 @@
 """The sections of the configuration. Each setting is declared once, with its type, bounds, default and meaning.
 
-`cluster.core.load_config` builds a configuration from the values of a file and from overrides.
+`cluster.core.config.load` builds a configuration from the values of a file and from overrides.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from cluster.core.section import Choice, PluginHost, PluginSettings, Port, Positive, Seconds, Section
+from cluster.core.config.base import Choice, PluginHost, PluginSettings, Port, Positive, Seconds, Section
 
 MIB = 1024 * 1024
 NO_DRAFTS = "none"
