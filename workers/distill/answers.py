@@ -48,7 +48,7 @@ class Answer:
 
 
 class AnswerFile:
-    """Appends answers to a file and knows which are there already. A context manager."""
+    """Appends answers to a file, and lists which answers the file holds. A context manager."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

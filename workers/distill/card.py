@@ -13,7 +13,7 @@ from workers.distill.checkpoints import Progress
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the card states."""
+    """The contents of the card."""
 
     target: str
     """Name of the target."""
@@ -38,7 +38,7 @@ class Facts:
     progress: Progress
     """The state of the training at its end."""
     device: str
-    """What the training ran on."""
+    """The device that the training ran on."""
     held_out: Counts
     """Agreement on the held-out prompts, by category."""
     evaluation: Counts
@@ -103,7 +103,7 @@ def _origin(facts: Facts) -> str:
 def _question_origin(facts: Facts) -> str:
     if not facts.has_generated_questions:
         return ""
-    return " Where a prompt was a system message alone, the target wrote the question as well."
+    return " Where a prompt was only a system message, the target also wrote the question."
 
 
 def _sources(facts: Facts) -> str:
@@ -123,7 +123,7 @@ def _row(name: str, counts: Counts) -> str:
 def _evaluation_size(facts: Facts) -> str:
     if not facts.evaluation_prompts:
         return ""
-    return f"Of {facts.evaluation_name}, {facts.evaluation_prompts:,} prompts were answered.\n"
+    return f"The target answered {facts.evaluation_prompts:,} prompts of {facts.evaluation_name}.\n"
 
 
 def _evaluation(facts: Facts) -> str:

@@ -66,8 +66,8 @@ def load_checkpoint(
     tensors, metadata = _read(path)
     if metadata.get("fingerprint") != fingerprint:
         raise ConfigurationError(
-            f"checkpoint {path}: it is of a training with other settings ({metadata.get('fingerprint')}), "
-            f"this one has {fingerprint}; take another directory, or remove it"
+            f"checkpoint {path}: it belongs to a training with other settings ({metadata.get('fingerprint')}), "
+            f"this training has {fingerprint}; use another directory, or remove the checkpoint"
         )
     state: dict[str, dict[str, Tensor]] = {}
     with torch.no_grad():

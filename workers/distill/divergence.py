@@ -1,6 +1,6 @@
 """The loss of a training: the divergence between the student's distribution and the target's.
 
-Of the target's distribution, the most probable tokens and the mass of all others (the remainder) are known. The
+The known part of the target's distribution is its most probable tokens and the mass of all others (the remainder). The
 divergences are exact over this partition, and exact over the vocabulary where every token is known. Tokens that the
 student cannot propose are removed from the target's distribution, which is then normalised.
 """

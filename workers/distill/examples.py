@@ -13,7 +13,7 @@ from torch import Tensor
 from workers.distill.answers import Answer
 
 _NEIGHBOURS = 64
-"""Shuffled rows are sorted by length within so many batches: this saves padding and keeps the order random."""
+"""Shuffled rows are sorted by length within this many batches. This saves padding and keeps the order random."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +72,17 @@ def batches_of_epoch(
 
     A batch has at most `batch_tokens` tokens, padding included, but at least one row.
     """
-    dice = random.Random(f"{seed}:{epoch}")  # noqa: S311 - an order, not a secret
+    generator = random.Random(f"{seed}:{epoch}")  # noqa: S311 - an order, not a secret
     lengths = [min(max_length, len(answer.prompt) + len(answer.answer)) for answer in answers]
     order = list(range(len(answers)))
-    dice.shuffle(order)
+    generator.shuffle(order)
     mean = max(1, sum(lengths) // max(1, len(lengths)))
     stretch = max(1, _NEIGHBOURS * batch_tokens // mean)
     batches: list[tuple[int, ...]] = []
     for start in range(0, len(order), stretch):
         near = sorted(order[start : start + stretch], key=lengths.__getitem__)
         batches.extend(_fill(near, lengths, batch_tokens))
-    dice.shuffle(batches)
+    generator.shuffle(batches)
     return batches
 
 

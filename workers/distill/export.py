@@ -1,4 +1,4 @@
-"""Writing a draft's directory: its own weights, its configuration, its target's name, and the model card."""
+"""Writes a draft's directory: its own weights, its configuration, its target's name, and the model card."""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ def on_policy(
 
     Each continuation has as many tokens as the answer, drawn at temperature 1 from `seed`.
     """
-    dice = torch.Generator(student.head.device).manual_seed(seed)
+    generator = torch.Generator(student.head.device).manual_seed(seed)
     was_training = student.training
     student.eval()
-    written = [_continue(student, answer, max_length, dice) for answer in answers]
+    written = [_continue(student, answer, max_length, generator) for answer in answers]
     student.train(was_training)
     batch = make_batch(written, max_length).to(student.head.device)
     logits = target(input_ids=batch.tokens, use_cache=False).logits.flatten(0, 1)[batch.selected].float()
@@ -31,7 +31,7 @@ def on_policy(
     return Batch(batch.tokens, batch.selected, batch.labels, all_tokens, logits.log_softmax(dim=-1))
 
 
-def _continue(student: Student, answer: Answer, max_length: int, dice: torch.Generator) -> Answer:
+def _continue(student: Student, answer: Answer, max_length: int, generator: torch.Generator) -> Answer:
     prompt = answer.prompt[: max_length - 1]
     tokens = torch.tensor([prompt], device=student.head.device)
     cache = DynamicCache()
@@ -39,7 +39,7 @@ def _continue(student: Student, answer: Answer, max_length: int, dice: torch.Gen
     for _ in range(min(len(answer.answer), max_length - len(prompt))):
         output = student.module.base_model(input_ids=tokens, past_key_values=cache, use_cache=True)
         probabilities = student.logits(output.last_hidden_state[:, -1]).float().softmax(dim=-1)
-        drawn = student.tokens_of(torch.multinomial(probabilities, 1, generator=dice))
+        drawn = student.tokens_of(torch.multinomial(probabilities, 1, generator=generator))
         written.append(int(drawn))
         tokens = drawn
     return Answer(answer.key, answer.category, 1.0, False, prompt, tuple(written))

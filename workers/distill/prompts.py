@@ -1,4 +1,4 @@
-"""Prompts for the target, from JSONL files. The keys of each line tell its format.
+"""Prompts for the target, from JSONL files. The keys of each line determine its format.
 
 The formats are Spec-Bench (`turns`), GSM8K (`question`), Self-Instruct (`instruction` with `instances`), conversations
 (`messages`) and plain prompts (`prompt`). Answers in the files are ignored, because the target writes its own. For a
@@ -47,7 +47,7 @@ class Task:
 
     prompt: Prompt
     turn_pass: int
-    """How many earlier tasks have the same prompt."""
+    """Number of earlier tasks with the same prompt."""
     temperature: float
     seed: int
     held_out: bool
@@ -128,12 +128,12 @@ def schedule(
 def _passes(prompts: Sequence[Prompt], temperatures: Sequence[float], seed: int) -> Iterator[Task]:
     sampled = [temperature for temperature in temperatures if temperature > 0]
     for number in count():
-        again = [prompt for prompt in prompts if number < len(temperatures) or sampled or not prompt.turns]
-        if not again:
+        remaining = [prompt for prompt in prompts if number < len(temperatures) or sampled or not prompt.turns]
+        if not remaining:
             return
-        for prompt in again:
-            circle = temperatures if number < len(temperatures) or not prompt.turns else sampled
-            yield Task(prompt, number, circle[number % len(circle)], seed + number, held_out=False)
+        for prompt in remaining:
+            cycle = temperatures if number < len(temperatures) or not prompt.turns else sampled
+            yield Task(prompt, number, cycle[number % len(cycle)], seed + number, held_out=False)
 
 
 def _shuffled(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
@@ -153,15 +153,15 @@ def _read_line(path: Path, number: int, line: str) -> list[Prompt]:
     for key, read in _FORMS.items():
         if key in row:
             category = row.get("category", "")
-            given, parts = _system(row, where), read(row, where)
-            if given is not None and any(system is not None for system, _ in parts):
+            line_system, parts = _system(row, where), read(row, where)
+            if line_system is not None and any(system is not None for system, _ in parts):
                 raise ConfigurationError(f"{where}: needed one system message, found two")
             return [
                 Prompt(
                     path.name,
                     number,
                     tuple(turns),
-                    given if system is None else system,
+                    line_system if system is None else system,
                     category if isinstance(category, str) else "",
                     part,
                 )
@@ -191,26 +191,24 @@ def _instruction(row: Mapping[str, Any], where: str) -> list[_Turns]:
     if not isinstance(instances, list) or not all(isinstance(instance, dict) for instance in instances):
         raise ConfigurationError(f"{where}: instances: needed a list of objects, found {shorten(instances)}")
     inputs = list(dict.fromkeys(str(instance.get("input", "")).strip() for instance in instances)) or [""]
-    return [(None, [f"{instruction}\n\n{given}" if given else instruction]) for given in inputs]
+    return [(None, [f"{instruction}\n\n{text}" if text else instruction]) for text in inputs]
 
 
 def _messages(row: Mapping[str, Any], where: str) -> list[_Turns]:
     messages = row["messages"]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ConfigurationError(f"{where}: messages: needed a list of objects, found {shorten(messages)}")
-    said = [(message.get("role"), message.get("content")) for message in messages]
-    system = next((content for role, content in said if role == "system"), None)
-    turns = [content for role, content in said if role == "user"]
+    pairs = [(message.get("role"), message.get("content")) for message in messages]
+    system = next((content for role, content in pairs if role == "system"), None)
+    turns = [content for role, content in pairs if role == "user"]
     checked = _texts(turns, f"{where}: messages with the role user")
     return [(None if system is None else _text(system, f"{where}: the system message"), checked)]
 
 
-def _system_alone(row: Mapping[str, Any], where: str) -> list[_Turns]:
+def _system_only(row: Mapping[str, Any], where: str) -> list[_Turns]:
     others = row.keys() - _BESIDE_SYSTEM
     if others:
-        raise ConfigurationError(
-            f"{where}: needed nothing beside a system message alone, found {shorten(sorted(others))}"
-        )
+        raise ConfigurationError(f"{where}: needed a system message and nothing else, found {shorten(sorted(others))}")
     return [(None, [])]
 
 
@@ -232,7 +230,7 @@ def _text(value: object, where: str) -> str:
 
 
 _BESIDE_SYSTEM = {"system", "category", "question_id", "id"}
-"""Keys that a line with a system message alone may have. Others are refused, since they may hold a conversation."""
+"""Keys that a line with only a system message may have. Others are refused, since they may hold a conversation."""
 
 _FORMS: dict[str, Callable[[Mapping[str, Any], str], list[_Turns]]] = {
     "turns": _turns,
@@ -240,5 +238,5 @@ _FORMS: dict[str, Callable[[Mapping[str, Any], str], list[_Turns]]] = {
     "instruction": _instruction,
     "question": _question,
     "prompt": _plain,
-    "system": _system_alone,
+    "system": _system_only,
 }

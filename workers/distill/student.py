@@ -28,7 +28,7 @@ _EACH_LAYER = ("layer_types",)
 
 @dataclass(frozen=True, slots=True)
 class StudentPlan:
-    """What the student is made of."""
+    """How to build a student."""
 
     layers: tuple[int, ...] = ()
     """The target's layers that it starts as, in order. Empty: random weights of the shape of `config`."""
@@ -111,7 +111,7 @@ def load_target(directory: Path, device: torch.device) -> PreTrainedModel:
 
 
 def check_student(target_directory: Path, plan: StudentPlan, vocabulary_size: int | None) -> None:
-    """Raise `ConfigurationError` unless such a student can be made. This is fast, and reads no weights."""
+    """Raise `ConfigurationError` unless such a student can be built. This reads no weights."""
     target: PreTrainedConfig = AutoConfig.from_pretrained(target_directory, trust_remote_code=False)
     _config(target, plan)
     if vocabulary_size is not None:

@@ -29,7 +29,7 @@ Report = Callable[[Progress, float], None]
 """Called after each step with the progress and the finished share of the training, between 0 and 1."""
 
 _LOSS_EVERY = 20
-"""Steps whose mean loss is one point of the loss curve."""
+"""Number of steps whose mean loss is one point of the loss curve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,11 @@ class TrainingPlan:
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of matrix products. Weights are float32."""
     steps: int | None = None
+    """Length of the training in steps; `None` if it is given in seconds."""
     seconds: float | None = None
+    """Length of the training in seconds; `None` if it is given in steps."""
     checkpoint_seconds: float = 120.0
-    """Time between checkpoints."""
+    """Time between checkpoints, in seconds."""
 
     def __post_init__(self) -> None:
         divergence_named(self.loss)
@@ -66,7 +68,7 @@ class TrainingPlan:
             raise ConfigurationError(f"on_policy: {self.on_policy} is refused; it must be within 0 and 1")
 
     def fingerprint(self, student: Student) -> str:
-        """Identifies trainings that may continue each other's checkpoints. `student` must not be trained yet.
+        """A hash, equal for trainings that may continue each other's checkpoints. `student` must not be trained yet.
 
         The length of the training and the answers may differ.
         """
@@ -93,12 +95,12 @@ class Training:
         target: PreTrainedModel | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        # Where the prompt alone fills the length, nothing is left to learn.
+        # A prompt that fills the whole length leaves no position to train on.
         learnable = [answer for answer in answers if len(answer.prompt) < plan.max_length and answer.answer]
         if not learnable:
             raise ConfigurationError(f"training: needed an answer within max_length ({plan.max_length}), found none")
         if plan.on_policy > 0 and target is None:
-            raise ConfigurationError("on_policy: needed the target itself, to judge what the student writes")
+            raise ConfigurationError("on_policy: needed the target, for its probabilities of the student's answers")
         self._student = student
         self._answers = learnable
         self._held_out = held_out

@@ -1,7 +1,7 @@
-"""An independent draft model: a small language model that drafts with the target's own noise.
+"""An independent draft model: a small language model that drafts with the target's sampling noise.
 
 It ranks tokens as the target would, with the sequence's parameters, seed and position. Where the two distributions are
-alike, the tokens are alike as well.
+similar, the drafted tokens mostly equal the target's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DraftModelSettings(DraftModelSection, ExpansionSettings):
     candidates: Annotated[int, Field(ge=1, le=16)] = 3
     """Drafted tokens below each expanded node."""
     lookup: Choice[Literal["off", "on"]] = "on"
-    """`on` adds to the trees what followed the same tokens earlier in the sequence; these nodes cost no pass."""
+    """`on` adds tokens that followed the same tokens earlier in the sequence. They need no forward pass."""
 
 
 @register("model", DraftModelSettings)

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last few tokens earlier in the sequence is likely to follow again."""
+"""Prompt lookup: drafts the tokens that followed the last few tokens earlier in the sequence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOOKS_PER_CANDIDATE = 8
 
 
 class NgramSettings(PluginSettings):
-    """Prompt lookup."""
+    """Settings of prompt lookup."""
 
     renamed: ClassVar[dict[str, str]] = {"ngram_max": "max", "ngram_min": "min", "ngram_candidates": "candidates"}
 

@@ -1,8 +1,8 @@
-"""What a drafting method is, and the registry of all methods.
+"""The interface of drafting methods, and the registry of all methods.
 
 A method is one file of this package: a settings class and a factory decorated with `@register(name, settings)`.
 `draft.method` selects it, and its settings are the section `draft.<name>`. Files of this package import torch only
-inside their factories: whoever reads the settings alone need not wait for it.
+inside their factories, so that reading the settings stays fast.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class DraftMethod(Protocol):
         ...
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Free all that is stored of the sequences. Unknown sequences are no error."""
+        """Free everything that is stored for the sequences. Unknown sequences are no error."""
         ...
 
 
 @runtime_checkable
 class IdleWork(Protocol):
-    """Work of a `DraftMethod` between calls, in pieces so short that the next call hardly waits. It is optional."""
+    """Optional work of a `DraftMethod` between calls. Each piece is short, so that the next call hardly waits."""
 
     def catch_up(self, sequence_ids: Sequence[SequenceId]) -> bool:
-        """Compute one piece of the committed tokens of these sequences for which `propose` has not done so.
+        """Compute some committed tokens of these sequences that `propose` has not computed yet.
 
         Returns false when nothing is left or there is no room. Unknown sequences are no error.
         """
@@ -96,7 +96,7 @@ def register(
 def create(draft: DraftSection, target: TargetSection) -> DraftMethod:
     """Create the method that `draft.method` selects. This is slow where it loads weights.
 
-    Raises `ConfigurationError` for an unknown name, and whatever the factory raises.
+    Raises `ConfigurationError` for an unknown name, and the errors of the factory.
     """
     plugin = METHODS.get(draft.method)
     return plugin.create(draft.settings(draft.method, plugin.settings), draft, target)

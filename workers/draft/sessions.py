@@ -1,7 +1,7 @@
-"""What a drafter stores of each sequence: its committed tokens.
+"""The committed tokens that a drafter stores for each sequence.
 
-This is a cache: the coordinator has every sequence. Whatever is dropped here, or lost with the process, costs one
-`OUT_OF_SYNC` fault, after which the coordinator sends the sequence again.
+They are a cache, because the coordinator has every sequence. A sequence that is dropped, or lost with the process,
+causes one `OUT_OF_SYNC` fault. Then the coordinator sends it again.
 """
 
 from __future__ import annotations

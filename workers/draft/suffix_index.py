@@ -35,7 +35,7 @@ class SuffixIndex:
                 self._ends.setdefault(ngram, []).append(end)
 
     def ends(self, ngram: tuple[int, ...]) -> Sequence[int]:
-        """Positions after the occurrences of `ngram`, including the end of the list if it ends with it."""
+        """Positions after the occurrences of `ngram`, including the end of the list if the list ends with `ngram`."""
         return self._ends.get(ngram, ())
 
     def ending_at(self, end: int) -> list[tuple[int, ...]]:

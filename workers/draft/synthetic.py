@@ -1,7 +1,8 @@
 """NOT LOSSLESS, for experiments: drafts without a model, with a chosen cost, accepted at chosen rates.
 
-The target beside this drafter accepts by chance instead of by its own decisions (`workers.sampling.rules.synthetic`).
-So the gain from drafts of some quality and speed can be measured before such drafts exist.
+With this drafter, the target accepts drafted tokens at random instead of by its own decisions (see
+`workers.sampling.rules.synthetic`). This measures the gain from drafts of a given quality and speed before such drafts
+exist.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class SyntheticSettings(ExpansionSettings):
 
 
 class SyntheticExpander:
-    """Drafts one token after each, a function of the sequence's seed and the position. A pass takes `seconds`."""
+    """Drafts one token per row, a function of the sequence's seed and the position. A pass takes `seconds`."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class SyntheticExpander:
 
 
 def _target_settings(settings: SyntheticSettings) -> dict[str, Any]:
-    """The target, not the drafter, accepts by chance."""
+    """The settings that make the target accept drafted tokens at random."""
     return {"acceptance": "synthetic", "synthetic.rates": settings.acceptance}
 
 

@@ -1,7 +1,7 @@
 """One attention function for every model family: paged, ragged, with tree masks and windows.
 
-`transformers` calls attention through a registry. The function registered here ignores the mask that it is given.
-It reads a `StepLayout` instead, which says where each new token's key and value are stored and which stored ones the
+`transformers` calls attention through a registry. The function registered here ignores its mask argument.
+It reads a `StepLayout` instead, which states where each new token's key and value are stored and which stored ones the
 token sees. Prompt chunks, single tokens, chains and trees are rows of one layout.
 
 Rows of similar width and length share one padded call of scaled-dot-product attention; no layer loops over sequences.
@@ -39,7 +39,7 @@ class PagedAttention:
         self.pool: KvPool | None = None
         self.layout: StepLayout | NativeStep | None = None
         self.kernel: Kernel | None = None
-        """The CPU kernel, if there is one for this model. Layouts are then `NativeStep`s."""
+        """The CPU kernel, if one supports this model. Layouts are then `NativeStep`s."""
         self.probe: dict[int, Probed] | None = None
         """While set, no attention is computed. Each layer records its shape here."""
 
@@ -72,8 +72,8 @@ class PagedAttention:
         keys, values = self.pool.keys[placement.block_layer], self.pool.values[placement.block_layer]
         if len(self.layout.groups) == 1:  # the group's tokens are the step's, in order
             group = self.layout.groups[0]
-            alone = attend_group(group, placement, queries, keys, values, scaling).flatten(0, 1)
-            return (alone if group.is_whole else alone[group.scatter])[None]
+            attended = attend_group(group, placement, queries, keys, values, scaling).flatten(0, 1)
+            return (attended if group.is_whole else attended[group.scatter])[None]
         output = torch.empty_like(queries)
         for group in self.layout.groups:
             attended = attend_group(group, placement, queries, keys, values, scaling)

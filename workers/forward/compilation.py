@@ -1,6 +1,6 @@
 """Compiles a model's decoder layers.
 
-Each layer is compiled instead of the whole model, once for all layers and all widths of a step. Between the opaque
+All decoder layers share the code of one compiled layer, which serves all widths of a step. Between the opaque
 operators (attention, linear layers) the compiler fuses dozens of small operations. This takes seconds instead of the
 minutes of a whole model, and a directory keeps the result for the next start.
 """

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _CAPTURE_AFTER = 8
 _MOST_GRAPHS = 192
 _WARM_ROWS = 64
-_WARM_TOKENS = 2048  # of a row; longer ones are recorded when they are met
+_WARM_TOKENS = 2048  # most tokens of a row at warm-up; longer rows are captured when they occur
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepLayout], torch.Tensor]
 """(tokens `[1, tokens]`, positions `[1, tokens]`, selected `[selected]`, layout) → logits `[selected, vocabulary]`."""

@@ -57,8 +57,8 @@ def _agrees(flex: Flex, shape: LayerShape, size: int, model: LoadedModel) -> boo
         RowShape([[BlockId(block) for block in (5, 11)]], size, 1, EMPTY_TREE),
         RowShape([[BlockId(3)]], 0, 5, EMPTY_TREE),
     ]
-    places = (LayerPlacement(0, 0, AttentionWindow()), LayerPlacement(0, 0, AttentionWindow(size + 4, sinks=2)))
-    kv_groups = KvCacheGroups(KvLayout(size), places, (shape,))
+    placements = (LayerPlacement(0, 0, AttentionWindow()), LayerPlacement(0, 0, AttentionWindow(size + 4, sinks=2)))
+    kv_groups = KvCacheGroups(KvLayout(size), placements, (shape,))
     tokens = sum(row.width for row in rows)
     bounds = graph_size(rows, tokens, size, fixed_blocks=8)
     if bounds is None:
@@ -75,7 +75,9 @@ def _agrees(flex: Flex, shape: LayerShape, size: int, model: LoadedModel) -> boo
         buffers = GraphBuffers(bounds, kv_groups, BlockId(_BLOCKS), model.device, kernel)
         buffers.fill(rows, range(tokens), [position for row in rows for position in row.positions()], range(tokens))
         group = buffers.layout().groups[0]
-        attended = [attend_group(group, placement, queries, keys, values, None).flatten(0, 1) for placement in places]
+        attended = [
+            attend_group(group, placement, queries, keys, values, None).flatten(0, 1) for placement in placements
+        ]
         outputs.append([part[group.scatter[:tokens]].float() for part in attended])
     tolerance = max(8 * torch.finfo(model.dtype).eps, 1e-3)
     return all(bool((one - other).abs().max() < tolerance) for one, other in zip(*outputs, strict=True))

@@ -66,7 +66,7 @@ def graph_size(
 ) -> GraphSize | None:
     """The smallest graph that fits these rows with `selected` logits; `None` if they fit none.
 
-    With `fixed_blocks` every row has so many blocks: FlexAttention skips the unused ones.
+    With `fixed_blocks` every row has this number of blocks: FlexAttention skips the unused ones.
     """
     queries = _power(max(row.width for row in rows))
     number = _power(len(rows))
@@ -89,19 +89,19 @@ def decode_graph_sizes(
     With `fixed_blocks` (see `graph_size`) there are few sizes, and each number of tokens per row needs a compiled
     kernel. So the sizes of small trees are included.
     """
-    rows_met = _powers(1, min(most_rows, bounds.rows))
+    row_counts = _powers(1, min(most_rows, bounds.rows))
     if fixed_blocks:
         return [
             GraphSize(rows, width, rows * width, fixed_blocks, rows * width)
             for width in _powers(1, _TREE_WIDTH)
-            for rows in rows_met
+            for rows in row_counts
             if rows * width <= bounds.tokens
         ][::-1]
     most_blocks = max(_FEWEST_BLOCKS, _power(-(-longest // block_size)))
     return [
         GraphSize(rows, 1, rows, blocks, rows)
         for blocks in _powers(_FEWEST_BLOCKS, most_blocks)
-        for rows in rows_met
+        for rows in row_counts
         if rows * blocks * block_size <= bounds.keys
     ][::-1]
 
@@ -124,8 +124,8 @@ class GraphBuffers:
         self._scratch = scratch
         self._flex = flex
         self._tables = {
-            window: sorted({place.table for place in kv_groups.placements if place.window == window})
-            for window in dict.fromkeys(place.window for place in kv_groups.placements)
+            window: sorted({placement.table for placement in kv_groups.placements if placement.window == window})
+            for window in dict.fromkeys(placement.window for placement in kv_groups.placements)
         }
         self._shapes = self._plan()
         self._pinned = device.type == "cuda"
@@ -171,8 +171,8 @@ class GraphBuffers:
 
     def _fill_rows(self, rows: Sequence[RowShape], parts: Sequence[IntegerArray]) -> None:
         slots, scatter, first, width, stored = parts
-        for part, spare in ((slots, self._scratch * self._block_size), (scatter, 0), (first, 0), (width, 1)):
-            part.fill(spare)
+        for part, padding in ((slots, self._scratch * self._block_size), (scatter, 0), (first, 0), (width, 1)):
+            part.fill(padding)
         stored.fill(0)
         count = len(rows)
         width[:count] = [row.width for row in rows]
@@ -180,25 +180,25 @@ class GraphBuffers:
         ends = np.cumsum(width[:count])
         first[:count] = ends - width[:count]
         for index, row in enumerate(rows):
-            mine = slice(int(first[index]), int(ends[index]))
-            scatter[mine] = np.arange(row.width) + index * self.size.queries
+            own_tokens = slice(int(first[index]), int(ends[index]))
+            scatter[own_tokens] = np.arange(row.width) + index * self.size.queries
             for table, blocks in enumerate(row.blocks):
-                slots[table, mine] = slots_of(blocks, row.stored_len, row.end, self._block_size)
+                slots[table, own_tokens] = slots_of(blocks, row.stored_len, row.end, self._block_size)
 
     def _fill_window(
         self, rows: Sequence[RowShape], window: AttentionWindow, tables: Sequence[int], parts: Sequence[IntegerArray]
     ) -> None:
         blocks, sinks, skipped, counts, seen = parts
-        for part, spare in ((blocks, self._scratch), (sinks, 0), (skipped, 0), (counts, 1), (seen, 1)):
-            part.fill(spare)
+        for part, padding in ((blocks, self._scratch), (sinks, 0), (skipped, 0), (counts, 1), (seen, 1)):
+            part.fill(padding)
         words: list[int] = []
         for index, row in enumerate(rows):
             kept, begin, end = blocks_read(row, window, self._block_size)
             sinks[index], skipped[index], counts[index] = kept, begin - kept, kept + end - begin
-            for place, table in enumerate(tables):
+            for table_index, table in enumerate(tables):
                 held = row.blocks[table]
-                blocks[place, index, :kept] = held[:kept]
-                blocks[place, index, kept : kept + end - begin] = held[begin:end]
+                blocks[table_index, index, :kept] = held[:kept]
+                blocks[table_index, index, kept : kept + end - begin] = held[begin:end]
             words += _visible_bits(row, window)
         seen[: len(words)] = np.array(words, dtype=np.uint64).view(np.int64)
 
@@ -215,10 +215,10 @@ class GraphBuffers:
             # Index in the row of each block that is read, [rows, blocks].
             order = torch.arange(blocks.shape[2], device=blocks.device)
             order = order + torch.where(order >= sinks[:, None], skipped[:, None], 0)
-            for place, table in enumerate(tables):
-                group.blocks[table, window] = blocks[place]
+            for table_index, table in enumerate(tables):
+                group.blocks[table, window] = blocks[table_index]
                 if self._flex is not None:
-                    group.views[table, window] = self._view(self._flex, sees, blocks[place], order, counts)
+                    group.views[table, window] = self._view(self._flex, sees, blocks[table_index], order, counts)
             if self._flex is None:
                 offset = torch.arange(self._block_size, device=blocks.device)
                 group.masks[window] = sees.all((order[:, :, None] * self._block_size + offset).flatten(1))

@@ -22,7 +22,7 @@ _LONGEST_PADDED_ROW = 32  # rows at least this wide form a group of their own
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """One row as attention sees it: its blocks, its stored length, and its tokens in this step."""
+    """One row of a step: its blocks, its stored length, and its tokens in this step."""
 
     blocks: Sequence[Sequence[BlockId]]
     """As in `BlockTable`."""
@@ -34,14 +34,17 @@ class RowShape:
 
     @property
     def width(self) -> int:
+        """Number of tokens in this step, tree nodes included."""
         return self.fresh + len(self.tree)
 
     @property
     def base_len(self) -> int:
+        """Length of the sequence after the committed tokens of this step."""
         return self.stored_len + self.fresh
 
     @property
     def end(self) -> int:
+        """Number of slots in use after this step: stored tokens, committed tokens and tree nodes."""
         return self.stored_len + self.width
 
     def positions(self) -> list[int]:
@@ -154,7 +157,7 @@ class _RowGroupBuilder:
         self._rows = rows
         self._step_rows = step_rows
         self._size = kv_groups.layout.block_size
-        self._table_windows = list(dict.fromkeys((place.table, place.window) for place in kv_groups.placements))
+        self._table_windows = list(dict.fromkeys((layer.table, layer.window) for layer in kv_groups.placements))
         self._windows = list(dict.fromkeys(window for _, window in self._table_windows))
         width = np.array([row.width for row in rows])
         queries = np.arange(width.max())
@@ -164,12 +167,12 @@ class _RowGroupBuilder:
         real = queries < width[:, None]
         position = np.array([row.stored_len for row in rows])[:, None] + index
         limit = position.copy()  # the last key that a query sees; _tree_keys adds the keys of branching trees
-        self._trees = [place for place, row in enumerate(rows) if not row.tree.is_chain]
-        for place in self._trees:
-            row = rows[place]
+        self._trees = [row_index for row_index, row in enumerate(rows) if not row.tree.is_chain]
+        for row_index in self._trees:
+            row = rows[row_index]
             nodes = slice(row.fresh, row.width)
-            position[place, nodes] = row.positions()[row.fresh :]
-            limit[place, nodes] = row.base_len + ROOT
+            position[row_index, nodes] = row.positions()[row.fresh :]
+            limit[row_index, nodes] = row.base_len + ROOT
         self.arrays: list[IntegerArray] = [gather, np.flatnonzero(real), gather[real], position, limit]
         for window in self._windows:
             self._add_window(window)
@@ -181,12 +184,12 @@ class _RowGroupBuilder:
         most = max(kept + end - begin for kept, begin, end in read)
         tables = [table for table, seen in self._table_windows if seen == window]
         blocks = np.zeros((len(tables), len(self._rows), most), dtype=np.int64)
-        for place, (row, (kept, begin, end)) in enumerate(zip(self._rows, read, strict=True)):
+        for row_index, (row, (kept, begin, end)) in enumerate(zip(self._rows, read, strict=True)):
             for index, table in enumerate(tables):
                 held = row.blocks[table]
                 if kept:
-                    blocks[index, place, :kept] = held[:kept]
-                blocks[index, place, kept : kept + end - begin] = held[begin:end]
+                    blocks[index, row_index, :kept] = held[:kept]
+                blocks[index, row_index, kept : kept + end - begin] = held[begin:end]
         sinks, first, _ = np.array(read, dtype=np.int64).T
         self.arrays += [blocks, sinks, first - sinks, self._tree_keys(window, most * size, first - sinks)]
 
@@ -194,15 +197,16 @@ class _RowGroupBuilder:
         """Flat indices into `[rows, queries, keys]` at which nodes of branching trees see their ancestors."""
         queries = self.arrays[0].shape[1]
         seen: list[int] = []
-        for place in self._trees:
-            row = self._rows[place]
+        for row_index in self._trees:
+            row = self._rows[row_index]
             depths, parents = row.tree.depths(), row.tree.parents
             for node, depth in enumerate(depths):
-                line = (place * queries + row.fresh + node) * keys + row.base_len - int(skipped[place]) * self._size
+                query_index = row_index * queries + row.fresh + node
+                first_key = query_index * keys + row.base_len - int(skipped[row_index]) * self._size
                 other = node
                 while other != ROOT:
                     if window.sees(row.base_len + depth - 1, row.base_len + depths[other] - 1):
-                        seen.append(line + other)
+                        seen.append(first_key + other)
                     other = parents[other]
         return np.array(seen, dtype=np.int64)
 
@@ -214,7 +218,7 @@ class _RowGroupBuilder:
         for index, window in enumerate(self._windows):
             blocks, sinks, skipped, tree_keys = tensors[5 + 4 * index : 9 + 4 * index]
             tables = [table for table, seen in self._table_windows if seen == window]
-            found.update({(table, window): blocks[place] for place, table in enumerate(tables)})
+            found.update({(table, window): blocks[table_index] for table_index, table in enumerate(tables)})
             key = torch.arange(blocks.shape[2] * self._size, device=blocks.device)
             if window.size is None:
                 mask = key <= limit[:, :, None]

@@ -97,7 +97,7 @@ class Int8Kernel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """A kernel, and what follows its product."""
+    """A kernel, and the operations after its product."""
 
     kernel: LinearKernel
     reduce: bool = False
@@ -148,15 +148,15 @@ class MergedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[…, in]` → `[…, out]`."""
         merged = self._merged
-        mine = merged.parts[self._part] if merged.source is x else None
-        if mine is None:
+        own = merged.parts[self._part] if merged.source is x else None
+        if own is None:
             parts = torch.ops.pilotfish.joined(x, self.handle, merged.widths)
             merged.source, merged.parts = x, list(parts)
-            mine = parts[self._part]
+            own = parts[self._part]
         merged.parts[self._part] = None
         if all(part is None for part in merged.parts):
             merged.source = None
-        return mine
+        return own
 
 
 def merge_linears(kernel: LinearKernel, widths: Sequence[int]) -> tuple[MergedLinear, ...]:

@@ -1,4 +1,4 @@
-"""A model in memory, with what the rest of the data plane must know about it."""
+"""A model in memory, and the properties of it that other parts of the data plane use."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LoadedModel:
 
     @property
     def kv_spec(self) -> KvCacheSpec:
-        """What the KV pool must know about this model. Replayed passes need one scratch block."""
+        """The properties that determine this model's KV pool. CUDA graphs need one scratch block."""
         return KvCacheSpec(
             self.layers, self.max_context_len, self.dtype, self.device, self.tensor_parallel, int(self.uses_cuda_graphs)
         )

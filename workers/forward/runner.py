@@ -64,7 +64,7 @@ class ModelRunner:
                 self._pool.reserve(table, width)
                 self.forward([ForwardRow(table, (0,) * width, select=(width - 1,))])
             except KvPoolExhausted:
-                break  # so small a pool never gets so wide a step
+                break  # the pool is too small for a step of this width
             finally:
                 self._pool.release(table)
             logger.info("warm-up of a step of %d tokens took %.1f s", width, time.perf_counter() - begun)
@@ -101,8 +101,8 @@ class ModelRunner:
             if self._kernel is None
             else build_native_step(shapes, self._pool.kv_groups)
         )
-        ids, places, chosen = (to_device(values, device) for values in (tokens, positions, selected))
-        return self._compute(ids[None], places[None], chosen, layout)[:wanted]
+        ids, position_ids, chosen = (to_device(values, device) for values in (tokens, positions, selected))
+        return self._compute(ids[None], position_ids[None], chosen, layout)[:wanted]
 
     def _compute(
         self, tokens: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor, layout: StepLayout | NativeStep

@@ -212,7 +212,7 @@ class BlockAllocator:
         for group in self.layout.groups:
             if group.first_needed(length) // self.block_size < group.first_needed(table.stored_len) // self.block_size:
                 raise ValueError(
-                    f"{table.stored_len} tokens are stored: it cannot be cut to {length}, for a window has freed blocks"
+                    f"a table of {table.stored_len} tokens cannot be cut to {length}: a window has freed blocks of it"
                 )
 
     def _cache(self, table: BlockTable) -> None:

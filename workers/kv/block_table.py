@@ -63,14 +63,14 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class PrefixQuery:
-    """The prefix that a new sequence looks for."""
+    """A search for the stored prefix of a new sequence."""
 
     root: bytes
     tokens: Sequence[int]
     max_tokens: int
     """Longest prefix of `tokens` to look for."""
     parent: BlockTable | None = None
-    """Its last, partly filled block may be shared too."""
+    """A sequence whose blocks may be shared, including its last, partly filled one."""
     chain: list[bytes] = field(default_factory=list)
     """Keys of the full blocks of `tokens` that a search has computed; the next search reuses them."""
 

@@ -1,7 +1,7 @@
 """The disk tier: KV blocks as files in a directory that this process owns, written by a background thread.
 
-The directory's `lock` file is locked while the process lives. The kernel unlocks it when the process ends, however
-it ends. So the next process to start can tell which directories are abandoned, and removes them.
+The directory's `lock` file is locked while the process runs. The kernel unlocks it when the process ends for
+any reason. So the next process that starts recognizes abandoned directories and removes them.
 
 A block is queued in memory until it is written, and can be loaded from the queue. The queue is short: if the disk is
 too slow, blocks are dropped, and no step waits.
@@ -91,7 +91,7 @@ class DiskTier:
         if self._writer is not None:
             self._writer.join(_CLOSING_SECONDS)
             if self._writer.is_alive():
-                logger.warning("the disk under %s does not answer; closing without its last block", self._home)
+                logger.warning("the disk under %s does not respond; its last block is lost", self._home)
         if self._home is not None:
             shutil.rmtree(self._home, ignore_errors=True)
         if self._lock is not None:
@@ -119,7 +119,7 @@ class DiskTier:
             return key in self._queued
 
     def wants(self, key: bytes) -> bool:
-        """Whether to `save` the block: only if it is not here and the queue has room. Counts as a use if it is here."""
+        """Whether to `save` the block: it is not stored, and the queue has room. Counts as a use of a stored block."""
         if self.touch(key):
             return False
         with self._changed:
@@ -277,6 +277,6 @@ def _sweep(parent: Path) -> None:
             shutil.rmtree(home, ignore_errors=True)
             logger.info("removed %s, left by a process that has ended", home)
         except OSError:
-            pass  # its process is alive
+            pass  # its process is running
         finally:
             os.close(descriptor)

@@ -14,7 +14,7 @@ CACHE_LINE = 64
 
 def huge_pages(size: int) -> torch.Tensor:
     """`size` zero bytes in huge pages: a step reads all weights, and small pages would cost it TLB misses."""
-    # Private, because the system configures huge pages of shared memory apart.
+    # The mapping is private, because the system has separate settings for huge pages of shared memory.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages

@@ -8,7 +8,7 @@ from enum import Enum
 _MEMORY = 0.9
 """Factor by which each measurement's weight shrinks with every further one of its kind."""
 _FEWEST_TOKENS = 32
-"""The time of a step with fewer tokens is that of reading the weights; it does not measure prompts."""
+"""A step with fewer tokens mostly reads the weights, so its time does not measure prompt processing."""
 
 
 class Medium(Enum):

@@ -1,7 +1,7 @@
 """The prefix cache: full, committed blocks, found by a hash of all tokens up to their end.
 
 A block's keys and values depend on every token before them. So its key is the hash of its tokens and of the key of
-the block before it. The chain of keys begins with the tenant's salt: the time that an answer takes reveals nothing
+the block before it. The chain of keys begins with the tenant's salt, so that response times reveal nothing
 about the prompts of other tenants.
 """
 
@@ -59,14 +59,14 @@ class PrefixIndex:
             self._key_of[block] = key
 
     def mark_idle(self, block: BlockId) -> bool:
-        """The last table released the block. Returns whether it has a key and so stays, as the most recently used."""
+        """Mark a block that its last table released. Returns whether it has a key and stays, as most recently used."""
         if block not in self._key_of:
             return False
         self._idle[block] = None
         return True
 
     def mark_used(self, block: BlockId) -> None:
-        """A table holds the idle block again."""
+        """Mark an idle block as held by a table again."""
         del self._idle[block]
 
     def forget(self, block: BlockId) -> bytes | None:

@@ -1,4 +1,4 @@
-"""What the KV pool must know about a model: the shape of each layer's keys and values, and where they live."""
+"""The properties of a model that determine its KV pool: shapes, data type and device of the keys and values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LayerShape:
     kv_heads: int
     head_dim: int
     window: int | None = None
-    """A token sees this many positions, itself included; `None` is all of them."""
+    """Number of positions that a token sees, itself included; `None` means all of them."""
     heads_per_kv: int = 1
     """Query heads that share one KV head."""
 

@@ -4,8 +4,8 @@ A cached block is saved when the pool evicts it, and loaded when a new sequence 
 never changes. So a tier retains its copy when the block returns to the pool, and saving the block again costs
 nothing. Each tier evicts the least recently used block first.
 
-A block that cannot be read back is a cache miss, and its tokens are computed again. No fault of a tier changes an
-answer.
+A block that cannot be read back is a cache miss, and its tokens are computed again. A fault of a tier never
+changes a result.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ def load_distilled_draft(
     ends = _shared_ends(target, card)
     config = deepcopy(config)
     config.tie_word_embeddings = not any(end == "head" for end, _ in ends)
-    for (end, rest), values in ends.items():
-        tensors[f"{skeleton.embedding if end == 'embedding' else skeleton.head}.{rest}"] = values
+    for (end, parameter), values in ends.items():
+        tensors[f"{skeleton.embedding if end == 'embedding' else skeleton.head}.{parameter}"] = values
     module: PreTrainedModel = skeleton.kind.from_pretrained(
         None,
         config=config,

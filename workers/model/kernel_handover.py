@@ -27,13 +27,13 @@ _STRIDE = 7919  # a prime: it spreads the trial's tokens over the vocabulary
 _MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 """Bounds on |found - expected| / |expected| over all logits of the trial, by the model's dtype.
 
-The largest errors seen of correct kernels are 2.5e-6 in float32 and 1.3e-2 in bfloat16 (SmolLM2-135M, and random
-models of up to 12 layers of each supported family, plain and int8). A factor left out anywhere is far above them.
+The largest errors observed with correct kernels are 2.5e-6 in float32 and 1.3e-2 in bfloat16 (SmolLM2-135M, and random
+models of up to 12 layers of each supported family, plain and int8). An omitted factor causes a far larger error.
 """
 
 
 class KernelMismatch(Exception):
-    """The kernels compute other logits than the model. Its weights are packed already: it must be loaded again."""
+    """The kernels compute other logits than the model. The model's weights are packed, so it must be loaded again."""
 
 
 def try_native_kernels(model: LoadedModel, quantization: str) -> NativeDecoder | None:

@@ -161,8 +161,8 @@ def _missing_library(directory: Path, config: PreTrainedConfig, error: ImportErr
 def _ranks_on(device: torch.device) -> Iterator[None]:
     """Make `transformers` build its device mesh on the configured device.
 
-    By itself it uses the accelerator that torch was built for, even where there is none, and has no argument to
-    choose another device.
+    By default it uses the accelerator that torch was built for, even if none is present. It has no argument to choose
+    another device.
     """
 
     def on_device(config: DistributedConfig) -> tuple[torch.device, TransformersDeviceMesh]:

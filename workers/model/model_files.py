@@ -142,7 +142,7 @@ def _installed(package: str, file: str) -> Path | None:
 
 
 def _identity(files: Sequence[Path]) -> str:
-    """Changes when a file moves, grows or is rewritten: another file of the same name is another model."""
+    """A hash of the files' paths, sizes and times, so that another file of the same name is another model."""
     identity = "".join(
         f"{file.resolve()}\n{status.st_size}\n{status.st_mtime_ns}"
         for file, status in ((file, file.stat()) for file in files)
@@ -178,7 +178,7 @@ def _convert_gguf(file: Path, destination: Path) -> None:
     try:
         quantized = AutoModelForCausalLM.from_pretrained(directory, gguf_file=name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=name)
-    except Exception as error:  # on a broken file its reader may raise anything
+    except Exception as error:  # the reader of a broken file may raise anything
         raise ModelLoadError(f"GGUF file {str(file)!r} cannot be converted: {error}") from error
     # A model loaded from GGUF would be saved as quantized, so its plain weights move to a plain model.
     settings = quantized.config.to_dict()

@@ -117,7 +117,7 @@ def _gptq(parts: _Parts, settings: dict[str, Any]) -> torch.Tensor:
     values = _unpack(words.t(), bits).t()  # [in, out]
     zeros = _unpack(parts["qzeros"], bits)[:, : scales.shape[1]]
     if settings.get("checkpoint_format", "gptq") == "gptq":
-        zeros = zeros + 1  # this version stores each zero point less one
+        zeros = zeros + 1  # this version stores each zero point minus one
     group = parts["g_idx"].long() if "g_idx" in parts else _groups(len(values), len(scales))
     return _scaled(values - zeros[group], scales[group]).t()
 
@@ -125,9 +125,9 @@ def _gptq(parts: _Parts, settings: dict[str, Any]) -> torch.Tensor:
 def _awq(parts: _Parts, settings: dict[str, Any]) -> torch.Tensor:
     if int(settings["bits"]) != 4 or settings.get("version", "gemm").lower() != "gemm":
         raise ValueError("AWQ weights must have 4 bits and the version gemm")
-    places = torch.tensor(_AWQ_ORDER).argsort()
+    columns = torch.tensor(_AWQ_ORDER).argsort()
     stored = (_unpack(parts[name], 4) for name in ("qweight", "qzeros"))
-    values, zeros = (part.view(len(part), -1, 8)[..., places].flatten(1) for part in stored)  # [in | groups, out]
+    values, zeros = (part.view(len(part), -1, 8)[..., columns].flatten(1) for part in stored)  # [in | groups, out]
     scales = parts["scales"]
     group = _groups(len(values), len(scales))
     return _scaled(values - zeros[group], scales[group]).t()

@@ -1,4 +1,4 @@
-"""What an acceptance rule is, and the registry of all rules.
+"""The interface of acceptance rules, and the registry of all rules.
 
 A rule decides which drafted tokens become part of the answer. The target has taken its own decision at every node of a
 tree; the rule walks the tree from the root and accepts one path. A rule is one file of `workers.sampling.rules`: a
@@ -64,7 +64,7 @@ class AcceptanceRule(Protocol):
         """Accept a path of `tree`, which has `n` nodes.
 
         `decisions` are the target's tokens: `decisions[0]` after the root, `decisions[i + 1]` after node `i`. A
-        decision is -1 where the model's logits hold no number; an accepted -1 fails the row. `log_probabilities`,
+        decision is -1 where all logits are NaN or −inf; an accepted -1 fails the row. `log_probabilities`,
         float32 `[n + 1, vocabulary]` in the same order, are those of the distribution that the decisions are drawn
         from (after penalties, temperature, top-k, top-p and min-p); `None` unless the rule needs them. Raises
         `ValueError` for a number of decisions other than `n + 1`.

@@ -19,7 +19,7 @@ from workers.sampling.decide import ScoredRows, score_rows
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A token that may come next, and how probable the draft holds it."""
+    """A token that may come next, with the draft's confidence in it."""
 
     token: int
     probability: float

@@ -1,4 +1,4 @@
-"""What a decision depends on in addition to the logits."""
+"""The inputs of a decision besides the logits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy, because logits divided by less overflow float32."""
+"""Temperatures below this are greedy, because dividing logits by a smaller number overflows float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionContext:
-    """One row of logits decides the token at position `len(tokens)`."""
+    """The inputs, besides a row of logits, that decide the token at position `len(tokens)`."""
 
     sampling: SamplingParameters
     tokens: Sequence[int]
@@ -63,7 +63,7 @@ class Branch(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
         if isinstance(index, slice):
             return tuple(self)[index]
-        position = range(len(self))[index]  # resolves negative indices, refuses those outside
+        position = range(len(self))[index]  # resolves negative indices; raises `IndexError` for those outside
         stem_len = len(self.stem)
         return self.stem[position] if position < stem_len else self.path[position - stem_len]
 

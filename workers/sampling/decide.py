@@ -118,7 +118,7 @@ def _score_part(
     warped = untruncated(logits, contexts, offset, vocabulary)
     remaining = list(range(len(contexts)))
     truncated = [(row, contexts[row].sampling) for row in remaining if contexts[row].is_truncated]
-    if truncated and not logits.is_cuda:  # a GPU truncates whole rows sooner than the host learns what is kept
+    if truncated and not logits.is_cuda:  # on a GPU, waiting for the kept tokens costs more
         short, truncated = shortlists(warped, truncated)
         for listed in short:
             scores = noise(listed.rows, listed.columns).add_(listed.logits)

@@ -56,7 +56,7 @@ def _leading_tokens(logits: Tensor, count: int) -> Tensor:
     """The `count` most probable tokens, int64 [count]: the most probable first, the lowest first among equals."""
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
-    if logits.is_cuda:  # a GPU sorts all logits sooner than the host learns how many are candidates
+    if logits.is_cuda:  # on a GPU, sorting all logits is faster than waiting for the number of candidates
         return logits.sort(descending=True, stable=True).indices[:count]
     least = logits.topk(count).values[-1]
     candidates = (logits >= least).nonzero().squeeze(1)  # in order of token

@@ -95,7 +95,7 @@ def _key_columns(seeds: Sequence[int], positions: Sequence[int], device: torch.d
 
 
 def _row_key(seed: int, position: int) -> int:
-    """64 bits from both. Each is mixed alone first, so that no stream is a shifted copy of another."""
+    """The 64-bit key of a row. Both numbers are mixed first, so that no stream is a shifted copy of another."""
     return _mix64(_mix64(seed + 0x9E3779B97F4A7C15) ^ _mix64(position + 0xD1B54A32D192ED03))
 
 
@@ -172,15 +172,15 @@ def _chords(device: torch.device) -> tuple[Tensor, Tensor]:
     starts = torch.arange(_BINS // 2, dtype=torch.int32) << _BIN_SHIFT  # the float32 bits of each bin's start
     left = starts.view(torch.float32).double()
     right = (starts + (1 << _BIN_SHIFT)).view(torch.float32).double()
-    met = (left >= 0.5) & (left <= 2.0**31)
-    left, right = left[met], right[met].clamp(max=2.0**31)  # ½ … 2³¹, in units of 2⁻³²
+    occurs = (left >= 0.5) & (left <= 2.0**31)
+    left, right = left[occurs], right[occurs].clamp(max=2.0**31)  # ½ … 2³¹, in units of 2⁻³²
     intercepts, slopes = torch.zeros(2, _BINS, dtype=torch.float64)
     for half, sign in ((slice(0, _BINS // 2), 1.0), (slice(_BINS // 2, _BINS), -1.0)):
         at_left, at_right = (_exact_quantile(edge * 2.0**-32, from_one=sign < 0) for edge in (left, right))
         width = (right - left).clamp(min=1.0)  # the last bin is the one point u = ½
         slope = (at_right - at_left) / width
-        intercepts[half][met] = at_left - slope * left
-        slopes[half][met] = slope * sign
+        intercepts[half][occurs] = at_left - slope * left
+        slopes[half][occurs] = slope * sign
     return intercepts.float().to(device), slopes.float().to(device)
 
 

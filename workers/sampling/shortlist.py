@@ -1,4 +1,4 @@
-"""The tokens that `truncate` keeps, found from the leading tokens alone where they are few.
+"""Finds the tokens that `truncate` keeps from the leading tokens alone, where they are few.
 
 Truncation keeps a few dozen of tens of thousands of tokens. On a CPU, truncating, drawing noise and choosing are
 faster on the leading tokens alone. For top-p, the mass of the whole vocabulary is estimated with a known error bound.
@@ -19,9 +19,9 @@ from workers.sampling.device_copy import row_indices
 from workers.sampling.truncate import UNIT_BITS, counts_to_reach, relative_masses, total_masses
 
 _WIDTHS = (128, 1024, 8192)
-"""How many leading tokens are examined. Rows that keep more than one width shows try the next width."""
+"""Numbers of leading tokens that are examined. A row that keeps more tokens is tried with the next width."""
 _LEAST_SHARE = 4
-"""Shortlists are used only where the vocabulary is at least so many times as wide as the list."""
+"""Shortlists are used only where the vocabulary is at least this many times as wide as the list."""
 _SLACK = 2e-5
 """Bound of the relative difference between e^gap and its integer mass. The true bound is half of it."""
 _SLACK_UNITS = 2

@@ -123,12 +123,12 @@ def relative_masses(gaps: Tensor) -> Tensor:
 
     Computed by exactly rounded operations and converted to integers, so that sums do not depend on their order.
     """
-    rest = (gaps * (1.0 / _LN2)).clamp_(min=-64.0)  # e^gap = 2^rest, until its whole part is taken off
-    whole = rest.round()
-    rest.sub_(whole).mul_(_LN2)  # between −0.35 and 0.35
-    series = torch.full_like(rest, _EXPONENTIAL_SERIES[0])
+    exponent = (gaps * (1.0 / _LN2)).clamp_(min=-64.0)  # e^gap = 2^exponent
+    whole = exponent.round()
+    remainder = exponent.sub_(whole).mul_(_LN2)  # between −0.35 and 0.35
+    series = torch.full_like(remainder, _EXPONENTIAL_SERIES[0])
     for coefficient in _EXPONENTIAL_SERIES[1:]:
-        series.mul_(rest).add_(coefficient)  # two kernels: nothing is fused
+        series.mul_(remainder).add_(coefficient)  # two kernels: nothing is fused
     exponents = whole.to(torch.int32).add_(127 + UNIT_BITS).bitwise_left_shift_(23)
     return series.mul_(exponents.view(torch.float32)).long()
 
@@ -137,5 +137,5 @@ def total_masses(gaps: Tensor) -> Tensor:
     """The sums of `relative_masses` over gaps [n, size]: int64 [n, 1]."""
     if gaps.is_cuda:
         return relative_masses(gaps).sum(dim=1, keepdim=True)
-    # Row by row, so that what lies between stays in cache.
+    # Row by row, so that intermediate results stay in cache.
     return torch.cat([relative_masses(row).sum(dim=0, keepdim=True) for row in gaps]).unsqueeze(1)

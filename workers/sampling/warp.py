@@ -145,8 +145,8 @@ def _update(
 
 
 def _divide_by_temperature(logits: Tensor, contexts: Sequence[DecisionContext]) -> None:
-    """In place, except in greedy rows."""
+    """Divide each row by its temperature, in place. Greedy rows are not changed."""
     divisors = [1.0 if context.is_greedy else context.sampling.temperature for context in contexts]
     if any(divisor != 1.0 for divisor in divisors):
-        # Divide by a tensor: dividing by a number, GPUs multiply by the reciprocal, which rounds differently.
+        # The divisor is a tensor: to divide by a number, GPUs multiply by the reciprocal, which rounds differently.
         logits /= tensor_on(logits.device, divisors, logits.dtype).unsqueeze(1)

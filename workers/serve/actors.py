@@ -1,10 +1,10 @@
 """The Ray actors that host the data plane: Ray places and restarts them, gRPC carries every token.
 
 A target replica is the driver rank (rank 0), in the first bundle of its placement group. The worker ranks are actors in
-the further bundles. All ranks live and die together: a dead rank makes the replica unhealthy, Serve stops the replica,
-its worker ranks end with it, and a new replica starts with an empty KV pool at a new address.
+the further bundles. If a rank ends, the replica becomes unhealthy. Serve then stops the replica with all its
+worker ranks and starts a new one, with an empty KV pool at a new address.
 
-Functions that compute import torch themselves, so that a process that only names these classes starts seconds sooner.
+Functions that compute import torch themselves, so that a process that only names these classes starts seconds faster.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class WorkerRank:
     """A rank above 0, in an actor of its own."""
 
     def run(self, section: Mapping[str, Any], threads: int, rank: int, address: str, port: int) -> None:
-        """Join the group, load this rank's part, run the driver rank's commands until it says stop.
+        """Join the group, load this rank's part, and run the driver rank's commands until the stop command.
 
-        Raises whatever else ends the group.
+        Raises any error that ends the group.
         """
         from workers.verify.build import build_engine
         from workers.verify.group import join_group, leave_group, run_worker_rank
@@ -66,17 +66,17 @@ class TargetReplica:
         self._host: WorkerHost | None = None
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:
-        """Start the target at the first call. Serve counts the replica as up once this returns. Raises what failed."""
+        """Start the target at the first call. Serve counts the replica as ready when this returns."""
         set_log_level(user_config)
         if self._host is None:
             self._host = await self._start()
 
     async def address(self) -> str:
-        """Where `TargetService` listens; empty before it does."""
+        """The address at which `TargetService` listens; empty until it does."""
         return self._host.address if self._host is not None else ""
 
     async def check_health(self) -> None:
-        """Raise what makes this replica useless, so that Serve replaces it."""
+        """Raise an error if this replica is unusable, so that Serve replaces it."""
         self._raise_for_worker_ranks()
         if self._driver is not None and self._driver.failure is not None:
             raise TargetUnavailable(f"the tensor-parallel group is broken: {self._driver.failure}")
@@ -84,7 +84,7 @@ class TargetReplica:
             self._host.check_health()
 
     async def __del__(self) -> None:
-        """Stop. Serve calls and awaits this when it ends the replica on purpose."""
+        """Stop the replica. Serve awaits this when it shuts the replica down."""
         if self._host is not None:
             await self._host.stop()
         if self._engine is not None:  # it may be loaded without being hosted
@@ -93,7 +93,7 @@ class TargetReplica:
                 await asyncio.wait(self._worker_ranks, timeout=_WORKER_RANKS_STOP_SECONDS)
 
     async def _start(self) -> WorkerHost:
-        """Load the model in a thread, so that the event loop answers Serve meanwhile, then listen."""
+        """Load the model in a thread, so that the event loop stays free to answer Serve. Then listen."""
         rendezvous = free_port(self._address)
         self._worker_ranks = self._spawn_worker_ranks(rendezvous)
         loading = asyncio.ensure_future(asyncio.to_thread(self._load, rendezvous))
@@ -155,7 +155,7 @@ class DraftReplica:
         self._host: WorkerHost | None = None
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:
-        """Start the drafter at the first call. Serve counts the replica as up once this returns. Raises what failed."""
+        """Start the drafter at the first call. Serve counts the replica as ready when this returns."""
         set_log_level(user_config)
         if self._host is None:
             host = host_draft(self._address, await asyncio.to_thread(self._load))
@@ -163,16 +163,16 @@ class DraftReplica:
             self._host = host
 
     async def address(self) -> str:
-        """Where `DraftService` listens; empty before it does."""
+        """The address at which `DraftService` listens; empty until it does."""
         return self._host.address if self._host is not None else ""
 
     async def check_health(self) -> None:
-        """Raise what makes this replica useless, so that Serve replaces it."""
+        """Raise an error if this replica is unusable, so that Serve replaces it."""
         if self._host is not None:
             self._host.check_health()
 
     async def __del__(self) -> None:
-        """Stop. Serve calls and awaits this when it ends the replica on purpose."""
+        """Stop the replica. Serve awaits this when it shuts the replica down."""
         if self._host is not None:
             await self._host.stop()
 

@@ -42,7 +42,7 @@ class ComputeThread:
     ) -> Result:
         """Run the function and return its result. If the caller is cancelled before it begins, it is not run.
 
-        Raises `NotReady` after `close`, and whatever the function raises.
+        Raises `NotReady` after `close`, and the errors of the function.
         """
         future = self._submit(function, *arguments, **keywords)
         return await self._result(future, asyncio.wrap_future(future))
@@ -136,7 +136,7 @@ def compute_rows(
     compute: Callable[[Sequence[Row]], Sequence[Answer]],
     fault: Callable[[Row, RowFault], Answer],
 ) -> tuple[Answer, ...]:
-    """Return `compute(rows)`, one answer per row. If it fails, compute each row alone, so that a bad row faults alone.
+    """Return `compute(rows)`, one answer per row. If it fails, compute each row alone, so that only bad rows fault.
 
     `compute` must leave its state consistent when it raises, and answer a repeated row as before. Raises what `compute`
     raised if no single row is the cause: the project's own errors, and errors that every row has.

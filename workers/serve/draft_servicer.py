@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """Owns the method and the thread that it computes in. Errors are raised as they are; the server maps them.
+    """Owns the method and the thread that it computes in. `WireServer` maps raised errors to gRPC status codes.
 
-    A proposal that no caller waits for any more is not begun. One that was begun is finished, so that a repeated call
-    finds it nearly done. Waiting calls are computed together, one of each client: a client that calls more often does
-    not delay the others. A call without any budget is answered once its committed tokens are computed, so that its
-    duration tells their cost. Between calls the method may do idle work.
+    A cancelled call that has not begun is not computed. One that has begun is finished, so that a repeated call is
+    fast. Waiting calls are computed together, one per client, so that a client that calls more often does not delay
+    the others. A call without any budget is answered when its committed tokens are computed, so that its duration
+    shows their cost. Between calls the method may do idle work.
     """
 
     def __init__(self, method: DraftMethod) -> None:
@@ -54,7 +54,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def Release(
         self, request: draft_pb2.DraftServiceReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> draft_pb2.DraftServiceReleaseResponse:
-        """Free all that is stored of the sequences."""
+        """Free everything that is stored for the sequences."""
         client = decode_client(request)
         ids = [_qualified(client, sequence_id) for sequence_id in decode_sequence_ids(request.sequence_ids)]
         await self._compute.run_shielded(self._method.release, ids)
@@ -62,7 +62,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     @property
     def failures(self) -> int:
-        """Number of consecutive proposals that failed and not because of a row."""
+        """Consecutive calls that failed although no single row was the cause."""
         return self._compute.failures
 
     async def close(self) -> None:
@@ -89,7 +89,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 pass
         except PilotfishError:
             raise
-        except Exception:  # the next proposal computes the rest, and finds the row at fault
+        except Exception:  # the next proposal computes the rest, and reports a faulty row
             logger.exception("committed tokens could not be computed; the next proposal computes the rest")
 
     def _answer(self, call: _Call) -> tuple[Proposal, ...]:

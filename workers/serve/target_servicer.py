@@ -35,7 +35,7 @@ from workers.serve.compute_thread import ComputeThread, compute_rows, count_fail
 
 
 class StepEngine(Protocol):
-    """What computes: `TargetEngine` alone, or `DriverRank` with its worker ranks. Synchronous."""
+    """Computes steps: `TargetEngine` alone, or `DriverRank` with its worker ranks. Synchronous."""
 
     def step(self, batch: StepBatch) -> StepResult:
         """Verify the rows. The state stays consistent when this raises. Raises `TargetUnavailable`."""
@@ -63,7 +63,7 @@ class StepEngine(Protocol):
 
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
-    """Owns the engine and the thread that it computes in. Errors are raised as they are; the server maps them.
+    """Owns the engine and the thread that it computes in. `WireServer` maps raised errors to gRPC status codes.
 
     A cancelled step that has not begun is not computed. One that has begun is finished, and repeating its rows repeats
     their verdicts.

@@ -1,4 +1,4 @@
-"""One engine behind one gRPC server, as a worker process hosts it, in Ray or without."""
+"""Hosts an engine or a drafting method behind a gRPC server, with or without Ray."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DRAFT_SERVICE = "pilotfish.v1.DraftService"
 _MOST_FAILURES = 3
 """Consecutive computations that may fail before the worker counts as broken."""
 _GRACE_SECONDS = 1.0
-"""How long calls in flight may take when a worker stops. The coordinator repeats them on another one."""
+"""Time for calls in flight to finish when a worker stops. The coordinator repeats the others on another worker."""
 
 
 class WorkerHost:

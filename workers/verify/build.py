@@ -1,4 +1,4 @@
-"""Building a target's engine from its configuration: weights, KV pool, decider, acceptance rule, warm-up."""
+"""Builds a target's engine from its configuration: weights, KV pool, decider, acceptance rule, warm-up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turning logits into tokens on a rank that has the whole vocabulary."""
+"""Turns logits into tokens on a rank that has the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Decisions:
     logits: dict[int, torch.Tensor]
     """Decision index → logits `[vocabulary]`, for the decisions whose log-probabilities were requested."""
     log_probabilities: torch.Tensor | None = None
-    """float32 `[decisions, vocabulary]`, as `log_distribution` returns them; `None` unless they were wanted."""
+    """float32 `[decisions, vocabulary]`, as `log_distribution` returns them; `None` unless requested."""
 
 
 class Decider(Protocol):

@@ -40,14 +40,14 @@ from workers.verify.verdicts import fault_verdict, path_logprobs, row_problem
 
 @dataclass(slots=True)
 class _SequenceState:
-    """What the target holds of one sequence."""
+    """What the engine stores for one sequence."""
 
     start: SequenceStart
     table: BlockTable
     last_row: VerifyRow | None = None
     """The row that was computed last."""
     last_verdict: Verdict | None = None
-    """The verdict on `last_row`: a repeated row repeats it."""
+    """The verdict on `last_row`, which is returned again when the row is repeated."""
 
     @property
     def tokens(self) -> list[int]:
@@ -111,7 +111,7 @@ class TargetEngine:
         )
 
     def warm_up(self) -> None:
-        """Compile and record what the first steps need, and measure how long steps take. Call it on all ranks."""
+        """Compile kernels, capture CUDA graphs, and measure how long steps take. Call this on all ranks."""
         self._runner.warm_up()
 
         def decide(rows: Sequence[ForwardRow], contexts: Sequence[DecisionContext]) -> Decisions:
@@ -126,7 +126,7 @@ class TargetEngine:
     # --- sequences ----------------------------------------------------------------------------
 
     def open(self, rows: Sequence[OpenRow]) -> OpenResult:
-        """Create sequences anew, each with as much of its KV as is already stored. Repeating it does no harm."""
+        """Create sequences anew, each with as much of its KV as is already stored. Repeating the call is safe."""
         return OpenResult(tuple(self._open(row) for row in rows), self._pool.occupancy())
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
@@ -142,7 +142,7 @@ class TargetEngine:
         return self.release(list(self._sequences))
 
     def _open(self, row: OpenRow) -> int:
-        # Without a parent, a sequence that is already held serves as its own.
+        # Without a parent, the stored version of the sequence serves as the parent.
         parent = self._sequences.get(row.parent) if row.parent is not None else None
         parent = parent or self._sequences.get(row.sequence_id)
         table = self._pool.open(row.tokens, row.start.cache_salt, parent.table if parent is not None else None)
@@ -153,7 +153,7 @@ class TargetEngine:
     # --- steps --------------------------------------------------------------------------------
 
     def step(self, batch: StepBatch) -> StepResult:
-        """Verify the rows in one forward pass. A row that cannot be served faults alone."""
+        """Verify the rows in one forward pass. A row that cannot be served gets a fault; the others are verified."""
         begun = time.perf_counter()
         verdicts: dict[SequenceId, Verdict] = {}
         ready: list[_ReadyRow] = []
@@ -242,9 +242,9 @@ class TargetEngine:
         return verdict
 
     def _note_compute(self, rows: Sequence[VerifyRow], seconds: float) -> None:
-        """Give the pool the cost of computing, which it compares with the cost of loading blocks.
+        """Report the cost of computing to the pool, which compares it with the cost of loading blocks.
 
-        A step in which nothing is decided does not wait for a GPU, so its time says nothing there.
+        A step in which nothing is decided does not wait for a GPU, so its time there is not the cost.
         """
         prompt_tokens = sum(len(row.pending) for row in rows if len(row.pending) > 1)
         awaited = self._model.device.type == "cpu" or any(row.decide for row in rows)

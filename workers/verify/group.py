@@ -35,7 +35,7 @@ from workers.verify.engine import TargetEngine
 logger = logging.getLogger(__name__)
 
 # A worker rank waits for its next command for as long as the cluster is idle, so this bound must be longer than any
-# idle time. The death of a peer closes its connection, which is noticed at once.
+# idle time. When a peer dies, its connection closes, and the other ranks notice this at once.
 _COLLECTIVE_TIMEOUT = timedelta(days=365)
 
 
@@ -139,9 +139,9 @@ class DriverRank:
 
 
 def run_worker_rank(engine: TargetEngine) -> None:
-    """Run the driver rank's commands on this rank's engine until it says stop, then close the engine.
+    """Run the driver rank's commands on this rank's engine until the stop command, then close the engine.
 
-    Raises whatever else ends the group, after closing the engine.
+    Raises any error that ends the group, after closing the engine.
     """
     try:
         while (received := _receive())[0] is not _Command.STOP:

@@ -1,8 +1,8 @@
-"""Deciding tokens together with the other ranks of a tensor-parallel group.
+"""Decides tokens together with the other ranks of a tensor-parallel group.
 
 Each rank computes logits for its own part of the vocabulary. For most sampling parameters the ranks exchange only the
-best score and token of each part. Parameters that need the whole distribution have the logits of their rows gathered
-on rank 0. Rank 0 then broadcasts the tokens.
+best score and token of each part. For parameters that need the whole distribution, rank 0 gathers the logits of the
+rows. Rank 0 then broadcasts the tokens.
 """
 
 from __future__ import annotations

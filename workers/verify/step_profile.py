@@ -1,4 +1,4 @@
-"""Times of steps of a few sizes, measured at warm-up: the latency model of the coordinator starts with them."""
+"""Measures the time of steps of a few sizes at warm-up. The coordinator's latency model starts with these times."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_the_card_states_the_command_without_directories(finished_run: DistillRu
         "--layers 0,2",
         "--steps 4",
         "held-out prompts",
-        "Of bench.jsonl, 4 prompts were answered.",
+        "The target answered 4 prompts of bench.jsonl.",
         "bench.jsonl: mt_bench",
         "## Notes",
     ):

@@ -90,7 +90,7 @@ class TestReading:
                 '{"system": "a", "messages": [{"role": "system", "content": "b"}, {"role": "user", "content": "c"}]}',
                 "needed one system message, found two",
             ),
-            ('{"system": "a", "conversations": []}', "nothing beside a system message alone, found ['conversations']"),
+            ('{"system": "a", "conversations": []}', "a system message and nothing else, found ['conversations']"),
             ('{"turns": []}', "turns: needed at least one text, found []"),
             ('{"question": 7}', "question: needed a text that is not empty, found 7"),
             ('{"prompt": " "}', "prompt: needed a text that is not empty, found ' '"),

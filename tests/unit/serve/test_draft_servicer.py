@@ -1,4 +1,4 @@
-"""`DraftService`: calls are computed in one thread, a bad row faults alone, clients are separate."""
+"""`DraftService`: calls are computed in one thread, only a bad row faults, clients are separate."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""From the draft model's confidence in a token to the probability that the target takes it.
+"""Converts the draft model's confidence in a token to the probability that the target takes it.
 
-The two differ, and the calibration learns the relation from every decision of the target. It keeps separate counts for
+The calibration learns the relation of the two from every decision of the target. It keeps separate counts for
 greedy and sampled decoding, for candidates below an accepted first candidate and below anything else (easy and hard
 text comes in stretches), for the rank among siblings, and for bins of the confidence. Older counts decay.
 """
@@ -31,7 +31,7 @@ _FIRST_RATE_DECAY = 0.99
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Candidates of different kinds are counted separately."""
+    """A kind of candidates. The calibration has separate counts for each kind."""
 
     is_greedy: bool
     """Whether the target decodes greedily."""

@@ -42,7 +42,7 @@ class DraftNode:
         self.path_probability = 1.0
         """Estimated probability that the target takes every token from the root down to this one."""
         self.rank: int | None = None
-        """Index among the model's candidates below the parent, or `None` for a token that only a lookup found."""
+        """Index among the model's candidates below the parent; `None` for a token that only a lookup found."""
         self.match_length = 0
         """Number of tokens before this one that matched earlier text when it was looked up; 0 without a lookup."""
         self.created_in_call = created_in_call

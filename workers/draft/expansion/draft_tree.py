@@ -1,8 +1,8 @@
-"""The draft tree of one sequence. It outlives a round: a commit moves its root, and what hangs below the root stays.
+"""The draft tree of one sequence. It persists across rounds: a commit moves the root, and the nodes below it stay.
 
 The root is the last committed token. The keys and values of expanded nodes are stored in branches. A branch is a block
-table that begins with all that is stored of the parent's: the first expanded child continues the parent's own table,
-its siblings continue forks of it. A commit frees the branches that do not hang below the new root.
+table: the first expanded child continues its parent's table, and its siblings continue forks of that table. A commit
+frees the branches that are not below the new root.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from workers.draft.expansion.node_probabilities import estimate_children, observ
 from workers.kv.block_table import BlockTable
 
 LookUp = Callable[[Sequence[int]], tuple[int, int] | None]
-"""Finds what followed the committed text and a path below it earlier: the token and the number of matching tokens."""
+"""Maps a path below the committed text to the token that followed it earlier, and the number of matching tokens."""
 LEAST_PATH_PROBABILITY = 0.05
 """Paths less probable than this are not looked up."""
 
@@ -59,7 +59,7 @@ class DraftTree:
     # --- commits --------------------------------------------------------------------------------
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Append `tokens` to the committed text: the node that they lead to becomes the root, all others go."""
+        """Append `tokens` to the committed text: the node at their end becomes the root; other nodes go."""
         node = self.root
         for token in tokens:
             child = node.child(token)
@@ -188,7 +188,7 @@ class DraftTree:
         return child
 
     def _extend(self, node: DraftNode, call: int) -> None:
-        """Add below `node` the token that followed its path earlier, below that the token after it, and so on."""
+        """Add a chain of looked-up tokens below `node`: each followed the path before it earlier in the text."""
         if self._look_up is None or not self._may_extend(node):
             return
         path = node.path_tokens()

@@ -30,11 +30,11 @@ MOST_FORWARD_TOKENS = 512
 LOOKUP_SIZES = range(2, 9)
 """Lengths of the suffixes that are looked up, in tokens."""
 _BACKGROUND_NODES = 8
-"""Nodes that one pass between calls expands: about as many as cost no more than one."""
+"""Most nodes that one pass between calls expands. Up to about this number, a pass takes as long as for one node."""
 _BACKGROUND_TOKENS = 64
-"""Most committed tokens in one pass between calls, since the next call may already wait."""
+"""Most committed tokens in one pass between calls, so that the next call does not wait long."""
 _SPARE = 8
-"""Between calls, at least one block in this many stays free."""
+"""Passes between calls leave at least one block in this many free."""
 
 _Reserve = Callable[[BlockTable, int], bool]
 
@@ -42,9 +42,10 @@ _Reserve = Callable[[BlockTable, int], bool]
 class TreeDrafter:
     """Proposes draft trees over any expander. It is a `DraftMethod` with `IdleWork`.
 
-    Keys and values of drafted tokens stay until the next row tells which of them were committed. When the memory is
-    full, the least recently used sequences lose theirs, and they are computed again on demand. A row for which even
-    that is not enough gets the tree that there is, down to none.
+    Keys and values of drafted tokens stay stored until the sequence's next row shows which tokens were committed. When
+    the memory is full, the least recently used sequences are evicted, and their keys and values are computed again
+    when they are needed. If there is still too little room for a row, its proposal comes from the tree as it is, which
+    may be empty.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class TreeDrafter:
         return True
 
     def _expand_for(self, builders: dict[SequenceId, ProposalBuilder]) -> None:
-        """Run passes until every budget is used up, or what is left to expand is not worth waiting for."""
+        """Run passes until every budget is used up, or another pass is not worth its time."""
         evictable = self._evictable(builders)
         by_session = {builder.session: builder for builder in builders.values()}
         try:
@@ -150,7 +151,7 @@ class TreeDrafter:
             builder.stop()
 
     def _plan_pass(self, builders: Sequence[ProposalBuilder]) -> list[NodeExpansion]:
-        """Choose the expansions of the next pass; none if no tree is short and the gain does not pay."""
+        """Choose the expansions of the next pass; none if no tree is short and the gain is too small."""
         wanted = [expansion for builder in builders for expansion in builder.choose(self._calibration)]
         gain = sum(builder.gain for builder in builders)
         if not any(builder.is_short for builder in builders) and not self._cost.is_worthwhile(gain, len(builders)):

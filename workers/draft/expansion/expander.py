@@ -1,4 +1,4 @@
-"""What tree expansion needs: a model that drafts tokens, and the memory that stores keys and values of branches."""
+"""The interfaces that tree expansion uses: a model that drafts tokens, and the memory for keys and values."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from cluster.core.request import SequenceStart
 from workers.kv.block_table import BlockTable
 
 DraftedToken = tuple[int, float]
-"""A token, and the draft's own confidence in it."""
+"""A token and the draft model's probability of it."""
 
 
 class BranchMemory(Protocol):
-    """Where the keys and values of branches are stored: `KvPool`, or a `BlockAllocator` alone."""
+    """The memory for the keys and values of branches: a `KvPool`, or a `BlockAllocator` alone."""
 
     @property
     def blocks_total(self) -> int:
@@ -23,7 +23,7 @@ class BranchMemory(Protocol):
 
     @property
     def blocks_free(self) -> int:
-        """Number of blocks that no table holds."""
+        """Number of blocks that belong to no table."""
         ...
 
     def new_table(self) -> BlockTable:
@@ -55,7 +55,7 @@ class ExpansionRow:
     tokens: tuple[int, ...]
     start: SequenceStart
     is_last: bool = True
-    """Whether tokens are to be drafted after these."""
+    """Whether the model drafts candidates after these tokens."""
     depth: int = 1
     """Depth of the drafted tokens below the last committed token; 1 follows it directly."""
 

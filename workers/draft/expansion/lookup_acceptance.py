@@ -1,4 +1,4 @@
-"""How often the target takes a token that was looked up: learned by match length and by the model's agreement."""
+"""Learns how often the target takes a looked-up token, by match length and by the model's agreement."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class LookupAcceptance:
 
 def _prior(match_length: int, agreement: Agreement, is_greedy: bool) -> float:
     """The assumed rate: higher where the model agrees, lower where it does not or where the target samples."""
-    alone = _PRIOR[match_length - 1] * (1.0 if is_greedy else 0.7)
+    base = _PRIOR[match_length - 1] * (1.0 if is_greedy else 0.7)
     return {
-        Agreement.UNKNOWN: alone,
-        Agreement.FIRST: 1.0 - (1.0 - alone) * 0.4,
-        Agreement.LATER: alone * 0.7,
-        Agreement.ABSENT: alone * 0.5,
+        Agreement.UNKNOWN: base,
+        Agreement.FIRST: 1.0 - (1.0 - base) * 0.4,
+        Agreement.LATER: base * 0.7,
+        Agreement.ABSENT: base * 0.5,
     }[agreement]

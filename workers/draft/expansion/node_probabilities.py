@@ -1,4 +1,4 @@
-"""Probabilities of a node's children: estimated from the calibration, which learns from each decision of the target."""
+"""Estimates the probabilities of a node's children, and adds the target's decisions to the calibration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from workers.draft.expansion.lookup_acceptance import Agreement
 
 
 def estimate_children(node: DraftNode, calibration: Calibration, is_greedy: bool) -> None:
-    """Set the probabilities of the children. Looked-up tokens come first; the candidates share what these leave."""
+    """Set the probabilities of the children. The candidates share what the looked-up tokens leave."""
     candidates = [child for child in node.children if child.rank is not None]
     estimates = calibration.probabilities([child.confidence for child in candidates], _kind(node, is_greedy))
     for child, probability in zip(candidates, estimates, strict=True):

@@ -1,4 +1,4 @@
-"""Whether one more forward pass of the drafter is worth waiting for, from measured times."""
+"""Decides from measured times whether one more forward pass of the drafter is worth waiting for."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ _DECAY = 0.98
 _LONGEST_SECONDS = 2.0
 """A longer time between two calls means that the sequence was not decoding; it is not counted."""
 _LEAST_GAIN = 0.02
-"""Least expected number of tokens for which any pass is made."""
+"""A pass that is expected to add fewer tokens than this is never made."""
 
 
 class PassCost:
-    """The tokens that a round loses while it waits for a pass. All times are in seconds.
+    """Estimates the tokens that a round loses while it waits for a pass. All times are in seconds.
 
-    A pass must add tokens faster than the target commits them anyway, since every row of the round waits for it.
+    Every row of the round waits for a pass. So a pass must add more tokens than the target commits in its time.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class PassCost:
         self._passes = self._passes * _DECAY + 1.0
 
     def is_worthwhile(self, gain: float, rows: int) -> bool:
-        """Whether a pass pays that is expected to add `gain` tokens to a round of `rows` sequences."""
+        """Whether a pass that is expected to add `gain` tokens to a round of `rows` sequences is worth its time."""
         lost = 0.0
         if self._seconds > 0.0 and self._passes > 0.0:
             lost = rows * self._tokens / self._seconds * self._pass_seconds / self._passes

@@ -1,4 +1,4 @@
-"""One row of a `propose` call: which nodes to expand for it, and the proposal at the end."""
+"""Chooses which nodes to expand for one row of a `propose` call, and builds the row's proposal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ProposalBuilder:
         self.is_short = len(nodes) < self._max_nodes
         # A new node replaces the least probable one of a full tree.
         replaced = 0.0 if self.is_short else nodes[self._max_nodes - 1].path_probability
-        # Expanded nodes are first candidates almost always.
+        # Expanded nodes are almost always first candidates.
         first_rate = calibration.first_rate(KINDS[tree.is_greedy, True])
         if tree.root.table is None:
             if tree.root.length > self._max_context_len:
@@ -69,7 +69,7 @@ class ProposalBuilder:
         self._passes_left -= 1
 
     def stop(self) -> None:
-        """Make no further pass for this row: there is no room."""
+        """Make no further pass for this row, because the memory has no room."""
         self._passes_left = 0
 
     def build(self, call: int) -> Proposal:

@@ -1,4 +1,4 @@
-"""Run-ahead expansion: which nodes to expand between calls, most probable first over all sequences."""
+"""Chooses the nodes to expand between calls: the most probable ones of all sequences first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workers.draft.expansion.settings import ExpansionSettings
 MOST_AHEAD = 4
 """Most nodes of one tree that are expanded between two calls, in units of the largest tree."""
 LEAST_PATH_PROBABILITY = 0.02
-"""Less probable nodes are not expanded between calls."""
+"""Nodes with a lower path probability than this are not expanded between calls."""
 
 _Entry = tuple[float, int, int, TreeSession, DraftNode]
 """Minus the path probability, a serial number that breaks ties, the session's version, the session and the node."""
@@ -100,6 +100,6 @@ class RunAheadQueue:
 
 
 def _is_expandable(node: DraftNode) -> bool:
-    """Whether the node is probable enough, not expanded yet, and below an expanded one (looked-up nodes may not be)."""
+    """Whether the node is probable enough and not expanded, and its parent is expanded."""
     has_expanded_parent = node.parent is not None and node.parent.table is not None
     return has_expanded_parent and node.table is None and node.path_probability >= LEAST_PATH_PROBABILITY

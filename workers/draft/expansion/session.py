@@ -17,7 +17,7 @@ from workers.kv.block_table import BlockTable
 from workers.sampling.context import GREEDY_BELOW
 
 LEAST_CATCH_UP = 16
-"""Fewer unstored committed tokens than this wait for the next call's first pass."""
+"""Fewer unstored committed tokens than this get no pass of their own; the next call's first pass stores them."""
 
 
 class TreeSession(Session):
@@ -54,7 +54,7 @@ class TreeSession(Session):
         """Incremented by every change that invalidates planned expansions."""
 
     def replace(self, known_len: int, new_tokens: Sequence[int]) -> None:
-        """See `Session`. Tokens that are already there change nothing; tokens that follow them move the tree's root."""
+        """See `Session`. Known tokens change nothing; tokens after them move the tree's root."""
         self.version += 1
         overlap = len(self.tokens) - known_len
         is_known = overlap <= len(new_tokens) and self.tokens[known_len:] == list(new_tokens[:overlap])

@@ -22,6 +22,8 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 class StepHeader(ctypes.Structure):
+    """The C structure of a step. See attention.h for its fields."""
+
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("rows", "tokens", "block_size", "most_blocks", "most_depth")),
         *(
@@ -32,6 +34,8 @@ class StepHeader(ctypes.Structure):
 
 
 class LayerHeader(ctypes.Structure):
+    """The C structure of one layer's attention. See attention.h for its fields."""
+
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "output", "keys", "values")),
         *((f"{name}_{axis}", ctypes.c_int64) for name in ("query", "key", "value") for axis in ("head", "token")),
@@ -140,7 +144,7 @@ def _paths(row: RowShape) -> list[list[int]]:
 
 
 def load_kernel(spec: KvCacheSpec, directory: str | None) -> Kernel | None:
-    """Load the kernel for a model on CPU, or `None` where it does not fit or no compiler is found.
+    """Load the kernel for a model on CPU. Returns `None` if it does not support the model or no compiler is found.
 
     `directory` keeps the built library between starts.
     """

@@ -50,23 +50,23 @@ def _build(compiler: str, directory: Path) -> Path:
     if library.exists():
         return library
     directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory) as workplace:
+    with tempfile.TemporaryDirectory(dir=directory) as build_directory:
         for name, content in code.items():
-            Path(workplace, name).write_bytes(content)
+            Path(build_directory, name).write_bytes(content)
         objects = [f"{name}.o" for name in _SOURCES]
-        commands = [[*_FLAGS, "-c", name, "-o", made] for name, made in zip(_SOURCES, objects, strict=True)]
+        commands = [[*_FLAGS, "-c", name, "-o", output] for name, output in zip(_SOURCES, objects, strict=True)]
         for command in (*commands, ["-shared", *objects, "-o", library.name]):
             subprocess.run(  # noqa: S603 - our own source, with the compiler of this machine
-                [compiler, *command], cwd=workplace, check=True, capture_output=True, timeout=_BUILD_SECONDS
+                [compiler, *command], cwd=build_directory, check=True, capture_output=True, timeout=_BUILD_SECONDS
             )
         os.replace(
-            Path(workplace, library.name), library
+            Path(build_directory, library.name), library
         )  # processes may build at the same time; all build the same library
     return library
 
 
 def _processor() -> bytes:
-    """A description of the processor, which decides what `-march=native` means."""
+    """A description of the processor: the effect of `-march=native` depends on it."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:

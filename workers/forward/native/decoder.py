@@ -1,6 +1,6 @@
 """A Llama-like model whose whole forward pass is one call into the CPU kernels. See decoder.c.
 
-The modules of `transformers` are known here by the names of their parts alone, hence `Any`.
+Modules of `transformers` have the type `Any`, because only the names of their parts are known here.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class NativeDecoder:
         self._layers = (DecoderLayer * len(layers))()
         for index, layer in enumerate(layers):
             self._layers[index] = self._pack_layer(layer)
-            _forget_weights(layer)
+            _free_weights(layer)
             release_free_memory()
         head = self._matrix(model.lm_head.weight, model.lm_head.bias)
-        _forget_weights(model.model.norm)
+        _free_weights(model.model.norm)
         model.model.layers = nn.ModuleList()
         model.lm_head = nn.Identity()
         self._decoder = Decoder(
@@ -89,15 +89,15 @@ class NativeDecoder:
         if self._kv_groups is None:
             raise RuntimeError("bind a pool before computing")
         step = build_native_step(rows, self._kv_groups)
-        ids, places = np.array(tokens, dtype=np.int64), np.array(selected, dtype=np.int64)
+        ids, indices = np.array(tokens, dtype=np.int64), np.array(selected, dtype=np.int64)
         if not 0 <= ids.min() <= ids.max() < len(self._embedding):
             raise IndexError(f"tokens {ids.min()} to {ids.max()}: the model has {len(self._embedding)}")
         self._extend_angles(step.end)
-        logits = torch.empty((len(places), self._vocabulary))
+        logits = torch.empty((len(indices), self._vocabulary))
         work = Pass(
-            *(array.ctypes.data for array in (ids, places)),
-            *(len(places), logits.data_ptr()),
-            *self._work_buffers(len(ids), len(places)),
+            *(array.ctypes.data for array in (ids, indices)),
+            *(len(indices), logits.data_ptr()),
+            *self._work_buffers(len(ids), len(indices)),
         )
         self._decode(ctypes.byref(self._decoder), ctypes.byref(step.header), ctypes.byref(work))
         return logits
@@ -116,11 +116,11 @@ class NativeDecoder:
         widest = max(shape.hidden, queries)
         sizes = [tokens * shape.hidden, max(tokens, wanted) * widest, tokens * shape.inner]
         sizes += [tokens * (queries + 2 * stored), tokens * queries, tokens * stored, tokens * stored]
-        places = [0, *accumulate(-(-size // _LINE_FLOATS) * _LINE_FLOATS for size in sizes)]
-        if places[-1] > len(self._scratch):
-            self._scratch = torch.empty(places[-1])
+        offsets = [0, *accumulate(-(-size // _LINE_FLOATS) * _LINE_FLOATS for size in sizes)]
+        if offsets[-1] > len(self._scratch):
+            self._scratch = torch.empty(offsets[-1])
         base = self._scratch.data_ptr()
-        return [base + 4 * placement for placement in places[:-1]]
+        return [base + 4 * offset for offset in offsets[:-1]]
 
     def _pack_layer(self, layer: Any) -> DecoderLayer:
         """Pack the weights of one layer."""
@@ -185,7 +185,7 @@ def _packed_bytes(model: Any, shape: DecoderShape, dtype: torch.dtype, columns: 
     return sum(-(-size // CACHE_LINE) * CACHE_LINE for size in sizes)
 
 
-def _forget_weights(layer: nn.Module) -> None:
+def _free_weights(layer: nn.Module) -> None:
     """Free the weights of a packed layer, so that memory never holds the model twice."""
     for module in layer.modules():
         module._parameters.clear()

@@ -1,6 +1,6 @@
 """Recognizes the models whose whole forward pass the CPU kernels can compute.
 
-The modules of `transformers` are known here only by the names of their parts, hence `Any`.
+Modules of `transformers` have the type `Any`, because only the names of their parts are known here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DecoderShape:
 def supported_shape(model: Any, dtype: torch.dtype) -> DecoderShape | None:
     """The shape of a model that the kernels may compute, or `None` if they do not support it.
 
-    The check covers the model's parts, not what they compute. So compare the logits of both before using the kernels.
+    The check covers the model's parts, not what they compute. The caller must compare the logits of both.
     """
     base, layers = getattr(model, "model", None), list(decoder_layers(model))
     wanted = ("embed_tokens", "rotary_emb", "norm", "layers")

@@ -6,6 +6,8 @@ import ctypes
 
 
 class Matrix(ctypes.Structure):
+    """A packed matrix."""
+
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("kind", "inputs", "outputs", "blocks")),
         *((name, ctypes.c_void_p) for name in ("weights", "scale", "bias")),
@@ -13,6 +15,8 @@ class Matrix(ctypes.Structure):
 
 
 class DecoderLayer(ctypes.Structure):
+    """The weights of one decoder layer, and its part of the KV pool."""
+
     _fields_ = [
         *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
         *((f"{name}_norm", ctypes.c_void_p) for name in ("input", "post", "query", "key")),
@@ -22,6 +26,8 @@ class DecoderLayer(ctypes.Structure):
 
 
 class Decoder(ctypes.Structure):
+    """A whole model."""
+
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "dim", "inner", "kv_kind")),
         *((name, ctypes.c_float) for name in ("epsilon", "scale")),
@@ -34,6 +40,8 @@ class Decoder(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
+    """The inputs, outputs and work buffers of one forward pass."""
+
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("tokens", "selected")),
         ("count", ctypes.c_int64),

@@ -1,6 +1,6 @@
 """The default rule: a drafted token is accepted when it is the target's own decision at its position.
 
-The target's decision is a sample by the Gumbel-max trick with noise that belongs to (seed, position, token). The
+The target's decision is a sample by the Gumbel-max trick with noise that depends on (seed, position, token). The
 accepted text is therefore the same as without drafts (drafter-invariant speculative decoding).
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Coupled:
-    """Accepts the drafted tokens that the target itself decides for."""
+    """Accepts the drafted tokens that equal the target's own decisions."""
 
     is_lossless: bool = True
     needs_distribution: bool = False
@@ -29,8 +29,8 @@ class Coupled:
         self,
         tree: TokenTree,
         decisions: Sequence[int],
-        root: RootPosition,  # noqa: ARG002 - the port's
-        log_probabilities: Tensor | None = None,  # noqa: ARG002 - the port's
+        root: RootPosition,  # noqa: ARG002 - part of the interface
+        log_probabilities: Tensor | None = None,  # noqa: ARG002 - part of the interface
     ) -> Accepted:
         """See `AcceptanceRule` and `walk`."""
         return walk(tree, decisions)
@@ -53,6 +53,6 @@ def walk(tree: TokenTree, decisions: Sequence[int]) -> Accepted:
 
 
 @register_rule("coupled", PluginSettings)
-def create_coupled(settings: PluginSettings) -> Coupled:  # noqa: ARG001 - it has nothing to set
+def create_coupled(settings: PluginSettings) -> Coupled:  # noqa: ARG001 - the rule has no settings
     """Create the rule `coupled`."""
     return Coupled()

@@ -1,6 +1,6 @@
-"""NOT LOSSLESS, for experiments: drafted tokens are accepted by chance.
+"""NOT LOSSLESS, for experiments: accepts drafted tokens at random.
 
-With it, the gain from a draft of some quality and speed can be measured before such a draft is trained.
+This measures the gain from a draft of a given quality and speed before such a draft is trained.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SyntheticRuleSettings(PluginSettings):
-    """NOT LOSSLESS: at which rates drafted tokens are accepted. The drafting method of the same name sets them."""
+    """NOT LOSSLESS: the rates at which drafted tokens are accepted. The drafting method of the same name sets them."""
 
     renamed: ClassVar[dict[str, str]] = {"acceptance_rates": "rates"}
 
@@ -37,11 +37,11 @@ class SyntheticRuleSettings(PluginSettings):
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """NOT LOSSLESS: accepts a drafted token by chance, whatever the target decides.
+    """NOT LOSSLESS: accepts a drafted token at random, whatever the target decides.
 
-    The chance at depth `d` (1 below the root) is `rates[d - 1]`; the last rate holds for all further depths. The draws
-    and the synthetic drafter's tokens depend on (seed, position) alone, so every rank accepts the same path. With one
-    rate, the text is also the same for every tree: where the walk runs off the tree, the next token is the one that
+    The probability at depth `d` (1 below the root) is `rates[d - 1]`; the last rate holds for all further depths. The
+    draws and the synthetic drafter's tokens depend only on (seed, position), so every rank accepts the same path. With
+    one rate, the text is also the same for every tree: where the walk leaves the tree, the next token is the one that
     the synthetic drafter would have drafted.
     """
 
@@ -55,9 +55,9 @@ class Synthetic:
         tree: TokenTree,
         decisions: Sequence[int],
         root: RootPosition,
-        log_probabilities: Tensor | None = None,  # noqa: ARG002 - the port's
+        log_probabilities: Tensor | None = None,  # noqa: ARG002 - part of the interface
     ) -> Accepted:
-        """Descend to first children by chance; then one more token, decided or synthetic. See the port."""
+        """Accept first children at random, then add one decided or synthetic token. See `AcceptanceRule`."""
         check_decisions(tree, decisions)
         nodes: list[int] = []
         node = ROOT
