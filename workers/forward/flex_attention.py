@@ -26,7 +26,7 @@ _MOST_SHAPES = 512
 
 @dataclass(slots=True)
 class BlockView:
-    """What the rows of a CUDA graph see of one block table."""
+    """The blocks and positions of one block table that the rows of a CUDA graph see."""
 
     flex: Flex
     sees: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -25,7 +25,7 @@ class RowShape:
     """One row of a step: its blocks, its stored length, and its tokens in this step."""
 
     blocks: Sequence[Sequence[BlockId]]
-    """As in `BlockTable`."""
+    """The blocks of each table, as in `BlockTable.blocks`."""
     stored_len: int
     fresh: int
     """Committed tokens in this step. Each sees all positions up to its own."""

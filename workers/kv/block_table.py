@@ -45,7 +45,7 @@ class Prefix:
     root: bytes
     tokens: tuple[int, ...] = ()
     blocks: tuple[tuple[BlockId, ...], ...] = ()
-    """As in `BlockTable`; an entry may also be `OFFLOADED`."""
+    """The blocks of each table, as in `BlockTable.blocks`; an entry may also be `OFFLOADED`."""
     chain: tuple[bytes, ...] = ()
 
     def __len__(self) -> int:

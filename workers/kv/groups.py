@@ -16,7 +16,7 @@ from cluster.core.kv import KvGroup, KvLayout
 from workers.kv.spec import KvCacheSpec, LayerShape
 
 _MAX_TABLES = 64
-"""With more tables per sequence, handling them takes more time than the freed blocks are worth."""
+"""Most tables per sequence. With more, handling them takes more time than the freed blocks are worth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class AttentionWindow:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlacement:
-    """Where one layer stores its keys and values, and which of them its queries see."""
+    """The storage of one layer's keys and values, and the window that its queries see."""
 
     table: int
     """Index of the layer's block table among the sequence's tables."""

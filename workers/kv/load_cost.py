@@ -12,7 +12,7 @@ _FEWEST_TOKENS = 32
 
 
 class Medium(Enum):
-    """Where an offloaded block is stored."""
+    """The storage of an offloaded block."""
 
     HOST = "host"
     DISK = "disk"

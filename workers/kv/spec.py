@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer stores per token on this rank."""
+    """The shape of the keys and values that one layer stores per token on this rank."""
 
     kv_heads: int
     head_dim: int

@@ -44,7 +44,7 @@ _QUANTIZATION_PACKAGES = {
     "quanto": "optimum-quanto",
     "torchao": "torchao",
 }
-"""What `pip install` takes for each format of quantized weights that `transformers` reads with a library."""
+"""Arguments of `pip install` for the library of each format of quantized weights that `transformers` reads."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

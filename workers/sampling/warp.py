@@ -117,7 +117,7 @@ def _penalise(logits: Tensor, contexts: Sequence[DecisionContext], column: _Colu
 
 
 def _additions(context: DecisionContext) -> dict[int, float]:
-    """What is added to the logit of each token: its bias minus its penalties."""
+    """The sum that is added to the logit of each token: its bias minus its penalties."""
     sampling = context.sampling
     additions: dict[int, float] = {}
     for token, bias in sampling.logit_bias:

@@ -6,16 +6,16 @@ from enum import Enum
 
 
 class Agreement(Enum):
-    """Where a looked-up token stands among the model's candidates."""
+    """The position of a looked-up token among the model's candidates."""
 
     UNKNOWN = 0
     """The model has drafted no candidates at this position yet."""
     FIRST = 1
-    """It is the model's first candidate."""
+    """The token is the model's first candidate."""
     LATER = 2
-    """It is a later candidate of the model."""
+    """The token is a later candidate of the model."""
     ABSENT = 3
-    """It is not among the model's candidates."""
+    """The token is not among the model's candidates."""
 
 
 LookupKey = tuple[int, Agreement, bool]

@@ -46,7 +46,7 @@ class Synthetic:
     """
 
     rates: tuple[float, ...]
-    """At least one; each from 0 to 1."""
+    """Acceptance probabilities by depth, from 0 to 1; at least one."""
     is_lossless: bool = False
     needs_distribution: bool = False
 
