@@ -20,25 +20,25 @@
 #endif
 
 #define HALVES 2        /* vectors of a tile */
-#define KEYS (HALVES * LANES) /* positions per tile: that many lanes */
+#define KEYS (HALVES * LANES) /* positions per tile: one per lane */
 #define GROUP (REGISTERS / 8) /* query vectors per reading of keys and values */
 #define CHAINS 2        /* independent partial sums per product */
 #define WIDTH 4         /* vectors of a value that are accumulated together */
-#define QUERIES 24      /* query vectors of one KV head per item of work, about */
-#define MOST_VECTORS 64 /* at most: query heads per KV head */
+#define QUERIES 24      /* approximate number of query vectors of one KV head per item of work */
+#define MOST_VECTORS 64 /* most query heads per KV head */
 #define MOST_DIM 256    /* largest head dimension */
 #define MOST_STATES 256 /* query vectors per item, of all its KV heads */
 #define ITEMS 4         /* items per thread, because items take unequal time */
 
-#define ALL (UINT32_MAX >> (32 - KEYS)) /* of a tile's positions, as bits */
+#define ALL (UINT32_MAX >> (32 - KEYS)) /* all positions of a tile, as bits */
 
 typedef struct {
     int64_t padded;                       /* dim, to full vectors */
     float query[MOST_VECTORS * MOST_DIM]; /* [vectors, padded] */
-    float sum[MOST_VECTORS * MOST_DIM];   /* [vectors, padded] of the values, weighted so far */
+    float sum[MOST_VECTORS * MOST_DIM];   /* [vectors, padded] weighted sums of the values so far */
     float most[MOST_STATES];
-    Vector total[MOST_STATES];            /* of the weights, by lanes */
-    float weight[GROUP * KEYS];           /* of the tile */
+    Vector total[MOST_STATES];            /* sums of the weights, by lane */
+    float weight[GROUP * KEYS];           /* weights of the tile's positions */
     float keys[MOST_DIM * KEYS];          /* [padded, KEYS] */
     float values[KEYS * MOST_DIM];        /* [KEYS, padded], where they cannot be read as they are stored */
     const float *value[KEYS];             /* [padded] each */
@@ -223,7 +223,7 @@ INLINE void accumulate_tile(Work *work, const int64_t *which, const uint32_t *se
     }
 }
 
-/* The same for any number of query vectors. */
+/* `accumulate_tile` for any number of query vectors. */
 static void accumulate_all(Work *work, const int64_t *which, const uint32_t *seen, int64_t count)
 {
     for (; count >= GROUP; count -= GROUP, which += GROUP, seen += GROUP) accumulate_tile(work, which, seen, GROUP);

@@ -44,9 +44,9 @@ typedef struct {
     void *output;                    /* [tokens, heads, dim] */
     void *keys, *values;             /* [blocks, block_size, kv_heads, dim] */
     int64_t query_head, query_token, key_head, key_token, value_head, value_token; /* strides, in elements */
-    int64_t query_kind, output_kind; /* stored keys and values are of one kind, queries and output each of their own */
+    int64_t query_kind, output_kind; /* kinds of the queries and the output */
     int64_t heads, kv_heads, dim, table;
-    int64_t window, sinks; /* a window of 0 is none */
+    int64_t window, sinks; /* a window of 0 means no window */
     float scale;
 } Layer;
 

@@ -54,7 +54,7 @@ typedef struct {
 
 typedef struct {
     int64_t layers, hidden, heads, kv_heads, dim, inner;
-    int64_t kv_kind; /* of stored keys and values */
+    int64_t kv_kind; /* kind of stored keys and values */
     float epsilon, scale;
     const DecoderLayer *layer;
     const float *final_norm;
@@ -104,7 +104,7 @@ typedef struct {
     float *to;      /* STORE, ADD: [rows, width] */
     void *input;    /* GATE: [rows, width] in the type of the next product's input */
     int64_t width;
-    int64_t kind;   /* GATE: of the next product */
+    int64_t kind;   /* GATE: kind of the next product's input */
 } Output;
 
 static inline float sigmoid_weighted(float x)

@@ -152,7 +152,7 @@ class NativeDecoder:
         )
 
     def _interleave(self, gates: torch.Tensor, ups: torch.Tensor) -> torch.Tensor:
-        """Interleave the rows: each block has one vector of gates, then its vector of ups. Returns `[2 * padded, …]`."""
+        """Interleave the rows: each block has a vector of gates, then its vector of ups. Returns `[2 * padded, …]`."""
         lanes = self._columns // 2
         pairs = [_padded(part, lanes).view(-1, lanes, *part.shape[1:]) for part in (gates.detach(), ups.detach())]
         return torch.stack(pairs, dim=1).flatten(0, 2)
