@@ -1,4 +1,4 @@
-"""How often the student's most probable token is the token that the target wrote after the same text."""
+"""Measures how often the student's most probable token is the one that the target wrote after the same text."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _EACH_LAYER = ("layer_types",)
 
 @dataclass(frozen=True, slots=True)
 class StudentPlan:
-    """How to build a student."""
+    """Settings of a student."""
 
     layers: tuple[int, ...] = ()
     """The target's layers that it starts as, in order. Empty: random weights of the shape of `config`."""

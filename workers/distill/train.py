@@ -34,7 +34,7 @@ _LOSS_EVERY = 20
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """How to train. The training takes `steps` or `seconds`, and the learning rate schedule spans it."""
+    """Settings of a training. It takes `steps` or `seconds`, and the learning rate schedule spans it."""
 
     loss: str = "forward_kl"
     """`forward_kl` or `reverse_kl`."""

@@ -97,7 +97,7 @@ class Sessions(Generic[SessionType]):
         return session
 
     def _problem(self, row: DraftRow) -> str | None:
-        """Why this row can never be served; `None` if it can."""
+        """The reason why this row can never be served; `None` if it can."""
         if row.known_len < 0 or row.base_len < 1:
             return f"base_len: {row.base_len} must be at least 1 and the number of new_tokens ({len(row.new_tokens)})"
         if row.start is not None and row.known_len:

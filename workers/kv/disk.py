@@ -33,7 +33,7 @@ _LOCK = "lock"
 _MAX_QUEUED = 64
 """Blocks that may wait in memory: about as many as one step over a long prompt evicts."""
 _CLOSING_SECONDS = 5.0
-"""How long `close` waits for the write in progress."""
+"""Longest time that `close` waits for the write in progress, in seconds."""
 
 
 @dataclass(slots=True)

@@ -126,7 +126,7 @@ class KvPool:
 
     @property
     def layout(self) -> KvLayout:
-        """How many blocks a sequence takes, by group."""
+        """The number of blocks that a sequence takes, by group."""
         return self._allocator.layout
 
     @property

@@ -88,7 +88,7 @@ def load_distilled_draft(
 def read_draft_files(
     directory: Path, config: PreTrainedConfig
 ) -> tuple[DraftCard, dict[str, torch.Tensor], torch.Tensor | None]:
-    """Read what a draft has of its own: its card, its parameters, its vocabulary (see `DistilledDraft`).
+    """Read the contents of a draft's directory: its card, its parameters, its vocabulary (see `DistilledDraft`).
 
     Raises `ModelLoadError`, which names the field or the tensor, if its directory does not match the draft card.
     """

@@ -53,7 +53,7 @@ def try_native_kernels(model: LoadedModel, quantization: str) -> NativeDecoder |
     if error <= _MAX_RELATIVE_ERROR[model.dtype]:
         return native
     logger.warning(
-        "%s: the CPU kernels compute other logits than the model (relative error %.2g); a slower path is used",
+        "%s: the CPU kernels compute other logits than the model (relative error %.2g); the model uses a slower path",
         model.name,
         error,
     )

@@ -156,7 +156,7 @@ def _compressed(parts: _Parts, settings: dict[str, Any]) -> torch.Tensor:
 
 
 def _packed_bits(settings: dict[str, Any]) -> int:
-    """Bits of packed compressed-tensors weights: all groups of layers must agree, for tensors do not say."""
+    """Bits of packed compressed-tensors weights. All groups of layers must have the same, since tensors lack it."""
     found = {group["weights"]["num_bits"] for group in settings["config_groups"].values()}
     if len(found) != 1:
         raise ValueError(f"its groups of layers have {sorted(found)} bits; they must all have the same")
@@ -172,7 +172,7 @@ def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _groups(inputs: int, groups: int) -> torch.Tensor:
-    """The group of each input where groups follow one another, all but the last of one size."""
+    """The group of each input, int64 `[inputs]`. All groups have the same size, except for the last one."""
     return torch.arange(inputs) // -(-inputs // groups)
 
 

@@ -22,7 +22,7 @@ class DecisionContext:
     tokens: Sequence[int]
     """All tokens before the position: the prompt, the answer so far and the path in the tree."""
     prompt_len: int
-    """How many of `tokens` are the prompt."""
+    """Number of prompt tokens at the beginning of `tokens`."""
 
     @property
     def position(self) -> int:

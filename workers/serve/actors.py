@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _WORKER_RANKS_STOP_SECONDS = 5.0
-"""How long the worker ranks may take to end after the driver rank has stopped them."""
+"""Longest time for the worker ranks to end after the driver rank has stopped them, in seconds."""
 
 
 class WorkerRank:

@@ -100,7 +100,7 @@ class ComputeThread:
             try:
                 has_more = self._idle_work()
             except Exception:
-                logger.exception("idle work has failed: no more is done before the next call")
+                logger.exception("idle work has failed; it stops until the next call")
         with self._lock:
             self._idle_work_scheduled = False
         if has_more:
@@ -148,7 +148,7 @@ def compute_rows(
     except Exception:
         if len(rows) < 2:
             raise
-        logger.exception("%d rows failed together; each is computed alone", len(rows))
+        logger.exception("a batch of %d rows failed; each row is computed alone", len(rows))
         answers: list[Answer] = []
         faults = 0
         for row in rows:
@@ -157,7 +157,7 @@ def compute_rows(
             except PilotfishError:
                 raise
             except Exception as error:
-                logger.exception("a row failed alone: %r", type(row).__name__)
+                logger.exception("a single row failed: %r", type(row).__name__)
                 faults += 1
                 message = f"this row cannot be computed ({type(error).__name__})"
                 answers.append(fault(row, RowFault(RowFaultCode.INVALID, message)))

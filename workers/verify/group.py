@@ -77,7 +77,7 @@ class DriverRank:
 
     @property
     def failure(self) -> str | None:
-        """Why the group must be restarted, or `None` while it works."""
+        """The error because of which the group must be restarted; `None` while it works."""
         return self._failure
 
     def info(self) -> TargetInfo:

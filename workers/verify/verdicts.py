@@ -12,7 +12,7 @@ from workers.verify.decider import Decisions
 
 
 def row_problem(row: VerifyRow, vocabulary_size: int, max_context_len: int) -> str | None:
-    """Why this row can never be served, or `None` if it can."""
+    """The reason why this row can never be served; `None` if it can."""
     if not row.pending:
         return "pending: it must hold at least one token"
     for name, tokens in (("pending", row.pending), ("tree.tokens", row.tree.tokens)):

@@ -97,5 +97,5 @@ class Calibration:
         self._first_rates[kind] += (1.0 - _FIRST_RATE_DECAY) * ((taken == 0) - self._first_rates[kind])
 
     def first_rate(self, kind: Kind) -> float:
-        """How often the target takes the first candidate, whatever its confidence."""
+        """The rate at which the target takes the first candidate, whatever its confidence."""
         return self._first_rates[kind]

@@ -48,7 +48,7 @@ def _kind(node: DraftNode, is_greedy: bool) -> Kind:
 
 
 def _agreement(node: DraftNode, child: DraftNode) -> Agreement:
-    """How the model's candidates below `node` agree with a child that was looked up."""
+    """The agreement of the model's candidates below `node` with a looked-up child."""
     if node.table is None:
         return Agreement.UNKNOWN
     if child.rank is None:

@@ -38,7 +38,7 @@ def load_library(directory: str | None) -> ctypes.CDLL | None:
         with tempfile.TemporaryDirectory(prefix="pilotfish-") as temporary:
             return ctypes.CDLL(str(_build(compiler, Path(temporary))))
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("the CPU kernels cannot be built, a slower path is used: %s", error)
+        logger.warning("the CPU kernels cannot be built; models use a slower path: %s", error)
         return None
 
 
