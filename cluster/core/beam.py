@@ -28,7 +28,7 @@ class Beam:
     logprob: float = 0.0
     """Sum of the log-probabilities of `tokens`."""
     parent: int = 0
-    """Index of its parent, which has one token less, among the running beams of the state before."""
+    """Index of the parent beam in `running` of the previous state. The parent has one token less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class _Continuation:
 
 
 def candidates_needed(width: int, stop_token_ids: frozenset[int]) -> int:
-    """How many of the most probable continuations per beam a search of this width needs."""
+    """Number of most probable continuations per beam that a search of this width needs."""
     return width + len(stop_token_ids)
 
 
@@ -92,7 +92,7 @@ def start(parameters: BeamParameters, max_tokens: int, stop_token_ids: frozenset
 
 
 def advance(state: BeamState, candidates: Sequence[Sequence[Candidate]]) -> BeamState:
-    """The state after one more token. Beam `i` of it continues beam `running[i].parent` of `state`.
+    """Return the state after one more token. Its running beam `i` continues beam `running[i].parent` of `state`.
 
     `candidates[i]` are the most probable continuations of `state.running[i]` in any order: at least
     `state.candidates`, or all if the vocabulary has fewer. Among equal sums the earlier beam goes first, then the
@@ -120,7 +120,7 @@ def advance(state: BeamState, candidates: Sequence[Sequence[Candidate]]) -> Beam
 
 
 def is_done(state: BeamState) -> bool:
-    """Whether the search is over: as many answers as beams, and no running beam can become better."""
+    """Whether the search is over: no beam is running, or `width` answers are finished and none can be improved."""
     if not state.running:
         return True
     if len(state.finished) < state.parameters.width:

@@ -63,7 +63,7 @@ class Proposal:
     tree: TokenTree = EMPTY_TREE
     fault: RowFault | None = None
     probabilities: tuple[float, ...] = ()
-    """The drafter's estimate, per node, that all tokens down to the node are accepted. It never exceeds the parent's.
+    """Estimated probability, per node, that all tokens down to the node are accepted. It never exceeds the parent's.
     Empty if the drafter has no estimate."""
     ready: int = 0
-    """Nodes that were drafted ahead of the request."""
+    """Number of nodes that the drafter had computed before the request arrived."""

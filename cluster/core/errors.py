@@ -2,7 +2,7 @@
 
     PilotfishError
     ├── InvalidRequest            a value of the client is out of bounds
-    │   ├── UnsupportedParameter  the API has it, this server does not support it
+    │   ├── UnsupportedParameter  this server does not support a parameter of the API
     │   ├── TooLarge              a body or message exceeds its byte bound
     │   └── UnknownModel          the model is not served
     ├── Overloaded                the queue is full; retry after `retry_after_seconds`
@@ -11,7 +11,7 @@
     ├── Aborted                   the client disconnected or aborted the request
     ├── WorkerUnavailable         a worker cannot be reached
     │   ├── DrafterUnavailable    rows are verified without drafts
-    │   └── TargetUnavailable     sequences are replayed when it is back
+    │   └── TargetUnavailable     sequences wait and are sent again later
     ├── KvPoolExhausted           no block is free; the row is scheduled again
     ├── ConfigurationError        the settings cannot be served
     └── ModelLoadError            the weights are missing, unsafe or do not fit the settings
@@ -127,7 +127,7 @@ class DrafterUnavailable(WorkerUnavailable):
 
 
 class TargetUnavailable(WorkerUnavailable):
-    """The target cannot verify. Sequences wait, and are replayed when it is back."""
+    """The target cannot verify. Sequences wait, and are sent again when the target is reachable."""
 
 
 class KvPoolExhausted(PilotfishError):
@@ -135,7 +135,7 @@ class KvPoolExhausted(PilotfishError):
 
 
 class ConfigurationError(PilotfishError):
-    """A configuration cannot be served. The message says what was needed and what was found."""
+    """A configuration cannot be served. The message names the required value and the one found."""
 
 
 class ModelLoadError(PilotfishError):

@@ -21,11 +21,11 @@ class KvGroup:
     """
 
     tables: int = 1
-    """Block tables of the group, which is the number of blocks per `block_size` positions."""
+    """Number of block tables, which is the number of blocks per `block_size` positions."""
     window: int | None = None
-    """Positions that a token attends to, itself included; at least 2. `None` means all positions."""
+    """Number of positions that a token attends to, itself included; at least 2. `None` means all positions."""
     sinks: int = 0
-    """First positions that every token attends to beside the window."""
+    """Number of first positions that every token attends to in addition to the window."""
 
     def __post_init__(self) -> None:
         if self.tables < 1:
@@ -40,7 +40,7 @@ class KvGroup:
         return 0 if self.window is None else max(0, stored_len - self.window + 1)
 
     def held(self, stored_len: int, end: int, block_size: int) -> int:
-        """Return the blocks held with `stored_len` committed tokens and blocks for positions up to `end - 1`."""
+        """Return the number of blocks held with `stored_len` committed tokens and positions up to `end - 1`."""
         last = -(-end // block_size)
         first = self.first_needed(stored_len) // block_size
         sink_blocks = min(first, -(-self.sinks // block_size))
@@ -56,11 +56,11 @@ class KvLayout:
 
     @property
     def tables(self) -> int:
-        """Blocks per `block_size` positions, over all groups."""
+        """Number of blocks per `block_size` positions, over all groups."""
         return sum(group.tables for group in self.groups)
 
     def held(self, stored_len: int, end: int | None = None) -> int:
-        """Return the blocks held with `stored_len` committed tokens and blocks for positions up to `end - 1`."""
+        """Return the number of blocks held with `stored_len` committed tokens and positions up to `end - 1`."""
         end = stored_len if end is None else end
         return sum(group.held(stored_len, end, self.block_size) for group in self.groups)
 
@@ -71,7 +71,7 @@ class KvLayout:
     def peak(self, length: int, step_tokens: int) -> int:
         """Return an upper bound on the blocks held until `length` tokens, if a step writes at most `step_tokens`.
 
-        Between two commits a window moves by less than a step.
+        The bound holds because a window moves by less than `step_tokens` between two commits.
         """
         total = 0
         for group in self.groups:

@@ -11,14 +11,14 @@ from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult
 
 
 class Drafter(Protocol):
-    """Proposes drafts. A drafter that is late, wrong or dead costs speed and nothing else."""
+    """Proposes drafts. A late, wrong or dead drafter affects only the speed."""
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
-        """One proposal per row, in order. Raises `DrafterUnavailable`."""
+        """Return one proposal per row, in order. Raises `DrafterUnavailable`."""
         ...
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Forget the sequences; unknown ones are no error. Raises `DrafterUnavailable`."""
+        """Release the sequences; unknown ones are not an error. Raises `DrafterUnavailable`."""
         ...
 
 
@@ -33,14 +33,14 @@ class Target(Protocol):
         ...
 
     async def step(self, batch: StepBatch) -> StepResult:
-        """Compute the rows in one forward pass. The same row again returns the same verdict.
+        """Compute the rows in one forward pass. A repeated row returns the same verdict.
 
         Raises `TargetUnavailable`.
         """
         ...
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Free the sequences' blocks; unknown ones are no error. Raises `TargetUnavailable`."""
+        """Free the sequences' blocks; unknown sequences are not an error. Raises `TargetUnavailable`."""
         ...
 
     async def release_all(self) -> None:
@@ -51,5 +51,5 @@ class Target(Protocol):
         ...
 
     async def info(self) -> TargetInfo:
-        """What this target is. Raises `TargetUnavailable`."""
+        """Return the description of this target. Raises `TargetUnavailable`."""
         ...

@@ -63,10 +63,10 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
-    """What a worker needs once per sequence. It is part of the first row of the sequence."""
+    """The parameters of a sequence. Only the first row of the sequence on a worker contains them."""
 
     prompt_len: int
-    """Number of prompt tokens at the start. Presence and frequency penalties count only the tokens after them."""
+    """Number of prompt tokens at the start. Presence and frequency penalties count only the tokens after the prompt."""
     sampling: SamplingParameters
     cache_salt: str = ""
     """Only sequences with the same salt share KV blocks, so tenants cannot detect each other's prompts."""
@@ -86,11 +86,11 @@ class EarlyStopping(Enum):
     """When a beam search ends, once it has as many finished answers as beams."""
 
     YES = "yes"
-    """At once."""
+    """End at once."""
     NO = "no"
-    """When the best running beam, at its current length, scores no better than the worst finished answer."""
+    """End when the best running beam, at its current length, scores no better than the worst finished answer."""
     NEVER = "never"
-    """When no running beam can ever score better than the worst finished answer."""
+    """End when no running beam can ever score better than the worst finished answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class BeamParameters:
     """Beam search, which follows the `width` most probable continuations in parallel."""
 
     width: int
-    """At least 2."""
+    """Number of beams; at least 2."""
     length_penalty: float = 1.0
     """The score of a finished answer is its summed log-probability ÷ (its tokens ** length_penalty)."""
     early_stopping: EarlyStopping = EarlyStopping.NO
@@ -113,7 +113,7 @@ class GenerationRequest:
     sampling: SamplingParameters = field(default_factory=SamplingParameters)
     stopping: StoppingCriteria = field(default_factory=StoppingCriteria)
     deadline: float | None = None
-    """Time on the coordinator's monotonic clock, in seconds; `None` is no deadline."""
+    """Time on the coordinator's monotonic clock, in seconds; `None` means no deadline."""
     cache_salt: str = ""
     """See `SequenceStart`."""
     n: int = 1
@@ -121,12 +121,12 @@ class GenerationRequest:
     beam: BeamParameters | None = None
     """If set, the answers are the `n` best of a beam search instead of samples; `n` is at most its width."""
     max_draft_tokens: int | None = None
-    """Most nodes of a draft tree; 0 turns speculation off for this request, `None` is the server's own bound."""
+    """Most nodes of a draft tree; 0 turns speculation off for this request, `None` takes the server's bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What an answer cost."""
+    """Token and step counts of one answer."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -134,7 +134,7 @@ class Usage:
     accepted_tokens: int = 0
     """Tokens of the answer that are accepted draft tokens."""
     target_steps: int = 0
-    """Verdicts that decided tokens. `completion_tokens / target_steps` is the mean number of tokens per step."""
+    """Number of verdicts that decided tokens. `completion_tokens / target_steps` is the mean tokens per step."""
 
     @property
     def rejected_tokens(self) -> int:
@@ -151,8 +151,8 @@ class Commit:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: FinishReason | None = None
     usage: Usage | None = None
-    """Set with `finish`."""
+    """Usage of the answer; set exactly when `finish` is set."""
     drafted: int = 0
-    """Nodes in the draft tree that was verified. An answer that a stop string ends is counted from these."""
+    """Number of nodes in the verified draft tree. The usage of an answer that a stop string ends sums them."""
     index: int = 0
     """Number of the answer, from 0. Each of the `n` answers has one commit with `finish`."""

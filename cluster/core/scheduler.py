@@ -1,11 +1,11 @@
 """The scheduler: which rows the next step has, as a pure function of frozen values.
 
-Sequences are served in order of arrival. Every step gives each decoding sequence its one token first. The oldest
-sequence that still prefills is sure of half of the tokens left. Draft trees share the rest evenly. Prompt chunks fill
-what the trees leave. While other sequences decode, prompts together take at most `max_prompt_tokens` of a step, so
-that a newcomer does not lengthen the time between the others' tokens (chunked prefill, as in Sarathi-Serve, Agrawal
-et al. 2024). Memory is allocated on demand. When it runs out, the latest arrival is preempted and resumes later at its
-old position, so that the oldest sequence can always finish.
+Sequences are served in order of arrival. Every step first gives each decoding sequence one token. Half of the tokens
+left are reserved for the oldest sequence that still prefills. Draft trees share the others evenly. Prompt chunks use
+the tokens that the trees leave. While other sequences decode, all prompts together take at most `max_prompt_tokens` of
+a step, so that a new request does not lengthen the time between the tokens of the others (chunked prefill, as in
+Sarathi-Serve, Agrawal et al. 2024). Blocks are allocated on demand. When they run out, the latest arrival is preempted
+and resumes later in its order of arrival, so that the oldest sequence can always finish.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cluster.core.kv import KvLayout, KvOccupancy
 
 @dataclass(frozen=True, slots=True)
 class SequenceView:
-    """What the scheduler knows of a sequence. Lengths are in tokens."""
+    """The scheduler's view of one sequence. Lengths are in tokens."""
 
     id: SequenceId
     arrival: int
@@ -34,9 +34,9 @@ class SequenceView:
     remaining: int
     """Tokens that the answer may still have."""
     shared_len: int = 0
-    """For a waiting sequence: leading tokens whose blocks it will share with a sequence that holds them already."""
+    """Leading tokens of a waiting sequence whose blocks another sequence already holds and will share."""
     draft: DraftBudget | None = None
-    """The tree that the speculation controller wants for it; `None` wants the largest one allowed."""
+    """The tree size that the speculation controller chose; `None` means the largest tree allowed."""
     max_draft_tokens: int | None = None
     """Most nodes of a tree that the request allows; `None` leaves it to the server."""
 
@@ -68,9 +68,9 @@ class PlannedRow:
 
     sequence_id: SequenceId
     pending: int
-    """How many of its missing tokens are sent, counted from the first."""
+    """Number of missing tokens that the row sends, counted from the first missing one."""
     decide: bool
-    """Whether they reach the end of the sequence, so that the target decides the next token."""
+    """Whether the pending tokens reach the end of the sequence, so that the target decides the next token."""
     draft: DraftBudget
     """The largest tree that the row may have."""
 
@@ -86,11 +86,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class WantedDrafts:
-    """How large a tree each sequence should have. `clip_draft` bounds it."""
+    """The tree sizes that the speculation controller chose. `clip_draft` bounds them later."""
 
     budgets: Mapping[SequenceId, DraftBudget]
     default: DraftBudget | None
-    """For sequences that are not in `budgets`; `None` wants the largest tree allowed."""
+    """Budget of sequences that are not in `budgets`; `None` means the largest tree allowed."""
 
     def of(self, sequence_id: SequenceId) -> DraftBudget | None:
         """The wanted budget of one sequence."""
@@ -117,11 +117,11 @@ def check_fits(prompt_len: int, max_tokens: int, max_context_len: int, pool_toke
 def clip_draft(
     wanted: DraftBudget | None, max_draft: DraftBudget, max_draft_tokens: int | None, remaining: int
 ) -> DraftBudget:
-    """The largest tree that one sequence can use. No other place bounds a draft budget.
+    """Return the largest tree that one sequence can use. All bounds on a draft budget are applied here.
 
     `wanted` is the speculation controller's choice (`None` for no choice), `max_draft` the configuration's bound and
-    `max_draft_tokens` the request's. `remaining` is how many tokens the sequence may still grow by. The last of them is
-    always the target's own, so a tree is less deep than that.
+    `max_draft_tokens` the request's. `remaining` is the number of tokens that the answer may still get. The last of
+    them is always the target's own, so a tree is less deep than `remaining`.
     """
     nodes, depth = max_draft.max_nodes, min(max_draft.max_depth, remaining - 1)
     if wanted is not None:
@@ -137,7 +137,7 @@ def clip_draft(
 
 
 def plan(state: State) -> Plan:
-    """Decide the next step. The function reads no clock and keeps nothing between calls."""
+    """Plan the next step. The function reads no clock and has no state between calls."""
     step = _StepAllocation(state)
     running = sorted(state.running, key=_arrival)
     decoding, prefilling = _split(running)
@@ -205,7 +205,7 @@ class _StepAllocation:
             self._prompt_tokens = max(0, most - sum(self.pending(view) for view in prefilling))
 
     def prefill(self, view: SequenceView, pending: int) -> None:
-        """Like `send`, within the bound on prompt tokens."""
+        """Do the same as `send`, within the bound on prompt tokens."""
         before = self.pending(view)
         self.send(view, min(pending, before + self._prompt_tokens))
         self._prompt_tokens -= self.pending(view) - before
@@ -240,7 +240,7 @@ class _StepAllocation:
 def _secure(step: _StepAllocation, running: list[SequenceView], essential: set[SequenceId]) -> list[SequenceId]:
     """Give each essential sequence its first token, preempting the latest arrivals for the blocks of older ones.
 
-    A sequence that no preemption can help keeps what it holds and is left out of this step.
+    A sequence that no preemption can help keeps its blocks and is left out of this step.
     """
     preempted: list[SequenceId] = []
     remaining = list(running)
@@ -265,8 +265,9 @@ def _secure(step: _StepAllocation, running: list[SequenceView], essential: set[S
 def _admissible(state: State, running: Sequence[SequenceView]) -> list[SequenceView]:
     """The waiting sequences that may start now, strictly by arrival, so that a small one never overtakes a large one.
 
-    Each must find blocks for its whole length (less what it shares) and one more, beside what those before it have
-    yet to store. The step's tokens bound the count too, so that each running sequence can have one in every step.
+    Each needs free blocks for its whole length (without shared blocks) and one more, in addition to the blocks that the
+    sequences before it still need. The step's tokens bound the number of running sequences too, so that each can have
+    one token in every step.
     """
     layout = state.layout
     step_tokens = state.limits.max_step_tokens
@@ -286,7 +287,7 @@ def _admissible(state: State, running: Sequence[SequenceView]) -> list[SequenceV
 
 
 def _share_among_trees(step: _StepAllocation, views: Sequence[SequenceView]) -> None:
-    """Share the tokens left evenly among trees. What a small tree leaves goes to the larger ones."""
+    """Share the tokens left evenly among trees. Tokens that a small tree does not use go to the larger trees."""
     drafts = [(step.largest_draft(view), view) for view in views]
     drafts.sort(key=lambda draft: (draft[0].max_nodes, draft[1].arrival))
     for index, (largest, view) in enumerate(drafts):

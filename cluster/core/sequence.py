@@ -48,16 +48,16 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens the answer may still have."""
+        """Number of tokens that the answer may still get."""
         return self.request.stopping.max_tokens - (len(self.tokens) - self.prompt_len)
 
     @property
     def start(self) -> SequenceStart:
-        """What a worker must know once about the sequence."""
+        """The parameters of the sequence for its first row on a worker."""
         return SequenceStart(self.prompt_len, self.request.sampling, self.request.cache_salt)
 
     def usage(self) -> Usage:
-        """What the answer has cost so far."""
+        """Token and step counts of the answer so far."""
         return Usage(
             prompt_tokens=self.prompt_len,
             completion_tokens=len(self.tokens) - self.prompt_len,
@@ -67,7 +67,7 @@ class Sequence:
         )
 
     def opened(self, stored_len: int) -> None:
-        """The target holds the first `stored_len` tokens now: it has opened the sequence, or lost or released it (0).
+        """Record that the target holds the first `stored_len` tokens: after an opening, or 0 after a loss or release.
 
         Raises `InvalidRequest` unless at least one token is left to send. A finished sequence stays unchanged.
         """
@@ -79,8 +79,8 @@ class Sequence:
     def commit(self, verdict: Verdict) -> Commit | None:
         """Add the tokens of a verdict. Returns what it added to the answer, or `None` for nothing.
 
-        A verdict for another length than expected is dropped. After a fault that says that the target lost the
-        sequence, the sequence is sent from its start again.
+        A verdict for an unexpected length is dropped. After the fault `OUT_OF_SYNC`, the sequence is sent again from
+        its start.
         """
         if self.finish is not None:
             return None
@@ -91,7 +91,7 @@ class Sequence:
         if not self._stored_len < verdict.base_len <= len(self.tokens):
             return None
         if bool(verdict.tokens) != (verdict.base_len == len(self.tokens)):
-            return None  # a decision before the end of the sequence, or none at its end
+            return None  # the verdict decides before the end of the sequence, or does not decide at its end
         if not verdict.tokens:
             self._stored_len = verdict.base_len
             return None

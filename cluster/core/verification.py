@@ -87,7 +87,7 @@ class StepBatch:
 
 
 class RowFaultCode(Enum):
-    """Why one row was not computed. The other rows of the batch were."""
+    """Why one row was not computed. The other rows of the batch are not affected."""
 
     OUT_OF_SYNC = "out_of_sync"
     """The worker does not hold `start_len` tokens of this sequence. Send the sequence from its start."""
@@ -99,7 +99,7 @@ class RowFaultCode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RowFault:
-    """Why a row was not computed, in words for the log."""
+    """Why a row was not computed. The message is for the log."""
 
     code: RowFaultCode
     message: str
@@ -152,7 +152,7 @@ class StepSample:
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """What the coordinator knows of its target."""
+    """The description of a target."""
 
     model: str
     vocabulary_size: int
@@ -163,8 +163,8 @@ class TargetInfo:
     tensor_parallel: int
     dtype: str
     epoch: str = ""
-    """Random, drawn at start. A changed epoch means that everything stored before is gone."""
+    """A random text, drawn at start. A changed epoch means that all KV stored before is lost."""
     profile: tuple[StepSample, ...] = ()
     """Step durations that warm-up measured; may be empty."""
     is_lossless: bool = True
-    """Whether answers are those of the model alone. A lossy acceptance rule or attention window makes it false."""
+    """Whether answers are exactly those of the model alone. False for a lossy acceptance rule or attention window."""

@@ -1,7 +1,7 @@
-"""An acceptance model: how probable it is that drafted tokens are accepted, of one sequence and of all.
+"""An acceptance model: the probability that drafted tokens are accepted, per sequence and over all sequences.
 
-A *position* on the committed path that had drafted tokens below it is a hit when the target decided for one of them.
-Each sequence's own history counts as far as it goes; beyond it, the sequence is taken to be like all others.
+A *position* on the committed path that had drafted tokens below it is a hit when the target decided on one of them.
+Estimates use the history of the sequence. Where that is too short, they use the history of all sequences.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ _MAX_SIBLINGS = 4
 _UNSEEN_TREES = 2.0
 """Trees after which a rank's observed mean counts as much as the extrapolation from the ranks before it."""
 _UNSEEN_DECAY = 0.98
-"""Factor on a rank's weight with each tree that was too small to show it."""
+"""Factor on the weight of a rank with each tree that was too small to include the rank."""
 _PRIOR_POSITIONS = 20.0
 """Positions after which a drafter's own probabilities count for half of what was observed of all sequences."""
 _PRIOR_POSITIONS_SEQUENCE = 4.0
-"""The same number for the history of one sequence."""
+"""Positions of one sequence after which its own hits count for half of the estimate."""
 _PRIOR_FALL = 0.6
 """Factor from each rank to the next before anything was observed."""
 _MAX_PROBABILITY = 0.99
 """Bound of every acceptance probability."""
 _CURVE_MEMORY, _SEQUENCE_CURVE_MEMORY = 32.0, 8.0
-"""Trees that the curve of all sequences, and that of one sequence, remembers."""
+"""Number of recent trees that count in the curve of all sequences, and in the curve of one sequence."""
 _HIT_MEMORY = 24.0
-"""Positions that recent hit rates remember."""
+"""Number of recent positions that count in a recent hit rate."""
 _CALIBRATION_MEMORY = 100.0
-"""Positions that the calibration of a drafter's probabilities remembers."""
+"""Number of recent positions that count in the calibration of a drafter's probabilities."""
 _RATE_MEMORY = 64.0
-"""Drafted tokens that each acceptance rate by depth and sibling remembers."""
+"""Number of recent drafted tokens that count in each acceptance rate by depth and sibling."""
 
 
 @dataclass(frozen=True, slots=True)
 class HitRate:
-    """Observed hits against expected ones. Old observations fade."""
+    """Sums of observed and expected hits. Older observations count less."""
 
     hits: float = 0.0
     expected: float = 0.0
@@ -57,14 +57,14 @@ class HitRate:
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceCurve:
-    """Mean acceptance probability of a tree's best node, of its second best, …; a missing node counts as 0."""
+    """Mean acceptance probability of the nodes of a tree by rank, best first. A missing node counts as 0."""
 
     probabilities: tuple[float, ...] = ()
     """Mean acceptance probability by rank."""
     depths: tuple[float, ...] = ()
     """Mean depth that the first nodes reach, up to each rank."""
     weights: tuple[float, ...] = ()
-    """Trees that each rank was learned from."""
+    """Number of trees that each rank was learned from."""
 
     def observed(
         self, probabilities: Sequence[float], depths: Sequence[int], asked: int, memory: float
@@ -92,8 +92,8 @@ class AcceptanceCurve:
     def combined(self, others: AcceptanceCurve, prior: float, count: int) -> tuple[float, ...]:
         """Expected probabilities of the best `count` nodes, never rising.
 
-        This curve counts as far as it was observed: after `prior` trees as much as `others`. Ranks that neither curve
-        has observed are extrapolated from the fall of the ranks before.
+        After `prior` trees, this curve counts as much as `others`. Ranks that neither curve has observed are
+        extrapolated from the decrease over the ranks before.
         """
         expected: list[float] = []
         before = latest = 1.0
@@ -108,7 +108,7 @@ class AcceptanceCurve:
         return tuple(expected)
 
     def depth_of(self, count: int) -> int:
-        """How deep a drafter goes for its best `count` nodes."""
+        """Expected depth of a tree with a drafter's best `count` nodes, in tokens."""
         if not count:
             return 0
         if count <= len(self.depths):
@@ -116,7 +116,7 @@ class AcceptanceCurve:
         return count if not self.depths else max(1, round(self.depths[-1])) + count - len(self.depths)
 
     def nodes_within(self, budget: DraftBudget) -> int:
-        """How many of the best nodes a tree of this budget can show; deeper ones may be missing from it."""
+        """Number of best nodes that a tree of this budget can contain. Deeper nodes may not fit."""
         if budget.max_depth >= max(self.depth_of(budget.max_nodes), 1):
             return budget.max_nodes
         return sum(self.depth_of(count) <= budget.max_depth for count in range(1, budget.max_nodes + 1))
@@ -124,38 +124,38 @@ class AcceptanceCurve:
 
 @dataclass(frozen=True, slots=True)
 class SequenceAcceptance:
-    """What was observed of one sequence."""
+    """Observations of one sequence."""
 
     curve: AcceptanceCurve = field(default_factory=AcceptanceCurve)
     hits: HitRate = field(default_factory=HitRate)
-    """Hits against those that the model of all sequences expected."""
+    """Hits of the sequence, and the hits that the model of all sequences expected."""
 
 
 def _first_rates() -> tuple[HitRate, ...]:
-    """Rates before any observation: six of ten first drafted tokens are accepted, few of the others."""
+    """Return the rates before any observation: 0.6 for the first of the siblings, much less for later ones."""
     likely = (0.6, 0.15, 0.08, 0.05)
     return tuple(HitRate(2 * likely[sibling], 2.0) for _ in range(_MAX_DEPTH) for sibling in range(_MAX_SIBLINGS))
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceModel:
-    """What was observed of all sequences."""
+    """Observations of all sequences."""
 
     rates: tuple[HitRate, ...] = field(default_factory=_first_rates)
     """Acceptance by depth and by position among siblings, for drafters that send no probabilities."""
     calibration: HitRate = field(default_factory=HitRate)
-    """Hits against the probabilities that drafters sent."""
+    """Hits, and the hits expected from the probabilities that drafters sent."""
     curve: AcceptanceCurve = field(default_factory=AcceptanceCurve)
     recent: HitRate = field(default_factory=HitRate)
-    """Hits at the latest positions, which show a change first."""
+    """Hits at the latest positions. This rate shows a change first."""
 
     @property
     def recent_ratio(self) -> float:
-        """Observed ÷ expected hits of late, at most 1."""
+        """Observed ÷ expected hits at the latest positions, at most 1."""
         return min(1.0, self.recent.ratio(_PRIOR_POSITIONS_SEQUENCE))
 
     def conditionals(self, tree: TokenTree, probabilities: Sequence[float]) -> list[float]:
-        """Each node's acceptance probability given that its parent is accepted, as observed of all sequences.
+        """Each node's acceptance probability on condition that its parent is accepted, from all sequences.
 
         `probabilities` are the drafter's own estimates, or empty.
         """
@@ -210,7 +210,7 @@ def observe_verdict(
     *,
     has_probabilities: bool,
 ) -> tuple[AcceptanceModel, SequenceAcceptance]:
-    """Learn from the tokens `decided` that the target committed where `tree` was drafted.
+    """Learn from `decided`, the tokens that the target committed after the root of `tree`.
 
     `has_probabilities` says whether the conditionals come from the drafter's own estimates.
     """
@@ -234,7 +234,7 @@ def observe_verdict(
 
 
 def _positions(tree: TokenTree, decided: Sequence[int]) -> Iterator[tuple[list[int], int | None, int]]:
-    """The positions of the committed path that had drafted tokens: the nodes, the accepted one if any, the depth."""
+    """Yield the drafted nodes, the accepted node or `None`, and the depth of each position with drafted tokens."""
     below: dict[int, list[int]] = {}
     for child, parent in enumerate(tree.parents):
         below.setdefault(parent, []).append(child)

@@ -1,6 +1,6 @@
 """The speculation controller: how large trees should be, which nodes to verify, and whether drafts pay at all.
 
-The controller has no clock and talks to no worker: observations come in, decisions go out.
+The controller has no clock and calls no worker. It turns observations into decisions.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from cluster.speculation.speedup import SpeedupTracker
 SIZING_ROUNDS = 4
 """Rounds for which tree sizes hold while the same sequences decide."""
 IDLE_SIZING_FACTOR = 4
-"""How many times longer they hold when they are all zero."""
+"""How many times longer tree sizes hold when all of them are zero."""
 PROBED_SIZING_ROUNDS = 2
-"""Rounds after a background probe until trees are sized anew: its verdicts are known by then."""
+"""Rounds after a background probe until trees are sized anew. The target has decided on the probe by then."""
 START_SPEEDUP, START_SPEEDUP_ALONE = 1.15, 1.03
-"""Expected speed-up over plain decoding from which speculation starts. A single sequence needs less, because a drafter
-then has one prompt to learn."""
+"""Expected speed-up over plain decoding from which speculation starts. A single sequence needs less, because the
+drafter then prefills only one prompt."""
 STOP_SPEEDUP, STOP_SPEEDUP_ALONE = 1.05, 1.01
-"""Expected speed-up below which speculation stops."""
+"""Expected speed-up over plain decoding below which speculation stops."""
 CONTROL_ROUNDS = 64
-"""Rounds with drafts after which one goes without, so that the time of plain decoding stays known."""
+"""Rounds with drafts after which one round has none, so that the time of plain decoding stays known."""
 SURE_SPEEDUP = 1.5
 """From this expected speed-up on, rounds without drafts are `SURE_FACTOR` times less frequent."""
 SURE_FACTOR = 4
-"""How many times less frequent they are."""
+"""How many times less frequent rounds without drafts are from `SURE_SPEEDUP` on."""
 FULL_ROUNDS = 48
-"""Rounds with drafts after which one asks for the largest trees, so that their value stays known."""
+"""Rounds with drafts after which one round requests the largest trees, so that their value stays known."""
 EAGER_ROWS = 4
-"""Up to this many sequences ask for the largest trees before anything is known: little is lost, much is learned."""
+"""Up to this many sequences request the largest trees before anything is observed, to learn fast at low cost."""
 PATIENCE = 4.0
-"""Proposals are waited for this many times as long as they are expected to take."""
+"""A round waits for proposals at most this many times their expected time."""
 MIN_PATIENCE_SECONDS = 0.01
-"""Shortest time that proposals are waited for, in seconds."""
+"""Shortest bound on the wait for proposals, in seconds."""
 _LEARNED_TREES = 8
-"""Trees per round that are learned from, spread over the sequences: more would cost more time than they teach."""
+"""Most trees per round that the controller learns from, spread over the sequences, to bound the time that it takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class PrunedDrafts:
 
 
 class SpeculationController:
-    """Sizes and prunes trees by what it has learned of latency, acceptance and speed-up."""
+    """Sizes and prunes trees by the observed latency, acceptance and speed-up."""
 
     def __init__(self, max_draft: DraftBudget) -> None:
         self._max_draft = max_draft
@@ -72,11 +72,11 @@ class SpeculationController:
         self._expects_no_gain = True
 
     def start(self, profile: Iterable[StepSample]) -> None:
-        """Begin with a target that measured its own steps."""
+        """Start with the step durations that the target measured during warm-up."""
         self._step_latency = LatencyModel.of_profile(profile)
 
     def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """Drop the history of sequences that are over."""
+        """Drop the history of sequences that have ended."""
         self._acceptance.forget(sequence_ids)
 
     # --- before proposals: sizes ---
@@ -88,7 +88,7 @@ class SpeculationController:
 
     @property
     def needs_sizing(self) -> bool:
-        """Whether the tree sizes have held for long enough."""
+        """Whether trees must be sized anew."""
         return self._sizing_rounds_left <= 0
 
     def size_trees(self, requests: Sequence[DraftRequest], rows: int, *, halves: bool = False) -> None:
@@ -102,7 +102,7 @@ class SpeculationController:
             self._sizing_rounds_left *= IDLE_SIZING_FACTOR
 
     def next_budgets(self, rows: int) -> Mapping[SequenceId, DraftBudget]:
-        """The wanted budgets of the next round, in which `rows` decide; sequences that are missing get no draft.
+        """The budgets of the next round, in which `rows` sequences decide. Sequences that are missing get no draft.
 
         Call it once per round.
         """
@@ -121,7 +121,7 @@ class SpeculationController:
         """Whether drafts save more time than the `seconds` that a drafter takes to prefill the sequence.
 
         The saving is a share of the sequence's part in the steps of its next tokens; half of the `remaining` tokens are
-        counted. A single sequence counts in full, because otherwise nothing would ever be learned of its drafts.
+        counted. A single sequence counts in full, because otherwise its drafts would never be observed.
         """
         if not self._propose_latency.has_samples or not self._step_latency.has_samples:
             return True
@@ -151,7 +151,7 @@ class SpeculationController:
         if self._expects_no_gain:
             return {}
         if rows == 1 and self._speedup.pays(rows):
-            # The drafter sees in the tree itself what one more pass is worth; the forecast is a mean over many trees.
+            # The drafter knows from the tree itself what one more pass is worth. The forecast is a mean of many trees.
             return self._largest(requests)
         return {
             request.sequence.id: budget_for(nodes, forecast.depths[nodes - 1])
@@ -173,7 +173,7 @@ class SpeculationController:
         tokens: int,
         waited: float,
     ) -> PrunedDrafts:
-        """Keep the nodes that pay in a step of `tokens` other tokens in which `rows` sequences decide.
+        """Keep the nodes that raise goodput in a step of `tokens` other tokens in which `rows` sequences decide.
 
         `waited` is how long this round has waited for proposals, in seconds.
         """
@@ -197,7 +197,7 @@ class SpeculationController:
     # --- after the step: learning ---
 
     def observe_probe(self, request: DraftRequest, proposal: Proposal) -> None:
-        """Add a proposal that is not verified: it is compared with what the target decides anyway."""
+        """Add a proposal that is not verified. It is compared with the tokens that the target decides."""
         self._acceptance.expect_verdicts((self._acceptance.estimate(request, proposal),))
 
     def observe_round(self, rows: int, tokens: int, seconds: float, *, waited: float, committed: int) -> None:
@@ -217,11 +217,11 @@ class SpeculationController:
         self._propose_latency = self._propose_latency.observed(rows, depth, seconds)
 
     def observe_probe_latency(self, rows: int, depth: int, seconds: float) -> None:
-        """Add a probe that nobody waited for. Other calls may have delayed it, so only a quick answer counts."""
+        """Add the time of a probe. Other calls may have delayed it, so it counts only if it is below the prediction."""
         if not self._propose_latency.has_samples or seconds < self._propose_latency.seconds(rows, depth):
             self._propose_latency = self._propose_latency.observed(rows, depth, seconds)
         self._sizing_rounds_left = min(self._sizing_rounds_left, PROBED_SIZING_ROUNDS)
 
     def learn(self) -> None:
-        """Learn from the trees for which the target has decided since."""
+        """Learn from the trees on which the target has decided since the last call."""
         self._acceptance.learn()

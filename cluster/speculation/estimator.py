@@ -26,10 +26,10 @@ class EstimatedDraft:
     """A proposed tree with its acceptance probabilities."""
 
     request: DraftRequest
-    """What the drafter was asked for."""
+    """The request that the drafter answered."""
     proposal: Proposal
     conditionals: list[float]
-    """Each node's acceptance probability given that its parent is accepted."""
+    """Each node's acceptance probability on condition that its parent is accepted."""
     probabilities: list[float]
     """Each node's acceptance probability."""
 
@@ -43,12 +43,12 @@ class AcceptanceEstimator:
         self._undecided: list[EstimatedDraft] = []
 
     def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """Drop the history of sequences that are over."""
+        """Drop the history of sequences that have ended."""
         for sequence_id in sequence_ids:
             self._sequences.pop(sequence_id, None)
 
     def forecast(self, request: DraftRequest) -> DraftForecast:
-        """What a tree of up to `request.budget` for this sequence is expected to be like."""
+        """Forecast the tree of up to `request.budget` that the drafter will propose for this sequence."""
         most = request.budget
         sequence = self._sequences.setdefault(request.sequence.id, SequenceAcceptance())
         recent = self._model.recent_ratio
@@ -69,12 +69,12 @@ class AcceptanceEstimator:
         self._undecided += drafts
 
     def learn(self) -> None:
-        """Learn from the trees for which the target has decided since."""
+        """Learn from the trees on which the target has decided since the last call."""
         undecided, self._undecided = self._undecided, []
         for draft in undecided:
             sequence = draft.request.sequence
             if sequence.id not in self._sequences:
-                continue  # it is over
+                continue  # the sequence has ended
             decided = sequence.tokens[draft.proposal.base_len :]
             if _is_decided(draft, decided):
                 self._learn(draft, decided)
@@ -97,7 +97,7 @@ class AcceptanceEstimator:
 
 
 def _is_decided(draft: EstimatedDraft, decided: Sequence[int]) -> bool:
-    """Whether the decided tokens have left the tree, or the sequence is finished."""
+    """Whether the decided tokens leave the tree or pass its end, or the sequence is finished."""
     tree, node = draft.proposal.tree, ROOT
     for token in decided:
         child = tree.child(node, token)

@@ -16,19 +16,19 @@ from cluster.speculation.latency import LatencyModel
 
 @dataclass(frozen=True, slots=True)
 class DraftForecast:
-    """What one sequence's tree is expected to be like, before a drafter is asked for it."""
+    """The expected draft tree of one sequence, before the drafter proposes it."""
 
     probabilities: tuple[float, ...]
-    """Acceptance probabilities of its best nodes, never rising; no longer than the tree may be."""
+    """Acceptance probabilities of the best nodes, never rising; at most as many as the tree may have nodes."""
     depths: tuple[int, ...]
-    """How deep the drafter must go for the first nodes, up to each; never falling."""
+    """Depth of the tree that consists of the best nodes up to each one, in tokens; never falling."""
     max_depth: int
-    """The deepest tree allowed."""
+    """Depth of the deepest tree allowed, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeSizes:
-    """How many nodes to ask for, per sequence, and the expected goodput."""
+    """The number of nodes to request for each sequence, and the expected goodput."""
 
     nodes: tuple[int, ...]
     """One count per forecast."""
@@ -39,7 +39,7 @@ class TreeSizes:
 
     @property
     def speedup(self) -> float:
-        """How many times faster than plain decoding."""
+        """Expected goodput ÷ expected goodput of plain decoding."""
         return self.goodput / self.plain_goodput
 
 
@@ -48,8 +48,8 @@ def size_trees(
 ) -> TreeSizes:
     """Size the trees of one round: the most probable nodes of all sequences first, up to the highest goodput.
 
-    `rows` is how many sequences decide in the same step, at least all forecasts. The wait for proposals grows with the
-    number of sequences that are asked for and with the deepest of their trees.
+    `rows` is how many sequences decide in the same step, at least one per forecast. The wait for proposals grows with
+    the number of sequences that are drafted for and with the depth of their deepest tree.
     """
     rows = max(rows, len(forecasts))
     ranked = sorted(
@@ -81,7 +81,7 @@ def size_trees(
 
 
 def budget_for(nodes: int, depth: int) -> DraftBudget:
-    """The budget to ask for where `nodes` are wanted: half as many more, so that there is a choice, and no deeper."""
+    """Return the budget to request for `nodes` wanted nodes: half as many more to choose from, and no deeper tree."""
     return DraftBudget(nodes + max(1, nodes // 2), depth)
 
 
@@ -104,7 +104,7 @@ def prune_trees(
 
     `trees` holds each node's acceptance probability, parents before children and never below them. `rows` sequences
     decide in a step that has `tokens` tokens without trees. `waited` seconds of the round have passed. The time that
-    prompts take in the step is not counted: they must be computed anyway, and would make every draft look cheap.
+    prompts take in the step is not counted: they must be computed in any case, and every draft would seem cheap.
     """
     ranked = sorted(
         (

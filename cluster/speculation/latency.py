@@ -1,9 +1,9 @@
 """A latency model: how long a call takes, by its rows and its size, learned online.
 
 The model is `slowdown × (table(size) + rows × row_seconds)`. The table holds a decayed mean per bucket of sizes. It is
-made monotone and interpolated between its knots, so it can represent a floor that turns into a line, or stairs. The
-slowdown follows whatever makes all sizes slower at once (a busy neighbour, longer contexts), and fades as the table
-learns it.
+made monotone and interpolated between its knots, so it can represent a constant followed by a line, or stairs. The
+slowdown follows changes that affect all sizes at once (other load on the machine, longer contexts). It returns to 1 as
+the table learns them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from cluster.core.verification import StepSample
 
 MEMORY = 16
-"""Samples that a knot's mean remembers."""
+"""Number of recent samples that count in a knot's mean."""
 _SLOWDOWN_RATE = 0.125
 """Share of a sample's deviation (in logarithms) that goes into the slowdown, once several samples are known."""
 _SLOWDOWN_DECAY = 0.99
@@ -25,13 +25,13 @@ _MAX_SLOWDOWN = 1000.0
 _WEIGHT_DECAY = 0.99
 """Factor on the weight of all other knots with each sample."""
 _MIN_WEIGHT = 0.5
-"""Samples that an old mean counts for, at least."""
+"""Smallest weight of a knot's old mean, in samples."""
 _ROW_RATE = 0.02
 """Share of a sample's deviation that goes into `row_seconds`."""
 _OUTLIER_FACTOR = 2.0
-"""A sample further from the prediction than this factor counts as if it were that far, so one hiccup teaches little."""
+"""A sample further from the prediction than this factor is clipped to it, so that one outlier changes little."""
 _OUTLIER_MIN_SAMPLES = 3
-"""Samples after which outliers are bounded. A profile may have been measured at quite another speed."""
+"""Samples after which outliers are clipped. A profile may have been measured at a different speed."""
 _MIN_SECONDS = 1e-7
 
 
@@ -45,7 +45,7 @@ class Knot:
     seconds: float
     """Mean duration at slowdown 1, without the share of the rows, in seconds."""
     weight: float
-    """Samples that the mean counts for."""
+    """Weight of the mean, in samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +57,19 @@ class LatencyModel:
     row_seconds: float = 0.0
     """Time that one row adds, whatever its size, in seconds."""
     grows_from_zero: bool = False
-    """Whether size 0 takes next to no time: sizes smaller than any sample are then predicted to take less."""
+    """Whether size 0 takes almost no time. If so, sizes below the smallest sample are predicted to take less time."""
     slowdown: float = 1.0
-    """How many times slower than the table everything is at present."""
+    """Current factor of all durations over the table."""
     samples: int = 0
-    """Samples that set the slowdown."""
+    """Number of samples that the slowdown was learned from."""
     knots: tuple[Knot, ...] = ()
-    """In order of size."""
+    """The table: one knot per observed bucket, in order of size."""
     line: tuple[tuple[float, float], ...] = ()
     """The knots' (size, seconds), made monotone."""
 
     @classmethod
     def of_profile(cls, profile: Iterable[StepSample]) -> LatencyModel:
-        """The model of a target that measured its own steps during warm-up."""
+        """Return the model of a target from the step durations that it measured during warm-up."""
         ordered = sorted(profile, key=lambda sample: (sample.rows, sample.tokens))
         model = cls(row_seconds=_row_seconds(ordered))
         row_seconds = model.row_seconds
@@ -103,12 +103,12 @@ class LatencyModel:
         expected = max(_MIN_SECONDS, self.seconds(rows, size))
         slowdown, row_seconds = self.slowdown, self.row_seconds
         samples = self.samples
-        if known is not None:  # elsewhere the prediction is an extrapolation and says nothing of the slowdown
+        if known is not None:  # elsewhere the prediction is an extrapolation and does not show the slowdown
             if samples >= _OUTLIER_MIN_SAMPLES:
                 seconds = min(max(seconds, expected / _OUTLIER_FACTOR), expected * _OUTLIER_FACTOR)
             slowdown *= (seconds / expected) ** max(_SLOWDOWN_RATE, 1 / (1 + samples))
             slowdown = min(max(slowdown**_SLOWDOWN_DECAY, 1 / _MAX_SLOWDOWN), _MAX_SLOWDOWN)
-            if rows > 1:  # with a single row its own share cannot be told apart
+            if rows > 1:  # with a single row, the share of the row cannot be separated
                 row_seconds += _ROW_RATE * (seconds - expected) * rows / (rows * rows + MEMORY)
             samples += 1
         value = max(_MIN_SECONDS, seconds / slowdown - rows * max(0.0, row_seconds))
@@ -128,7 +128,7 @@ class LatencyModel:
         )
 
     def _interpolate(self, size: int) -> float:
-        """Seconds from the table: linear between knots, flat before the first one, straight on beyond the last one."""
+        """Seconds from the table: linear between knots, constant before the first, extrapolated beyond the last."""
         line = self.line
         if not line:
             return self.floor_seconds
@@ -143,7 +143,7 @@ class LatencyModel:
 def bucket_of(size: int) -> int:
     """The bucket of a size: one for each size up to 8, then four to an octave.
 
-    A bucket ends with a multiple of its width, because kernels work in tiles: one token more starts another tile.
+    A bucket ends with a multiple of its width, because kernels compute in tiles: one token more starts another tile.
     """
     if size <= 8:
         return size
@@ -175,7 +175,7 @@ def _monotone(knots: tuple[Knot, ...]) -> tuple[tuple[float, float], ...]:
 
 
 def _row_seconds(samples: list[StepSample]) -> float:
-    """What a row costs beside its tokens, from steps with as many tokens in fewer and in more rows."""
+    """Time of one row without its tokens, in seconds, from steps with as many tokens in fewer and in more rows."""
     fewest: dict[int, StepSample] = {}
     slopes: list[float] = []
     for sample in samples:

@@ -1,7 +1,7 @@
 """Measured speed-up: how fast rounds with and without drafts were, by how many rows decided in them.
 
 The goodput model predicts; this module measures. Where rounds with drafts were slower than rounds without, speculation
-is suspended, whatever is predicted, and tried again after a pause that doubles each time.
+is suspended regardless of the prediction, and tried again after a pause that doubles each time.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ MAX_PAUSE = 2048
 _DECAY = 1 - 1 / 32
 """Factor on the sums with each further round."""
 _MIN_SPEEDUP = 1.05
-"""A lower measured speed-up suspends speculation: a drafter also costs time that rounds do not show, above all for
-learning prompts."""
+"""A lower measured speed-up suspends speculation. It is above 1 because a drafter also costs time outside of rounds,
+above all to prefill prompts."""
 _MIN_SPEEDUP_ALONE = 0.97
-"""The same bound for a single sequence, which has only one prompt for a drafter to learn."""
+"""`_MIN_SPEEDUP` for a single sequence, for which a drafter prefills only one prompt."""
 _SURE_ROUNDS = 16
-"""Rounds with drafts over which `_MIN_SPEEDUP` holds."""
+"""Number of rounds with drafts after which `_MIN_SPEEDUP` is applied."""
 _CLEAR_LOSS = 0.9
 """A speed-up below this suspends speculation sooner."""
 _CLEAR_ROUNDS = 6
-"""Rounds with drafts over which `_CLEAR_LOSS` holds."""
+"""Number of rounds with drafts after which `_CLEAR_LOSS` is applied."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class SpeedupTracker:
         sums = self._of(rows)
         if sums.plain_rounds < MIN_PLAIN_ROUNDS:
             return True
-        # A drafted token costs more the more rows there are: what does not pay for few rows does not pay for more.
+        # A drafted token costs more with more rows: speculation that does not pay for few rows does not pay for more.
         paused = [other for bucket, other in self._sums.items() if bucket <= bucket_of(rows) and other.pause]
         for other in paused:
             other.pause -= 1

@@ -82,7 +82,7 @@ def decode_sampling(
 def _decode_logit_bias(
     entries: Sequence[pb.LogitBias], field: str, limits: SamplingLimits
 ) -> tuple[tuple[int, float], ...]:
-    """Errors name the token, not its position, because JSON clients send a mapping."""
+    """Decode logit biases. Errors name the token, not its position, because JSON clients send a mapping."""
     bounds.count(field, entries, 0, limits.max_logit_bias)
     biases: dict[int, float] = {}
     for entry in entries:
@@ -96,14 +96,14 @@ def _decode_logit_bias(
 
 
 def encode_start(start: SequenceStart) -> pb.SequenceStart:
-    """Encode what a worker needs once per sequence."""
+    """Encode the parameters of a sequence."""
     return pb.SequenceStart(
         prompt_len=start.prompt_len, sampling=encode_sampling(start.sampling), cache_salt=start.cache_salt
     )
 
 
 def decode_start(message: pb.SequenceStart, field: str) -> SequenceStart:
-    """Decode what a worker needs once per sequence. Raises `InvalidRequest`."""
+    """Decode the parameters of a sequence. Raises `InvalidRequest`."""
     return SequenceStart(
         prompt_len=bounds.integer(f"{field}.prompt_len", message.prompt_len, 1, bounds.MAX_TOKENS),
         sampling=decode_sampling(message.sampling, f"{field}.sampling."),

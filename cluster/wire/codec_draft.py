@@ -113,7 +113,7 @@ def _decode_proposal(message: pb.Proposal, field: str) -> Proposal:
 
 
 def _decode_probabilities(values: Sequence[float], tree: TokenTree, field: str) -> tuple[float, ...]:
-    """Decode no probability, or one per node, at most its parent's. The likeliest nodes then always form a tree."""
+    """Decode no probabilities, or one per node, at most its parent's, so that the likeliest nodes form a tree."""
     if not values:
         return ()
     bounds.count(field, values, len(tree), len(tree))

@@ -22,7 +22,7 @@ _RESOLVE_SECONDS = 10.0
 
 
 class Connection:
-    """One channel. It is opened when needed and dropped when the server is lost, so the next call resolves anew."""
+    """One channel to a server. It is opened when needed. When the server is lost, the next call resolves again."""
 
     def __init__(
         self,

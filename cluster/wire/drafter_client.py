@@ -18,7 +18,7 @@ from pilotfish.v1 import draft_pb2, draft_pb2_grpc
 
 
 class GrpcDrafter:
-    """`cluster.core.ports.Drafter` over gRPC. A drafter keeps the sequences of its clients apart."""
+    """`cluster.core.ports.Drafter` over gRPC. A drafter separates the sequences of its clients."""
 
     def __init__(self, resolve: Resolve, credentials: grpc.ChannelCredentials | None = None) -> None:
         self._client = uuid4().hex

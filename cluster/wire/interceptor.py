@@ -124,7 +124,7 @@ def _unary_stream(behaviour: Callable[[Any, Any], AsyncIterator[Any]]) -> Callab
                 async for answer in answers:
                     yield answer
             finally:
-                # The client may have disconnected. Free what the servicer holds now, not at garbage collection.
+                # The client may have disconnected. Close the generator now, not at garbage collection.
                 close = getattr(answers, "aclose", None)
                 if close is not None:
                     await close()

@@ -29,7 +29,7 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class WireServer:
-    """`async with WireServer(host, port) as server:` stops the server at the end. `start()` starts it."""
+    """A gRPC server for Pilotfish services. `start()` starts it; `async with` stops it at the end of the block."""
 
     def __init__(
         self,

@@ -118,6 +118,6 @@ def _cut(text: str, most: int) -> str:
 
 
 def _with_message(error: PilotfishError, message: str) -> PilotfishError:
-    """Set the message of the server."""
+    """Return `error` with the server's message."""
     error.args = (message,)
     return error

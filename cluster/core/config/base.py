@@ -15,10 +15,10 @@ class Section(BaseModel):
 
 
 class PluginSettings(Section):
-    """Settings that a plug-in brings. The plug-in's name is the name of the subsection: `draft.ngram`."""
+    """Settings of one plug-in. The plug-in's name is the name of the subsection, as in `draft.ngram`."""
 
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Keys of earlier versions, relative to the enclosing section, to keys of this one. Errors name the new key."""
+    """Maps keys of earlier versions, relative to the enclosing section, to current keys. Errors name the new key."""
 
     def check_selected(self) -> None:
         """Raise `ValueError` when the plug-in is selected but a setting that it needs is missing."""

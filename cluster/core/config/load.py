@@ -1,4 +1,4 @@
-"""From the values of a file and dotted overrides to a checked `Configuration`."""
+"""Builds a checked `Configuration` from the values of a file and dotted overrides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, shorten
 
 _LONGEST_KEY = 200
-"""Characters of an unknown key that are compared with known ones and shown."""
+"""Number of characters of an unknown key that are compared with known keys and shown."""
 
 
 def load(
@@ -62,7 +62,7 @@ def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _build_plugin_settings(values: dict[str, Any], registry: Registry[Plugin]) -> Iterator[str]:
-    """Replace the values of each plug-in's section by its settings. Yields what is refused."""
+    """Replace the values of each plug-in's section by its settings. Yield a message for each refused value."""
     section = values.setdefault(registry.section, {})
     if not isinstance(section, dict):
         return  # refused together with the other sections

@@ -1,6 +1,6 @@
 """One registry for every kind of plug-in: drafting methods and acceptance rules.
 
-A plug-in is one file that registers itself and brings its own settings section. No other file names it. The registry
+A plug-in is one file that registers itself and declares its settings section. No other file names it. The registry
 imports all files of one package on first use, so these files import heavy libraries only where they need them.
 """
 
@@ -21,7 +21,7 @@ class Plugin(Protocol):
 
     @property
     def settings(self) -> type[PluginSettings]:
-        """The class of its settings section."""
+        """The class of the plug-in's settings section."""
         ...
 
 
@@ -42,7 +42,7 @@ class Registry(Generic[PluginType]):
         self._is_discovered = False
 
     def register(self, name: str, plugin: PluginType) -> None:  # type: ignore[misc]  # only called while importing
-        """Make `plugin` known as `name`. Raises `ValueError` when the name is taken."""
+        """Register `plugin` under `name`. Raises `ValueError` when the name is taken."""
         if name in self._plugins:
             raise ValueError(f"{self.selector}: {name!r} is registered twice")
         self._plugins[name] = plugin
@@ -56,7 +56,7 @@ class Registry(Generic[PluginType]):
         return iter(sorted(self._discovered().items()))
 
     def get(self, name: str) -> PluginType:
-        """The plug-in of that name. Raises `ConfigurationError`, which lists the names and the nearest one."""
+        """The plug-in with that name. Raises `ConfigurationError`, which lists the names and the nearest one."""
         plugins = self._discovered()
         if name not in plugins:
             nearest = difflib.get_close_matches(name[:100], plugins, n=1, cutoff=0.0)[0]

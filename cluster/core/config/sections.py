@@ -28,7 +28,7 @@ class ModelSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device that the model computes on; `auto` takes a GPU where one is free, else the CPU."""
     compile: Choice[Literal["off", "on", "auto"]] = "auto"
-    """Whether layers are compiled at start; `auto`: in reduced precision, unless Pilotfish's kernels apply."""
+    """Whether layers are compiled at start; `auto` compiles in reduced precision unless Pilotfish's kernels apply."""
     native: Choice[Literal["auto", "off"]] = "auto"
     """`auto` runs supported model families on CPU by Pilotfish's own kernels; `off` always runs the PyTorch modules."""
     compile_directory: str | None = None
@@ -60,7 +60,7 @@ class KvSection(PoolSection):
     host_bytes: Annotated[int, Field(ge=0)] = 0
     """Host memory of each rank for blocks evicted from the pool, in bytes; 0 drops such blocks."""
     disk_directory: str | None = None
-    """Directory for blocks evicted from host memory, as far as the disk keeps up; unset drops such blocks."""
+    """Directory for blocks evicted from host memory, unless the disk is too slow; unset drops such blocks."""
     disk_bytes: Annotated[int, Field(ge=0)] = 1 << 30
     """Most bytes that each rank stores in `disk_directory`."""
 
@@ -72,7 +72,7 @@ class KvSection(PoolSection):
 
 
 class TargetSection(ModelSection, PluginHost):
-    """The target model. Its decisions are the answers. Each acceptance rule has a subsection of its own."""
+    """The target model, which decides every token of an answer. Each acceptance rule has its own subsection."""
 
     served_name: str | None = None
     """Model name that clients send; unset takes the last part of `path`."""
@@ -91,21 +91,21 @@ class TargetSection(ModelSection, PluginHost):
 
 
 class DraftModelSection(ModelSection, PluginSettings):
-    """A model that a drafting method loads. A method whose settings derive from this section is given a device."""
+    """Settings of a drafting method that loads a model. Such a method is assigned a device."""
 
     path: str = ""
-    """A draft with the target's tokenizer: a local directory, a hub id, a `.gguf` file, or a packaged model's name."""
+    """A draft model with the target's tokenizer: a local directory, hub id, `.gguf` file, or packaged model's name."""
     kv: PoolSection = PoolSection()
     """The draft model's KV pool."""
 
     def check_selected(self) -> None:
-        """See `PluginSettings`."""
+        """Raise `ValueError` when `path` is not set."""
         if not self.path:
-            raise ValueError("path must be set to a draft with the target's tokenizer")
+            raise ValueError("path must be set to a draft model with the target's tokenizer")
 
 
 class DraftSection(PluginHost):
-    """The drafter: the method, and what all methods have in common. Each method has a subsection of its own."""
+    """The drafter: its method, and the settings that all methods share. Each method has its own subsection."""
 
     method: str = "ngram"
     """Name of the drafting method; `none` decodes without drafts."""
@@ -126,11 +126,11 @@ class DraftSection(PluginHost):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether there are any drafts."""
+        """Whether a drafting method is selected."""
         return self.method != NO_DRAFTS
 
     def disabled(self) -> DraftSection:
-        """A copy without drafts."""
+        """Return a copy of the section that selects no drafting method."""
         return self.model_copy(update={"method": NO_DRAFTS})
 
     @property
@@ -140,7 +140,7 @@ class DraftSection(PluginHost):
         return found if isinstance(found, DraftModelSection) else None
 
     def with_weights(self, **changes: object) -> DraftSection:
-        """A copy in which fields of `weights` are changed; the same section where the method has no model."""
+        """Return a copy with changed fields of `weights`, or this section if the method has no model."""
         weights = self.weights
         return self if weights is None else self.model_copy(update={self.method: weights.model_copy(update=changes)})
 
