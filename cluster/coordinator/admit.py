@@ -20,7 +20,7 @@ from cluster.core.verification import TargetInfo
 
 
 class AdmissionController:
-    """Lets requests into the bounded queue, and ends them at their deadlines."""
+    """Admits requests to the bounded queue, and ends them at their deadlines."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class AdmissionController:
         live = LiveRequest(request, strategy, self._arrivals, now)
         self._arrivals += strategy.slots
         if request.deadline is not None:
-            # A timer of its own, because a deadline must pass even while the loop waits for a target that hangs.
+            # The deadline has its own timer, because the loop may be waiting for a target that hangs.
             timer = asyncio.get_running_loop().call_later(request.deadline - now, self._expire, live)
             live.set_deadline_timer(timer)
         self._table.add(live)
@@ -65,15 +65,15 @@ class AdmissionController:
         return live
 
     def fail_misfits(self, info: TargetInfo) -> None:
-        """End requests that a target which came back smaller can never finish: they would block the queue."""
+        """End requests that no longer fit because the target restarted smaller. They would block the queue."""
         for live in self._table:
             try:
                 self._check_fits(live.request, info)
             except InvalidRequest as error:
-                self._emitter.fail(live, NotReady(f"the target came back smaller than it was: {error}"))
+                self._emitter.fail(live, NotReady(f"the target restarted with less capacity: {error}"))
 
     def _check(self, request: GenerationRequest, info: TargetInfo) -> None:
-        """Refuse what can never be served. Raises `InvalidRequest`."""
+        """Refuse a request that can never be served. Raises `InvalidRequest`."""
         self._check_fits(request, info)
         most = self._limits.max_sequences
         width = 1 if request.beam is None else request.beam.width

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CommitResult:
-    """What the verdicts of one step lead to."""
+    """The result of committing the verdicts of one step."""
 
     commits: list[tuple[LiveRequest, Commit]] = field(default_factory=list)
     """Commits for the readers, in order."""
@@ -29,7 +29,7 @@ class CommitResult:
 
 
 class Committer:
-    """Commits verdicts. A wrong row affects its own request and no other."""
+    """Commits verdicts. A wrong row affects only its own request."""
 
     def __init__(
         self, table: RequestTable, metrics: Metrics, fail: Callable[[LiveRequest, PilotfishError], None]
@@ -46,7 +46,7 @@ class Committer:
             live = self._table.running.get(row.sequence_id)
             request = None if live is None else self._table.request_of(live)
             if live is None or request is None:
-                continue  # it left while the target computed
+                continue  # the sequence ended while the target computed
             try:
                 fault = self._commit(request, live, row, verdicts.get(row.sequence_id), result)
             except Exception:
@@ -79,7 +79,7 @@ class Committer:
         return None if verdict.fault is None else verdict.fault.code
 
     def _advance(self, request: LiveRequest, live: LiveSequence, commit: Commit, result: CommitResult) -> None:
-        """Let the request's decoding strategy decide what follows from a commit."""
+        """Pass a commit to the request's decoding strategy, and start the sequences that it returns."""
         self._metrics.decided(commit)
         step = request.strategy.advance(live.slot, commit)
         self._table.start(request, step.sequences)

@@ -33,7 +33,7 @@ from cluster.core.verification import TargetInfo
 log = logging.getLogger(__name__)
 
 RELEASE_SECONDS = 2.0
-"""How long the last releases may take when the coordinator stops, in seconds."""
+"""Longest time for the last releases when the coordinator stops, in seconds."""
 
 
 class Coordinator:
@@ -83,16 +83,16 @@ class Coordinator:
 
     @property
     def info(self) -> TargetInfo:
-        """What the target is. Raises `NotReady` before `start()` has returned."""
+        """The description of the target. Raises `NotReady` before `start()` has returned."""
         return self._target.info
 
     @property
     def ready(self) -> bool:
-        """Whether new requests are accepted: not while starting, draining, or without a target for long."""
+        """Whether new requests are accepted. False while starting or draining, and after a long loss of the target."""
         return self._loop.is_serving and not self._is_draining
 
     async def start(self) -> None:
-        """Wait for the target, however long that takes, then accept requests."""
+        """Wait for the target without a time limit, then accept requests."""
         await self._target.take_over()
         self._proposer.start(self.info)
         self._metrics.begin(
@@ -105,7 +105,7 @@ class Coordinator:
         self._loop.start()
 
     async def stop(self, drain_seconds: float) -> None:
-        """Refuse new requests, wait up to `drain_seconds` for the accepted ones, then end the rest and stop."""
+        """Refuse new requests, wait up to `drain_seconds` for the accepted ones, end those that are left, and stop."""
         self._is_draining = True
         if not self._loop.is_started:
             return
@@ -120,9 +120,9 @@ class Coordinator:
         await asyncio.gather(self._proposer.close(RELEASE_SECONDS), self._target.close(RELEASE_SECONDS))
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit, None]:
-        """Yield the request's answers commit by commit. `Commit.index` names the answer; its last commit has `finish`.
+        """Yield the commits of all answers. `Commit.index` is the number of the answer; its last commit has `finish`.
 
-        Closing the generator frees what the request holds within one step. Raises `NotReady`, `Overloaded` and
+        Closing the generator frees the request's blocks within one step. Raises `NotReady`, `Overloaded` and
         `InvalidRequest` at the first iteration, and `DeadlineExceeded` or `NotReady` later.
         """
         if not self.ready:
@@ -140,7 +140,7 @@ class Coordinator:
         return self._emitter.abort(request_id)
 
     def conclude(self, request_id: RequestId, index: int = 0) -> bool:
-        """End one answer as `STOP`, because its reader found a stop string. It is computed no further.
+        """End one answer as `STOP`, because its reader found a stop string. No more of it is computed.
 
         Returns whether the answer was unfinished. A last commit without tokens still ends it in the stream.
         """

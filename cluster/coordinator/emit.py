@@ -19,7 +19,7 @@ _LATEST_WEIGHT = 0.1
 
 
 class Emitter:
-    """Hands commits to readers. A request ends finished, failed, aborted, or left by its reader."""
+    """Hands commits to readers. A request ends when it finishes, fails or is aborted, or when its reader leaves."""
 
     def __init__(
         self, table: RequestTable, metrics: Metrics, clock: Callable[[], float], on_change: Callable[[], None]
@@ -36,10 +36,10 @@ class Emitter:
         return self._mean_request_seconds
 
     def emit(self, commits: Iterable[tuple[LiveRequest, Commit]]) -> None:
-        """Hand commits to their readers. A failure ends its own request and no other."""
+        """Hand commits to their readers. A failure ends only its own request."""
         for request, commit in commits:
             if self._table.find(request.id) is not request:
-                continue  # it failed in this round
+                continue  # the request failed in this round
             try:
                 self._emit(request, commit)
             except Exception:
@@ -47,11 +47,11 @@ class Emitter:
                 self.fail(request, NotReady("the request failed because of an internal error"))
 
     def conclude(self, request_id: RequestId, answer: int) -> bool:
-        """End an answer as `STOP` because its reader found the end. Returns whether it was unfinished."""
+        """End an answer as `STOP` because its reader found a stop string. Returns whether it was unfinished."""
         request = self._table.find(request_id)
         live = None if request is None else request.writer(answer)
         if request is None or live is None or answer not in request.unfinished or live.may_fork:
-            return False  # it has no token yet, so the reader cannot have found an end in it
+            return False  # the answer has no token yet, so the reader cannot have found a stop string
         self._table.finish(live)
         self._emit(request, _last_commit(request, answer, FinishReason.STOP))
         self._on_change()
@@ -67,7 +67,7 @@ class Emitter:
         return True
 
     def disconnect(self, request: LiveRequest) -> None:
-        """The reader reads no more. Unfinished answers count as aborted."""
+        """End a request whose reader has left. Unfinished answers count as aborted."""
         if self._close(request):
             for _ in request.unfinished:
                 self._finished(request, FinishReason.ABORT)

@@ -1,4 +1,4 @@
-"""The loop: plan, propose, verify, commit, emit, round after round."""
+"""The loop of the coordinator. Each round plans, proposes, verifies, commits and emits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cluster.core.verification import VerifyRow
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5.0
-"""How long a lost target may be away before new requests are refused; also how often an idle target is checked."""
+"""Seconds for which a target may be lost before new requests are refused, and between checks of an idle target."""
 RESTART_SECONDS = 1.0
 """Pause before the loop starts again after a bug, in seconds."""
 
@@ -68,38 +68,38 @@ class Loop:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the loop runs and its target is there, or has been away for only a moment."""
+        """Whether the loop runs and its target is reachable, or was lost less than `GRACE_SECONDS` ago."""
         lost_at = self._target_lost_at
         return self._is_running and (lost_at is None or self._clock() - lost_at < GRACE_SECONDS)
 
     def start(self) -> None:
-        """Serve in a task of its own."""
+        """Start the task that serves requests."""
         self._is_running = True
         self._task = asyncio.create_task(self._supervise(), name="coordinator")
 
     async def stop(self) -> None:
-        """Cancel the task."""
+        """Cancel the task that serves requests."""
         self._is_running = False
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def release_ended(self) -> None:
-        """Release ended sequences on the workers. Between steps only: a step would create them again."""
+        """Release ended sequences on the workers. Call it only between steps: a step would create them again."""
         released = self._table.take_released()
         self._target.release(live.id for live in released if live.is_open)
         self._proposer.release(live.id for live in released)
 
     async def _supervise(self) -> None:
-        """Keep the loop running: a bug in it ends the live requests and logs an error, but the server goes on."""
+        """Run the loop. After a bug in it, log an error, end the live requests and restart the loop."""
         while True:
             try:
                 await self._run()
             except Exception:
-                log.exception("the loop failed because of a bug: all requests are ended and the loop starts again")
+                log.exception("the loop failed because of a bug: all requests are ended and the loop restarts")
                 self._is_running = False
                 self._metrics.loop_died()
-                self._emitter.fail_all(NotReady("the coordinator failed and starts again"))
+                self._emitter.fail_all(NotReady("the coordinator failed and restarts"))
                 await asyncio.sleep(RESTART_SECONDS)
                 self._is_running = True
 
@@ -150,7 +150,7 @@ class Loop:
             self._wakeup.made_progress()
 
     async def _idle(self) -> None:
-        """Nothing can be computed now: sleep until something changes, or until blocks may have been freed."""
+        """Sleep while nothing can be computed: until something changes, or until blocks may have been freed."""
         if self._target.is_stale:
             await self._target.refresh()
         elif len(self._table):
@@ -160,7 +160,7 @@ class Loop:
             await self._target.refresh()  # notices a target that was lost while no request ran
 
     async def _recover(self, error: TargetUnavailable) -> None:
-        """Wait for the target and release what it may still hold. All sequences are opened again."""
+        """Wait for the target and release the sequences that it may still hold. All are opened again."""
         log.warning("the target is lost, %d sequences wait for it: %s", len(self._table.running), error)
         self._target_lost_at = self._clock()
         try:

@@ -79,7 +79,7 @@ class Metrics:
 
     def _declare_speculation_metrics(self) -> None:
         self._lossless = self._gauge(
-            "pilotfish:lossless", "1 if every answer is what the target alone would write, 0 for a lossy configuration."
+            "pilotfish:lossless", "1 if every answer is that of the target alone, 0 for a lossy configuration."
         )
         self._drafts = self._counter("vllm:spec_decode_num_drafts", "Number of draft trees verified.")
         self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Number of drafted tokens verified.")
@@ -165,7 +165,7 @@ class Metrics:
         self._kv_usage.labels(model_name).set_function(kv_usage)
 
     def opened(self, tokens: int, stored: int, *, resumed: bool, from_parent: bool) -> None:
-        """A sequence of `tokens` tokens was opened, and the target had the KV of `stored` of them."""
+        """Count an opened sequence of `tokens` tokens. The target had the KV of `stored` of them."""
         if resumed:
             self._resume_queries.labels(self.model_name).inc(tokens)
             self._resume_hits.labels(self.model_name).inc(stored)
@@ -176,11 +176,11 @@ class Metrics:
             self._prefix_hits.labels(self.model_name).inc(stored)
 
     def admitted(self, prompt_tokens: int) -> None:
-        """A request was accepted into the queue."""
+        """Count a request that was accepted into the queue."""
         self._prompt_tokens.labels(self.model_name).inc(prompt_tokens)
 
     def decided(self, commit: Commit) -> None:
-        """A verdict added `commit` to a sequence."""
+        """Count a verdict that added `commit` to a sequence."""
         self._committed.labels(self.model_name).observe(len(commit.tokens))
         if commit.drafted:
             self._drafts.labels(self.model_name).inc()
@@ -188,9 +188,9 @@ class Metrics:
             self._accepted.labels(self.model_name).inc(commit.accepted)
 
     def emitted(self, count: int, since_arrival: float | None, since_latest: float | None) -> None:
-        """`count` tokens of an answer were sent to its reader.
+        """Count `count` tokens of an answer that were sent to its reader.
 
-        `since_arrival` is given for the first tokens of the request, `since_latest` for all but the first tokens of the
+        `since_arrival` is set for the first tokens of the request, `since_latest` for all but the first tokens of the
         answer; both in seconds.
         """
         self._generation_tokens.labels(self.model_name).inc(count)
@@ -202,24 +202,24 @@ class Metrics:
                 inter_token.observe(since_latest / count)
 
     def finished(self, reason: str, since_arrival: float) -> None:
-        """An answer ended with a finish reason, `since_arrival` seconds after its request arrived."""
+        """Count an answer that ended with a finish reason, `since_arrival` seconds after its request arrived."""
         self._success.labels(self.model_name, reason).inc()
         self._e2e.labels(self.model_name).observe(since_arrival)
 
     def failed(self, error: Exception) -> None:
-        """A request ended with an error."""
+        """Count a request that ended with an error."""
         self._errors.labels(self.model_name, type(error).__name__).inc()
 
     def preempted(self, count: int) -> None:
-        """`count` sequences were preempted."""
+        """Count `count` preempted sequences."""
         self._preemptions.labels(self.model_name).inc(count)
 
     def replayed(self, count: int) -> None:
-        """`count` sequences were lost on the target and will be opened again."""
+        """Count `count` sequences that the target lost and that will be opened again."""
         self._replays.labels(self.model_name).inc(count)
 
     def drafter_fallback(self, reason: str) -> None:
-        """A round lacks drafts that it wanted.
+        """Count a round in which wanted drafts are missing.
 
         Reasons: `late`, `failed`, `open` (circuit breaker), `busy` (a call of an earlier round is under way), `prefill`
         (the drafter lacks too much of the sequence).
@@ -227,11 +227,11 @@ class Metrics:
         self._fallback.labels(self.model_name, reason).inc()
 
     def stale_proposal(self) -> None:
-        """A proposal for another length was dropped."""
+        """Count a proposal that was dropped because it was for another length."""
         self._stale.labels(self.model_name).inc()
 
     def proposed(self, nodes: int, ready: int) -> None:
-        """A proposal of `nodes` nodes arrived in time; `ready` of them existed before they were asked for."""
+        """Count a proposal of `nodes` nodes that arrived in time; `ready` of them existed before the request."""
         if nodes:
             self._proposals.labels(self.model_name).inc()
             self._ready.labels(self.model_name).inc(ready == nodes)
@@ -239,24 +239,24 @@ class Metrics:
             self._ready_nodes.labels(self.model_name).inc(ready)
 
     def pruned(self, nodes: int) -> None:
-        """The controller kept `nodes` nodes of a proposal."""
+        """Count the `nodes` nodes of a proposal that the controller kept."""
         self._pruned.labels(self.model_name).observe(nodes)
 
     def predicted_round(self, expected: float, actual: float) -> None:
-        """A round with drafts was predicted to take `expected` seconds and took `actual` seconds."""
+        """Count a round with drafts that was predicted to take `expected` seconds and took `actual` seconds."""
         self._predicted.labels(self.model_name).inc(expected)
         self._measured.labels(self.model_name).inc(actual)
 
     def drafter_worked(self, seconds: float) -> None:
-        """A call to a drafter took `seconds` seconds."""
+        """Count a call to a drafter that took `seconds` seconds."""
         self._drafter_seconds.labels(self.model_name).inc(seconds)
 
     def loop_died(self) -> None:
-        """The coordinator's loop restarts after a bug."""
+        """Count a restart of the coordinator's loop after a bug."""
         self._crashes.labels(self.model_name).inc()
 
     def round(self, *, tokens: int, total: float, propose: float | None, step: float, target: float) -> None:
-        """A round had `tokens` tokens in its step. Times are in seconds; `propose` is `None` without proposals."""
+        """Count a round with `tokens` tokens in its step. Times are in seconds; `propose` is `None` without proposals."""
         self._step_tokens.labels(self.model_name).observe(tokens)
         if propose is not None:
             self._propose.labels(self.model_name).observe(propose)

@@ -1,4 +1,4 @@
-"""Plan: choose the rows of the next step, and preempt, admit and open sequences until the plan asks for none."""
+"""Plan: choose the rows of the next step. Preempt, admit and open sequences until the plan requires no more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cluster.core.verification import OpenRow, RowFaultCode
 
 
 class Planner:
-    """Moves sequences between waiting and running, and the target's memory with them."""
+    """Plans steps. Moves sequences between waiting and running, and opens and evicts them on the target."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Planner:
         self._max_draft = max_draft
 
     async def plan(self, wanted: WantedDrafts) -> Plan:
-        """The next step. Each row starts where the stored KV of its sequence ends. Raises `TargetUnavailable`.
+        """Plan the next step. Each row starts where the stored KV of its sequence ends. Raises `TargetUnavailable`.
 
         Planning is pure and cheap, so it is repeated whenever blocks were allocated or freed on the target: the blocks
         that a preempted sequence shared stay allocated, and those that an opened one shares were free. Each repetition
@@ -81,7 +81,7 @@ class Planner:
         return [live.id for live in self._table.sequences() if live.is_open]
 
     def target_lost(self) -> None:
-        """The target holds nothing of the live sequences any more: all are sent again."""
+        """Record that the target has lost all live sequences. They are sent again."""
         self._table.drop_finished()
         self._metrics.replayed(len(self._table.running))
         for live in self._table.sequences():
@@ -101,13 +101,13 @@ class Planner:
         )
 
     async def _preempt(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """Free the blocks of running sequences for older ones. What stays in the prefix cache is found again later."""
+        """Free the blocks of running sequences for older ones. Blocks that stay in the prefix cache are reused later."""
         preempted = [live for sequence_id in sequence_ids if (live := self._table.preempt(sequence_id)) is not None]
         self._metrics.preempted(len(preempted))
         await self._evict(preempted)
 
     async def _open(self, sequences: Sequence[LiveSequence]) -> None:
-        """Open sequences on the target, which says how much of their KV it has stored."""
+        """Open sequences on the target, which returns how much of their KV it has stored."""
         rows = tuple(_open_row(live) for live in sequences)
         resumed = [live.has_been_open for live in sequences]
         for live in sequences:
@@ -122,7 +122,7 @@ class Planner:
             self._metrics.opened(len(row.tokens), stored_len, resumed=is_resumed, from_parent=row.parent is not None)
 
     async def _evict(self, sequences: Sequence[LiveSequence]) -> None:
-        """Free what the target holds of the sequences before anything else is sent."""
+        """Free the blocks of the sequences on the target before anything else is sent."""
         await self._target.evict([live.id for live in sequences if live.is_open])
         for live in sequences:
             live.mark_released()

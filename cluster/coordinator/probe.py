@@ -1,7 +1,7 @@
 """Probe: while speculation does not pay, draft for a few sequences in the background and compare with the target.
 
-Nobody waits for a probe and nothing of it is verified. The target decides on the sequences anyway, and the comparison
-says when speculation pays again.
+No round waits for a probe, and its drafts are not verified. The tokens that the target decides without drafts are
+compared with the probe. The comparison shows when speculation pays again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TIME_SHARE = 0.01
 PROBED_SEQUENCES = 4
 """Sequences in one probe."""
 FIRST_PAUSE_FACTOR = 1 / 16
-"""Factor on the pause between probes at first, when nothing is known."""
+"""Factor on the pause between the first probes, when nothing is known."""
 MAX_PAUSE_FACTOR = 8.0
 """Largest factor on the pause, which doubles while speculation does not pay."""
 
@@ -47,7 +47,7 @@ class _DutyCycle:
 
 
 class BackgroundProbes:
-    """Probes sequences that go without drafts, in turn."""
+    """Probes the sequences that have no drafts, one group after another."""
 
     def __init__(
         self,
@@ -65,14 +65,14 @@ class BackgroundProbes:
         self._next = 0
 
     def expect_new_sequences(self) -> None:
-        """New sequences decide, of which nothing is known: shorten the pause."""
+        """Shorten the pause, because nothing is known of the new sequences."""
         self._pause_factor = min(1.0, self._pause_factor)
 
     def start(self, candidates: Sequence[LiveSequence]) -> None:
         """Draft for some of the candidates, or let a drafter prefill one of them.
 
-        Prefilling a long prompt costs a drafter many times as much as a draft, so the sequences that a drafter has
-        already are probed again and again.
+        Prefilling a long prompt takes a drafter many times as long as a draft, so the sequences that a drafter already
+        has are probed repeatedly.
         """
         if not candidates or not self._pool.is_idle:
             return
@@ -96,7 +96,7 @@ class BackgroundProbes:
                 self._prefills.calls = calls
 
     def collect(self) -> None:
-        """Give the controller what has arrived, and pause in proportion to the time it took."""
+        """Pass the proposals that have arrived to the controller, and pause in proportion to the time they took."""
         now = self._clock()
         self._prefills.take_ended(now, max(1.0, self._pause_factor))
         probe = self._probes.take_ended(now, self._pause_factor)

@@ -38,7 +38,7 @@ class RoundDrafts:
 
 
 class Proposer:
-    """Drafts through the pool, as the speculation controller decides; without a controller, always the most."""
+    """Requests drafts of the size that the speculation controller decides, or of the largest size without one."""
 
     def __init__(
         self,
@@ -68,26 +68,26 @@ class Proposer:
         self._expected_rows = 1
 
     def start(self, info: TargetInfo) -> None:
-        """Draft for this target, which was reached for the first time or again."""
+        """Start to draft for a target that was reached for the first time or again."""
         self._pool.start(info.vocabulary_size)
         if self._controller is not None:
             self._controller.start(info.profile)
 
     def release(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """Release sequences that are over."""
+        """Release sequences that have ended."""
         sequence_ids = tuple(sequence_ids)
         self._pool.release(sequence_ids)
         if self._controller is not None:
             self._controller.forget(sequence_ids)
 
     async def close(self, timeout_seconds: float) -> None:
-        """Cancel the calls under way and send the last releases."""
+        """Cancel the calls under way and send the queued releases."""
         await self._pool.close(timeout_seconds)
 
     # --- before the plan ---
 
     def size_trees(self, sequences: Iterable[LiveSequence]) -> WantedDrafts:
-        """How large a tree each sequence should have. With a controller, only sequences that decode have any."""
+        """Size the tree of each sequence. With a controller, only sequences that decode have a tree."""
         controller = self._controller
         if controller is None:
             return self._wanted
@@ -96,7 +96,7 @@ class Proposer:
         ids = frozenset([live.id for live in deciding])
         if self._probes is not None and not ids <= self._deciding:
             self._probes.expect_new_sequences()
-        # Sequences that wait or prefill will decide soon: what pays only until then is not worth starting.
+        # Sequences that wait or prefill decide soon, so they count: trees that pay only until then are not started.
         self._expected_rows = max(1, len(deciding), min(len(unfinished), self._max_sequences))
         if ids != self._deciding or controller.needs_sizing:
             requests = [
@@ -111,7 +111,7 @@ class Proposer:
         return self._wanted
 
     def split(self, plan: Plan) -> tuple[Plan, Plan]:
-        """With alternating halves, the rows of this round and those of the next; prompts are always in this round."""
+        """Split the rows into those of this round and of the next with alternating halves; prompts are in this one."""
         drafted = [row for row in plan.rows if _wants_draft(row)]
         if not self._alternates or len(drafted) < 2:
             return plan, Plan()
@@ -126,7 +126,7 @@ class Proposer:
     # --- the round ---
 
     async def propose(self, plan: Plan) -> RoundDrafts:
-        """Get trees for the rows that decide and have tokens for one. Raises nothing."""
+        """Get trees for the rows that decide and have tokens for a tree. Never raises."""
         begun = self._clock()
         calls, self._next_calls = self._next_calls, None
         if calls is None or not any(_wants_draft(row) and row.sequence_id in calls.requests for row in plan.rows):
@@ -146,7 +146,7 @@ class Proposer:
         if controller is None:
             trees = {sequence_id: proposal.tree for sequence_id, proposal in proposals.items()}
             return RoundDrafts(trees, asked, waited)
-        if proposals or not calls.done:  # an immediate refusal says nothing of how long proposals take
+        if proposals or not calls.done:  # an immediate refusal does not show how long proposals take
             controller.observe_wait(len(proposals) or asked, calls.depth, waited)
         rows, tokens = sum(row.decide for row in plan.rows), sum(row.pending for row in plan.rows)
         pruned = controller.prune(calls.requests, proposals, rows=rows, tokens=tokens, waited=waited)
@@ -155,15 +155,15 @@ class Proposer:
         return RoundDrafts(pruned.trees, asked, waited, pruned.step_seconds)
 
     def work_during_step(self, later: Plan) -> None:
-        """Use the time in which the target computes: draft for the next round, prefill drafters, probe.
+        """Draft for the next round, prefill drafters and probe while the target computes.
 
-        Call it just before the step. The work starts two turns of the event loop later, when the step has been sent.
+        Call it just before the step. The work starts two iterations of the event loop later, after the step is sent.
         """
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, self._work_during_step, later)
 
     def observe_round(self, rows: Sequence[VerifyRow], drafts: RoundDrafts, seconds: float, committed: int) -> None:
-        """Learn from a round of `seconds` that committed so many tokens.
+        """Learn from a round that took `seconds` seconds and committed `committed` tokens.
 
         Rounds with prompts are left out, because they cannot be compared with others.
         """

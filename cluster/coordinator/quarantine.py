@@ -1,4 +1,4 @@
-"""Quarantine: sequences that may crash the target are sent alone, and given up when it keeps crashing."""
+"""Quarantine: sequences that may crash the target are sent alone. Their request fails after too many crashes."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from cluster.core.verification import VerifyRow
 log = logging.getLogger(__name__)
 
 MAX_LOSSES = 8
-"""Lost calls in a row after which the request of a sequence in them is given up."""
+"""Number of lost calls in a row after which the request of a sequence in them fails."""
 
 
 class Quarantine:
-    """Keeps a request that crashes the target every time from blocking all other requests."""
+    """Prevents that a request that crashes the target every time blocks all other requests."""
 
     def __init__(self, table: RequestTable, fail: Callable[[LiveRequest, NotReady], None]) -> None:
         self._table = table
         self._fail = fail
 
     def select(self, rows: tuple[VerifyRow, ...]) -> tuple[VerifyRow, ...]:
-        """The rows to send: one quarantined row alone if there is any, so that a harmless one gets its verdict."""
+        """Return the rows to send: a quarantined row alone if there is one, so that a harmless one gets its verdict."""
         running = self._table.running
         quarantined = next((row for row in rows if running[row.sequence_id].is_quarantined), None)
         return rows if quarantined is None else (quarantined,)
 
     def record_loss(self, sequences: Iterable[LiveSequence | None]) -> None:
-        """A call with these sequences was lost; those that have left are `None`."""
+        """Record that a call with these sequences was lost. Sequences that have ended are `None`."""
         for live in sequences:
             if live is None or live.record_loss() < MAX_LOSSES:
                 continue

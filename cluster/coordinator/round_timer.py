@@ -15,11 +15,11 @@ class RoundTimer:
         self._begun = self._step_begun = self._step_ended = clock()
 
     def step_begins(self) -> None:
-        """The step is sent to the target."""
+        """Record that the step is sent to the target."""
         self._step_begun = self._clock()
 
     def step_ends(self) -> None:
-        """The verdicts are here."""
+        """Record that the verdicts have arrived."""
         self._step_ended = self._clock()
 
     @property

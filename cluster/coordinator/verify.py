@@ -24,7 +24,7 @@ class Verifier:
         self._quarantine = quarantine
 
     def rows(self, plan: Plan, trees: Mapping[SequenceId, TokenTree]) -> tuple[VerifyRow, ...]:
-        """The rows to send. Changes nothing."""
+        """Return the rows to send. No state changes."""
         return self._quarantine.select(build_rows(plan, self._table.running, trees))
 
     async def verify(self, rows: tuple[VerifyRow, ...]) -> StepResult:
@@ -63,7 +63,7 @@ def build_rows(
 
 
 def _trim(tree: TokenTree | None, planned: PlannedRow) -> TokenTree:
-    """The part of the tree that the plan has tokens for: an earlier plan may have asked for it."""
+    """Return the part of the tree that the plan has tokens for. An earlier plan may have requested a larger tree."""
     if tree is None or not planned.decide:
         return EMPTY_TREE
     return tree.truncated(planned.draft.max_nodes, planned.draft.max_depth)

@@ -1,4 +1,4 @@
-"""How the loop waits: for a change, and a little longer after each round without progress."""
+"""Waits of the loop: for a change, and for a doubling pause after each round without progress."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Wakeup:
         self._idle_rounds = 0
 
     def notify(self) -> None:
-        """Something changed: wake the loop."""
+        """Wake the loop, because something changed."""
         self._changed.set()
 
     def made_progress(self) -> None:
-        """A round made progress: the next pause is short again."""
+        """Reset the pause after a round that made progress."""
         self._idle_rounds = 0
 
     async def back_off(self) -> None:
@@ -34,7 +34,7 @@ class Wakeup:
         await self.wait(seconds)
 
     async def wait(self, seconds: float) -> bool:
-        """Sleep until something changes, for at most `seconds`. Returns whether it did."""
+        """Sleep until something changes, for at most `seconds`. Returns whether something changed."""
         try:
             async with asyncio.timeout(seconds):
                 await self._changed.wait()

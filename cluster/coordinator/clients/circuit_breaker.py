@@ -1,4 +1,4 @@
-"""Back-off and circuit breaker: when to repeat what has failed."""
+"""Back-off and circuit breaker: when to repeat calls that have failed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ def backoff(attempt: int, first: float = 0.05, longest: float = 5.0) -> float:
 
 
 class CircuitBreaker:
-    """Keeps a failing worker from costing each round its timeout.
+    """Decides whether rounds wait for a worker, so that a failing worker does not cost each round its timeout.
 
-    While the breaker is closed, calls are made and waited for. One failure opens it. While it is open, a trial call
-    that nobody waits for is `due` from time to time, each time after twice the delay. One success closes it.
+    While the breaker is closed, rounds wait for calls. One failure opens it. While it is open, background trial calls
+    are `due` after delays that double. One success closes it.
     """
 
     def __init__(self, clock: Callable[[], float], first: float = 0.1, longest: float = 10.0) -> None:
@@ -26,7 +26,7 @@ class CircuitBreaker:
 
     @property
     def closed(self) -> bool:
-        """Whether calls are worth waiting for."""
+        """Whether rounds wait for calls to the worker."""
         return self._failures == 0
 
     def due(self) -> bool:
@@ -37,12 +37,12 @@ class CircuitBreaker:
         return True
 
     def record_failure(self) -> None:
-        """A call failed, or was late while somebody waited for it."""
+        """Record a call that failed, or that was late while a round waited for it."""
         if self.closed:
             self._delay()
 
     def record_success(self) -> None:
-        """A call was answered in time."""
+        """Record a call that was answered in time."""
         self._failures = 0
 
     def _delay(self) -> None:

@@ -21,10 +21,10 @@ from cluster.core.verification import RowFaultCode
 log = logging.getLogger(__name__)
 
 LATE_CALL_FACTOR = 20
-"""A call that is late for its round goes on in the background for this many times the configured timeout: the drafter
-may be prefilling a long prompt, and what it computes is not lost."""
+"""A call that is late for its round continues in the background for this many times the configured timeout. The drafter
+may be prefilling a long prompt, and later calls use the result."""
 LATE_CALL_TOKENS = 512
-"""With more new tokens than these, the call may go on proportionally longer."""
+"""Number of new tokens above which a late call may continue for a proportionally longer time."""
 
 Proposals = dict[SequenceId, Proposal]
 
@@ -43,7 +43,7 @@ ProposeCall = asyncio.Task[ProposeResult]
 
 
 class DrafterClient:
-    """Calls one drafter, and remembers how many tokens of each sequence the drafter has.
+    """Calls one drafter, and records how many tokens of each sequence the drafter has.
 
     A sequence is in at most one call at a time.
     """
@@ -75,11 +75,11 @@ class DrafterClient:
         return sequence_id in self._refused
 
     def unsynced(self, sequence: Sequence) -> int:
-        """How many of its tokens the drafter has not been sent."""
+        """Number of tokens of the sequence that the drafter has not been sent."""
         return len(sequence) - self._synced_lens.get(sequence.id, 0)
 
     def start(self, requests: Iterable[DraftRequest], vocabulary_size: int) -> ProposeCall:
-        """Start a call for sequences that are not busy. Nobody has to wait for it."""
+        """Start a call in the background, for sequences that are not busy."""
         rows = tuple(self._row(request) for request in requests)
         call = asyncio.create_task(self._run(rows, vocabulary_size), name="propose")
         self._calls[call] = frozenset(row.sequence_id for row in rows)
@@ -89,12 +89,12 @@ class DrafterClient:
         return call
 
     def record_late(self) -> None:
-        """A call took longer than the configured timeout."""
+        """Record that a call took longer than the configured timeout."""
         self.breaker.record_failure()
-        log.warning("the drafter is late: the round goes on without it")
+        log.warning("the drafter is late: the round continues without its drafts")
 
     def release(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """Release sequences that are over, once no call with them is under way."""
+        """Release sequences that have ended, once no call with them is under way."""
         for sequence_id in sequence_ids:
             self._refused.discard(sequence_id)
             if self._synced_lens.pop(sequence_id, None) is not None:
@@ -105,7 +105,7 @@ class DrafterClient:
         self._flush()
 
     async def close(self, timeout_seconds: float) -> None:
-        """Cancel the calls under way and send the last releases."""
+        """Cancel the calls under way and send the queued releases."""
         calls = tuple(self._calls)
         for call in calls:
             call.cancel()
@@ -128,10 +128,10 @@ class DrafterClient:
             answer = await self._drafter.propose(rows, self._timeout * factor)
             proposals = self._validated(rows, answer, vocabulary_size)
         except WorkerUnavailable as error:
-            log.log(logging.WARNING if self.breaker.closed else logging.DEBUG, "no drafts for now: %s", error)
+            log.log(logging.WARNING if self.breaker.closed else logging.DEBUG, "the drafter is unavailable: %s", error)
             self.breaker.record_failure()
         except Exception:
-            log.exception("the drafter failed: the round goes on without it")
+            log.exception("the drafter failed: the round continues without its drafts")
             self.breaker.record_failure()
         seconds = self._clock() - begun
         if proposals is not None and (seconds <= self._timeout or not _wants_drafts(rows)):  # a prefill may take longer
@@ -144,7 +144,7 @@ class DrafterClient:
         return {row.sequence_id: self._valid(row, by_sequence.get(row.sequence_id), vocabulary_size) for row in rows}
 
     def _valid(self, row: DraftRow, proposal: Proposal | None, vocabulary_size: int) -> Proposal:
-        """The valid part of a proposal. Also notes how much of the sequence the drafter has now."""
+        """Return the valid part of a proposal, and record how many tokens of the sequence the drafter has now."""
         nothing = Proposal(row.sequence_id, row.base_len)
         if proposal is None or proposal.base_len != row.base_len:
             self._metrics.stale_proposal()
@@ -165,7 +165,7 @@ class DrafterClient:
 
     def _note_synced(self, row: DraftRow, proposal: Proposal) -> None:
         if row.sequence_id not in self._synced_lens:
-            return  # it was released meanwhile
+            return  # the sequence was released during the call
         if proposal.fault is None:
             self._synced_lens[row.sequence_id] = row.base_len
         elif proposal.fault.code is RowFaultCode.OUT_OF_SYNC:
@@ -180,7 +180,7 @@ class DrafterClient:
         self._flush()
 
     def _flush(self) -> None:
-        """Queue releases, except of sequences in a call under way: the drafter would take them in again."""
+        """Queue releases, except for sequences in a call under way: the call would create them again."""
         called = frozenset[SequenceId]().union(*self._calls.values()) if self._calls else frozenset()
         free = [sequence_id for sequence_id in self._to_release if sequence_id not in called]
         if free:

@@ -1,4 +1,4 @@
-"""The pool of drafters: assigns sequences to drafters and calls all of them at once. Never raises."""
+"""The pool of drafters: assigns sequences to drafters and calls all of them at once. The pool never raises."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from cluster.core.ports import Drafter
 from cluster.core.sequence import Sequence
 
 PREFILL_TOKENS = 64
-"""A sequence of which a drafter lacks more tokens than this is prefilled in the background first, so that its prompt
-does not delay the proposals for others."""
+"""If a drafter lacks more tokens of a sequence than this, it prefills the sequence in the background first, so that the
+prompt does not delay the proposals for others."""
 MAX_PREFILL_TOKENS = 512
-"""A prefill call takes further sequences until it has this many tokens, so that a drafter can serve others between."""
+"""A prefill call takes sequences until it has this many tokens, so that a drafter can propose between prefill calls."""
 _PREFILL_DECAY = 0.9
 """Factor on the measured prefill time and tokens with each further call."""
 
@@ -35,7 +35,7 @@ class ProposeCalls:
         metrics: Metrics,
     ) -> None:
         self.requests = requests
-        """What was asked for, including the sequences that no drafter could be asked for."""
+        """The requested drafts, including those that no drafter could be asked for."""
         self._calls = calls
         self._timeout = timeout
         self._metrics = metrics
@@ -45,7 +45,7 @@ class ProposeCalls:
 
     @property
     def depth(self) -> int:
-        """The deepest tree that was asked for."""
+        """Depth of the deepest requested tree, in tokens."""
         return max((request.budget.max_depth for request in self.requests.values()), default=0)
 
     @property
@@ -73,7 +73,7 @@ class ProposeCalls:
                     client.record_late()
 
     def take(self) -> Proposals:
-        """The proposals that have arrived."""
+        """Return the proposals that have arrived."""
         proposals: Proposals = {}
         for call in self._calls.values():
             if _has_result(call):
@@ -89,10 +89,10 @@ def _has_result(call: ProposeCall) -> bool:
 
 
 class DrafterPool:
-    """Spreads sequences over drafters: the least loaded one takes the next sequence and keeps it.
+    """Assigns each new sequence to the least loaded drafter.
 
-    The sequences of a drafter that fails move to the others. When its circuit breaker is due for a trial, it gets one
-    sequence, and once it answers, its share again.
+    The sequences of a drafter that fails move to the others. When its circuit breaker is due for a trial, the failed
+    drafter gets one sequence. Once it answers, it gets its share of the sequences again.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class DrafterPool:
         return not any(client.is_calling for client in self._clients)
 
     def start(self, vocabulary_size: int) -> None:
-        """Draft for a target with this vocabulary."""
+        """Set the size of the target's vocabulary, within which all drafted tokens must be."""
         self._vocabulary_size = vocabulary_size
 
     def propose(self, requests: Mapping[SequenceId, DraftRequest]) -> ProposeCalls:
-        """Ask each sequence's drafter. Sequences that are busy, refused or not prefilled are left out."""
+        """Request drafts from each sequence's drafter, except for sequences that are busy, refused or not prefilled."""
         self._try_failed(requests.values())
         parts: dict[DrafterClient, list[DraftRequest]] = {}
         reasons: set[str] = set()
@@ -143,7 +143,7 @@ class DrafterPool:
         return client is not None and client.unsynced(sequence) <= PREFILL_TOKENS
 
     def prefill(self, sequences: Iterable[Sequence]) -> ProposeCalls:
-        """Send drafters, in the background, the sequences of which they lack too many tokens."""
+        """Let drafters prefill, in the background, the sequences of which they lack too many tokens."""
         requests = {sequence.id: DraftRequest(sequence, NO_DRAFT) for sequence in sequences}
         self._try_failed(requests.values())
         self._prefilling = {client: call for client, call in self._prefilling.items() if not call.done()}
@@ -174,7 +174,7 @@ class DrafterPool:
         return unsynced * self._prefill_seconds_sum / self._prefill_tokens
 
     def release(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """Release sequences that are over."""
+        """Release sequences that have ended."""
         sequence_ids = tuple(sequence_ids)
         for sequence_id in sequence_ids:
             self._unassign(sequence_id)
@@ -182,7 +182,7 @@ class DrafterPool:
             client.release(sequence_ids)
 
     async def close(self, timeout_seconds: float) -> None:
-        """Cancel the calls under way and send the last releases."""
+        """Cancel the calls under way and send the queued releases."""
         await asyncio.gather(*(client.close(timeout_seconds) for client in self._clients))
 
     def _measure_prefill(self, tokens: int, call: ProposeCall) -> None:
@@ -191,7 +191,7 @@ class DrafterPool:
             self._prefill_seconds_sum = self._prefill_seconds_sum * _PREFILL_DECAY + call.result().seconds
 
     def _client_of(self, sequence: Sequence) -> DrafterClient | None:
-        """The drafter that serves the sequence; `None` while none can."""
+        """Return the drafter that serves the sequence, or `None` while no drafter is available."""
         available = [client for client in self._clients if client.breaker.closed]
         if not available:
             return None
@@ -204,7 +204,7 @@ class DrafterPool:
         return assigned
 
     def _try_failed(self, requests: Collection[DraftRequest]) -> None:
-        """Start a trial call, which nobody waits for, to each failed drafter whose circuit breaker is due."""
+        """Start a background trial call to each failed drafter whose circuit breaker is due."""
         for client in self._clients:
             if client.breaker.closed or client.is_calling or not requests or not client.breaker.due():
                 continue

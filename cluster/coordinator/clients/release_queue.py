@@ -16,13 +16,13 @@ log = logging.getLogger(__name__)
 MAX_BATCH = 4096
 """Most ids in one Release, the bound of the message."""
 MAX_QUEUED = 65_536
-"""Most ids that are kept for a worker that is away. The oldest are dropped first: it will come back empty."""
+"""Most ids that are queued for an unreachable worker. The oldest are dropped first: the worker will restart empty."""
 TIMEOUT_SECONDS = 60.0
-"""Timeout of one Release in seconds: it may have to wait for a step to end."""
+"""Timeout of one Release in seconds. The call may have to wait for a step to end."""
 
 
 class ReleaseQueue:
-    """The sequences that one worker must still release. Its task lives only while there are any."""
+    """The sequences that one worker must still release. A task sends them; it runs only while there are any."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ReleaseQueue:
             self._task = asyncio.create_task(self._run(), name="releases")
 
     async def close(self, timeout_seconds: float) -> None:
-        """Send what is queued within `timeout_seconds`, then drop the rest."""
+        """Send the queued ids within `timeout_seconds`, then drop those that are left."""
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=timeout_seconds)
             self._task.cancel()

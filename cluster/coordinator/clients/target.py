@@ -1,4 +1,4 @@
-"""The client of the target: bounds every call in time, and remembers the target's memory and epoch."""
+"""The client of the target: gives every call a timeout, and stores the target's block counts and epoch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cluster.core.verification import (
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_SECONDS = 10.0
-"""Timeout of every call but a step and an opening, in seconds."""
+"""Timeout of every call except steps and openings, in seconds."""
 MAX_OPENED_TOKENS = 1 << 22
 """Most tokens in one call that opens sequences: far below the bound of a message."""
 
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 
 class TargetClient:
-    """Calls the target. Every call ends in time: with its result, or with `TargetUnavailable`."""
+    """Calls the target. Every call ends within its timeout, with its result or with `TargetUnavailable`."""
 
     def __init__(self, target: Target, step_timeout_seconds: float, on_released: Callable[[], None]) -> None:
         self._target = target
@@ -50,13 +50,13 @@ class TargetClient:
 
     @property
     def info(self) -> TargetInfo:
-        """What the target is. Raises `NotReady` before the first connection."""
+        """The description of the target. Raises `NotReady` before the first connection."""
         if self._info is None:
             raise NotReady("the target has not been reached yet")
         return self._info
 
     async def take_over(self) -> None:
-        """Connect for the first time, and free what an earlier coordinator left on the target."""
+        """Connect for the first time, and free the sequences that an earlier coordinator left on the target."""
         while True:
             await self.connect(lambda: ())
             try:
@@ -82,7 +82,7 @@ class TargetClient:
                 return
 
     async def open(self, rows: Sequence[OpenRow]) -> tuple[int, ...]:
-        """Open sequences. Returns how many leading tokens the target holds of each, always fewer than it has.
+        """Open sequences. Returns how many leading tokens of each the target holds, always fewer than the sequence has.
 
         A row that the target refuses or answers wrongly counts as not stored: the step will report its fault. Raises
         `TargetUnavailable`.
@@ -120,7 +120,7 @@ class TargetClient:
         self.is_stale = False
         info = await self._bounded(self._target.info(), CALL_TIMEOUT_SECONDS)
         if info.epoch != self.info.epoch:
-            raise TargetUnavailable("the target was restarted and has lost what it stored")
+            raise TargetUnavailable("the target was restarted and has lost all sequences")
         self._update(info)
 
     def release(self, sequence_ids: Iterable[SequenceId]) -> None:
@@ -128,7 +128,7 @@ class TargetClient:
         self._releases.add(sequence_ids)
 
     async def close(self, timeout_seconds: float) -> None:
-        """Send the last releases."""
+        """Send the queued releases."""
         await self._releases.close(timeout_seconds)
 
     async def _open(self, rows: Sequence[OpenRow]) -> tuple[int, ...]:
@@ -176,7 +176,7 @@ class TargetClient:
 
 
 def _batch(rows: Sequence[OpenRow]) -> Sequence[OpenRow]:
-    """As many of the first rows as one call may have; at least one."""
+    """Return as many of the first rows as one call may have, at least one."""
     tokens = 0
     for index, row in enumerate(rows):
         tokens += len(row.tokens)

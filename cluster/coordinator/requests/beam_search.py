@@ -22,9 +22,9 @@ from cluster.core.request import (
 class BeamSearch:
     """The `n` best answers of one search.
 
-    Each running beam is a sequence that asks for one decision and its most probable alternatives; only the
-    alternatives count. When the last beam of a round has them, the search advances. The new beams share the stored KV
-    of their parents, and beams without children end. A late beam delays its own search and no other request.
+    Each running beam is a sequence that requests one decision with its most probable alternatives. The search uses only
+    the alternatives, and advances when all beams have theirs. The new beams share the stored KV of their parents, and
+    beams without children end. A late beam delays only its own search.
     """
 
     def __init__(self, request: GenerationRequest, parameters: BeamParameters, vocabulary_size: int) -> None:
@@ -83,7 +83,7 @@ class BeamSearch:
         return NewSequence(slot, request, None, parent, may_fork=True)
 
     def _answers(self) -> tuple[Commit, ...]:
-        """The answers, best first. Answers that do not exist, for want of tokens, are empty."""
+        """Return the answers, best first. Where the search found fewer answers than requested, the others are empty."""
         found = [(ended.tokens, ended.finish) for ended in beam.best(self._state, self._request.n)]
         found += [((), FinishReason.LENGTH)] * (self._request.n - len(found))
         prompt_len = len(self._request.prompt)

@@ -1,4 +1,4 @@
-"""Decoding strategies: which sequences one request runs, and what its reader gets of them."""
+"""Decoding strategies: which sequences one request runs, and which commits its reader gets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class NewSequence:
     """A sequence to compute."""
 
     slot: int
-    """Which of the request's slots it takes; the sequence that had the slot before has finished."""
+    """The slot of the request that the sequence takes. The previous sequence in the slot has finished."""
     request: GenerationRequest
     """The prompt, sampling and stopping of this one sequence."""
     answer: int | None
@@ -26,7 +26,7 @@ class NewSequence:
 
 @dataclass(frozen=True, slots=True)
 class StrategyStep:
-    """What follows from one commit."""
+    """The new sequences and the reader's commits that follow from one commit of a sequence."""
 
     sequences: tuple[NewSequence, ...] = ()
     """Sequences that start now."""
@@ -35,7 +35,7 @@ class StrategyStep:
 
 
 class DecodingStrategy(Protocol):
-    """Decides which sequences a request runs. It has no clock and talks to no worker."""
+    """Decides which sequences a request runs. It has no clock and calls no worker."""
 
     @property
     def slots(self) -> int:
@@ -44,7 +44,7 @@ class DecodingStrategy(Protocol):
 
     @property
     def answers(self) -> int:
-        """Number of answers: as many commits with `finish` reach the reader."""
+        """Number of answers. The reader gets one commit with `finish` for each."""
         ...
 
     def start(self) -> tuple[NewSequence, ...]:
@@ -52,7 +52,7 @@ class DecodingStrategy(Protocol):
         ...
 
     def advance(self, slot: int, commit: Commit) -> StrategyStep:
-        """What follows from a commit of the sequence in `slot`.
+        """Return the new sequences and the reader's commits after a commit of the sequence in `slot`.
 
         Raises `InvalidRequest` for a commit that the strategy cannot use.
         """

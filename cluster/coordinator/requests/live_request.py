@@ -59,14 +59,14 @@ class LiveRequest:
 
     @property
     def token_count(self) -> int:
-        """Tokens that were emitted, of all answers together."""
+        """Number of emitted tokens of all answers together."""
         return self._token_count
 
     # --- its sequences ---
 
     @property
     def sequences(self) -> Collection[LiveSequence]:
-        """Its sequences that wait, run, or have finished while others may still share their KV."""
+        """The sequences that wait, run, or have finished while others may still share their KV."""
         return self._sequences.values()
 
     def owns(self, live: LiveSequence) -> bool:
@@ -82,32 +82,32 @@ class LiveRequest:
         return next((live for live in self._in_slot.values() if live.answer == answer), None)
 
     def add(self, live: LiveSequence) -> None:
-        """Take in a new sequence, which gets its slot."""
+        """Add a new sequence to its slot."""
         self._sequences[live.id] = live
         self._in_slot[live.slot] = live
 
     def drop(self, live: LiveSequence) -> None:
-        """Give up a finished sequence whose KV nobody shares any more."""
+        """Remove a finished sequence whose KV no other sequence can share."""
         del self._sequences[live.id]
 
     def mark_forked(self) -> None:
-        """Its present sequences will be shared by no later ones than those that start now."""
+        """Record that sequences that start after this commit will not share the KV of the present ones."""
         for live in self._in_slot.values():
             live.mark_forked()
 
     def usage(self, answer: int) -> Usage:
-        """What an answer has cost so far."""
+        """Return the token and step counts of an answer so far."""
         live = self.writer(answer)
         return Usage(len(self.request.prompt)) if live is None else live.sequence.usage()
 
     # --- its reader ---
 
     def set_deadline_timer(self, timer: asyncio.TimerHandle) -> None:
-        """Remember the timer that ends the request at its deadline."""
+        """Store the timer that ends the request at its deadline."""
         self._deadline_timer = timer
 
     def close(self) -> None:
-        """Forget its sequences and stop the timer of its deadline."""
+        """Drop the sequences and cancel the timer of the deadline."""
         self._sequences.clear()
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
@@ -115,7 +115,7 @@ class LiveRequest:
     def emit(self, commit: Commit, now: float) -> tuple[bool, float | None]:
         """Hand one commit to the reader.
 
-        Returns whether it has the first tokens of the request, and the seconds since the answer's tokens before.
+        Returns whether it has the first tokens of the request, and the seconds since the answer's previous tokens.
         """
         if commit.finish is not None:
             self._unfinished.discard(commit.index)
@@ -143,7 +143,7 @@ class LiveRequest:
             yield item
 
     def _enqueue(self, item: Commit | PilotfishError) -> None:
-        """Wake the reader two turns of the event loop later: by then the coordinator has sent its next step.
+        """Wake the reader two iterations of the event loop later. The coordinator has then sent its next step.
 
         The readers then work while the target computes, instead of delaying the next step.
         """

@@ -14,7 +14,7 @@ QUARANTINE_LOSSES = 4
 class LiveSequence:
     """A sequence that waits, runs, or has finished while others may still share its KV.
 
-    A request has one, or several that begin alike (samples, beams). Only its own methods change it.
+    A request has one sequence, or several with the same first tokens (samples, beams). Only its own methods change it.
     """
 
     __slots__ = (
@@ -68,12 +68,12 @@ class LiveSequence:
 
     @property
     def is_open(self) -> bool:
-        """Whether the target may hold KV of it."""
+        """Whether the target may hold KV of the sequence."""
         return self._is_open
 
     @property
     def has_been_open(self) -> bool:
-        """Whether the target ever held KV of it: opening it again follows a preemption or a loss."""
+        """Whether the target ever held KV of the sequence. Opening it again then follows a preemption or a loss."""
         return self._has_been_open
 
     @property
@@ -83,7 +83,7 @@ class LiveSequence:
 
     @property
     def is_quarantined(self) -> bool:
-        """Whether so many calls were lost with it that it is sent alone, and from its start instead of opened."""
+        """Whether the sequence is sent alone, and from its start instead of opened, because of lost calls."""
         return self._losses >= QUARANTINE_LOSSES
 
     @property
@@ -92,39 +92,39 @@ class LiveSequence:
         return self._parent if self._parent is not None and self._parent.is_open else None
 
     def mark_sent(self) -> None:
-        """From now on the target may hold KV of it."""
+        """Record that the target may hold KV of the sequence from now on."""
         self._is_open = self._has_been_open = True
         self._parent = None
 
     def mark_stored(self, stored_len: int) -> None:
-        """The target holds its first `stored_len` tokens."""
+        """Record that the target holds the first `stored_len` tokens."""
         self.sequence.opened(stored_len)
 
     def mark_released(self) -> None:
-        """The target holds nothing of it."""
+        """Record that the target holds no KV of the sequence."""
         self.sequence.opened(0)
         self._is_open = False
 
     def mark_forked(self) -> None:
-        """No later sequence will share its KV."""
+        """Record that no later sequence will share the KV of this one."""
         self._may_fork = False
 
     def record_loss(self) -> int:
-        """A call with it was lost. Returns how many were lost in a row."""
+        """Record that a call with the sequence was lost. Returns how many were lost in a row."""
         self._losses += 1
         return self._losses
 
     def clear_losses(self) -> None:
-        """A call with it was answered."""
+        """Record that a call with the sequence was answered."""
         self._losses = 0
 
     def largest_draft(self, max_draft: DraftBudget) -> DraftBudget:
-        """The largest tree that it can use, within the configuration's `max_draft`."""
+        """Return the largest tree that the sequence can use, within the configuration's `max_draft`."""
         sequence = self.sequence
         return clip_draft(None, max_draft, sequence.request.max_draft_tokens, sequence.remaining)
 
     def view(self, draft: DraftBudget | None) -> SequenceView:
-        """What the scheduler knows of it; `draft` is the tree that the speculation controller wants for it."""
+        """Return the scheduler's view. `draft` is the tree size that the speculation controller chose."""
         sequence, source = self.sequence, self.kv_source
         shared = 0 if source is None else min(source.sequence.stored_len, len(sequence) - 1)
         return SequenceView(

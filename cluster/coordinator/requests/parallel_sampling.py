@@ -11,9 +11,9 @@ _SEEDS = 1 << 64
 
 
 class ParallelSampling:
-    """`n` answers that share a prompt: the first one computes it, the others fork once it is stored.
+    """`n` answers that share a prompt. The first sequence computes the prompt; the others fork once it is stored.
 
-    Answer `i` is sampled with the request's seed plus `i`, modulo 2**64, so it equals that of a request of its own.
+    Answer `i` is sampled with the request's seed plus `i`, modulo 2**64, so it equals the answer of a separate request.
     """
 
     def __init__(self, request: GenerationRequest) -> None:

@@ -51,11 +51,11 @@ class RequestTable:
         return len(self._new) + len(self._resuming)
 
     def find(self, request_id: RequestId) -> LiveRequest | None:
-        """The live request of that id."""
+        """Return the live request with that id."""
         return self._requests.get(request_id)
 
     def request_of(self, live: LiveSequence) -> LiveRequest | None:
-        """The live request that the sequence belongs to; `None` when it has left."""
+        """Return the live request that the sequence belongs to; `None` when the request has ended."""
         request = self._requests.get(live.request_id)
         return request if request is not None and request.owns(live) else None
 
@@ -78,7 +78,7 @@ class RequestTable:
         self.start(request, request.strategy.start())
 
     def start(self, request: LiveRequest, new: Iterable[NewSequence]) -> None:
-        """Let new sequences of a live request wait to be admitted."""
+        """Add new sequences of a live request to those that wait."""
         started: list[LiveSequence] = []
         for one in new:
             self._started += 1
@@ -109,20 +109,20 @@ class RequestTable:
     # --- sequences ---
 
     def admit(self, sequence_id: SequenceId) -> None:
-        """Move a waiting sequence to running; nothing happens when it has left."""
+        """Move a waiting sequence to running. Does nothing when the sequence has ended."""
         live = self._resuming.pop(sequence_id, None) or self._new.pop(sequence_id, None)
         if live is not None:
             self._running[sequence_id] = live
 
     def preempt(self, sequence_id: SequenceId) -> LiveSequence | None:
-        """Move a running sequence back to waiting, at its order of arrival; `None` when it has left."""
+        """Move a running sequence back to waiting, in its order of arrival. Returns `None` when it has ended."""
         live = self._running.pop(sequence_id, None)
         if live is not None:
             self._resuming[sequence_id] = live
         return live
 
     def finish(self, live: LiveSequence) -> None:
-        """The sequence decides no more. It is released once no other sequence can share its KV."""
+        """Mark a sequence as finished. It is released once no other sequence can share its KV."""
         if self.request_of(live) is not None:
             self._take_out(live)
             self._finished[live.id] = live
@@ -134,7 +134,7 @@ class RequestTable:
         return dropped
 
     def take_released(self) -> list[LiveSequence]:
-        """The sequences that left since the last call, which the workers must release."""
+        """Return the sequences that ended since the last call. The workers must release them."""
         if self._finished:
             parents = {live.parent for live in (*self._resuming.values(), *self._running.values())}
             self._drop([live for live in self._finished.values() if not live.may_fork and live not in parents])
@@ -142,7 +142,7 @@ class RequestTable:
         return released
 
     def waiting(self, most_new: int) -> Iterator[LiveSequence]:
-        """The sequences that wait: all resuming ones and the first `most_new` new ones, which are in order."""
+        """Yield the waiting sequences: all preempted ones, then the first `most_new` new ones in order of arrival."""
         yield from self._resuming.values()
         yield from islice(self._new.values(), most_new)
 
