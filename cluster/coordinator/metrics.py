@@ -256,7 +256,7 @@ class Metrics:
         self._crashes.labels(self.model_name).inc()
 
     def round(self, *, tokens: int, total: float, propose: float | None, step: float, target: float) -> None:
-        """Count a round with `tokens` tokens in its step. Times are in seconds; `propose` is `None` without proposals."""
+        """Count a round with `tokens` tokens in its step. Times are in seconds. `propose` is `None` without drafts."""
         self._step_tokens.labels(self.model_name).observe(tokens)
         if propose is not None:
             self._propose.labels(self.model_name).observe(propose)

@@ -101,7 +101,7 @@ class Planner:
         )
 
     async def _preempt(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """Free the blocks of running sequences for older ones. Blocks that stay in the prefix cache are reused later."""
+        """Free the blocks of running sequences for older ones. Blocks left in the prefix cache are reused later."""
         preempted = [live for sequence_id in sequence_ids if (live := self._table.preempt(sequence_id)) is not None]
         self._metrics.preempted(len(preempted))
         await self._evict(preempted)

@@ -169,8 +169,8 @@ class Proposer:
         """
         if self._controller is None or any(len(row.pending) > 1 for row in rows):
             return
-        tokens, rest = sum(row.width for row in rows), max(0.0, seconds - drafts.waited)
-        self._controller.observe_round(len(rows), tokens, rest, waited=drafts.waited, committed=committed)
+        tokens, unwaited = sum(row.width for row in rows), max(0.0, seconds - drafts.waited)
+        self._controller.observe_round(len(rows), tokens, unwaited, waited=drafts.waited, committed=committed)
         if drafts.expected_step_seconds is not None:
             self._metrics.predicted_round(drafts.expected_step_seconds + drafts.waited, seconds)
 

@@ -18,7 +18,7 @@ MAX_LOSSES = 8
 
 
 class Quarantine:
-    """Prevents that a request that crashes the target every time blocks all other requests."""
+    """Prevents a request that crashes the target every time from blocking all other requests."""
 
     def __init__(self, table: RequestTable, fail: Callable[[LiveRequest, NotReady], None]) -> None:
         self._table = table

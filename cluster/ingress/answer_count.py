@@ -28,7 +28,7 @@ _INCOMPATIBLE_WITH_BEAMS = (
     "logit_bias",
     "logprobs",
 )
-"""Parameters that must have their defaults: they change the probabilities, or report them per sampled token."""
+"""Parameters that beam search refuses: they change the probabilities, or report them per sampled token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def _check_width(width: int, stopping: StoppingCriteria, info: TargetInfo) -> No
 
 
 def _check_beam_compatible(sampling: SamplingParameters, stopping: StoppingCriteria) -> None:
-    """Beam search follows the model's own probabilities. Refuse what would change them."""
+    """Refuse parameters that change the probabilities, because beam search follows the model's own."""
     default = SamplingParameters(seed=sampling.seed)
     if sampling.temperature not in (0, default.temperature):
         raise _incompatible("temperature", sampling.temperature, "0, 1 or left out")

@@ -87,7 +87,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def _drain(request: Request, limit: int) -> None:
-    """Read the rest of a body for a while. A client that is still sending would get a reset instead of the error."""
+    """Read the remaining body for a limited time. Without this, a client that is still sending gets a reset."""
     if "expect" in request.headers:
         return
     left = limit * _DRAIN_FACTOR

@@ -1,4 +1,4 @@
-"""What a client reads of a request: started once, then deltas and an end for each answer."""
+"""The events of a request that a client reads: started once, then deltas and an end for each answer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one commit added to an answer."""
+    """The text and tokens that one commit added to an answer."""
 
     text: str
-    """Text that is certain. It may lag behind `tokens`; all texts together are the answer."""
+    """Text that cannot change any more. It may lag behind `tokens`; all texts together are the answer."""
     tokens: tuple[int, ...]
     accepted: int
     """How many of the leading `tokens` are accepted draft tokens."""
@@ -35,7 +35,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of an answer: why it ended, and what it cost."""
+    """The end of an answer: the reason and the usage."""
 
     reason: FinishReason
     usage: Usage

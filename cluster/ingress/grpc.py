@@ -45,7 +45,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.AbortRequest,
         context: Context,
     ) -> generation_pb2.AbortResponse:
-        """Stop a running request."""
+        """Abort a running request."""
         return generation_pb2.AbortResponse(aborted=self._service.abort(request.request_id))
 
     async def Tokenize(
@@ -53,7 +53,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.TokenizeRequest,
         context: Context,
     ) -> generation_pb2.TokenizeResponse:
-        """Text or conversation to tokens."""
+        """Convert a text or a conversation to token ids."""
         tokens = await self._service.tokenize(request)
         return generation_pb2.TokenizeResponse(token_ids=tokens, max_context_len=self._service.model().max_context_len)
 
@@ -62,7 +62,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.DetokenizeRequest,
         context: Context,
     ) -> generation_pb2.DetokenizeResponse:
-        """Tokens to text."""
+        """Convert token ids to text."""
         return generation_pb2.DetokenizeResponse(text=await self._service.detokenize(request))
 
     async def ListModels(
@@ -70,7 +70,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.ListModelsRequest,
         context: Context,
     ) -> generation_pb2.ListModelsResponse:
-        """The models served."""
+        """Return the served models."""
         return generation_pb2.ListModelsResponse(models=[_encode_model(self._service.model())])
 
     async def GetModel(
@@ -78,7 +78,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.GetModelRequest,
         context: Context,
     ) -> generation_pb2.GetModelResponse:
-        """One model by name."""
+        """Return one model by name."""
         return generation_pb2.GetModelResponse(model=_encode_model(self._service.model(request.model)))
 
     def _encode(self, event: Event) -> generation_pb2.GenerateResponse:
@@ -129,7 +129,7 @@ class OperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
         request: operations_pb2.GetMetricsRequest,
         context: Context,
     ) -> operations_pb2.GetMetricsResponse:
-        """The coordinator's metrics."""
+        """Return the coordinator's metrics."""
         exposition, content_type = self._metrics.exposition()
         return operations_pb2.GetMetricsResponse(exposition=exposition, content_type=content_type)
 

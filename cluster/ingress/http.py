@@ -47,14 +47,14 @@ class _Translated:
 
     @property
     def n(self) -> int:
-        """Answers to each prompt."""
+        """Number of answers to each prompt."""
         return self.requests[0].n or 1
 
 
 def create_app(client: ServiceClient, limits: LimitsSection, *, adds_request_id: bool = True) -> FastAPI:
     """Return the ASGI application, which calls the public service through `client`.
 
-    `adds_request_id=False` leaves the response header `x-request-id` to a proxy, as Ray Serve's, that adds it itself.
+    `adds_request_id=False` is for an app behind a proxy that adds the header `x-request-id`, as Ray Serve's does.
     """
     app = FastAPI(
         title="Pilotfish",
@@ -177,7 +177,7 @@ async def _respond_with_error(request: Request, error: Exception) -> Response:
 
 
 async def _respond_with_route_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods."""
+    """Convert an error of the router, such as an unknown path or method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     reason = {404: "there is no", 405: "there is no such method:"}.get(status, "refused:")
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}

@@ -42,7 +42,7 @@ class Engine(Protocol):
 
     @property
     def info(self) -> TargetInfo:
-        """The target. Known once `ready` is true."""
+        """The description of the target. Available once `ready` is true."""
         ...
 
     @property
@@ -187,7 +187,7 @@ class GenerationService:
 
     @property
     def is_lossless(self) -> bool:
-        """See `TargetInfo.is_lossless`. Known once the engine is ready."""
+        """See `TargetInfo.is_lossless`. Available once the engine is ready."""
         return self._engine.info.is_lossless
 
     def _info(self) -> TargetInfo:

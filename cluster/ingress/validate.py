@@ -63,7 +63,7 @@ class ValidatedRequest:
     prompt: Prompt
     sampling: SamplingParameters
     stopping: StoppingCriteria
-    """Its `max_tokens` is set by `fit_to_context`, which knows the length of the prompt."""
+    """When the answer ends. `fit_to_context` sets `max_tokens` when the length of the prompt is known."""
     max_tokens: int | None
     answers: AnswerCount
     cache_salt: str

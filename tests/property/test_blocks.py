@@ -1,4 +1,4 @@
-"""No block leaks, none is freed twice, and none is read with another's content, whatever happens in whatever order."""
+"""No block leaks, is freed twice, or is read with the content of another block, for any order of operations."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LAYOUTS = [
     KvLayout(SIZE, (KvGroup(1, window=2), KvGroup(2, window=9, sinks=5))),
 ]
 Content = dict[int, tuple[object, ...]]
-"""Offset in a block → whose keys lie there: the salt, the table and all tokens up to the position."""
+"""Maps an offset in a block to the owner of its keys: the salt, the table and all tokens up to the position."""
 
 few_tokens = st.lists(st.integers(0, 1), min_size=1, max_size=22)
 
 
-class Lives(RuleBasedStateMachine):
-    """Open, fork, step with a tree, accept some of it, fail and release, at random; what is evicted may return."""
+class BlockTables(RuleBasedStateMachine):
+    """Tables are opened, forked, stepped with a tree and released at random. Evicted blocks may be loaded again."""
 
     @initialize(
         layout=st.sampled_from(LAYOUTS),
@@ -54,11 +54,11 @@ class Lives(RuleBasedStateMachine):
     def open_new(self, tokens: list[int], salt: str) -> None:
         self._open(tokens, salt, None)
 
-    @rule(data=st.data(), more=few_tokens, stranger=st.booleans(), replaced=st.booleans())
-    def open_alike(self, data: st.DataObject, more: list[int], stranger: bool, replaced: bool) -> None:
+    @rule(data=st.data(), more=few_tokens, other_salt=st.booleans(), replaced=st.booleans())
+    def open_with_shared_prefix(self, data: st.DataObject, more: list[int], other_salt: bool, replaced: bool) -> None:
         parent = self._any(data)
         kept = data.draw(st.integers(0, parent.stored_len))
-        salt = "other" if stranger else self.salts[id(parent)]
+        salt = "other" if other_salt else self.salts[id(parent)]
         self._open([*parent.tokens[:kept], *more], salt, parent, replaced)
 
     @rule(data=st.data(), more=few_tokens)
@@ -80,7 +80,7 @@ class Lives(RuleBasedStateMachine):
         try:
             table, loads = self.allocator.adopt(prefix)
         except KvPoolExhausted:
-            assert prefix.offloaded(), "what is in the pool can always be had"
+            assert prefix.offloaded(), "a block in the pool was not found"
             assert self._counts() == before
             return
         for load in loads:
@@ -100,7 +100,7 @@ class Lives(RuleBasedStateMachine):
         self._write(table, chunk, tree, data.draw(st.integers(0, len(chunk))))
 
     def _write(self, table: BlockTable, tokens: list[int], tree: int, committed: int) -> None:
-        """One step: room for everything, keys written, the first `committed` kept (none: the step failed)."""
+        """Simulate a step: reserve blocks, write keys, commit the first `committed` tokens; 0 simulates a failure."""
         end = table.stored_len + len(tokens) + tree
         before = ([list(blocks) for blocks in table.blocks], self._counts())
         try:
@@ -116,9 +116,9 @@ class Lives(RuleBasedStateMachine):
         assert all(holders[block] == 0 for blocks in table.blocks for block in blocks[first:])
         for position in range(table.stored_len, end):
             written = (table.tokens + tokens)[: position + 1]
-            for place, blocks in enumerate(table.blocks):
-                mine = (self.salts[id(table)], place, *written) if len(written) > position else ("guess",)
-                self.memory[blocks[position // SIZE]][position % SIZE] = mine
+            for table_index, blocks in enumerate(table.blocks):
+                content = (self.salts[id(table)], table_index, *written) if len(written) > position else ("draft",)
+                self.memory[blocks[position // SIZE]][position % SIZE] = content
         if committed:
             self.allocator.commit(table, tokens[:committed])
             self.seen.append((list(table.tokens), self.salts[id(table)]))
@@ -163,19 +163,19 @@ class Lives(RuleBasedStateMachine):
         assert len(held) + self.allocator.blocks_free == self.blocks_total
 
     @invariant()
-    def a_sequence_holds_what_the_layout_says(self) -> None:
+    def every_sequence_holds_the_blocks_of_its_layout(self) -> None:
         for table in self.tables:
             assert table.held == self.layout.held(table.stored_len)
 
     @invariant()
-    def what_is_seen_is_the_sequences_own(self) -> None:
+    def every_read_key_belongs_to_its_sequence(self) -> None:
         groups = [group for group in self.layout.groups for _ in range(group.tables)]
         for table in self.tables:
-            for place, (group, blocks) in enumerate(zip(groups, table.blocks, strict=True)):
+            for table_index, (group, blocks) in enumerate(zip(groups, table.blocks, strict=True)):
                 for position in range(table.stored_len):
                     if position >= group.first_needed(table.stored_len) or position < group.sinks:
                         found = self.memory[blocks[position // SIZE]][position % SIZE]
-                        assert found == (self.salts[id(table)], place, *table.tokens[: position + 1])
+                        assert found == (self.salts[id(table)], table_index, *table.tokens[: position + 1])
 
     def teardown(self) -> None:
         for table in self.tables:
@@ -187,5 +187,5 @@ def all_blocks(table: BlockTable) -> list[BlockId]:
     return [block for blocks in table.blocks for block in blocks if block != OUT_OF_WINDOW]
 
 
-TestLives = Lives.TestCase
-TestLives.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBlockTables = BlockTables.TestCase
+TestBlockTables.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,4 +1,4 @@
-"""With any arrivals and any acceptance, everything finishes, within all bounds, and no sequence starves."""
+"""With any arrivals and any acceptance, every request finishes within all bounds, and no sequence starves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTEXT = 96
 
 @dataclass(slots=True)
 class Job:
-    """A request: it comes before step `at`, and ends after `answer` tokens."""
+    """A request that arrives before step `at` and ends after `answer` tokens."""
 
     arrival: int
     at: int
@@ -38,7 +38,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class World:
+class SimulatedTarget:
     """A target that stores the rows and accepts as much of each tree as `accepted_lens` says."""
 
     limits: SchedulerSection
@@ -75,7 +75,7 @@ class World:
         by_id = {job.view().id: job for job in (*self.waiting, *self.running)}
         for sequence_id in decided.preempt:
             job = by_id[sequence_id]
-            # A preempted sequence is younger than all that stay.
+            # A preempted sequence is younger than all sequences that keep running.
             assert all(other.arrival < job.arrival for other in self.running if other.view().id not in decided.preempt)
             job.stored = 0
             self.running.remove(job)
@@ -140,9 +140,9 @@ def layouts() -> st.SearchStrategy[KvLayout]:
     return st.builds(KvLayout, st.sampled_from([1, 3, 4, 16]), groups)
 
 
-def worlds() -> st.SearchStrategy[World]:
+def targets() -> st.SearchStrategy[SimulatedTarget]:
     return st.builds(
-        World,
+        SimulatedTarget,
         limits=st.builds(
             SchedulerSection,
             max_sequences=st.integers(1, 8),
@@ -161,52 +161,54 @@ def jobs() -> st.SearchStrategy[list[tuple[int, int, int]]]:
     return st.lists(one, min_size=1, max_size=12)
 
 
-def live_through(world: World, arrivals: list[tuple[int, int, int]], spare_blocks: int) -> list[Job]:
-    """Run everything to its end in a pool for the largest request and `spare_blocks` more."""
+def run_to_end(target: SimulatedTarget, arrivals: list[tuple[int, int, int]], spare_blocks: int) -> list[Job]:
+    """Run all jobs to their end in a pool for the largest request and `spare_blocks` more."""
     largest = max(prompt + answer for _, prompt, answer in arrivals)
-    world.blocks = world.layout.peak(largest, world.limits.max_step_tokens) + spare_blocks
-    assert world.layout.longest(world.blocks, world.limits.max_step_tokens, CONTEXT) >= largest
-    coming = [
+    target.blocks = target.layout.peak(largest, target.limits.max_step_tokens) + spare_blocks
+    assert target.layout.longest(target.blocks, target.limits.max_step_tokens, CONTEXT) >= largest
+    arriving = [
         Job(arrival, at, prompt, answer, length=prompt)
         for arrival, (at, prompt, answer) in enumerate(sorted(arrivals, key=lambda job: job[0]))
     ]
-    everyone = list(coming)
-    while coming or world.waiting or world.running:
-        while coming and coming[0].at <= world.steps:
-            world.waiting.append(coming.pop(0))
-        busy = bool(world.waiting or world.running)
-        decided = world.step()
-        assert bool(decided.rows) == busy, "a step was lost though somebody waited"
-    return everyone
+    all_jobs = list(arriving)
+    while arriving or target.waiting or target.running:
+        while arriving and arriving[0].at <= target.steps:
+            target.waiting.append(arriving.pop(0))
+        busy = bool(target.waiting or target.running)
+        decided = target.step()
+        assert bool(decided.rows) == busy, "a step was empty although a sequence waited or ran"
+    return all_jobs
 
 
 @settings(max_examples=150, deadline=None)
-@given(world=worlds(), arrivals=jobs(), spare_blocks=st.integers(0, 24))
+@given(target=targets(), arrivals=jobs(), spare_blocks=st.integers(0, 24))
 def test_everything_finishes_within_every_bound(
-    world: World, arrivals: list[tuple[int, int, int]], spare_blocks: int
+    target: SimulatedTarget, arrivals: list[tuple[int, int, int]], spare_blocks: int
 ) -> None:
-    everyone = live_through(world, arrivals, spare_blocks)
-    # The oldest always progresses, so work done one by one bounds any wait: a step per token of each answer, and
-    # its prompt (and what is replayed) in chunks.
+    all_jobs = run_to_end(target, arrivals, spare_blocks)
+    # The oldest job always progresses, so serving the jobs one by one bounds any wait: one step per token of each
+    # answer, and the steps for the chunks of its prompt and of replayed tokens.
     bound = 0
-    for job in everyone:
+    for job in all_jobs:
         bound = max(bound, job.at) + job.answer + job.prompt + 1
         assert job.finished_at is not None
         assert job.finished_at <= bound
 
 
 @settings(max_examples=50, deadline=None)
-@given(world=worlds(), arrivals=jobs())
-def test_with_enough_blocks_no_sequence_is_preempted(world: World, arrivals: list[tuple[int, int, int]]) -> None:
+@given(target=targets(), arrivals=jobs())
+def test_with_enough_blocks_no_sequence_is_preempted(
+    target: SimulatedTarget, arrivals: list[tuple[int, int, int]]
+) -> None:
     preempted: list[SequenceId] = []
-    plain = World.step
+    plain = SimulatedTarget.step
 
-    class Recorded(World):
+    class Recorded(SimulatedTarget):
         def step(self) -> Plan:
             decided = plain(self)
             preempted.extend(decided.preempt)
             return decided
 
-    recorded = Recorded(world.limits, world.draft, world.layout, 0, world.accepted_lens)
-    live_through(recorded, arrivals, spare_blocks=12 * world.layout.peak(CONTEXT, 64))
+    recorded = Recorded(target.limits, target.draft, target.layout, 0, target.accepted_lens)
+    run_to_end(recorded, arrivals, spare_blocks=12 * target.layout.peak(CONTEXT, 64))
     assert preempted == []

@@ -1,4 +1,4 @@
-"""Host and disk hold what two plain lists would, whatever is saved, loaded and damaged in whatever order."""
+"""Host and disk tiers hold the same blocks as two plain lists, for any order of saves, loads and damage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.kv.tiers import Tiers
 
 BLOCK_BYTES = 512
 FILE_BYTES = BLOCK_BYTES + 200
-"""Enough for one file with its header, and not for two."""
+"""Bytes that are enough for one file with its header, and not for two."""
 
 few_blocks = st.integers(0, 9)
 
@@ -25,15 +25,15 @@ def key(number: int) -> bytes:
 
 
 def use(tier: list[int], number: int) -> bool:
-    """Make it the last to go."""
+    """Mark a block as the most recently used one. Return whether the tier has it."""
     if number in tier:
         tier.append(tier.pop(tier.index(number)))
         return True
     return False
 
 
-class Lives(RuleBasedStateMachine):
-    """Both lists have the least recently used block first."""
+class SettledTiers(RuleBasedStateMachine):
+    """Compares the tiers with two lists that have the least recently used block first."""
 
     @initialize(host_blocks=st.integers(0, 3), disk_blocks=st.integers(0, 4))
     def start(self, host_blocks: int, disk_blocks: int) -> None:
@@ -103,12 +103,12 @@ class Lives(RuleBasedStateMachine):
             self.damaged.discard(gone)
 
 
-TestLives = Lives.TestCase
-TestLives.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestSettledTiers = SettledTiers.TestCase
+TestSettledTiers.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
-class Unsettled(RuleBasedStateMachine):
-    """Nobody waits for the writer: what is loaded is right, and the disk holds no more than it may."""
+class UnsettledTiers(RuleBasedStateMachine):
+    """While the writer still runs, loaded blocks are right, and the disk holds no more bytes than allowed."""
 
     @initialize(host_blocks=st.integers(0, 2), disk_blocks=st.integers(0, 3))
     def start(self, host_blocks: int, disk_blocks: int) -> None:
@@ -150,5 +150,5 @@ class Unsettled(RuleBasedStateMachine):
             self.directory.cleanup()
 
 
-TestUnsettled = Unsettled.TestCase
-TestUnsettled.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestUnsettledTiers = UnsettledTiers.TestCase
+TestUnsettledTiers.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)

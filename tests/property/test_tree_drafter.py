@@ -30,7 +30,7 @@ def followed_earlier(tokens: list[int]) -> list[int]:
 
 
 class TreeDrafterMachine(RuleBasedStateMachine):
-    """A coordinator with its own record of the tokens, and a drafter whose memory is nearly always full."""
+    """A coordinator with its own record of the tokens, and a drafter whose KV pool is nearly always full."""
 
     @initialize(
         mode=st.sampled_from(["serial", "run_ahead", "enumerate"]),
@@ -136,7 +136,7 @@ class TreeDrafterMachine(RuleBasedStateMachine):
             self.expander.failing = False
 
     @invariant()
-    def every_tree_is_sound_and_stored_where_it_says(self) -> None:
+    def every_tree_is_consistent_and_its_kv_is_stored(self) -> None:
         if not hasattr(self, "drafter"):
             return
         sessions = self.drafter._sessions._sessions
@@ -145,9 +145,9 @@ class TreeDrafterMachine(RuleBasedStateMachine):
             self.check_tree(session.tree, self.tokens.get(str(name), session.tokens))
             tables |= session.tree.tables()
         held = {block for table in tables for block in table.blocks[0]}
-        assert self.expander.memory.blocks_held == len(held)  # nothing leaks
+        assert self.expander.memory.blocks_held == len(held)  # no block leaks
         for table in tables:
-            assert len(table.blocks[0]) == -(-table.stored_len // BLOCK)  # nothing is held that is not used
+            assert len(table.blocks[0]) == -(-table.stored_len // BLOCK)  # every held block is used
             assert self.expander.memory.read(table) == table.tokens
 
     def check_tree(self, tree: DraftTree, tokens: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""What differs between the responses of OpenAI's two endpoints."""
+"""The JSON formats in which the responses of OpenAI's two endpoints differ."""
 
 from __future__ import annotations
 
@@ -138,5 +138,5 @@ def _token_text(text: bytes) -> str:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity. OpenAI's API reports -9999 for probability 0."""
+    """Replace minus infinity, which JSON lacks, by -9999 as OpenAI's API does."""
     return max(logprob, -9999.0)

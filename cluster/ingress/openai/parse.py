@@ -1,4 +1,4 @@
-"""From the body of an HTTP request to a checked model of `cluster.ingress.openai.requests`."""
+"""Parses the body of an HTTP request to a checked model of `cluster.ingress.openai.requests`."""
 
 from __future__ import annotations
 

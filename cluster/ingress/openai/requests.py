@@ -95,7 +95,7 @@ class Parameters(StrictModel):
     seed: UInt64 | None = None
     n: UInt32 | None = None
     best_of: UInt32 | None = None
-    """Answers that are generated, of which the `n` best are returned; with beam search, the number of beams."""
+    """Number of answers to generate. The `n` best are returned. With beam search, the number of beams."""
     use_beam_search: bool = False
     length_penalty: float | None = None
     early_stopping: Literal[True, False, "never"] = False
@@ -243,6 +243,6 @@ def _part_text(field: str, part: object) -> str:
 
 
 def _check_token_key(field: str, key: str) -> None:
-    """JSON objects have strings as keys, also where they are token ids."""
+    """Check that a key is a token id. It is a string, because JSON objects have no other keys."""
     if not (key.isascii() and key.isdecimal()) or len(key) > len(str(_MAX_UINT32)) or int(key) > _MAX_UINT32:
         raise InvalidRequest(field, key, "a token id of the model's vocabulary")

@@ -45,7 +45,7 @@ class ResponseMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
-    """What the client asks a response to contain."""
+    """The optional contents of a response that the client requested."""
 
     logprobs: bool
     token_ids: bool
@@ -95,7 +95,7 @@ def last_choice(endpoint: EndpointFormat, choice: Choice) -> Json:
 
 
 def usage(choices: Iterable[Choice]) -> Json:
-    """Return the cost of all choices together. A prompt counts once, also when it has several answers."""
+    """Return the usage of all choices together. A prompt counts once, also when it has several answers."""
     ended = [(choice.counts_prompt, choice.finished.usage) for choice in choices if choice.finished is not None]
     parts = [part for _, part in ended]
     prompt = sum(part.prompt_tokens for counts_prompt, part in ended if counts_prompt)

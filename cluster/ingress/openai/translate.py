@@ -61,8 +61,8 @@ def chat_request(body: ChatRequest, request_id: str, seed: int) -> generation_pb
         model=body.model,
         chat=generation_pb2.ChatInput(
             messages=[
-                generation_pb2.ChatMessage(role=turn.role, content=turn.content, name=turn.name)
-                for turn in body.messages
+                generation_pb2.ChatMessage(role=message.role, content=message.content, name=message.name)
+                for message in body.messages
             ]
         ),
         sampling=_sampling(body, seed, (body.top_logprobs or 0) if body.logprobs else None),

@@ -1,4 +1,4 @@
-"""One answer: committed tokens become text, stop strings end it, and its cost is counted."""
+"""Processes one answer: converts committed tokens to text, applies stop strings, and counts the usage."""
 
 from __future__ import annotations
 

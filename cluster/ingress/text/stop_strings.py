@@ -28,7 +28,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> Matched:
-        """Add a part of the text, and return what is certain now. Do not call it again after a match."""
+        """Add a part of the text, and return the text that may be sent. Do not call it again after a match."""
         held = self._held + text
         found = self._first(held)
         if found is not None:

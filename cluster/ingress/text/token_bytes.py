@@ -18,7 +18,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def reader(decoder: Mapping[str, Any] | None) -> tuple[PieceToBytes, bool]:
-    """Return how to read one vocabulary entry, and whether the tokenizer adds the first space of a text.
+    """Return the function that converts a vocabulary entry, and whether the tokenizer adds a first space to texts.
 
     Supports byte-level vocabularies (GPT-2, Llama 3, Qwen) and SentencePiece-like ones (Llama 2, Gemma).
     Raises `ConfigurationError` for any other kind.

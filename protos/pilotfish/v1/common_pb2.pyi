@@ -39,7 +39,7 @@ class _RowFaultCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RowFault
     """The row is invalid. Only its request fails."""
 
 class RowFaultCode(_RowFaultCode, metaclass=_RowFaultCodeEnumTypeWrapper):
-    """Why one row was not computed. The other rows of the batch were."""
+    """Why one row was not computed. The other rows of the batch are not affected."""
 
 ROW_FAULT_CODE_UNSPECIFIED: RowFaultCode.ValueType  # 0
 """Never sent."""
@@ -152,7 +152,7 @@ Global___SamplingParameters: _TypeAlias = SamplingParameters  # noqa: Y015
 
 @_typing.final
 class LogitBias(_message.Message):
-    """One shifted logit."""
+    """A change of one token's logit."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -210,7 +210,7 @@ Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class TopLogprob(_message.Message):
-    """One alternative."""
+    """One alternative token at a position."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -222,7 +222,7 @@ class TopLogprob(_message.Message):
     logprob: _builtins.float
     """Its natural log-probability, at most 0."""
     token_bytes: _builtins.bytes
-    """Its bytes, if the public service reports them; unset between workers."""
+    """The bytes of the token, if the public service reports them; unset between workers."""
     def __init__(
         self,
         *,
@@ -296,7 +296,7 @@ Global___TokenTree: _TypeAlias = TokenTree  # noqa: Y015
 
 @_typing.final
 class SequenceStart(_message.Message):
-    """What a worker needs once per sequence. It is part of the first row of the sequence."""
+    """The parameters of a sequence. Only the first row of the sequence on a worker contains them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -328,7 +328,7 @@ Global___SequenceStart: _TypeAlias = SequenceStart  # noqa: Y015
 
 @_typing.final
 class RowFault(_message.Message):
-    """A fault of one row."""
+    """The fault of a row that was not computed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -336,7 +336,7 @@ class RowFault(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     STORED_LEN_FIELD_NUMBER: _builtins.int
     code: Global___RowFaultCode.ValueType
-    """What kind of fault."""
+    """The kind of the fault."""
     message: _builtins.str
     """A message for the log. Bound: 1024 bytes."""
     stored_len: _builtins.int

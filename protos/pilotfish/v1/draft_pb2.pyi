@@ -134,7 +134,7 @@ class Proposal(_message.Message):
     base_len: _builtins.int
     """The committed length before the tree."""
     ready: _builtins.int
-    """Nodes that were drafted ahead of the request. Bound: the nodes of the tree."""
+    """Number of nodes that were drafted before the request arrived. Bound: the nodes of the tree."""
     @_builtins.property
     def tree(self) -> _common_pb2.TokenTree:
         """The draft; may be empty."""
@@ -145,7 +145,7 @@ class Proposal(_message.Message):
 
     @_builtins.property
     def probabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """The drafter's estimate, per node, that all tokens down to the node are accepted. Bound: none, or one per node in
+        """Estimated probability, per node, that all tokens down to the node are accepted. Bound: none, or one per node in
         [0, 1], at most its parent's.
         """
 

@@ -29,11 +29,11 @@ class _EarlyStoppingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlySt
     EARLY_STOPPING_UNSPECIFIED: _EarlyStopping.ValueType  # 0
     """The default, NO."""
     EARLY_STOPPING_NO: _EarlyStopping.ValueType  # 1
-    """When the best running beam, at its current length, scores no better than the worst finished answer."""
+    """End when the best running beam, at its current length, scores no better than the worst finished answer."""
     EARLY_STOPPING_YES: _EarlyStopping.ValueType  # 2
-    """At once."""
+    """End at once."""
     EARLY_STOPPING_NEVER: _EarlyStopping.ValueType  # 3
-    """When no running beam can ever score better than the worst finished answer."""
+    """End when no running beam can ever score better than the worst finished answer."""
 
 class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
     """When a beam search ends, once it has as many finished answers as beams."""
@@ -41,11 +41,11 @@ class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
 EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
 """The default, NO."""
 EARLY_STOPPING_NO: EarlyStopping.ValueType  # 1
-"""When the best running beam, at its current length, scores no better than the worst finished answer."""
+"""End when the best running beam, at its current length, scores no better than the worst finished answer."""
 EARLY_STOPPING_YES: EarlyStopping.ValueType  # 2
-"""At once."""
+"""End at once."""
 EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 3
-"""When no running beam can ever score better than the worst finished answer."""
+"""End when no running beam can ever score better than the worst finished answer."""
 Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
 
 class _FinishReason:
@@ -192,7 +192,7 @@ class BeamSearch(_message.Message):
     Default: 1.
     """
     early_stopping: Global___EarlyStopping.ValueType
-    """When to end."""
+    """When the search ends."""
     def __init__(
         self,
         *,
@@ -371,7 +371,7 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class GenerationStarted(_message.Message):
-    """What was admitted."""
+    """The admitted request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -465,7 +465,7 @@ class GenerationFinished(_message.Message):
     """The stop token that ended it, if one did."""
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """What the answer cost."""
+        """Token and step counts of the answer."""
 
     def __init__(
         self,
@@ -492,7 +492,7 @@ Global___GenerationFinished: _TypeAlias = GenerationFinished  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """What an answer cost."""
+    """Token and step counts of one answer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

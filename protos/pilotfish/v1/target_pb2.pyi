@@ -83,7 +83,7 @@ Global___OpenRow: _TypeAlias = OpenRow  # noqa: Y015
 
 @_typing.final
 class TargetServiceOpenResponse(_message.Message):
-    """How much KV was found."""
+    """The KV that was found for the opened sequences."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -307,7 +307,7 @@ class KvGroup(_message.Message):
     window: _builtins.int
     """Positions that a token attends to, itself included; 0 is all positions. Bound: 2^20."""
     sinks: _builtins.int
-    """First positions that every token attends to beside the window. Bound: 2^20, 0 without a window."""
+    """Number of first positions that every token attends to in addition to the window. Bound: 2^20, 0 without a window."""
     def __init__(
         self,
         *,
@@ -332,7 +332,7 @@ class TargetServiceReleaseRequest(_message.Message):
     SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     ALL_FIELD_NUMBER: _builtins.int
     all: _builtins.bool
-    """Free every sequence. A starting coordinator sends it to free what an earlier one left."""
+    """Free every sequence. A starting coordinator sets it to free the sequences of an earlier coordinator."""
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Bound: 4096 ids of 1 to 128 bytes."""
@@ -423,7 +423,7 @@ class TargetServiceGetInfoResponse(_message.Message):
     dtype: _builtins.str
     """The dtype of weights and KV, as torch names it."""
     epoch: _builtins.str
-    """Random, drawn at start. A changed epoch means that everything stored before is gone."""
+    """A random text, drawn at start. A changed epoch means that all KV stored before is lost."""
     lossy: _builtins.bool
     """True if answers are not exactly those of the model alone, because the target is configured so."""
     @_builtins.property

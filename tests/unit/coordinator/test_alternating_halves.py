@@ -24,7 +24,7 @@ from tests.support.simulated_time import (
 
 @pytest.mark.parametrize("controller", ["auto", "off"])
 def test_with_alternating_halves_the_target_does_not_wait_for_drafts(controller: str) -> None:
-    async def work(alternate: str) -> float:
+    async def scenario(alternate: str) -> float:
         target = TimedTarget(gpu_step)
         drafter = TimedDrafter(target, DrafterModel(0.8, call_seconds=0.009, has_probabilities=True))
         cluster = SimulatedCluster([drafter], target, draft__controller=controller, draft__alternate=alternate)
@@ -33,12 +33,12 @@ def test_with_alternating_halves_the_target_does_not_wait_for_drafts(controller:
         assert target.accepted > 0
         return value_of(cluster.metrics, "pilotfish:propose_latency_seconds_sum") / len(target.batches)
 
-    assert simulate(work("on")) < 0.2 * simulate(work("off"))
+    assert simulate(scenario("on")) < 0.2 * simulate(scenario("off"))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_with_alternating_halves_the_tokens_are_the_same(count: int) -> None:
-    async def work() -> None:
+    async def scenario() -> None:
         target = FakeTarget(blocks=60, step_delay=0.001)
         cluster = SimulatedCluster([RandomDrafter(target)], target, draft__controller="off", draft__alternate="on")
         async with cluster.coordinator:
@@ -48,4 +48,4 @@ def test_with_alternating_halves_the_tokens_are_the_same(count: int) -> None:
             assert any(len(batch.rows) < count for batch in target.batches[10:20])
         assert target.accepted > 0
 
-    simulate(work())
+    simulate(scenario())

@@ -1,4 +1,4 @@
-"""Beam search over the loop: what the search alone would find, whatever happens beside it."""
+"""Beam search in the coordinator gives the answers of the pure search, also among other requests and failures."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_answers_that_do_not_exist_are_empty() -> None:
     assert [len(answer) for answer in answers] == [1, 1, 1, 0, 0]
 
 
-# --- the work -----------------------------------------------------------------------------------
+# --- the steps ----------------------------------------------------------------------------------
 
 
 async def test_a_search_round_is_one_step_and_no_prompt_is_computed_twice() -> None:
@@ -114,7 +114,7 @@ async def test_beams_share_the_blocks_of_their_common_prefix() -> None:
     assert fewest >= 28 - 20 - 8
 
 
-# --- ways out -----------------------------------------------------------------------------------
+# --- early ends ---------------------------------------------------------------------------------
 
 
 async def test_a_client_that_disconnects_frees_every_beam_within_one_step() -> None:

@@ -28,7 +28,7 @@ from tests.support.simulated_time import (
 
 
 def test_sequences_are_spread_over_drafters_and_stay_there() -> None:
-    async def work() -> None:
+    async def scenario() -> None:
         target = FakeTarget(blocks=4000, step_delay=0.005)
         drafters = [PerfectDrafter(target) for _ in range(3)]
         cluster = SimulatedCluster(drafters, target, draft__controller="off")
@@ -40,11 +40,11 @@ def test_sequences_are_spread_over_drafters_and_stay_there() -> None:
         assert len(set[SequenceId]().union(*served)) == 6
         assert target.accepted > 0
 
-    simulate(work())
+    simulate(scenario())
 
 
 def test_the_sequences_of_a_dead_drafter_move_and_some_return_with_it() -> None:
-    async def work() -> None:
+    async def scenario() -> None:
         target = FakeTarget(blocks=4000, max_context_len=4096, step_delay=0.005)
         drafters = [FailingDrafter(target), FailingDrafter(target)]
         for drafter in drafters:
@@ -64,13 +64,13 @@ def test_the_sequences_of_a_dead_drafter_move_and_some_return_with_it() -> None:
             await until(lambda: not first.known and not second.known)
         assert target.accepted > 0
 
-    simulate(work())
+    simulate(scenario())
 
 
 @pytest.mark.parametrize("controller", ["auto", "off"])
 @pytest.mark.parametrize("alternate", ["on", "off"])
 def test_the_tokens_are_the_same_while_drafters_die_and_come_back(alternate: str, controller: str) -> None:
-    async def work() -> None:
+    async def scenario() -> None:
         rng = random.Random(11)
         target = TimedTarget(gpu_step)
         drafters = [FailingDrafter(target) for _ in range(3)]
@@ -87,11 +87,11 @@ def test_the_tokens_are_the_same_while_drafters_die_and_come_back(alternate: str
             await until(lambda: not any(drafter.known for drafter in drafters))
         assert target.accepted > 0
 
-    simulate(work())
+    simulate(scenario())
 
 
 def test_a_request_that_leaves_during_a_call_is_released_on_every_drafter() -> None:
-    async def work() -> None:
+    async def scenario() -> None:
         target = FakeTarget(blocks=4000, step_delay=0.005)
         drafters = [TimedDrafter(target, DrafterModel(0.9, call_seconds=0.05)) for _ in range(2)]
         cluster = SimulatedCluster(drafters, target)
@@ -101,4 +101,4 @@ def test_a_request_that_leaves_during_a_call_is_released_on_every_drafter() -> N
             await until(lambda: not any(drafter.known for drafter in drafters))
             assert await tokens_of(cluster.coordinator, request()) == target.answer(request())
 
-    simulate(work())
+    simulate(scenario())

@@ -25,7 +25,7 @@ QUICK = DrafterModel(0.7, call_seconds=0.0003, row_seconds=0.00001, has_probabil
 
 
 def test_sequences_without_drafts_are_prefilled_within_a_share_of_the_time() -> None:
-    async def work() -> int:
+    async def scenario() -> int:
         target = TimedTarget(cpu_step)
         drafter = PrefillingDrafter(target, DrafterModel(0.0), token_seconds=0.001)
         cluster = SimulatedCluster([drafter], target, draft__timeout_seconds=5.0)
@@ -33,11 +33,11 @@ def test_sequences_without_drafts_are_prefilled_within_a_share_of_the_time() -> 
             await cluster.serve([request(f"r{i}", prompt=[i + 1] * 200, max_tokens=200, seed=i) for i in range(12)])
         return len({row.sequence_id for call in drafter.calls for row in call})
 
-    assert 1 <= simulate(work()) <= 5  # each prefill takes 0.2 s, the answers 4 s
+    assert 1 <= simulate(scenario()) <= 5  # each prefill takes 0.2 s, the answers 4 s
 
 
 def test_a_long_prompt_is_prefilled_in_the_background_and_delays_no_other_request() -> None:
-    async def work(controller: str) -> None:
+    async def scenario(controller: str) -> None:
         target = TimedTarget(gpu_step)
         drafter = PrefillingDrafter(target, DrafterModel(0.9), token_seconds=0.0005)
         cluster = SimulatedCluster([drafter], target, draft__controller=controller, draft__timeout_seconds=5.0)
@@ -51,12 +51,12 @@ def test_a_long_prompt_is_prefilled_in_the_background_and_delays_no_other_reques
         prefilled = [row for call in drafter.calls for row in call if len(row.new_tokens) >= 400]
         assert [row.budget.max_nodes for row in prefilled] == [0]
 
-    simulate(work("auto"))
-    simulate(work("off"))
+    simulate(scenario("auto"))
+    simulate(scenario("off"))
 
 
 def test_a_single_prompt_is_prefilled_if_its_answer_takes_twice_as_long() -> None:
-    async def work() -> None:
+    async def scenario() -> None:
         target = TimedTarget(cpu_step)
         drafter = PrefillingDrafter(target, QUICK, token_seconds=0.001)
         cluster = SimulatedCluster([drafter], target, draft__timeout_seconds=5.0)
@@ -65,13 +65,13 @@ def test_a_single_prompt_is_prefilled_if_its_answer_takes_twice_as_long() -> Non
             await cluster.serve([request("short", prompt=[2] * 400, max_tokens=16)])
             await cluster.serve([request("long", prompt=[3] * 400, max_tokens=300)])
         prefilled = [row.new_tokens[0] for call in drafter.calls for row in call if len(row.new_tokens) > 64]
-        assert prefilled == [1, 3]  # the first one shows how long learning takes
+        assert prefilled == [1, 3]  # the first prefill shows how long prefills take
 
-    simulate(work())
+    simulate(scenario())
 
 
 def test_the_prefill_of_a_request_that_left_is_cancelled() -> None:
-    async def work() -> None:
+    async def scenario() -> None:
         target = TimedTarget(cpu_step)
         drafter = PrefillingDrafter(target, QUICK, token_seconds=0.001)
         cluster = SimulatedCluster([drafter], target, draft__timeout_seconds=5.0)
@@ -82,4 +82,4 @@ def test_the_prefill_of_a_request_that_left_is_cancelled() -> None:
             assert now() - left < 0.05  # the prefill takes two seconds
             await cluster.serve([request("next", max_tokens=20)])  # the drafter still works
 
-    simulate(work())
+    simulate(scenario())

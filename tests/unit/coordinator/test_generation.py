@@ -42,7 +42,7 @@ ACCURATE: dict[str, type[FakeDrafter]] = {
 USELESS: dict[str, Callable[[FakeTarget], FakeDrafter]] = {
     "is always wrong": WrongDrafter,
     "is late": lambda target: SlowDrafter(target, 0.02),
-    "is gone": FailingDrafter,
+    "is unavailable": FailingDrafter,
     "has a bug": BuggyDrafter,
 }
 

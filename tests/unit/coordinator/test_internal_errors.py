@@ -1,4 +1,4 @@
-"""Bugs of the coordinator itself end requests with an error, and the server goes on."""
+"""Bugs of the coordinator itself end requests with an error, and the server continues."""
 
 from __future__ import annotations
 

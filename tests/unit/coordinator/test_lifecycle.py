@@ -70,7 +70,7 @@ async def test_requests_that_outlast_the_drain_get_an_error_and_are_freed() -> N
     assert not drafter.known
 
 
-async def test_an_idle_coordinator_calls_nobody() -> None:
+async def test_an_idle_coordinator_makes_no_calls() -> None:
     target = FakeTarget()
     calls = 0
     plain = target.info

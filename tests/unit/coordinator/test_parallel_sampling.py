@@ -1,4 +1,4 @@
-"""Several answers to one prompt: each is what a request of its own would get, and the prompt is computed once."""
+"""Several answers to one prompt: each equals that of a separate request, and the prompt is computed once."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_forks_of_a_lost_parent_are_opened_without_it() -> None:
     assert sum(found > 0 for _, found in target.openings) == 0
 
 
-# --- ways out -----------------------------------------------------------------------------------
+# --- early ends ---------------------------------------------------------------------------------
 
 
 async def test_a_client_that_disconnects_frees_every_answer_within_one_step() -> None:
@@ -248,7 +248,7 @@ async def test_concluding_the_last_answer_ends_the_stream() -> None:
         await until(lambda: target.is_empty)
 
 
-# --- bounds and books ---------------------------------------------------------------------------
+# --- bounds and metrics -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [0, 5])

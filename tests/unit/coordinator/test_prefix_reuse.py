@@ -37,8 +37,8 @@ async def test_a_prompt_that_was_computed_before_is_not_sent_again() -> None:
 async def test_a_conversation_continues_from_the_kv_of_its_last_turn() -> None:
     target = FakeTarget(prefix_cache=True)
     async with serving(target, PerfectDrafter(target)) as coordinator:
-        turn = request("one", LONG, max_tokens=20)
-        answer = await tokens_of(coordinator, turn)
+        first = request("one", LONG, max_tokens=20)
+        answer = await tokens_of(coordinator, first)
         following = request("two", (*LONG, *answer, 9, 9), max_tokens=10)
         assert await tokens_of(coordinator, following) == target.answer(following)
     assert target.openings[1][1] == 48  # the last token of an answer is never stored

@@ -1,6 +1,6 @@
 """Random requests, clients and failures at the same time.
 
-Every client that stays reads the right tokens, and in the end nothing is held.
+Every client that stays connected reads the right tokens, and in the end no KV is held.
 """
 
 from __future__ import annotations

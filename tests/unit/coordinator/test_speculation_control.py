@@ -33,7 +33,7 @@ from tests.support.simulated_time import (
 
 
 def test_speculation_follows_a_drafter_that_becomes_good_or_bad() -> None:
-    async def work() -> tuple[float, float, float]:
+    async def scenario() -> tuple[float, float, float]:
         target = TimedTarget(gpu_step)
         drafter = TimedDrafter(target, DrafterModel(0.0))
         cluster = SimulatedCluster([drafter], target)
@@ -47,13 +47,13 @@ def test_speculation_follows_a_drafter_that_becomes_good_or_bad() -> None:
             worse = await cluster.serve(equal_requests(2, 250, "e"))
         return bad, good, worse
 
-    bad, good, worse = simulate(work())
+    bad, good, worse = simulate(scenario())
     assert good < 0.5 * bad
     assert worse == pytest.approx(bad, rel=0.03)
 
 
 def test_speculation_starts_again_within_one_answer() -> None:
-    async def work() -> int:
+    async def scenario() -> int:
         target = TimedTarget(gpu_step)
         drafter = TimedDrafter(target, DrafterModel(0.0))
         cluster = SimulatedCluster([drafter], target)
@@ -64,11 +64,11 @@ def test_speculation_starts_again_within_one_answer() -> None:
             await reading
         return len(target.batches)
 
-    assert simulate(work()) < 600
+    assert simulate(scenario()) < 600
 
 
 def test_the_tokens_are_the_same_with_a_controller_and_any_drafter() -> None:
-    async def work(drafter_type: type[FakeDrafter]) -> None:
+    async def scenario(drafter_type: type[FakeDrafter]) -> None:
         target = FakeTarget(blocks=4000, step_delay=0.01)
         cluster = SimulatedCluster([drafter_type(target)], target)
         async with cluster.coordinator:
@@ -77,11 +77,11 @@ def test_the_tokens_are_the_same_with_a_controller_and_any_drafter() -> None:
         assert target.accepted > 0
 
     for drafter_type in (PerfectDrafter, RandomDrafter, ForgetfulDrafter):
-        simulate(work(drafter_type))
+        simulate(scenario(drafter_type))
 
 
 def test_a_request_may_turn_drafts_off_or_bound_them() -> None:
-    async def work(controller: str) -> None:
+    async def scenario(controller: str) -> None:
         target = TimedTarget(gpu_step)
         drafter = TimedDrafter(target, DrafterModel(0.9))
         cluster = SimulatedCluster([drafter], target, draft__controller=controller)
@@ -95,12 +95,12 @@ def test_a_request_may_turn_drafts_off_or_bound_them() -> None:
         assert asked == {(9, 9)}
         assert all(row.budget.max_nodes <= 2 for call in drafter.calls for row in call)
 
-    simulate(work("auto"))
-    simulate(work("off"))
+    simulate(scenario("auto"))
+    simulate(scenario("off"))
 
 
 def test_sequences_without_drafts_are_probed_within_a_share_of_the_time() -> None:
-    async def work() -> tuple[float, float]:
+    async def scenario() -> tuple[float, float]:
         target = TimedTarget(cpu_step)
         drafter = TimedDrafter(target, DrafterModel(0.0))
         cluster = SimulatedCluster([drafter], target)
@@ -108,12 +108,12 @@ def test_sequences_without_drafts_are_probed_within_a_share_of_the_time() -> Non
             seconds = await cluster.serve(equal_requests(8, 400))
         return seconds, value_of(cluster.metrics, "pilotfish:drafter_call_seconds_total")
 
-    seconds, drafting = simulate(work())
+    seconds, drafting = simulate(scenario())
     assert 0 < drafting < 0.02 * seconds
 
 
 def test_a_drafter_that_comes_back_is_found_while_speculation_is_off() -> None:
-    async def work() -> None:
+    async def scenario() -> None:
         target = TimedTarget(gpu_step)
         drafter = FailingDrafter(target)
         cluster = SimulatedCluster([drafter], target)
@@ -126,11 +126,11 @@ def test_a_drafter_that_comes_back_is_found_while_speculation_is_off() -> None:
             await reading
         assert any(len(row.tree) for batch in target.batches for row in batch.rows)
 
-    simulate(work())
+    simulate(scenario())
 
 
 def test_a_single_sequence_whose_drafts_pay_asks_for_the_largest_trees() -> None:
-    async def work() -> list[DraftBudget]:
+    async def scenario() -> list[DraftBudget]:
         target = TimedTarget(cpu_step)
         drafter = TimedDrafter(target, DrafterModel(0.8, depth_seconds=0.0012, has_probabilities=True))
         cluster = SimulatedCluster([drafter], target)
@@ -138,12 +138,12 @@ def test_a_single_sequence_whose_drafts_pay_asks_for_the_largest_trees() -> None
             await cluster.serve(equal_requests(1, 400))
         return [row.budget for call in drafter.calls for row in call if row.budget.max_nodes]
 
-    asked = simulate(work())
+    asked = simulate(scenario())
     assert set(asked[40:80]) == {max(asked, key=lambda budget: budget.max_nodes)}
 
 
 def test_a_proposal_that_is_much_later_than_usual_is_not_waited_for() -> None:
-    async def work() -> float:
+    async def scenario() -> float:
         target = TimedTarget(gpu_step)
         drafter = TimedDrafter(target, DrafterModel(0.9))
         cluster = SimulatedCluster([drafter], target, draft__timeout_seconds=10.0)
@@ -159,11 +159,11 @@ def test_a_proposal_that_is_much_later_than_usual_is_not_waited_for() -> None:
         assert value_of(cluster.metrics, "pilotfish:drafter_fallback_total", reason="late") >= 1
         return waited
 
-    assert simulate(work()) < 0.1
+    assert simulate(scenario()) < 0.1
 
 
 def test_a_sequence_that_arrives_while_others_are_opened_has_no_draft_in_that_round() -> None:
-    async def work() -> None:
+    async def scenario() -> None:
         target = TimedTarget(gpu_step)
         drafter = TimedDrafter(target, DrafterModel(0.9))
         open_at_once = target.open
@@ -185,4 +185,4 @@ def test_a_sequence_that_arrives_while_others_are_opened_has_no_draft_in_that_ro
         assert drafted
         assert min(drafted) > 10  # the controller sizes trees of sequences that decode
 
-    simulate(work())
+    simulate(scenario())

@@ -32,7 +32,7 @@ async def test_the_start_waits_for_the_target() -> None:
     assert target.accepted > 0
 
 
-async def test_a_new_coordinator_frees_what_a_dead_one_left_on_the_target() -> None:
+async def test_a_new_coordinator_frees_the_sequences_of_a_dead_one() -> None:
     target = FakeTarget(blocks=12)
     orphans = FakeTarget(blocks=12)
     coordinator = Coordinator(target, [PerfectDrafter(target)], configure(), Metrics())

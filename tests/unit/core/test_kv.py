@@ -17,7 +17,7 @@ layouts = st.builds(KvLayout, st.sampled_from([1, 2, 4, 16]), st.lists(groups, m
 
 
 def seen(group: KvGroup, stored_len: int, end: int) -> set[int]:
-    """Positions up to `end` that a later token attends to or is written to."""
+    """Positions below `end` that a later token attends to or that are still written."""
     first = 0 if group.window is None else max(0, stored_len - group.window + 1)
     return set(range(first, end)) | set(range(min(group.sinks, end)))
 

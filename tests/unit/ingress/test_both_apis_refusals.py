@@ -17,9 +17,9 @@ def tokens(*ids: int) -> Request:
     return Request(token_ids=common_pb2.TokenIds(ids=ids))
 
 
-def turns(*turns: tuple[str, str]) -> Request:
-    messages = [generation_pb2.ChatMessage(role=role, content=content) for role, content in turns]
-    return Request(chat=generation_pb2.ChatInput(messages=messages))
+def conversation(*messages: tuple[str, str]) -> Request:
+    encoded = [generation_pb2.ChatMessage(role=role, content=content) for role, content in messages]
+    return Request(chat=generation_pb2.ChatInput(messages=encoded))
 
 
 BAD_INPUT: list[tuple[str, dict[str, Any], Request, type[InvalidRequest], str]] = [
@@ -120,7 +120,7 @@ BAD_INPUT: list[tuple[str, dict[str, Any], Request, type[InvalidRequest], str]] 
     (
         "a single beam",
         {"messages": HI, "use_beam_search": True},
-        Request(chat=turns(("user", "hi")).chat, beam_search=BeamSearch()),
+        Request(chat=conversation(("user", "hi")).chat, beam_search=BeamSearch()),
         InvalidRequest,
         "best_of",
     ),
@@ -166,18 +166,18 @@ BAD_INPUT: list[tuple[str, dict[str, Any], Request, type[InvalidRequest], str]] 
         InvalidRequest,
         "max_draft_tokens",
     ),
-    ("no messages", {"messages": []}, turns(), InvalidRequest, "messages"),
+    ("no messages", {"messages": []}, conversation(), InvalidRequest, "messages"),
     (
         "a role the template refuses",
         {"messages": [{"role": "villain", "content": "ha"}]},
-        turns(("villain", "ha")),
+        conversation(("villain", "ha")),
         InvalidRequest,
         "messages",
     ),
     (
         "a role that is no word",
         {"messages": [{"role": "a b", "content": "ha"}]},
-        turns(("a b", "ha")),
+        conversation(("a b", "ha")),
         InvalidRequest,
         "messages[0].role",
     ),

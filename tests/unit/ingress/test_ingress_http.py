@@ -177,10 +177,10 @@ async def test_an_error_in_mid_stream_is_an_event_and_the_stream_ends(api: HttpA
 async def test_an_unexpected_error_is_logged_and_its_text_is_not_sent(
     api: HttpApi, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def accident(_: object) -> Any:
+    def fail(_: object) -> Any:
         raise RuntimeError("secret")
 
-    api.engine.script = accident
+    api.engine.script = fail
     response = await api.http.post("/v1/completions", json={"prompt": "hi"}, headers={"x-request-id": "my-1"})
     assert response.status_code == 500
     assert "secret" not in response.text

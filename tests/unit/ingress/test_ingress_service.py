@@ -153,13 +153,13 @@ async def test_the_best_samples_are_returned_once_all_are_complete(tmp_path: Pat
 async def test_an_engine_that_ends_before_its_answers_is_an_error(tmp_path: Path) -> None:
     _, engine, tokenizer = fake_service(tmp_path)
 
-    class Breaking(ScriptedEngine):
+    class EndingTooEarly(ScriptedEngine):
         async def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit, None]:
             async with aclosing(super().generate(replace(request, n=1))) as commits:
                 async for commit in commits:
                     yield commit
 
-    generation = GenerationService(Breaking(engine.script), tokenizer, LimitsSection())
+    generation = GenerationService(EndingTooEarly(engine.script), tokenizer, LimitsSection())
     with pytest.raises(TargetUnavailable, match="broke off"):
         await events_of(generation, Request(text="hi", n=2))
 
@@ -167,13 +167,13 @@ async def test_an_engine_that_ends_before_its_answers_is_an_error(tmp_path: Path
 async def test_an_answer_that_was_not_requested_is_an_error(tmp_path: Path) -> None:
     _, engine, tokenizer = fake_service(tmp_path)
 
-    class Inventing(ScriptedEngine):
+    class WithUnknownAnswer(ScriptedEngine):
         async def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit, None]:
             async with aclosing(super().generate(request)) as commits:
                 async for commit in commits:
                     yield replace(commit, index=7)
 
-    generation = GenerationService(Inventing(engine.script), tokenizer, LimitsSection())
+    generation = GenerationService(WithUnknownAnswer(engine.script), tokenizer, LimitsSection())
     with pytest.raises(TargetUnavailable, match="answer 7 was not requested"):
         await events_of(generation, Request(text="hi", n=2))
 

@@ -38,8 +38,8 @@ def stopped(**values: object) -> Request:
     return Request(text="hi", stopping=Stopping(**values))  # type: ignore[arg-type]
 
 
-def chat(*turns: generation_pb2.ChatMessage) -> Request:
-    return Request(chat=generation_pb2.ChatInput(messages=turns))
+def chat(*messages: generation_pb2.ChatMessage) -> Request:
+    return Request(chat=generation_pb2.ChatInput(messages=messages))
 
 
 def bias(*pairs: tuple[int, float]) -> Request:
@@ -75,8 +75,8 @@ def test_end_of_sequence_is_a_stop_token_unless_ignored() -> None:
 def test_all_three_kinds_of_prompt_are_accepted() -> None:
     tokens = Request(token_ids=common_pb2.TokenIds(ids=[1, 99]))
     assert validate(tokens, INFO, LIMITS, ()).prompt == TokenPrompt((1, 99))
-    turn = generation_pb2.ChatMessage(role="user", content="hi", name="ann")
-    assert validate(chat(turn), INFO, LIMITS, ()).prompt == ChatPrompt((Message("user", "hi", "ann"),))
+    message = generation_pb2.ChatMessage(role="user", content="hi", name="ann")
+    assert validate(chat(message), INFO, LIMITS, ()).prompt == ChatPrompt((Message("user", "hi", "ann"),))
 
 
 USER = generation_pb2.ChatMessage(role="user", content="hi")

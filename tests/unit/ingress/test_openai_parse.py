@@ -57,8 +57,8 @@ def test_other_parts_are_refused_by_name() -> None:
 
 
 def test_a_returned_assistant_message_can_be_sent_back() -> None:
-    turn = {"role": "assistant", "content": "hello", "refusal": None, "tool_calls": None, "annotations": []}
-    assert chat(messages=[turn]).messages[0].content == "hello"
+    message = {"role": "assistant", "content": "hello", "refusal": None, "tool_calls": None, "annotations": []}
+    assert chat(messages=[message]).messages[0].content == "hello"
 
 
 @pytest.mark.parametrize("name", [*ChatRequest.unsupported])

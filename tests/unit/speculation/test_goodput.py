@@ -26,7 +26,7 @@ def known(step_time: StepTime) -> LatencyModel:
 FLAT = known(lambda rows, tokens: 0.010)
 STEEP = known(lambda rows, tokens: 0.001 + 0.010 * tokens)
 FREE = LatencyModel(floor_seconds=1e-6)
-DEAR = LatencyModel(floor_seconds=0.5)
+EXPENSIVE = LatencyModel(floor_seconds=0.5)
 
 
 def chain(acceptance: float, length: int = 8) -> DraftForecast:
@@ -47,7 +47,7 @@ def test_no_nodes_are_asked_where_each_token_costs_as_much_as_it_gains(rows: int
 
 
 def test_no_nodes_are_asked_of_a_drafter_that_takes_longer_than_it_saves() -> None:
-    assert size_trees([chain(0.9)], FLAT, DEAR).nodes == (0,)
+    assert size_trees([chain(0.9)], FLAT, EXPENSIVE).nodes == (0,)
 
 
 def test_all_nodes_are_asked_for_where_verification_is_free() -> None:
@@ -114,15 +114,15 @@ def test_pruning_no_trees_gives_no_trees() -> None:
 
 @st.composite
 def trees(draw: st.DrawFn) -> list[list[float]]:
-    """Chances of nodes whose parents come before them and are no less likely."""
-    grown = []
+    """Acceptance probabilities of nodes whose parents come before them and are no less probable."""
+    probability_trees = []
     for _ in range(draw(st.integers(0, 5))):
         probabilities: list[float] = []
         for _ in range(draw(st.integers(0, 8))):
             parent = draw(st.integers(-1, len(probabilities) - 1))
             probabilities.append(draw(st.floats(0, 1)) * (1.0 if parent < 0 else probabilities[parent]))
-        grown.append(probabilities)
-    return grown
+        probability_trees.append(probabilities)
+    return probability_trees
 
 
 latencies = st.sampled_from([FLAT, STEEP, known(cpu_step), known(gpu_step)])
@@ -131,13 +131,13 @@ latencies = st.sampled_from([FLAT, STEEP, known(cpu_step), known(gpu_step)])
 @settings(deadline=None, max_examples=50)
 @given(trees(), latencies, st.floats(0, 0.05))
 def test_pruned_trees_are_never_worse_than_none_or_one_node_less_or_more(
-    grown: list[list[float]], steps: LatencyModel, waited: float
+    probability_trees: list[list[float]], steps: LatencyModel, waited: float
 ) -> None:
-    rows = max(1, len(grown))
-    pruned = prune_trees(grown, steps, rows, rows, waited)
+    rows = max(1, len(probability_trees))
+    pruned = prune_trees(probability_trees, steps, rows, rows, waited)
     best = pruned.expected / (waited + pruned.seconds)
     count = sum(map(len, pruned.nodes))
-    ranked = sorted((chance for probabilities in grown for chance in probabilities), reverse=True)
+    ranked = sorted((value for probabilities in probability_trees for value in probabilities), reverse=True)
     for other in {0, max(0, count - 1), min(len(ranked), count + 1), len(ranked)}:
         goodput = (rows + sum(ranked[:other])) / (waited + steps.seconds(rows, rows + other))
         assert best >= goodput * (1 - 1e-9)
@@ -145,11 +145,11 @@ def test_pruned_trees_are_never_worse_than_none_or_one_node_less_or_more(
 
 @settings(deadline=None, max_examples=50)
 @given(trees(), latencies)
-def test_a_node_stays_only_with_its_parent(grown: list[list[float]], steps: LatencyModel) -> None:
-    falling = [
-        sorted(probabilities, reverse=True) for probabilities in grown
-    ]  # chains: each hangs under the one before
-    for nodes in prune_trees(falling, steps, max(1, len(grown)), max(1, len(grown)), 0.001).nodes:
+def test_a_node_stays_only_with_its_parent(probability_trees: list[list[float]], steps: LatencyModel) -> None:
+    # Chains: each node is the child of the one before.
+    falling = [sorted(probabilities, reverse=True) for probabilities in probability_trees]
+    rows = max(1, len(probability_trees))
+    for nodes in prune_trees(falling, steps, rows, rows, 0.001).nodes:
         assert nodes == tuple(range(len(nodes)))
 
 
@@ -165,7 +165,9 @@ forecasts = st.lists(
 
 
 @settings(deadline=None, max_examples=50)
-@given(forecasts, latencies, st.sampled_from([FREE, DEAR, LatencyModel(grows_from_zero=True).observed(2, 4, 0.004)]))
+@given(
+    forecasts, latencies, st.sampled_from([FREE, EXPENSIVE, LatencyModel(grows_from_zero=True).observed(2, 4, 0.004)])
+)
 def test_expected_goodput_is_never_below_plain_decoding(
     some: list[DraftForecast], steps: LatencyModel, waits: LatencyModel
 ) -> None:
@@ -178,7 +180,5 @@ def test_expected_goodput_is_never_below_plain_decoding(
 @settings(deadline=None, max_examples=50)
 @given(forecasts, latencies)
 def test_better_drafts_never_lower_the_expected_goodput(some: list[DraftForecast], steps: LatencyModel) -> None:
-    better = [
-        DraftForecast(tuple(min(1.0, 1.1 * chance) for chance in one.probabilities), one.depths, 8) for one in some
-    ]
+    better = [DraftForecast(tuple(min(1.0, 1.1 * value) for value in one.probabilities), one.depths, 8) for one in some]
     assert size_trees(better, steps, FREE).goodput >= size_trees(some, steps, FREE).goodput * (1 - 1e-9)

@@ -1,4 +1,4 @@
-"""The measured speed-up suspends and resumes speculation, whatever is predicted."""
+"""The measured speed-up suspends and resumes speculation, regardless of the prediction."""
 
 from __future__ import annotations
 

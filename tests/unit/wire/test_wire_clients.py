@@ -115,8 +115,8 @@ async def test_a_target_whose_answer_is_out_of_bounds_is_unavailable(
         await target.step(BATCH)
 
 
-class Babbler(grpc.GenericRpcHandler):
-    """Answers every call with bytes that are no message."""
+class UnreadableServer(grpc.GenericRpcHandler):
+    """Answers every call with bytes that are not a message."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
         async def unary(request: bytes, context: object) -> bytes:
@@ -137,8 +137,8 @@ class Babbler(grpc.GenericRpcHandler):
 
 
 @pytest.fixture
-async def babbling() -> AsyncIterator[Resolve]:
-    server = grpc.aio.server(handlers=(Babbler(),))
+async def unreadable() -> AsyncIterator[Resolve]:
+    server = grpc.aio.server(handlers=(UnreadableServer(),))
     port = server.add_insecure_port(f"{HOST}:0")
     await server.start()
 
@@ -149,8 +149,8 @@ async def babbling() -> AsyncIterator[Resolve]:
     await server.stop(0)
 
 
-async def test_a_peer_that_answers_with_unreadable_bytes_is_unavailable(babbling: Resolve) -> None:
-    target, drafter, client = GrpcTarget(babbling), GrpcDrafter(babbling), GenerationClient(babbling)
+async def test_a_peer_that_answers_with_unreadable_bytes_is_unavailable(unreadable: Resolve) -> None:
+    target, drafter, client = GrpcTarget(unreadable), GrpcDrafter(unreadable), GenerationClient(unreadable)
     for call in (lambda: target.open(OPENS), lambda: target.step(BATCH), lambda: target.info()):
         with pytest.raises(TargetUnavailable):
             await call()

@@ -64,7 +64,7 @@ async def test_a_server_that_moved_to_another_port_is_found_there(
     await scripted.move()
     try:
         again = await ask(client)  # type: ignore[misc]
-    except unavailable:  # one call may be lost: nobody repeats it unasked
+    except unavailable:  # one call may be lost: the client does not repeat calls
         again = await ask(client)  # type: ignore[misc]
     assert again == first
     assert scripted.resolved == 2

@@ -70,7 +70,7 @@ async def test_a_reader_that_stops_reading_and_closes_frees_the_answer(
 async def test_a_running_answer_survives_the_failure_of_another_call(
     scripted: ScriptedServer, client: GenerationClient
 ) -> None:
-    """A server that says UNAVAILABLE to one call makes the client connect anew; the others go on."""
+    """A server that answers one call with UNAVAILABLE makes the client connect again. Other calls continue."""
     scripted.generator.wait = True
     async with aclosing(client.generate(Request(text="hi"), PATIENCE)) as running:
         await anext(running)
@@ -84,7 +84,7 @@ async def test_a_running_answer_survives_the_failure_of_another_call(
 
 async def test_the_public_client_forwards_all_methods(scripted: ScriptedServer, client: GenerationClient) -> None:
     assert await client.abort("running")
-    assert not await client.abort("nobody")
+    assert not await client.abort("unknown")
     assert await client.metrics() == (b"one 1\n", "text/plain")
     with pytest.raises(UnknownModel) as unknown:
         await client.get_model("x")

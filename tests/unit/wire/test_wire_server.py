@@ -177,7 +177,7 @@ async def test_an_unknown_field_among_many_messages_is_refused_after_a_bounded_s
     crowd = b"\x0a\x00" * (MOST_BYTES // 2 - 8)
     error = await refusal(channel, f"{TARGET}/Step", crowd + nested(b"\x0a", UNKNOWN))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert (error.details() or "").startswith("message: ")  # not `rows[32760]`: nobody looked so far
+    assert (error.details() or "").startswith("message: ")  # not `rows[32760]`: the search ended before
 
 
 async def test_a_message_over_the_bound_is_refused_and_the_next_one_works(
