@@ -92,11 +92,11 @@ class Metrics:
         )
         self._proposals = self._counter("pilotfish:proposals", "Number of proposals with at least one drafted token.")
         self._ready = self._counter(
-            "pilotfish:proposals_ready", "Number of proposals that were complete before they were asked for."
+            "pilotfish:proposals_ready", "Number of proposals that were complete before they were requested."
         )
         self._nodes = self._counter("pilotfish:proposed_nodes", "Number of drafted tokens proposed.")
         self._ready_nodes = self._counter(
-            "pilotfish:proposed_nodes_ready", "Number of drafted tokens that existed before they were asked for."
+            "pilotfish:proposed_nodes_ready", "Number of drafted tokens that existed before they were requested."
         )
         self._pruned = self._histogram(
             "pilotfish:chosen_nodes",

@@ -42,7 +42,7 @@ class _Translated:
     options: ResponseOptions
     stream: bool
     requests: Sequence[generation_pb2.GenerateRequest]
-    """One per prompt; they differ in nothing else."""
+    """One request per prompt, with equal parameters."""
     parameter_names: Mapping[str, str]
 
     @property

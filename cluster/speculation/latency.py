@@ -55,7 +55,7 @@ class LatencyModel:
     floor_seconds: float = 1e-3
     """Prediction before any sample, in seconds."""
     row_seconds: float = 0.0
-    """Time that one row adds, whatever its size, in seconds."""
+    """Time that one row adds for any size, in seconds."""
     grows_from_zero: bool = False
     """Whether size 0 takes almost no time. If so, sizes below the smallest sample are predicted to take less time."""
     slowdown: float = 1.0

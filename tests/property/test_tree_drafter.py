@@ -102,7 +102,7 @@ class TreeDrafterMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def repeat(self, data: st.DataObject) -> None:
-        """A row is repeated, perhaps an old one."""
+        """A row is repeated; it may be an old one."""
         for name in sorted(self.proposals):
             shorter = data.draw(st.integers(0, 3))
             if shorter:

@@ -35,7 +35,7 @@ class ProposeCalls:
         metrics: Metrics,
     ) -> None:
         self.requests = requests
-        """The requested drafts, including those that no drafter could be asked for."""
+        """The requested drafts, including those that were sent to no drafter."""
         self._calls = calls
         self._timeout = timeout
         self._metrics = metrics
@@ -138,7 +138,7 @@ class DrafterPool:
         return ProposeCalls(requests, calls, self._timeout, self._metrics)
 
     def is_prefilled(self, sequence: Sequence) -> bool:
-        """Whether the sequence's drafter has enough of its tokens to be asked for a draft."""
+        """Whether the sequence's drafter lacks at most `PREFILL_TOKENS` tokens, so that it can propose a draft."""
         client = self._client_of(sequence)
         return client is not None and client.unsynced(sequence) <= PREFILL_TOKENS
 

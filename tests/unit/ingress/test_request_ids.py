@@ -1,4 +1,4 @@
-"""Request ids: the client's own comes back, once, and the service's is unique."""
+"""Request ids: a response contains the client's own id once, and the service's id is unique."""
 
 from __future__ import annotations
 
