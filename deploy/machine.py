@@ -12,7 +12,7 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 def local_resources() -> Resources:
     """Cores, free memory and visible GPUs. Starts nothing."""
-    # Torch takes seconds to import, and most commands end before they need it.
+    # Importing torch takes seconds, and most commands do not need it.
     import psutil
     import torch
 

@@ -13,10 +13,10 @@ COMPILED = "compiled"
 """Folder of the cache for code compiled on this machine."""
 
 DRAFTS = {"smollm2-135m-draft": "smollm2-135m-instruct"}
-"""Draft models that come with Pilotfish: their names, and the names of their targets, which name their folders."""
+"""Packaged draft models: from the name of a draft to the name of its target, which is also its folder's name."""
 
 ReportProgress = Callable[[str], None]
-"""Called with a short text whenever another stage of long work begins."""
+"""Called with a short description at the start of every stage of long work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgres
     if section.path in DRAFTS:
         return _shipped(section.path)
     report(f"finding {section.path} (it is fetched or converted the first time)")
-    # Torch and transformers take seconds to import, and most commands end before they need them.
+    # Importing torch and transformers takes seconds, and most commands do not need them.
     from workers.model.model_files import resolve_model_directory
 
     return resolve_model_directory(section.path, cache_directory, section.revision)

@@ -14,7 +14,7 @@ from cluster.core.config.sections import Configuration
 Device = Literal["cpu", "cuda"]
 
 HELPER_CPUS = 0.1
-"""Share of a core that a role without a model claims."""
+"""Number of cores (a fraction) that a role without a model claims."""
 
 STRATEGY = "STRICT_PACK"
 """Ray's placement strategy: all bundles of a replica are on one node."""
@@ -27,9 +27,9 @@ class Resources:
     cpus: float
     gpus: int
     memory_bytes: int
-    """Free main memory."""
+    """Free main memory, in bytes."""
     gpu_memory_bytes: int = 0
-    """Free memory of the GPU that has least."""
+    """Free memory of the GPU with the least free memory, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +83,15 @@ class Placement:
 def plan(configuration: Configuration, resources: Resources) -> Placement:
     """Place every role. Never fails: `preflight` reports what the node lacks.
 
-    A drafter computes if its method loads a model; any other drafter claims next to nothing. On CPU, the target has a
-    thread on every core and so have the drafters: drafting and verifying mostly alternate, and a core that waits for a
-    resting drafter would slow plain decoding down. The bundles divide Ray's logical cores and have no influence on
-    threads.
+    A drafter whose method loads a model claims cores or a GPU; any other drafter claims `HELPER_CPUS`. On CPU, the
+    target and the drafters each use all cores: drafting and verifying mostly alternate, and cores reserved for an idle
+    drafter would slow plain decoding down. The bundles divide Ray's logical cores and do not affect thread counts.
     """
     target, draft = configuration.target, configuration.draft
     ranks = target.tensor_parallel
     target_device = _device(target.device, resources.gpus)
     gpus_left = resources.gpus - (ranks if target_device == "cuda" else 0)
-    # All drafters are of one kind: each of them has a GPU, or none has.
+    # Drafters are identical replicas: either each has a GPU or none has.
     draft_device = _device(draft.weights.device, gpus_left // draft.replicas) if draft.weights is not None else "cpu"
 
     drafts_on_cpu = draft.weights is not None and draft_device == "cpu"
@@ -129,10 +128,10 @@ def _threads(cores: int, processes: int) -> int:
 
 
 def _draft_share(target_device: Device) -> float:
-    """Share of Ray's logical cores that the drafters on CPU claim together."""
+    """Fraction of Ray's logical cores that all drafters on CPU claim together."""
     return 0.25 if target_device == "cpu" else 0.9
 
 
 def _share(cpus: float, fraction: float) -> float:
-    """A share of the cores, rounded down to hundredths, so that all shares together fit."""
+    """A fraction of the cores, rounded down to hundredths, so that the sum of all claims fits."""
     return max(0.01, int(cpus * fraction * 100) / 100)

@@ -48,7 +48,7 @@ def machine_problems(configuration: Configuration, placement: Placement, resourc
 
 
 def capacity_problems(placement: Placement, resources: Resources) -> Iterator[Problem]:
-    """More GPUs or cores claimed than the node has."""
+    """Problems with the number of GPUs and cores: the roles claim more than the node has."""
     if placement.gpus > resources.gpus:
         yield Problem(
             "GPUs",
@@ -62,7 +62,7 @@ def capacity_problems(placement: Placement, resources: Resources) -> Iterator[Pr
 
 
 def port_problems(server: ServerSection) -> Iterator[Problem]:
-    """Ports in use, and addresses that do not belong to this machine."""
+    """Problems with the addresses: ports in use, and hosts that do not belong to this machine."""
     if server.http_port == server.grpc_port != 0:
         yield Problem(
             "server.grpc_port", "another port than server.http_port", str(server.grpc_port), "set one of them otherwise"
@@ -96,7 +96,7 @@ def model_problems(
 
 
 def head_problems(directory: Path, tensor_parallel: int) -> Iterator[Problem]:
-    """A number of attention heads that the ranks cannot divide."""
+    """Problems with tensor parallelism: the ranks cannot divide the attention heads evenly."""
     config = read_model_config(directory)
     heads = int(config.get("num_attention_heads") or config.get("n_head") or tensor_parallel)
     kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -111,7 +111,7 @@ def head_problems(directory: Path, tensor_parallel: int) -> Iterator[Problem]:
 
 
 def vocabulary_problems(target: Path, draft: Path, key: str) -> Iterator[Problem]:
-    """A draft whose vocabulary is not the target's. `key` is the setting that names the draft."""
+    """Problems with a draft whose vocabulary differs from the target's. `key` is the setting that names the draft."""
     target_tokens, draft_tokens = _vocabulary(target), _vocabulary(draft)
     if target_tokens is None or draft_tokens is None:
         # There are no tokenizers to compare, so the vocabulary sizes are compared.
@@ -131,7 +131,7 @@ def vocabulary_problems(target: Path, draft: Path, key: str) -> Iterator[Problem
 def memory_problems(
     configuration: Configuration, placement: Placement, resources: Resources, target: Path, draft: Path | None
 ) -> Iterator[Problem]:
-    """Weights and KV pools that do not fit into free memory."""
+    """Problems with memory: weights and KV pools exceed the free memory."""
     ranks = configuration.target.tensor_parallel
     weights = weight_bytes(target, configuration.target.dtype)
     roles: list[tuple[str, str, RolePlacement, int, PoolSection]] = [

@@ -16,7 +16,7 @@ _LINE_SECONDS = 60.0
 
 
 class ProgressReporter:
-    """The progress of one task. A context manager; the task calls it with its progress."""
+    """Displays the progress of one task. A context manager that the task calls with its progress."""
 
     def __init__(self, console: Console, title: str, clock: Clock = time.monotonic) -> None:
         self._console = console

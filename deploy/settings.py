@@ -1,4 +1,4 @@
-"""Reads the settings: a preset or a file, then `--set` assignments over it.
+"""Reads the settings: a preset or a file, with `--set` assignments on top.
 
 This is the only module that reads the environment:
 
@@ -41,7 +41,7 @@ def load_settings(
     assignments: Iterable[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Settings:
-    """Settings from a preset name or a file, then `key=value` assignments over it.
+    """Settings from a preset name or a file, with `key=value` assignments on top.
 
     Raises `ConfigurationError` for an unreadable file, a malformed assignment or a refused value.
     """

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as an exception in the main thread."""
+"""Turns SIGTERM and Ctrl-C into an exception in the main thread."""
 
 from __future__ import annotations
 

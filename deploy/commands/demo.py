@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 96
 
-# Prompt lookup drafts what followed the same words in the prompt. A corrected text repeats most of its prompt, and the
-# corrections are the tokens that the target writes itself.
+# Prompt lookup drafts the tokens that followed the same words in the prompt. A corrected text repeats most of its
+# prompt, so most drafts are accepted. The target generates the corrections.
 PROMPT = """\
 Proofread this paragraph and write the corrected version:
 
@@ -46,7 +46,7 @@ def demo(config: ConfigOption = None, assignments: SetOption = None) -> None:
 
 def run(settings: Settings, output: Console, notices: Console) -> None:
     """Start the cluster, stream both answers, print the comparison, stop. Raises `PilotfishError`."""
-    # Ray takes seconds to import: the settings are checked before.
+    # Importing Ray takes seconds, so the settings are checked first.
     from deploy.ray.serve_cluster import ServeCluster
 
     drafting = _demo_configuration(settings.configuration)
@@ -72,7 +72,7 @@ def run(settings: Settings, output: Console, notices: Console) -> None:
 def conclusion(dtype: str, is_lossless: bool, with_drafts: TimedAnswer, without: TimedAnswer) -> str:
     """One sentence about the two answers. Raises `WorkerUnavailable` if they differ and must not.
 
-    `is_lossless` is what the target says of itself when it verifies drafts.
+    `is_lossless` is the target's report about the answer with drafts.
     """
     if not is_lossless:
         return f"{NOT_LOSSLESS}."
@@ -80,11 +80,11 @@ def conclusion(dtype: str, is_lossless: bool, with_drafts: TimedAnswer, without:
         return f"Both answers are the same {len(without.tokens)} tokens."
     if dtype == "float32":
         raise WorkerUnavailable("the two answers differ, which must not happen in float32: please report it")
-    return "The answers differ: in half precision, two nearly equal logits may change places."
+    return "The answers differ: in half precision, rounding may swap two nearly equal logits."
 
 
 def comparison(method: str, with_drafts: TimedAnswer, without: TimedAnswer) -> Table:
-    """Both answers side by side."""
+    """A table with the measurements of both answers."""
     table = Table(box=SIMPLE)
     for heading in ("drafts", "tokens/s", "mean accepted length", "tokens per step", "target steps", "first token"):
         table.add_column(heading, justify="left" if heading == "drafts" else "right")
@@ -101,9 +101,9 @@ def comparison(method: str, with_drafts: TimedAnswer, without: TimedAnswer) -> T
 
 
 def _demo_configuration(configuration: Configuration) -> Configuration:
-    """The configuration with free ports, because only the demo connects, and with drafts in every round.
+    """The configuration with free ports and with drafts in every round.
 
-    The controller is off: one short answer is too little for it to learn from.
+    The speculation controller is off, because one short answer is too short for it to learn from.
     """
     server = configuration.server.model_copy(update={"http_port": 0, "grpc_port": 0})
     draft = configuration.draft.model_copy(update={"controller": "off"})

@@ -1,4 +1,4 @@
-"""`pilotfish distill`: make a draft for a target."""
+"""`pilotfish distill`: train a draft model for a target."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deploy.settings import load_settings
 
 @command_with_options(DistillOptions)
 def distill(options: DistillOptions, config: ConfigOption = None, assignments: SetOption = None) -> None:
-    """Make a draft: the target answers prompts, and a student learns to predict the answers (Seq-KD)."""
+    """Train a draft model: the target answers prompts, and a student learns to predict the answers (Seq-KD)."""
     chosen = tuple(assignments or ())
     settings = load_settings(config, chosen)
     from deploy.distillation.pipeline import run  # imports torch, once all options are checked

@@ -30,11 +30,11 @@ _CONNECT_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt and how to answer it."""
+    """A prompt and its generation parameters."""
 
     text: str
     raw: bool = False
-    """Continue the text as it stands, without the chat template."""
+    """Continue the text without applying the chat template."""
     max_tokens: int = 256
     temperature: float = 0.0
     seed: int | None = None
@@ -66,9 +66,7 @@ def generate(
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Load the models in this process, without Ray, for one answer.")
     ] = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without the chat template.")] = (
-        False
-    ),
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text without applying the chat template.")] = (False),
     max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens in the answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 always takes the most probable token.")] = 0.0,
     seed: Annotated[
@@ -79,8 +77,8 @@ def generate(
     if server is not None and in_process:
         raise ConfigurationError("--server and --in-process: needed one of them, found both")
     settings = load_settings(config, assignments or ())
-    asked = Prompt(prompt, raw, max_tokens, temperature, seed)
-    asyncio.run(answer_prompt(settings, asked, server, in_process, write_text, notify))
+    request = Prompt(prompt, raw, max_tokens, temperature, seed)
+    asyncio.run(answer_prompt(settings, request, server, in_process, write_text, notify))
 
 
 async def answer_prompt(
@@ -100,7 +98,7 @@ async def answer_prompt(
     if address is not None:
         await _stream(address, settings.configuration, prompt, write, notice)
         return
-    # Torch takes seconds to import, and a running server needs none of it.
+    # Importing torch takes seconds, and a client of a running server does not need it.
     from deploy.local.local_cluster import LocalCluster
     from deploy.models import resolve_models
 

@@ -16,7 +16,7 @@ from deploy.terminal import output
 def plan_command(config: ConfigOption = None, assignments: SetOption = None) -> None:
     """Print the placement that `serve` would use on this machine. Start nothing."""
     configuration = load_settings(config, assignments or ()).configuration
-    # Torch takes seconds to import: the settings are checked before.
+    # Importing torch takes seconds, so the settings are checked first.
     from deploy.machine import local_resources
     from deploy.preflight import capacity_problems
 
@@ -45,7 +45,7 @@ def placement_table(configuration: Configuration, placement: Placement, resource
 
 
 def _descriptions(configuration: Configuration) -> dict[str, str]:
-    """What each role runs or where it listens, by role."""
+    """The model, method or address of each role, by role."""
     target, draft, server = configuration.target, configuration.draft, configuration.server
     return {
         "target": f"{target.path} ({target.dtype})",

@@ -10,7 +10,7 @@ from deploy.terminal import notices, output
 def prepare(config: ConfigOption = None, assignments: SetOption = None) -> None:
     """Fetch or convert the configured models into the cache. Start nothing."""
     settings = load_settings(config, assignments or ())
-    # Torch takes seconds to import: the settings are checked before.
+    # Importing torch takes seconds, so the settings are checked first.
     from deploy.models import resolve_models
 
     with notices.status("finding the models") as status:

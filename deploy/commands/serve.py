@@ -19,7 +19,7 @@ def serve(config: ConfigOption = None, assignments: SetOption = None) -> None:
     """Start the cluster and serve until SIGTERM or Ctrl-C. Then drain and stop everything."""
     settings = load_settings(config, assignments or ())
     raise_on_signals()
-    # Ray and torch take seconds to import: the settings are checked before.
+    # Importing Ray and torch takes seconds, so the settings are checked first.
     from deploy.ray.serve_cluster import ServeCluster
 
     with notices.status("starting") as status:
@@ -39,11 +39,11 @@ def serve(config: ConfigOption = None, assignments: SetOption = None) -> None:
 
 
 def usage_examples(configuration: Configuration) -> str:
-    """A curl line, an `openai` snippet and a grpcurl line that work as printed."""
+    """Example requests for a running cluster: a curl line, an `openai` snippet and a grpcurl line."""
     server, name = configuration.server, served_name(configuration)
     url = http_url(server.http_host, server.http_port)
     address = join_host_port(server.grpc_host, server.grpc_port)
-    messages = [{"role": "user", "content": "Name three things that swim."}]
+    messages = [{"role": "user", "content": "Name three prime numbers."}]
     over_http = json.dumps({"model": name, "messages": messages, "max_tokens": 64, "temperature": 0})
     over_grpc = json.dumps(
         {"chat": {"messages": messages}, "sampling": {"temperature": 0}, "stopping": {"max_tokens": 64}}

@@ -18,7 +18,7 @@ from cluster.ingress.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The tokens of one commit: the first `accepted` were drafted, the others are the target's own."""
+    """The tokens of one commit. The first `accepted` were drafted; the target generated the others."""
 
     tokens: tuple[int, ...]
     accepted: int
@@ -36,13 +36,13 @@ class TimedAnswer:
     accepted: int
     """Number of drafted tokens that the target accepted."""
     seconds: float
-    """Decoding time: from the first chunk to the last."""
+    """Decoding time in seconds, from the first chunk to the last."""
     first_seconds: float
-    """Time from the request to the first chunk."""
+    """Time from the request to the first chunk, in seconds."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding rate. The first chunk and its time are left out, because they belong to the prompt."""
+        """Decoding rate. It leaves out the first chunk and its time, which belong to the prompt."""
         return (len(self.tokens) - self.first_tokens) / self.seconds if self.seconds else 0.0
 
 
@@ -65,7 +65,7 @@ class MarkedPrinter:
                 self._output.print(Text(text, "bold green" if drafted else "default"), end="")
 
     def end(self) -> None:
-        """Print what the detokenizer still holds, and end the line."""
+        """Print the text that the detokenizer has buffered, and end the line."""
         self._set_bracket(False)
         self._output.print(Text(self._stream.flush()))
 

@@ -26,7 +26,7 @@ from workers.distill.prompts import Task
 _USER = "(what the user says)"
 """A placeholder for the user's message, to find where the chat template puts it."""
 _QUESTION_TOP_P = 0.95
-"""top-p of the questions that the target writes: less probable tokens are noise."""
+"""top-p for the questions that the target writes. It leaves out improbable tokens, which are mostly noise."""
 
 Report = Callable[[int], None]
 """Called with the number of answer tokens so far."""
@@ -34,16 +34,16 @@ Report = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """When there are enough answers: the first limit that is reached counts."""
+    """Limits on the answers to generate. Generation ends at the first limit that is reached."""
 
     answer_tokens: int
-    """Tokens of all answers to train on, including those of earlier runs."""
+    """Number of tokens in all answers to train on, including those of earlier runs."""
     seconds: float
-    """Most seconds that this run may take."""
+    """Maximum duration of this run, in seconds."""
     max_tokens: int = 384
-    """Most tokens of one answer."""
+    """Maximum number of tokens in one answer."""
     alternatives: int = 16
-    """How many of the target's most probable tokens are kept with each token of an answer."""
+    """How many of the target's most probable tokens are stored with each token of an answer."""
 
 
 def for_answers(configuration: Configuration) -> Configuration:
@@ -102,7 +102,7 @@ def _wanted(tasks: Iterable[Task], file: AnswerFile, quota: Quota, ends: float) 
 
 @dataclass(frozen=True, slots=True)
 class _ConversationRunner:
-    """Holds conversations with the cluster."""
+    """Runs multi-turn conversations against the cluster."""
 
     client: GenerationClient
     tokenizer: Tokenizer
@@ -130,7 +130,7 @@ class _ConversationRunner:
             messages.append(Message("assistant", self.tokenizer.decode(written)))
 
     async def _write_question(self, before: Sequence[Message], task: Task) -> tuple[str, ...]:
-        """Let the target write the user's message: one turn, or none where the text is empty."""
+        """Let the target write the user's message. Returns one turn, or none if the text is empty."""
         opened, found, _ = self.tokenizer.render_chat([*before, Message("user", _USER)]).partition(_USER)
         if not found:
             raise ConfigurationError(
@@ -174,5 +174,5 @@ class _ConversationRunner:
 
 
 def _seed_of(task: Task) -> int:
-    """A seed of the task's own, so that lines with equal system messages give different questions."""
+    """The seed of a task. Every task has another, so that equal system messages give different questions."""
     return int.from_bytes(hashlib.blake2b(f"{task.seed}:{task.key}".encode(), digest_size=7).digest())

@@ -1,4 +1,4 @@
-"""The options of `pilotfish distill`: each is declared once, with its type, default and meaning."""
+"""The options of `pilotfish distill`. Each is declared once, with its type, default and help text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POSITIVE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillOptions:
-    """How one draft is made, from prompt files to its directory.
+    """The options of one distillation run, from prompt files to the directory of the draft.
 
     Raises `ConfigurationError` for a value out of bounds, for options that exclude each other, and for missing files.
     """
@@ -53,8 +53,10 @@ class DistillOptions:
         ),
     ] = (0.0, 0.7, 1.0)
     answer_tokens: Annotated[int, typer.Option(help="Tokens of answers to train on.")] = 1_000_000
-    answer_minutes: Annotated[float, typer.Option(help="Most minutes that this run spends on answers.")] = 30.0
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of one answer.")] = 384
+    answer_minutes: Annotated[
+        float, typer.Option(help="Maximum number of minutes that this run spends on answers.")
+    ] = 30.0
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens in one answer.")] = 384
     layers: Annotated[
         tuple[int, ...],
         typer.Option(
@@ -85,7 +87,7 @@ class DistillOptions:
     steps: Annotated[int | None, typer.Option(help="Steps to train, instead of --minutes.")] = None
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate of the schedule.")] = 1e-3
     batch_tokens: Annotated[int, typer.Option(help="Tokens in a batch, prompts and padding included.")] = 4096
-    max_length: Annotated[int, typer.Option(help="Most tokens of one prompt and answer together.")] = 512
+    max_length: Annotated[int, typer.Option(help="Maximum number of tokens in a prompt and its answer together.")] = 512
     precision: Annotated[str, typer.Option(help="Precision of matrix products: bfloat16 or float32.")] = "bfloat16"
     device: Annotated[str, typer.Option(help="Device to train on: auto, cpu or cuda.")] = "auto"
     seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0

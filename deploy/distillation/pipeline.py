@@ -1,4 +1,4 @@
-"""How a draft is made: collect the target's answers, train, measure, write. Each stage continues an earlier run's."""
+"""The stages of distillation: collect the target's answers, train, measure, write. A later run resumes each stage."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _MIN_SEQUENCES = 32
 """Conversations in flight at once, unless the configuration allows more."""
 
 _MAX_EVALUATED_LENGTH = 4096
-"""Tokens of prompt and answer that are evaluated. Longer than training rows, because clients' prompts are longer."""
+"""Maximum length of an evaluated prompt and answer, in tokens. Clients' prompts are longer than training rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Data:
-    """The target's answers, by purpose."""
+    """The target's answers, grouped by their use."""
 
     train: tuple[Answer, ...]
     held_out: tuple[Answer, ...]

@@ -1,7 +1,7 @@
 """The Serve application: its deployments, their arguments and their placement.
 
 `serve run deploy.ray.application:build_app config=cpu` and `pilotfish serve` build the same application. A client asks
-Serve for a worker's address whenever it opens a connection, so it finds a restarted worker at its new port.
+Serve for a worker's address whenever it opens a connection, and so finds a restarted worker at its new port.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HEALTH_PERIOD_SECONDS = 1.0
 _HEALTH_TIMEOUT_SECONDS = 30.0
 _CLOSING_SECONDS = 5.0
 _MOST_HTTP_CALLS = 10_000
-"""Far more than the coordinator queues. So the coordinator rejects requests as `Overloaded`, and Serve queues none."""
+"""Far above the coordinator's queue limit, so that the coordinator rejects requests (`Overloaded`), not Serve."""
 
 
 def build_app(config: Configuration | Mapping[str, Any] | str | Path | None = None) -> Application:
@@ -53,7 +53,7 @@ def bind(configuration: Configuration, placement: Placement, worker_host: str | 
     Workers listen on `worker_host`, or on their node's address if it is `None`.
     """
     configuration = with_acceptance(configuration)
-    # A process that claims no GPU may still see all of them, so it gets the planned device.
+    # A process that claims no GPU may still see all GPUs, so its device is set explicitly.
     planned = {
         "target": configuration.target.model_copy(update={"device": placement.target.device}),
         "draft": configuration.draft.with_weights(device=placement.draft.device),
@@ -125,7 +125,7 @@ def actor_options(role: RolePlacement, worker_host: str | None) -> dict[str, Any
         # torch.set_num_threads does not reach threads that start later, and Ray sets one OpenMP thread for them.
         variables["OMP_NUM_THREADS"] = str(role.threads)
     if worker_host == "127.0.0.1" and len(role.bundles) > 1 and sys.platform == "linux":
-        # The traffic between ranks stays on loopback too.
+        # Ranks on one machine also communicate over loopback.
         variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if variables:
         options["runtime_env"] = {"env_vars": variables}

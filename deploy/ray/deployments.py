@@ -27,7 +27,7 @@ _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared with, never bound to
 
 
 class CoordinatorReplica:
-    """Runs the coordinator and the gRPC API."""
+    """The Serve replica that runs the coordinator and the gRPC API."""
 
     def __init__(
         self, values: Mapping[str, Any], target: DeploymentHandle[Any], *drafts: DeploymentHandle[Any]
@@ -43,7 +43,7 @@ class CoordinatorReplica:
         self._port = 0
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:
-        """Start on the first call. Serve calls this on the event loop of requests before the replica is healthy."""
+        """Start on the first call. Serve calls this on the request event loop before the replica is healthy."""
         set_log_level(user_config)
         if not self._port:
             self._port = await self._server.start()
@@ -71,7 +71,7 @@ class CoordinatorReplica:
 
 @serve.ingress()
 class IngressReplica:
-    """The HTTP API, a gRPC client of the coordinator."""
+    """The Serve replica that runs the HTTP API. It is a gRPC client of the coordinator."""
 
     def __init__(self, values: Mapping[str, Any], coordinator: DeploymentHandle[Any]) -> None:
         configuration = load_configuration(values)

@@ -1,4 +1,4 @@
-"""What Pilotfish adds to the HTTP proxy of Ray Serve.
+"""A middleware for the HTTP proxy of Ray Serve that rejects request ids that are not UTF-8.
 
 The proxy fails with status 500 for an `x-request-id` that is not UTF-8, before it calls the ingress. Serve calls
 `middlewares` in every proxy process when `CALLBACK_VARIABLE` names it.
@@ -15,5 +15,5 @@ CALLBACK = "deploy.ray.proxy:middlewares"
 
 
 def middlewares() -> list[Middleware]:
-    """Return the middlewares around the proxy."""
+    """Return the middlewares that Serve installs around the proxy."""
     return [Middleware(RequestIdMiddleware)]

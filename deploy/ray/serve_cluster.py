@@ -70,7 +70,7 @@ class ServeCluster:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the running target generates exactly what the model alone would. Reported by its first answer."""
+        """Whether the running target generates exactly what the model alone would. The first answer reports it."""
         return self._is_lossless
 
     @property
@@ -99,7 +99,7 @@ class ServeCluster:
             raise
 
     def redeploy(self, configuration: Configuration) -> None:
-        """Replace the running configuration, on the same ports. Raises the errors of `start`."""
+        """Replace the running configuration and keep the ports. Raises the errors of `start`."""
         self._report("stopping the running application")
         serve.delete(APPLICATION)
         self._configuration = configuration.model_copy(update={"server": self._configuration.server})
@@ -119,7 +119,7 @@ class ServeCluster:
             return
         self._report("stopping")
         try:
-            # Deleted replicas release what they hold. Serve's own actors end with Ray.
+            # Deleted replicas release their resources. Serve's own actors end with Ray.
             _in_thread(lambda: serve.delete(APPLICATION)).result(_STOP_SECONDS)
         except (RayError, RayServeException, TimeoutError) as error:
             logger.warning("the application did not stop in time: %s", error)
@@ -169,7 +169,7 @@ class ServeCluster:
         raise WorkerUnavailable(f"{self.http_url}/ready did not answer 200 in time; see /tmp/ray/session_latest/logs")
 
     def _warm_up(self, model: str, deadline: float) -> None:
-        """Send one small request, so that the first client does not pay for the start. Raises if it fails."""
+        """Send one small request, so that the first client sees no start-up latency. Raises if it fails."""
         self._report("warming up")
         body = {"model": model, "prompt": "The", "max_tokens": 4}
         try:

@@ -1,4 +1,4 @@
-"""Processes are killed in the middle of an answer. The client sees a pause at most, and the same text."""
+"""Processes are killed in the middle of an answer. The client receives the same text, possibly after a pause."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def expected(reference: Reference) -> Expected:
 
 
 def replicas(cluster: ServeProcess, deployment: str) -> list[psutil.Process]:
-    """The processes of a deployment's replicas. Ray writes what a process hosts into its title."""
+    """The processes of a deployment's replicas. Ray sets the title of a process to the name of its replica."""
     return cluster.descendants(f"ray::ServeReplica:pilotfish:{deployment}")
 
 
@@ -73,7 +73,7 @@ async def kill_during_answers(deployment: str, cluster: ServeProcess, expected: 
 
 
 async def drafts_are_used(server: Server, expected: Expected) -> bool:
-    """Whether an answer is drafted for within a few seconds."""
+    """Whether an answer with verified drafts arrives within a few seconds."""
     for _ in range(20):
         before = metric(server, "vllm:spec_decode_num_drafts_total")
         await tokens_grpc(server, next(iter(expected)))
@@ -83,7 +83,7 @@ async def drafts_are_used(server: Server, expected: Expected) -> bool:
     return False
 
 
-async def test_a_drafter_killed_several_times_leaves_the_text_unchanged_and_is_used_again(
+async def test_a_drafter_killed_several_times_changes_no_text_and_is_used_again(
     cluster: ServeProcess, expected: Expected
 ) -> None:
     for _ in range(DEATHS):
@@ -92,6 +92,6 @@ async def test_a_drafter_killed_several_times_leaves_the_text_unchanged_and_is_u
         assert await drafts_are_used(cluster.server, expected), "the new drafter is not used"
 
 
-async def test_killing_the_target_leaves_the_text_unchanged(cluster: ServeProcess, expected: Expected) -> None:
+async def test_killing_the_target_changes_no_text(cluster: ServeProcess, expected: Expected) -> None:
     await kill_during_answers("Target", cluster, expected)
     assert metric(cluster.server, "pilotfish:target_replays_total") > 0

@@ -1,4 +1,4 @@
-"""Prompts for the packaged model, and what the model alone answers."""
+"""Prompts for the packaged model, and the answers of the model alone."""
 
 from __future__ import annotations
 

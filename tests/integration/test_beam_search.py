@@ -1,7 +1,7 @@
-"""Several answers to one prompt, over both APIs: the beams of `transformers`, the samples of single requests, and one
-prompt in memory.
+"""Several answers to one prompt, over both APIs. Beams equal those of `transformers`, samples equal those of single
+requests, and the prompt is stored once.
 
-The model is tiny and random, so the tests show the machinery.
+The model is tiny and random, so the tests cover the cluster and not the quality of answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.live_cluster import RequestCase, Server, tokens_grpc
 from workers.serve.configuration import load_configuration
 
 TIMEOUT_SECONDS = 120.0
-"""No test takes this long. The timeout turns a hang into a failure."""
+"""Seconds. Longer than any test takes, so that a hang becomes a failure."""
 PROMPT = tuple(range(40, 60))
 MAX_TOKENS = 12
 EARLY_STOPPING = {
@@ -187,11 +187,11 @@ async def test_beams_are_those_of_transformers_over_both_apis(
 async def test_beams_are_the_same_beside_other_requests_and_with_too_little_memory(directory: Path, model: Any) -> None:
     """Sampled requests with drafts run beside them. Together they need too many blocks, and some are preempted."""
     search = Search(6, 3)
-    asks = [RequestCase(tuple(range(3 + seed, 243 + seed)), 80, temperature=1.0, seed=seed) for seed in range(14)]
+    requests = [RequestCase(tuple(range(3 + seed, 243 + seed)), 80, temperature=1.0, seed=seed) for seed in range(14)]
     configuration = configure(directory, scheduler__max_step_tokens=64)
     async with asyncio.timeout(TIMEOUT_SECONDS), LocalCluster(configuration, http=True) as cluster:
         server = Server(cluster.grpc_address, cluster.http_url)
-        others = [asyncio.create_task(tokens_grpc(server, asked)) for asked in asks]
+        others = [asyncio.create_task(tokens_grpc(server, asked)) for asked in requests]
         beams = await asyncio.gather(*(beams_over_grpc(server, search) for _ in range(3)))
         crowded = await asyncio.gather(*others)
         assert beams == [by_transformers(model, search)] * 3
@@ -202,7 +202,7 @@ async def test_beams_are_the_same_beside_other_requests_and_with_too_little_memo
                     break
                 await asyncio.sleep(0.01)
             assert await metric(http, "vllm:kv_cache_usage_perc") == 0.0
-        assert [await tokens_grpc(server, asked) for asked in asks[:4]] == crowded[:4]
+        assert [await tokens_grpc(server, asked) for asked in requests[:4]] == crowded[:4]
 
 
 async def test_n_samples_are_those_of_single_requests_with_the_seeds_that_follow(server: Server) -> None:
@@ -262,7 +262,7 @@ async def test_the_best_of_many_samples_are_the_most_probable_ones(server: Serve
 
 
 async def test_samples_share_the_blocks_of_their_prompt(server: Server) -> None:
-    prompt = tuple(index % 280 + 10 for index in range(900))  # 57 blocks; the pool of 170 holds it twice
+    prompt = tuple(index % 280 + 10 for index in range(900))  # 57 blocks; the pool of 170 has room for two copies
     message = generation_pb2.GenerateRequest(
         token_ids=common_pb2.TokenIds(ids=prompt),
         sampling=common_pb2.SamplingParameters(seed=3),

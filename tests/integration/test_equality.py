@@ -1,7 +1,7 @@
-"""What clients read is what the model alone would have written, token for token.
+"""Clients receive exactly the tokens that the model alone generates.
 
 Greedy text equals `generate` of `transformers` in float32, and sampled text with a seed equals a plain loop over the
-model's own forward pass. This holds for every drafting method, batch size and API. Every prompt is asked for alone and
+model's own forward pass. This holds for every drafting method, batch size and API. Every prompt is sent alone and
 among seven others, over gRPC and over HTTP.
 """
 
@@ -29,7 +29,7 @@ Expected = dict[RequestCase, tuple[int, ...]]
 
 
 def configure(target: Path, draft: Path, method: str, ranks: int) -> Configuration:
-    """A cluster that verifies drafts in every round, whether they pay on this machine or not."""
+    """A cluster that verifies drafts in every round, even where they do not increase the speed."""
     drafting: dict[str, Any] = {"method": method, "max_nodes": 6, "max_depth": 3, "timeout_seconds": 60.0}
     drafting["controller"] = "off"
     if method == "model":
@@ -57,7 +57,7 @@ def shortened(expected: Expected, count: int) -> Expected:
 
 
 async def check(server: Server, expected: Expected, concurrency: int) -> list[ClientAnswer]:
-    """Compare every answer with what was expected, over both APIs. Returns the answers."""
+    """Compare every answer with the expected one, over both APIs. Returns the answers."""
     cases = list(expected)
     found = await answer_all(server, cases, concurrency)
     for case, (over_grpc, over_http) in zip(cases, found, strict=True):
@@ -67,7 +67,7 @@ async def check(server: Server, expected: Expected, concurrency: int) -> list[Cl
 
 
 def check_drafts(method: str, answers: Sequence[ClientAnswer]) -> None:
-    """Drafts were verified where there is a drafter, and some of them were accepted and some rejected.
+    """Check that drafts were verified if there is a drafter, that some were accepted and some rejected.
 
     A draft model drafts for nearly all answers and agrees with its target in most of them. An answer has no drafts if
     it ends while the drafter still prefills a long prompt. Prompt lookup finds drafts for some answers.

@@ -1,4 +1,4 @@
-"""The same equality under Ray Serve with three tensor-parallel ranks."""
+"""Under Ray Serve with three tensor-parallel ranks, clients receive exactly the tokens of the model alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOGETHER = 12
 
 
 @pytest.mark.parametrize("method", ["ngram", "model"])
-async def test_three_ranks_answer_every_prompt_alone_and_twelve_together_as_the_model_does(
+async def test_three_ranks_answer_each_prompt_alone_and_twelve_at_once_as_the_model_does(
     method: str, deploy: Deploy, target_directory: Path, draft_directory: Path, greedy: Expected, sampled: Expected
 ) -> None:
     server = deploy(configure(target_directory, draft_directory, method, RANKS)).server
@@ -31,7 +31,7 @@ async def test_three_ranks_answer_every_prompt_alone_and_twelve_together_as_the_
 async def test_three_ranks_without_drafts_answer_as_the_model_does(
     deploy: Deploy, target_directory: Path, draft_directory: Path, greedy: Expected, sampled: Expected
 ) -> None:
-    """The cluster that has a draft model serves requests that refuse drafts."""
+    """The cluster has a draft model; the requests disable drafts."""
     server = deploy(configure(target_directory, draft_directory, "model", RANKS)).server
     for expected in (greedy, sampled):
         plain = {

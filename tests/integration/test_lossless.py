@@ -1,4 +1,4 @@
-"""What is lossy says so everywhere: in HTTP answers, model cards, gRPC responses and metrics."""
+"""Every API reports whether answers are lossless: HTTP answers, model cards, gRPC responses and metrics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def statements(directory: Path, target: dict[str, Any]) -> dict[str, bool]:
-    """Whether the cluster is lossless, by where it says so."""
+    """Whether the cluster reports that it is lossless, by the place of the report."""
     kv = {"pool_bytes": 1 << 20} | target.pop("kv", {})
     values = {
         "target": {"path": str(directory), "served_name": "tiny", "device": "cpu", "compile": "off", "kv": kv} | target,

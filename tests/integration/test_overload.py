@@ -1,4 +1,4 @@
-"""Ten times more requests than memory holds: all of them finish, every answer is right, nothing leaks."""
+"""Requests for ten times the KV memory: all of them finish, every answer is correct, no block leaks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[KvPool]:
-    """The pools that the test creates. They believe that computing is slow, so they load whatever is stored."""
+    """The pools that the test creates. Their cost of computing is set high, so that they load all stored blocks."""
     made: list[KvPool] = []
 
     class RecordedPool(KvPool):
@@ -94,7 +94,7 @@ async def leave_soon(client: GenerationClient, case: RequestCase) -> None:
 
 
 async def answers(client: GenerationClient, cases: Sequence[RequestCase]) -> list[tuple[int, ...]]:
-    """All answers, asked for at once."""
+    """The answers to all requests, which are sent at the same time."""
     return list(await asyncio.gather(*(answer(client, case) for case in cases)))
 
 

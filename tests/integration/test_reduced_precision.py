@@ -1,4 +1,4 @@
-"""In reduced precision, clients read what the model alone would write, up to rounding.
+"""In reduced precision, clients receive the tokens of the model alone, up to rounding.
 
 The reference is the same model in single precision: `transformers` with the weights that the target holds (rounded, or
 integers times scale). Every token of an answer must have the reference's largest logit, or fall short of it by less
@@ -35,8 +35,8 @@ CODE = load_settings().cache_directory / COMPILED
 TOKENS = 16
 FEW = 4
 BOUND = {"kernels": 0.05, "layers": 0.25}
-"""Bounds for logits between 8 and 32. The kernels round the activations between layers, but no logit: 0.014 was seen.
-The compiled modules also round logits to bfloat16, whose neighbours are up to 0.125 apart: 0.18 was seen."""
+"""Bounds for logits between 8 and 32. The kernels round activations but not logits; the largest error seen is 0.014.
+The compiled modules also round logits to bfloat16, whose neighbours are up to 0.125 apart; the largest error seen is 0.18."""
 Answers = dict[RequestCase, tuple[int, ...]]
 
 
@@ -60,7 +60,7 @@ class WideReference:
         """For each answer, the largest difference between the largest logit and the logit of the answer's token."""
         fresh = [pair for pair in answers.items() if pair not in self._known]
         if fresh:
-            texts = [torch.tensor([*asked.prompt, *answer]) for asked, answer in fresh]
+            texts = [torch.tensor([*request.prompt, *answer]) for request, answer in fresh]
             hidden = self._model.base_model(pad_sequence(texts, batch_first=True), use_cache=False).last_hidden_state
             for pair, states in zip(fresh, hidden, strict=True):  # padding comes after the tokens that are compared
                 first, answer = len(pair[0].prompt) - 1, torch.tensor(pair[1])
@@ -77,7 +77,7 @@ def dequantized(weight: torch.Tensor) -> torch.Tensor:
 
 def configure(target: Path, draft: Path, method: str, quantization: str, way: str) -> Configuration:
     drafting: dict[str, Any] = {"method": method, "max_nodes": 6, "max_depth": 3, "timeout_seconds": 60.0}
-    drafting["controller"] = "off"  # drafts are verified whether they pay here or not
+    drafting["controller"] = "off"  # drafts are verified even where they do not increase the speed
     if method == "model":
         drafting["model"] = {"path": str(draft), "device": "cpu", "kv": {"pool_bytes": 100 << 20}}
     return load_configuration(
@@ -100,7 +100,7 @@ def configure(target: Path, draft: Path, method: str, quantization: str, way: st
 
 
 @pytest.fixture(scope="module")
-def asks(prompts: list[tuple[int, ...]]) -> list[RequestCase]:
+def requests(prompts: list[tuple[int, ...]]) -> list[RequestCase]:
     return [RequestCase(prompt, TOKENS) for prompt in prompts[::2]]
 
 
@@ -109,12 +109,12 @@ def references(target_directory: Path) -> dict[str, WideReference]:
     return {quantization: WideReference(target_directory, quantization) for quantization in ("none", "int8")}
 
 
-async def answer_all(configuration: Configuration, asks: Sequence[RequestCase]) -> dict[RequestCase, ClientAnswer]:
-    """All answers, asked for at once, so that most steps have rows of several sequences."""
+async def answer_all(configuration: Configuration, requests: Sequence[RequestCase]) -> dict[RequestCase, ClientAnswer]:
+    """The answers to all requests, sent at the same time, so that most steps have rows of several sequences."""
     async with LocalCluster(configuration) as cluster:
         server = Server(cluster.grpc_address, "")
-        answers = await asyncio.gather(*(answer_grpc(server, asked) for asked in asks))
-        return dict(zip(asks, answers, strict=True))
+        answers = await asyncio.gather(*(answer_grpc(server, request) for request in requests))
+        return dict(zip(requests, answers, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ async def test_every_token_is_the_models_own_with_and_without_drafts(
     methods: Sequence[str],
     target_directory: Path,
     draft_directory: Path,
-    asks: list[RequestCase],
+    requests: list[RequestCase],
     references: dict[str, WideReference],
 ) -> None:
     if way == "kernels" and load_library(str(CODE)) is None:
@@ -141,22 +141,22 @@ async def test_every_token_is_the_models_own_with_and_without_drafts(
     plain: Answers = {}
     for method in ("none", *methods):
         configuration = configure(target_directory, draft_directory, method, quantization, way)
-        found = await answer_all(configuration, asks[:FEW] if method == "model" else asks)
-        answers = {asked: answer.tokens for asked, answer in found.items()}
+        found = await answer_all(configuration, requests[:FEW] if method == "model" else requests)
+        answers = {request: answer.tokens for request, answer in found.items()}
         assert all(len(answer) == TOKENS for answer in answers.values())
         assert max(references[quantization].shortfalls(answers)) < BOUND[way], method
         assert (sum(answer.accepted for answer in found.values()) > 0) == (method != "none")
         plain = plain or answers
-        alike = sum(plain[asked] == answer for asked, answer in answers.items())
+        alike = sum(plain[request] == answer for request, answer in answers.items())
         # The kernels give a token the same logits in every batch. Elsewhere few answers differ.
         assert alike == len(answers) if way == "kernels" else alike > len(answers) // 2
 
 
 def test_transformers_in_this_precision_stays_within_the_same_bound(
-    target_directory: Path, asks: list[RequestCase], references: dict[str, WideReference]
+    target_directory: Path, requests: list[RequestCase], references: dict[str, WideReference]
 ) -> None:
     reference = Reference(target_directory, torch.bfloat16)
-    answers = {asked: reference.greedy(asked.prompt, TOKENS // 2) for asked in asks[:FEW]}
+    answers = {request: reference.greedy(request.prompt, TOKENS // 2) for request in requests[:FEW]}
     assert max(references["none"].shortfalls(answers)) < BOUND["layers"]
-    backwards = {asked: answer[::-1] for asked, answer in answers.items()}
-    assert min(references["none"].shortfalls(backwards)) > 4 * BOUND["layers"]  # the reference recognizes another text
+    backwards = {request: answer[::-1] for request, answer in answers.items()}
+    assert min(references["none"].shortfalls(backwards)) > 4 * BOUND["layers"]  # the reference detects a different text

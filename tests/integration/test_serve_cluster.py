@@ -1,6 +1,6 @@
-"""The whole cluster under Ray Serve: three ranks that live and die together, two drafters, and nothing left behind.
+"""The whole cluster under Ray Serve: three ranks that restart together, two drafters, and a clean shutdown.
 
-The model is tiny and random, so the tests show the machinery. Answers are compared with a cluster of one rank without
+The model is tiny and random, so the tests cover the cluster and not the quality of answers. Answers are compared with a cluster of one rank without
 drafts in this process, and with `generate` of `transformers`.
 """
 
@@ -29,7 +29,7 @@ from workers.serve.configuration import load_configuration
 pytestmark = pytest.mark.ray
 
 TIMEOUT_SECONDS = 120.0
-"""No test takes this long. The timeout turns a hang into a failure."""
+"""Seconds. Longer than any test takes, so that a hang becomes a failure."""
 PROMPT = tuple(range(40, 60))
 GREEDY = RequestCase(PROMPT, max_tokens=200)
 SAMPLED = RequestCase(PROMPT, max_tokens=200, temperature=1.0, seed=20)
@@ -92,7 +92,7 @@ async def kill_during_answer(cluster: ServeProcess, case: RequestCase, title: st
     assert victims, f"no process is called {title}"
     asking = asyncio.create_task(tokens_grpc(cluster.server, case))
     await asyncio.sleep(0.2)
-    assert not asking.done(), "the answer was complete before anything could be killed"
+    assert not asking.done(), "the answer was complete before the kill"
     victims[0].kill()
     return await asking
 
@@ -132,9 +132,7 @@ async def test_the_http_api_answers(cluster: ServeProcess, deadline: None) -> No
         assert "vllm:" in (await client.get("/metrics")).text
 
 
-async def test_one_request_id_comes_back_and_one_outside_ascii_is_refused(
-    cluster: ServeProcess, deadline: None
-) -> None:
+async def test_a_request_id_is_returned_and_one_outside_ascii_is_refused(cluster: ServeProcess, deadline: None) -> None:
     async with httpx.AsyncClient(base_url=cluster.server.http_url) as client:
         for headers in ({}, {"x-request-id": "my-1"}):
             returned = (await client.get("/health", headers=headers)).headers.get_list("x-request-id")
@@ -181,9 +179,7 @@ def test_a_port_in_use_is_reported_before_anything_starts(model: Path, tmp_path:
             ServeCluster(Settings(configure(model, server__http_port=port), tmp_path), report=lambda _: None).start()
 
 
-async def test_a_stopped_cluster_and_one_that_cannot_start_leave_no_process_behind(
-    model: Path, expected: Expected
-) -> None:
+async def test_a_stopped_cluster_and_a_failed_start_leave_no_process_behind(model: Path, expected: Expected) -> None:
     with ServeProcess(load_settings().cache_directory) as cluster:
         server = cluster.start(configure(model, draft__method="none"))
         assert await tokens_grpc(server, GREEDY) == expected[GREEDY]

@@ -40,12 +40,12 @@ def gemma_directory() -> Path:
 
 @pytest.fixture(scope="module")
 def expected(gemma_directory: Path) -> dict[RequestCase, tuple[int, ...]]:
-    """What `transformers` writes: one answer crosses the edge of the window, one begins far beyond it."""
+    """The answers of `transformers`: one crosses the edge of the window, one begins far beyond it."""
     torch.set_num_threads(2)
     reference = Reference(gemma_directory)
     text = reference.plain(TEXT.read_text(encoding="utf-8"))
-    asks = [RequestCase(text[: WINDOW - 16], 32), RequestCase(text[200 : WINDOW + 448], 20)]
-    return {asked: reference.greedy(asked.prompt, asked.max_tokens) for asked in asks}
+    requests = [RequestCase(text[: WINDOW - 16], 32), RequestCase(text[200 : WINDOW + 448], 20)]
+    return {request: reference.greedy(request.prompt, request.max_tokens) for request in requests}
 
 
 class RecordedEngine:
@@ -80,7 +80,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordedEngine]:
 
 
 @pytest.mark.parametrize("method", ["none", "ngram"])
-async def test_the_text_is_the_same_beyond_the_window_and_blocks_outside_it_are_freed(
+async def test_text_beyond_the_window_is_the_same_and_blocks_outside_it_are_freed(
     method: str, gemma_directory: Path, expected: dict[RequestCase, tuple[int, ...]], recorded: list[RecordedEngine]
 ) -> None:
     configuration = load_configuration(
@@ -92,11 +92,11 @@ async def test_the_text_is_the_same_beyond_the_window_and_blocks_outside_it_are_
         }
     )
     async with local_cluster.LocalCluster(configuration) as cluster:
-        for asked, answer in expected.items():
-            assert await tokens_grpc(Server(cluster.grpc_address, ""), asked) == answer
+        for request, answer in expected.items():
+            assert await tokens_grpc(Server(cluster.grpc_address, ""), request) == answer
     (engine,) = recorded
     assert set(engine.layout.groups) == {KvGroup(tables=1), KvGroup(tables=5, window=WINDOW)}
-    last = max(expected, key=lambda asked: len(asked.prompt))
+    last = max(expected, key=lambda request: len(request.prompt))
     length = len(last.prompt) + last.max_tokens
     assert engine.in_use[-1] <= engine.layout.held(length)
     assert max(engine.in_use) <= engine.layout.peak(length, STEP_TOKENS)

@@ -1,4 +1,4 @@
-"""Every stream equals plain decoding, in every drafting mode, while drafters stop and start again."""
+"""In every drafting mode, every stream equals plain decoding while drafters stop and restart."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from workers.serve.configuration import load_configuration
 VOCABULARY = 320
 TOKENS = 40
 RESTARTS = 4
-"""How often drafters are stopped and started again in one test."""
+"""How often drafters are restarted in one test."""
 
 SAMPLINGS = (
     SamplingParameters(temperature=0.0),
@@ -42,7 +42,7 @@ def case_number(number: int, max_draft_tokens: int | None = None) -> SamplingCas
 
 
 NO_DRAFTS = 9
-"""Index of the request that refuses drafts."""
+"""Index of the request that disables drafts."""
 CASES = [*map(case_number, range(NO_DRAFTS)), case_number(9, max_draft_tokens=0), case_number(12, max_draft_tokens=2)]
 
 
@@ -81,7 +81,7 @@ def configure(target: Path, draft: Path, **drafting: Any) -> Configuration:
 
 @pytest.fixture(scope="module")
 def expected(target: Path) -> list[tuple[int, ...]]:
-    """What the model writes under `transformers`."""
+    """The tokens that `transformers` generates."""
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     return [write_alone(model, case.prompt, case.sampling, TOKENS) for case in CASES]
@@ -112,14 +112,14 @@ DRAFTING: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("drafting", DRAFTING, ids=lambda drafting: " ".join(str(value) for value in drafting.values()))
-async def test_drafters_that_stop_and_start_again_change_no_token(
+async def test_restarted_drafters_change_no_token(
     drafting: dict[str, Any],
     target: Path,
     draft: Path,
     expected: list[tuple[int, ...]],
     logprobs: list[tuple[float, ...]],
 ) -> None:
-    """First all drafters run. Then they stop and start again at random, several times."""
+    """First all drafters run. Then they restart at random, several times."""
     configuration = configure(target, draft, **drafting)
     async with asyncio.timeout(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
         undisturbed = await cluster.answer_all(CASES)
@@ -127,7 +127,7 @@ async def test_drafters_that_stop_and_start_again_change_no_token(
         disturbed: list[list[FullAnswer]] = []
         while sum(drafter.starts - 1 for drafter in cluster.drafters) < RESTARTS:
             if restarting.done():
-                restarting.result()  # raises what has ended it
+                restarting.result()  # raises the exception that ended the task
             disturbed.append(await cluster.answer_all(CASES))
         restarting.cancel()
         await asyncio.gather(restarting, return_exceptions=True)
@@ -140,29 +140,27 @@ async def test_drafters_that_stop_and_start_again_change_no_token(
         assert sum(answer.drafted for answer in undisturbed) > sum(answer.accepted for answer in undisturbed) > 0
 
 
-async def test_a_drafter_that_starts_again_is_used_again(
-    target: Path, draft: Path, expected: list[tuple[int, ...]]
-) -> None:
+async def test_a_restarted_drafter_is_used_again(target: Path, draft: Path, expected: list[tuple[int, ...]]) -> None:
     configuration = configure(target, draft, controller="off")
     async with asyncio.timeout(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
         await cluster.drafters[0].stop()
         without = await cluster.answer_all(CASES)
         await cluster.drafters[0].start()
         for _ in range(100):
-            again = await cluster.answer_all(CASES[:1])
-            if again[0].accepted:
+            after_restart = await cluster.answer_all(CASES[:1])
+            if after_restart[0].accepted:
                 break
             await asyncio.sleep(0.05)
     assert sum(answer.drafted for answer in without) == 0
-    assert again[0].accepted > 0
-    assert [answer.tokens for answer in (*without, *again)] == [*expected, expected[0]]
+    assert after_restart[0].accepted > 0
+    assert [answer.tokens for answer in (*without, *after_restart)] == [*expected, expected[0]]
 
 
 @pytest.mark.parametrize("mode", ["serial", "run_ahead"])
 async def test_with_synthetic_acceptance_every_answer_says_that_it_is_not_lossless(
     mode: str, target: Path, draft: Path, expected: list[tuple[int, ...]]
 ) -> None:
-    """With one acceptance rate the answer is the same with and without drafts: acceptance is drawn per position."""
+    """With one acceptance rate the answer is the same with and without drafts, because acceptance is drawn per position."""
     drafting = {"controller": "off", "synthetic": {"acceptance": (0.7,), "seconds": 0.0, "mode": mode}}
     configuration = configure(target, draft, method="synthetic", **drafting)
     cases = [case_number(number, most) for number in range(4) for most in (None, 0, 2)]

@@ -36,9 +36,9 @@ from workers.serve.configuration import load_configuration
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 """Families of the tiny model; `mistral` has a sliding window."""
 POOL_TOKENS = 1200
-"""What the pool holds: a few long answers, and a tenth of what is arguments for at once."""
+"""Pool size: it stores a few long answers, and a tenth of all running requests."""
 MIN_GROWTH_SECONDS = 300.0
-"""Shorter runs say nothing about the growth of memory."""
+"""Shorter runs do not show the growth of memory."""
 SETTLE_SECONDS = 30.0
 COUNTS = (
     "vllm:num_preemptions_total",
@@ -68,7 +68,7 @@ def make_tiny(directory: Path, family: str) -> Path:
 
 
 def configure(model: Path, disk: Path, assignments: list[str]) -> Configuration:
-    """A cluster with every memory tier in use and too small. The tiers together hold a few times the pool."""
+    """A cluster with all memory tiers enabled and too small. The tiers together store a few times the pool."""
     shape = AutoConfig.from_pretrained(model).get_text_config()
     heads = shape.num_key_value_heads or shape.num_attention_heads
     head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
@@ -94,7 +94,7 @@ def configure(model: Path, disk: Path, assignments: list[str]) -> Configuration:
 
 
 async def soak(configuration: Configuration, arguments: argparse.Namespace) -> bool:
-    """Run the traffic. Returns whether everything was right."""
+    """Run the traffic. Returns whether all checks passed."""
     model = Path(configuration.target.path)
     tokenizer = Tokenizer.load(model)
     catalogue = RequestCatalogue(
@@ -125,7 +125,7 @@ async def soak(configuration: Configuration, arguments: argparse.Namespace) -> b
 
 
 async def report_progress(traffic: Traffic, resident: Resident, arguments: argparse.Namespace) -> None:
-    """Print a line now and then, until cancelled."""
+    """Print a progress line at intervals, until cancelled."""
     begun = time.monotonic()
     while True:
         await asyncio.sleep(min(60.0, arguments.minutes * 60 / 4))
@@ -137,7 +137,7 @@ async def report_progress(traffic: Traffic, resident: Resident, arguments: argpa
 
 
 async def wait_until_idle(client: GenerationClient) -> dict[str, float]:
-    """The server's counters once nothing runs. Aborted requests are released within a step."""
+    """The server's counters once no request runs. Aborted requests are released within a step."""
     end = time.monotonic() + SETTLE_SECONDS
     while True:
         counts = await read_counts(client)
@@ -152,9 +152,9 @@ async def wait_until_idle(client: GenerationClient) -> dict[str, float]:
 
 
 def report(findings: Findings, counts: dict[str, float], resident: Resident, arguments: argparse.Namespace) -> bool:
-    """Print all findings. Returns whether everything was right."""
-    for complaint in findings.complaints:
-        write(complaint)
+    """Print all findings. Returns whether all checks passed."""
+    for error in findings.errors:
+        write(error)
     write("requests: " + ", ".join(f"{count} {kind}" for kind, count in sorted(findings.ended.items())))
     write(f"answer tokens: {findings.tokens}; wrong answers: {findings.wrong}; failed requests: {findings.failed}")
     write(f"answers that differ by rounding alone (scores closer than {arguments.bound}): {findings.near}")
@@ -165,13 +165,13 @@ def report(findings: Findings, counts: dict[str, float], resident: Resident, arg
             write(f"{name}: {counts[name]:.0f}")
     in_use = counts["vllm:kv_cache_usage_perc"]
     busy = counts["vllm:num_requests_running"] + counts["vllm:num_requests_waiting"]
-    write(f"at the end: {in_use:.4%} of the blocks in use, {busy:.0f} requests known")
+    write(f"at the end: {in_use:.4%} of the blocks in use, {busy:.0f} requests open")
     growth = resident.growth()
     is_long = resident.seconds[-1] >= MIN_GROWTH_SECONDS
     write(
         f"resident memory: {resident.megabytes[0]:.0f} MB at first, {resident.megabytes[-1]:.0f} MB at last, "
         f"{growth:+.1f} MB/hour over the last two thirds"
-        + (f" (at most {arguments.growth})" if is_long else " (the run is too short to say)")
+        + (f" (at most {arguments.growth})" if is_long else " (the run is too short to measure this)")
     )
     well = findings.is_clean and in_use == 0 and busy == 0 and not (is_long and growth > arguments.growth)
     write("passed" if well else "FAILED")
@@ -179,7 +179,7 @@ def report(findings: Findings, counts: dict[str, float], resident: Resident, arg
 
 
 def main() -> None:
-    """Run what the command line asks for."""
+    """Run the soak test with the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0, help="how long new requests are sent")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=32, help="number of clients")
     parser.add_argument("--distinct", type=int, default=64, help="number of distinct requests")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of requests")
-    parser.add_argument("--bound", type=float, default=1e-3, help="logits closer than this may change places")
+    parser.add_argument("--bound", type=float, default=1e-3, help="logits closer than this may be swapped by rounding")
     parser.add_argument("--growth", type=float, default=40.0, help="largest growth of resident memory, in MB/hour")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The answers of the model alone, and whether another answer differs by rounding only."""
+"""The answers of the model alone, and a check whether another answer differs by rounding only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reference:
         return self._known[request]
 
     def is_near(self, request: SoakRequest, index: int, answer: Sequence[int]) -> bool:
-        """Whether the model would give `answer` if logits moved by no more than the bound.
+        """Whether the model generates `answer` if logits change by at most the bound.
 
         Beams are compared by their scores. For samples, the first different token decides, because the text after it
         has another prefix.

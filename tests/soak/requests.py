@@ -1,4 +1,4 @@
-"""What is asked for: a fixed list of requests of every kind, drawn from a seed."""
+"""The requests of the soak test: a fixed list of requests of every kind, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ KINDS = {"short": 4, "long": 3, "sharing": 5, "several": 2, "beams": 2}
 """Relative frequency of each kind."""
 SALTS = ("", "", "tenant-a", "tenant-b")
 MAX_TOKENS = 384
-"""Largest number of tokens in a prompt and its answer, which the context must hold."""
+"""Largest number of tokens in a prompt and its answer. The context must be at least as long."""
 
 
 @dataclass(frozen=True)
 class SoakRequest:
-    """One request. It is hashable, and its answers depend on nothing else."""
+    """One request. It is hashable and determines its answers."""
 
     kind: str
     prompt: tuple[int, ...]
@@ -28,12 +28,12 @@ class SoakRequest:
     seed: int = 0
     n: int = 1
     width: int = 0
-    """Width of the beam search; 0 draws samples."""
+    """Width of the beam search; 0 selects sampling."""
     length_penalty: float = 1.0
     cache_salt: str = ""
 
     def sampling(self, index: int) -> SamplingParameters:
-        """The sampling parameters of the answer `index`, as a request of its own would have them."""
+        """The sampling parameters of the single request that has the same answer as answer `index` of this one."""
         return SamplingParameters(temperature=self.temperature, top_p=self.top_p, seed=self.seed + index)
 
     def message(self, request_id: str) -> generation_pb2.GenerateRequest:

@@ -1,4 +1,4 @@
-"""Clients that send requests, sometimes leave early, and compare every token with the model's own answer."""
+"""Clients that send requests, sometimes disconnect early, and compare every token with the model's own answer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.soak.reference import Reference
 from tests.soak.requests import SoakRequest
 
 ANSWER_SECONDS = 300.0
-"""No answer takes this long. The timeout turns a hang into a failure."""
-MAX_COMPLAINTS = 20
+"""Seconds. Longer than any answer takes, so that a hang becomes a failure."""
+MAX_ERRORS = 20
 LEAVE, ABORT = "left", "aborted"
 
 
@@ -32,12 +32,12 @@ class Findings:
     near: int = 0
     """Number of answers that differ where two scores are closer than rounding."""
     failed: int = 0
-    complaints: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
 
-    def complain(self, text: str) -> None:
-        """Store the text, unless there are many already."""
-        if len(self.complaints) < MAX_COMPLAINTS:
-            self.complaints.append(text)
+    def add_error(self, text: str) -> None:
+        """Store the description of an error, up to `MAX_ERRORS`."""
+        if len(self.errors) < MAX_ERRORS:
+            self.errors.append(text)
 
     @property
     def is_clean(self) -> bool:
@@ -46,7 +46,7 @@ class Findings:
 
 
 class Traffic:
-    """`at_once` clients over one connection. Each draws its requests and its early ends from a seed of its own."""
+    """`at_once` clients over one connection. Each draws its requests and early ends from a different seed."""
 
     def __init__(
         self, client: GenerationClient, requests: tuple[SoakRequest, ...], reference: Reference, at_once: int, seed: int
@@ -76,15 +76,15 @@ class Traffic:
             if draw.random() < pauses:
                 await asyncio.sleep(draw.uniform(0.0, 2.0))
 
-    async def _request(self, request: SoakRequest, early_end: str | None, patience: float) -> None:
-        """Send a request, and end it early after `patience` seconds if wanted. Whatever arrived must be right."""
+    async def _request(self, request: SoakRequest, early_end: str | None, early_end_seconds: float) -> None:
+        """Send a request and check the tokens that arrive. With `early_end`, end it after `early_end_seconds`."""
         findings = self.findings
         name = f"soak-{next(self._numbers)}"
         answers: dict[int, list[int]] = {index: [] for index in range(request.n)}
         reading = asyncio.create_task(self._read(request.message(name), answers))
         ended_early = None
         try:
-            if early_end is not None and not (await asyncio.wait([reading], timeout=patience))[0]:
+            if early_end is not None and not (await asyncio.wait([reading], timeout=early_end_seconds))[0]:
                 ended_early = early_end
                 if early_end == LEAVE:
                     reading.cancel()
@@ -94,7 +94,7 @@ class Traffic:
                 await asyncio.gather(reading, return_exceptions=ended_early == LEAVE)
         except (PilotfishError, TimeoutError) as error:
             findings.failed += 1
-            findings.complain(f"{name} ({request.kind}): {error!r}")
+            findings.add_error(f"{name} ({request.kind}): {error!r}")
         else:
             findings.ended[ended_early or request.kind] += 1
             for index, answer in answers.items():
@@ -114,6 +114,6 @@ class Traffic:
             self.findings.near += 1
             return
         self.findings.wrong += 1
-        self.findings.complain(
+        self.findings.add_error(
             f"{name} ({request.kind}, answer {index}): {answer}\n  instead of {list(own)}\n  {request}"
         )

@@ -1,7 +1,7 @@
-"""Sampling is right: the noise is Gumbel's, and what speculation emits is drawn from the warped distribution.
+"""Sampling is correct: the noise has the Gumbel distribution, and speculation samples from the warped distribution.
 
-Seeds are fixed, so every run computes the same p-values; a bar of 10⁻⁴ leaves room for the honest
-unlucky ones when a constant of the noise is changed on purpose.
+Seeds are fixed, so every run computes the same p-values. The threshold of 10⁻⁴ leaves room for chance when a constant of
+the noise is changed on purpose.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SEEDS = 20_000
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int], size: int, first: int = 0) -> numpy.ndarray:
-    """The noise, taken back to the unit interval: float64 [n, size]."""
+    """The noise mapped back to the unit interval: float64 [n, size]."""
     return numpy.exp(-numpy.exp(-gumbel(seeds, positions, first, size, "cpu").double().numpy()))
 
 
@@ -46,12 +46,12 @@ def test_noise_has_the_gumbel_distribution() -> None:
     assert abs(noise.var() / deviation**2 - 1) < 4 * math.sqrt(4.4 / noise.size)  # excess kurtosis is 2.4
 
 
-def test_the_largest_of_many_noises_are_where_they_should_be() -> None:
+def test_the_maximum_of_many_noises_has_the_gumbel_distribution() -> None:
     noise = gumbel([5] * 4000, range(4000), 0, 1000, "cpu").amax(dim=1).double().numpy()
     assert stats.kstest(noise - math.log(1000), "gumbel_r").pvalue > BAR
 
 
-def test_uniforms_fill_every_bin_alike() -> None:
+def test_uniforms_fill_all_bins_equally() -> None:
     drawn = uniforms(range(100), [0] * 100, 10_000)
     counts = numpy.histogram(drawn, bins=4096, range=(0, 1))[0]
     assert stats.chisquare(counts).pvalue > BAR
@@ -59,7 +59,7 @@ def test_uniforms_fill_every_bin_alike() -> None:
 
 ROWS = range(200)
 FIXED = [9] * 200
-NEIGHBOURS = {  # seeds, positions and first token of either side
+NEIGHBOURS = {  # seeds, positions and first token of both sides
     "next token": ((ROWS, FIXED, 0), (ROWS, FIXED, 1)),
     "distant token": ((ROWS, FIXED, 0), (ROWS, FIXED, 1 << 16)),
     "next position": ((FIXED, ROWS, 0), (FIXED, range(1, 201), 0)),
@@ -76,14 +76,14 @@ def test_neighbours_are_independent(name: str) -> None:
     assert stats.chisquare(counts.ravel()).pvalue > BAR
 
 
-def test_winners_of_equal_logits_are_uniform_and_forget_the_position_before() -> None:
+def test_decisions_over_equal_logits_are_uniform_and_independent_between_positions() -> None:
     winners = gumbel([8] * 40_000, range(40_000), 0, 16, "cpu").argmax(dim=1).numpy()
     assert stats.chisquare(numpy.bincount(winners, minlength=16)).pvalue > BAR
     pairs = numpy.bincount(winners[:-1] * 16 + winners[1:], minlength=256)
     assert stats.chisquare(pairs).pvalue > BAR
 
 
-# --- a language model small enough to know everything about -------------------------------------
+# --- a language model small enough to enumerate ---------------------------------------------------
 
 VOCABULARY = 5
 LENGTH = 3
@@ -114,7 +114,7 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """Guesses at one seed's answer, knowing what plain decoding would write."""
+    """Drafts for the answer of one seed. It knows the answer of plain decoding."""
 
     plain: tuple[int, ...]
     """The answer by plain decoding."""
@@ -171,7 +171,7 @@ def speculate(
     decide_rows: Decide = decide,
     accept: Walk = walk,
 ) -> Answers:
-    """The whole loop for every drafter's seed at once: draft, decide at every node, walk, commit."""
+    """The speculation loop for all drafters' seeds in one batch: draft, decide at every node, walk, commit."""
     samplings = [replace(sampling, seed=drafter.seed) for drafter in drafters]
     answers: list[list[int]] = [[] for _ in drafters]
     running = list(range(len(drafters)))
@@ -216,7 +216,7 @@ def p_value(sampling: SamplingParameters, answers: Answers) -> float:
     counts = [seen[answer] for answer in cells]
     means = [expected[answer] for answer in cells]
     rest = len(answers) - sum(means)
-    if rest > 1e-6 * len(answers):  # the rare ones share a cell
+    if rest > 1e-6 * len(answers):  # rare answers share a cell
         counts.append(len(answers) - sum(counts))
         means.append(rest)
     return float(stats.chisquare(counts, means, sum_check=False).pvalue)
@@ -236,14 +236,14 @@ def test_twenty_thousand_answers_follow_the_warped_distribution(setting: str, dr
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_every_drafter_emits_what_plain_decoding_writes(setting: str) -> None:
+def test_every_drafter_yields_the_tokens_of_plain_decoding(setting: str) -> None:
     sampling = SETTINGS[setting]
     plain = plain_answers(sampling, 200)
     for draft in DRAFTS.values():
         assert speculate(sampling, drafters_for(plain), draft) == plain
 
 
-def test_greedy_answers_are_one_answer() -> None:
+def test_all_greedy_answers_are_equal() -> None:
     sampling = SamplingParameters(temperature=0.0)
     plain = plain_answers(sampling, 20)
     tokens = [*PROMPT]
@@ -253,7 +253,7 @@ def test_greedy_answers_are_one_answer() -> None:
     assert all(speculate(sampling, drafters_for(plain), draft) == plain for draft in DRAFTS.values())
 
 
-# --- and these tests can fail -------------------------------------------------------------------
+# --- the tests detect wrong rules -----------------------------------------------------------------
 
 
 def decide_with_noise_by_step(logits: torch.Tensor, contexts: Sequence[DecisionContext]) -> list[int]:
@@ -265,12 +265,12 @@ def decide_with_noise_by_step(logits: torch.Tensor, contexts: Sequence[DecisionC
 
 
 def walk_that_trusts_the_first_child(tree: TokenTree, decisions: Sequence[int]) -> Accepted:
-    """Wrong: a guess is taken without asking the target."""
+    """Wrong: a drafted token is accepted without the target's decision."""
     return Accepted((0,), (tree.tokens[0], decisions[1])) if len(tree) else walk(tree, decisions)
 
 
 def decide_without_temperature(logits: torch.Tensor, contexts: Sequence[DecisionContext]) -> list[int]:
-    """Wrong: warping is left out."""
+    """Wrong: logits are not warped."""
     return decide(logits, [replace(item, sampling=replace(item.sampling, temperature=1.0)) for item in contexts])
 
 
@@ -278,11 +278,11 @@ def decide_without_temperature(logits: torch.Tensor, contexts: Sequence[Decision
     ("draft", "wrong_decide", "wrong_walk"),
     [
         pytest.param(Drafter.always_agree_chain, decide_with_noise_by_step, walk, id="noise by step"),
-        pytest.param(Drafter.random_chain, decide, walk_that_trusts_the_first_child, id="guesses trusted"),
+        pytest.param(Drafter.random_chain, decide, walk_that_trusts_the_first_child, id="drafts accepted unverified"),
         pytest.param(Drafter.random_tree, decide_without_temperature, walk, id="no temperature"),
     ],
 )
-def test_a_wrong_rule_is_caught(draft: Draft, wrong_decide: Decide, wrong_walk: Walk) -> None:
+def test_a_wrong_rule_is_detected(draft: Draft, wrong_decide: Decide, wrong_walk: Walk) -> None:
     sampling = SETTINGS["temperature"]
     plain = plain_answers(sampling, 4000)
     speculated = speculate(sampling, drafters_for(plain), draft, wrong_decide, wrong_walk)

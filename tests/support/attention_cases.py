@@ -1,4 +1,4 @@
-"""Random attention steps for the CPU kernel: rows with trees, layers with windows, and both ways to compute them."""
+"""Random attention steps for the CPU kernel and the PyTorch reference: rows with trees, layers with windows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Case:
 
 @st.composite
 def trees(draw: st.DrawFn) -> tuple[int, ...]:
-    """None, a chain, or whatever branches; seldom larger than one word of bits."""
+    """No tree, a chain or a branching tree. Few have more nodes than a mask word has bits."""
     count = draw(st.sampled_from([0, 0, 1, 2, 5, 16, 63, 64, 65, 100]))
     if draw(st.booleans()):
         return tuple(range(-1, count - 1))
@@ -66,7 +66,7 @@ def trees(draw: st.DrawFn) -> tuple[int, ...]:
 
 @st.composite
 def rows(draw: st.DrawFn) -> Row:
-    """A prompt's chunk, a token, or a tree below it, after a short or long past."""
+    """A chunk of a prompt, a token, or a tree, after a short or long stored prefix."""
     stored = draw(st.one_of(st.integers(0, 5), st.integers(0, 70), st.integers(200, 300)))
     fresh = draw(st.one_of(st.just(1), st.integers(1, 9), st.integers(30, 60)))
     return Row(stored, fresh, draw(trees()))
@@ -74,7 +74,7 @@ def rows(draw: st.DrawFn) -> Row:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Layers of one shape; some may have a window, and memory may give one to the others."""
+    """Layers of one shape. Some have a window, and a configured window may apply to the others."""
     kv_heads, shared = draw(st.sampled_from([(1, 1), (3, 1), (2, 3), (1, 8), (1, 32), (2, 4)]))
     dim = draw(st.sampled_from([8, 12, 16, 20, 48, 64, 80, 128]))
     windows = draw(st.lists(st.sampled_from([None, None, 2, 7, 16, 33, 100]), min_size=1, max_size=3))
@@ -88,10 +88,10 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 class Bench:
-    """A case's numbers, and both ways to attend over them. Keys and values of a row are the same in every step."""
+    """The tensors of a case and both implementations of attention. A row has the same keys and values in every step."""
 
     def __init__(self, case: Case, dtype: torch.dtype, code: str, wide: bool = False) -> None:
-        """With `wide`, numbers that `dtype` can hold are computed with in single precision."""
+        """Draw the tensors in `dtype`. With `wide`, compute in single precision with the same values."""
         self.case = case
         self.dtype = torch.float32 if wide else dtype
         spec = spec_of(case.layers, self.dtype)
@@ -116,18 +116,18 @@ class Bench:
         self.fresh = [[self.draw(dtype, 1, count, row.width, width) for count in heads] for row in case.rows]
 
     def draw(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        """Normal numbers that `dtype` can hold."""
+        """Normally distributed numbers, rounded to `dtype`."""
         return torch.randn(shape, generator=self.generator).to(dtype).to(self.dtype)
 
     def _blocks(self, row: Row, table: int, count: int, order: Iterator[int]) -> list[BlockId]:
-        """Anywhere in the pool; what fell out of every window is gone."""
+        """Random blocks of the pool, without those that are outside every window."""
         (window,) = {place.window for place in self.pool.kv_groups.placements if place.table == table}
         whole = RowShape([], row.stored, row.fresh, row.tree)
         sinks, begin, _ = blocks_read(whole, window, self.case.section.block_size)
         return [OUT_OF_WINDOW if sinks <= index < begin else BlockId(next(order)) for index in range(count)]
 
     def attend(self, layer: int, chosen: Sequence[int] | None = None, *, natively: bool = True) -> list[torch.Tensor]:
-        """Each chosen row's result `[width, heads, dim]`, all in one step."""
+        """The result `[width, heads, dim]` of each chosen row, computed in one step."""
         chosen = range(len(self.shapes)) if chosen is None else chosen
         shapes = [self.shapes[index] for index in chosen]
         paged = PagedAttention()

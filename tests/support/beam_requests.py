@@ -1,4 +1,4 @@
-"""Requests for a beam search, and the answers that they must have."""
+"""Requests for a beam search, and their expected answers."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def beam_request(
 
 
 def beam_answers(target: FakeTarget, wanted: GenerationRequest) -> list[list[int]]:
-    """The answers of a search that sees the target's whole distribution at every step."""
+    """The answers of a beam search over the target's full distribution at every step."""
     if wanted.beam is None:
-        raise ValueError("the request asks for no beam search")
+        raise ValueError("the request has no beam search")
     state = beam.start(wanted.beam, wanted.stopping.max_tokens, wanted.stopping.stop_token_ids)
     while not beam.is_done(state):
         logprobs = (target.logprobs([*wanted.prompt, *running.tokens]) for running in state.running)

@@ -20,7 +20,7 @@ from pilotfish.v1 import common_pb2, generation_pb2, generation_pb2_grpc, operat
 from tests.support.fake_engine import OneMetric, ScriptedEngine, fake_service, listening
 
 LIMITS = LimitsSection(max_body_bytes=65536, max_output_tokens=32)
-PATIENCE = 10.0
+TIMEOUT_SECONDS = 10.0
 Request = generation_pb2.GenerateRequest
 Sampling = common_pb2.SamplingParameters
 Stopping = generation_pb2.StoppingCriteria
@@ -30,7 +30,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 @dataclass(frozen=True)
 class BothApis:
-    """The HTTP API over the gRPC API over a scripted engine, on real sockets."""
+    """An HTTP API and a gRPC API in front of one scripted engine, on real sockets."""
 
     engine: ScriptedEngine
     grpc_address: str
@@ -38,10 +38,10 @@ class BothApis:
     http: httpx.AsyncClient
 
     async def over_grpc(self, request: Request) -> tuple[str, str]:
-        """(error text, field) of a refusal, or the text."""
+        """The text of the answer, or the error text and the field of a refusal."""
         try:
             text = ""
-            async for response in self.client.generate(request, PATIENCE):
+            async for response in self.client.generate(request, TIMEOUT_SECONDS):
                 text += response.delta.text
         except InvalidRequest as error:
             return str(error), error.field

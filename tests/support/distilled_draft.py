@@ -1,4 +1,4 @@
-"""A distilled draft of a tiny target, made as `pilotfish distill` leaves one: some of its layers, none of its ends."""
+"""A distilled draft of a tiny target in the format of `pilotfish distill`: layers without embedding and head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.model.draft_card import VOCABULARY, WEIGHTS, DraftCard
 def save(
     target: Path, directory: Path, layers: Sequence[int] = (0, 1), vocabulary: Sequence[int] | None = None
 ) -> Path:
-    """Copy `layers` of the Llama-like model in `target`; `vocabulary` are the tokens that the draft can guess."""
+    """Copy `layers` of the Llama-like model in `target`; `vocabulary` lists the tokens that the draft can propose."""
     config = AutoConfig.from_pretrained(target)
     config.num_hidden_layers = len(layers)
     weights = load_file(target / WEIGHTS)

@@ -37,7 +37,7 @@ MODES: tuple[Mode, ...] = ("serial", "run_ahead", "enumerate")
 
 
 class ReferenceModel:
-    """The same weights, run for one token at a time by `transformers` alone."""
+    """The same weights, run by `transformers` one token at a time."""
 
     def __init__(self, directory: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

@@ -56,7 +56,7 @@ def verify_row(name: str, *tokens: int) -> VerifyRow:
 
 
 class Gate:
-    """Holds the computing thread until it is opened, and tells when it has arrived."""
+    """Blocks the compute thread until it is opened, and signals when the thread has arrived."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()
@@ -71,14 +71,14 @@ class Gate:
 
 
 class EchoDrafter:
-    """Guesses each row's last token; chokes on one of them."""
+    """Drafts each row's last token. Raises for one token."""
 
-    def __init__(self, before: Callable[[], None] = lambda: None, growing: int = 0) -> None:
+    def __init__(self, before: Callable[[], None] = lambda: None, passes_left: int = 0) -> None:
         self.before = before
-        self.growing = growing
-        """Passes that it still has to make between calls."""
-        self.untold = 0
-        """Pieces that it still has to learn."""
+        self.passes_left = passes_left
+        """Number of passes left to run between calls."""
+        self.pieces_left = 0
+        """Number of pieces of committed tokens that are not yet computed."""
         self.calls: list[tuple[str, ...]] = []
         self.threads: set[int] = set()
 
@@ -86,21 +86,21 @@ class EchoDrafter:
         self._note("propose", *(row.sequence_id for row in rows))
         self.before()
         if any(POISON in row.new_tokens for row in rows):
-            raise RuntimeError("choked")
+            raise RuntimeError("poisoned token")
         return tuple(Proposal(row.sequence_id, row.base_len, TokenTree.chain(row.new_tokens[-1:])) for row in rows)
 
     def catch_up(self, sequence_ids: Sequence[SequenceId]) -> bool:
-        if self.untold < 1:
+        if self.pieces_left < 1:
             return False
         self._note("catch_up", *sequence_ids)
-        self.untold -= 1
+        self.pieces_left -= 1
         return True
 
     def run_ahead(self) -> bool:
-        if self.growing < 1:
+        if self.passes_left < 1:
             return False
         self._note("run_ahead")
-        self.growing -= 1
+        self.passes_left -= 1
         return True
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
@@ -112,7 +112,7 @@ class EchoDrafter:
 
 
 class EchoEngine:
-    """Decides each row's last token again; chokes on one of them."""
+    """Decides each row's last token again. Raises for one token."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -121,7 +121,7 @@ class EchoEngine:
     def step(self, batch: StepBatch) -> StepResult:
         self.sizes.append(len(batch.rows))
         if any(POISON in row.pending for row in batch.rows):
-            raise RuntimeError("choked")
+            raise RuntimeError("poisoned token")
         verdicts = tuple(Verdict(row.sequence_id, row.base_len, row.pending[-1:]) for row in batch.rows)
         return StepResult(verdicts, KV, 0.5)
 
@@ -132,7 +132,7 @@ class EchoEngine:
         return KvOccupancy(10, 10)
 
     def open(self, rows: Sequence[OpenRow]) -> OpenResult:
-        raise InvalidRequest("parent", rows[0].parent, "a sequence that the target holds")
+        raise InvalidRequest("parent", rows[0].parent, "a sequence that the target stores")
 
     def info(self) -> TargetInfo:
         return TargetInfo("echo", 700, 64, KvLayout(4), KV, (2,), 1, "float32", "e")
@@ -146,7 +146,7 @@ def entries(directory: Path) -> list[Path]:
 
 
 async def answer_to(method: Callable[[Any, Any], AsyncIterator[Any]], request: Any) -> Any:
-    """One request of a stream, answered."""
+    """The response to one request of a stream."""
 
     async def requests() -> AsyncIterator[Any]:
         yield request
@@ -199,5 +199,5 @@ async def target_at(servicer: TargetServicer) -> AsyncIterator[GrpcTarget]:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - growth tells nobody
+        while not condition():  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.001)

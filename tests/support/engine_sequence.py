@@ -28,7 +28,7 @@ def no_draft(_: Sequence[int]) -> TokenTree:
 
 
 def drafts_near(answer: Sequence[int], seed: int = 0) -> Propose:
-    """Branching trees, of which one branch is often right for a while."""
+    """A drafter of branching trees in which one branch often agrees with the target for some tokens."""
     draw = random.Random(seed)
 
     def propose(tokens: Sequence[int]) -> TokenTree:
@@ -53,7 +53,7 @@ class EngineSequence:
     chunk: int = 1000
 
     def open(self, parent: str | None = None) -> int:
-        """Tokens that were stored already."""
+        """Open the sequence on the engine. Returns the number of tokens that were stored already."""
         row = OpenRow(self.name, tuple(self.tokens), self.start, None if parent is None else SequenceId(parent))
         self.stored = self.engine.open([row]).stored_lens[0]
         return self.stored

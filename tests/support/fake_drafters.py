@@ -16,12 +16,12 @@ from tests.support.fake_target import FakeTarget
 
 
 class FakeDrafter:
-    """Drafts nothing. Stores what it is sent as the port demands, and answers a fault when tokens are missing."""
+    """Drafts nothing. Stores the tokens of its rows as the port requires, and returns a fault if tokens are missing."""
 
     def __init__(self, target: FakeTarget) -> None:
         self.target = target
         self.known: dict[SequenceId, tuple[SequenceStart, list[int]]] = {}
-        """What was sent of each sequence that was not released."""
+        """The start and the tokens of each sequence that was not released."""
         self.calls: list[tuple[DraftRow, ...]] = []
         """The rows of every call."""
 
@@ -38,7 +38,7 @@ class FakeDrafter:
             self.known.pop(sequence_id, None)
 
     async def before_answer(self) -> None:
-        """Wait or fail before the answer."""
+        """A hook before the answer: a subclass waits or fails here."""
         await asyncio.sleep(0)
 
     def answer(self, row: DraftRow) -> Proposal:
@@ -68,10 +68,10 @@ class WrongDrafter(FakeDrafter):
 
 
 class PerfectDrafter(FakeDrafter):
-    """Drafts chains that are always right."""
+    """Drafts chains that are always accepted."""
 
     def draft(self, sampling: SamplingParameters, tokens: list[int], row: DraftRow) -> TokenTree:
-        """A chain of what the target will decide."""
+        """A chain of the tokens that the target will decide."""
         chain = list(tokens)
         for _ in range(min(row.budget.max_nodes, row.budget.max_depth)):
             chain.append(self.target.next_token(chain, sampling))
@@ -86,7 +86,7 @@ class RandomDrafter(FakeDrafter):
         self.random = random.Random(seed)
 
     def draft(self, sampling: SamplingParameters, tokens: list[int], row: DraftRow) -> TokenTree:
-        """Candidates that follow the target for a while and then leave it."""
+        """A tree whose branches agree with the target up to a random depth."""
         candidates: list[list[int]] = []
         for _ in range(self.random.randrange(4)):
             path = list(tokens)
@@ -110,7 +110,7 @@ class SlowDrafter(PerfectDrafter):
 
 
 class FailingDrafter(PerfectDrafter):
-    """Unavailable while `is_down`; comes back without any sequence."""
+    """Is unavailable while `is_down`, and has no sequence afterwards."""
 
     is_down = True
 

@@ -34,7 +34,7 @@ Script = Callable[[GenerationRequest], Sequence[int]]
 class ScriptedEngine:
     """Generates scripted answers. Each commit has `block` tokens, of which all but the last are accepted draft tokens.
 
-    After `hold_after` commits it waits for ever, as a target that hangs.
+    After `hold_after` commits it hangs.
     """
 
     def __init__(self, script: Script, block: int = 3) -> None:
@@ -184,7 +184,7 @@ def fake_service(
 
 @asynccontextmanager
 async def listening(app: FastAPI) -> AsyncIterator[str]:
-    """Serve the application on a free port of the loopback; gives its address."""
+    """Serve the application on a free loopback port. Yields its address."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
     task = asyncio.create_task(server.serve())
     try:

@@ -1,4 +1,4 @@
-"""An expander without tensors: a checksum of the text drafts tokens, and every read of stored tokens is checked."""
+"""An expander without tensors. It derives candidates from a checksum of the text and checks every stored token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def continued(tokens: Sequence[int], count: int) -> list[int]:
 
 
 class FakeMemory(BlockAllocator):
-    """Blocks that store tokens, so that reading a wrong block is detected."""
+    """KV memory whose blocks store tokens, so that the use of a wrong block is detected."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__(blocks, KvLayout(BLOCK), prefix_cache=False)
@@ -81,7 +81,7 @@ class FakeExpander:
             raise RuntimeError("out of memory")
         self.passes.append([len(row.tokens) for row in rows])
         assert len({id(row.table) for row in rows}) == len(rows)
-        for row in rows:  # all of them write before any is read, as in a forward pass
+        for row in rows:  # as in a forward pass, all rows write before any row reads
             assert row.tokens
             self.memory.write(row.table, row.tokens)
         found: list[tuple[DraftedToken, ...]] = []

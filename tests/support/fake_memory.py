@@ -17,18 +17,18 @@ class FakeMemory:
         self.blocks = blocks
         self.block_size = block_size
         self.foreign_blocks = 0
-        """Blocks that are taken from the outside."""
+        """Number of blocks that the test itself occupies."""
         self.prefix_cache = prefix_cache
         self._tables = tables
         self._cached: dict[tuple[str, tuple[int, ...]], int] = {}
 
     @property
     def blocks_free(self) -> int:
-        """Blocks in no table, including cached ones."""
+        """Number of blocks in no table, including cached ones."""
         return self.blocks - self.foreign_blocks - len(self._held())
 
     def needed(self, table: list[int], length: int, end: int) -> int:
-        """Blocks that writing positions `length … end - 1` takes: new ones, and a copy of a shared half-filled one."""
+        """Number of blocks for positions `length … end - 1`: new ones, and a copy of a shared half-filled one."""
         return -(-end // self.block_size) - len(table) + self._is_shared_half(table, length)
 
     def write(self, table: list[int], length: int, end: int) -> None:
@@ -46,7 +46,7 @@ class FakeMemory:
                 self._cached.setdefault(key, table[index])
 
     def find(self, salt: str, tokens: Sequence[int]) -> list[int]:
-        """The cached blocks of leading tokens, without the last token."""
+        """The cached blocks of a prefix of the tokens. The last token is never part of it."""
         found: list[int] = []
         for index in range((len(tokens) - 1) // self.block_size):
             block = self._cached.get((salt, tuple(tokens[: (index + 1) * self.block_size])))
@@ -60,7 +60,7 @@ class FakeMemory:
         self._cached.clear()
 
     def _take(self) -> int:
-        """Take a free block. Cached blocks are evicted latest first: an end is useless without its start."""
+        """Take a free block. Cached blocks are evicted latest first, because an end is useless without its start."""
         held = self._held()
         idle = [(key, block) for key, block in self._cached.items() if block not in held]
         surplus = len(held) + len(idle) + 1 - (self.blocks - self.foreign_blocks)

@@ -1,7 +1,7 @@
 """A fake target: a tiny deterministic language model behind the target's port.
 
 The next token is a pure hash of all tokens before it and the seed, so a wrong, missing or repeated token changes all
-tokens after it. A stream that equals `FakeTarget.answer()` is right to the last token.
+tokens after it. A stream that equals `FakeTarget.answer()` is therefore correct.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Stored:
 
 
 class FakeTarget:
-    """Checks every row against what it stores. Its pool of blocks can run out."""
+    """A fake of the `Target` port. It checks every row against its stored tokens, and its block pool can run out."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class FakeTarget:
         self.batches: list[StepBatch] = []
         """Every computed batch."""
         self.faults: list[RowFault] = []
-        """Every fault in a verdict."""
+        """Every fault that a verdict reported."""
         self.drafted = 0
         """Number of drafted tokens verified."""
         self.accepted = 0
@@ -110,13 +110,13 @@ class FakeTarget:
     # --- failures ---
 
     def crash(self) -> None:
-        """Lose everything and refuse all calls until `revive()`."""
+        """Drop all state and refuse all calls until `revive()`."""
         self.is_down = True
         self.stored.clear()
         self.memory.forget()
 
     def revive(self) -> None:
-        """Come back empty, with a new epoch."""
+        """Accept calls again, without sequences and with a new epoch."""
         self.drafted = 0
         """Number of drafted tokens verified."""
         self.accepted = 0
@@ -173,7 +173,7 @@ class FakeTarget:
         self.stored.clear()
 
     async def open(self, rows: Sequence[OpenRow]) -> OpenResult:
-        """See `Target`. Finds what the parent stores and, with a prefix cache, full blocks of earlier sequences."""
+        """Open a sequence. Shares the parent's blocks and, with a prefix cache, full blocks of earlier sequences."""
         await self._answering()
         lens = tuple(self._open(row) for row in rows)
         self.openings += zip(rows, lens, strict=True)
@@ -236,18 +236,20 @@ class FakeTarget:
     def _prepare(self, row: VerifyRow, reserved: int) -> _Stored | RowFault | Verdict:
         stored = self.stored.get(row.sequence_id)
         if not row.pending or (row.tree.tokens and not row.decide):
-            return RowFault(RowFaultCode.INVALID, "a row needs pending tokens, and a tree needs a decision")
+            return RowFault(RowFaultCode.INVALID, "a row must have pending tokens, and a tree requires a decision")
         if max((*row.pending, *row.tree.tokens)) >= self.vocabulary_size:
             return RowFault(RowFaultCode.INVALID, "a token is outside the vocabulary")
         if row.base_len + row.tree.depth() > self.max_context_len:
-            return RowFault(RowFaultCode.INVALID, "beyond the context")
+            return RowFault(RowFaultCode.INVALID, "the row exceeds the context")
         if stored is not None and stored.verdict is not None and row == stored.answered:
             return stored.verdict
         if row.start is not None and row.start_len == 0:
             stored = self.stored[row.sequence_id] = _Stored(row.start)
         if stored is None or row.start_len != len(stored.tokens):
             held = 0 if stored is None else len(stored.tokens)
-            return RowFault(RowFaultCode.OUT_OF_SYNC, f"{held} tokens are stored, not {row.start_len}", held)
+            return RowFault(
+                RowFaultCode.OUT_OF_SYNC, f"{held} tokens are stored, found start_len {row.start_len}", held
+            )
         if self._needed(row, stored) > self.blocks_free - reserved:
             return RowFault(RowFaultCode.KV_EXHAUSTED, "no free block", len(stored.tokens))
         return stored

@@ -1,4 +1,4 @@
-"""Runners that replay, without a GPU: what a recorder would have recorded is called again."""
+"""CUDA graph runners without a GPU: replaying a graph calls the recorded function again."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ WINDOW = 6
 
 
 @dataclass
-class Tape:
-    """Records nothing: what it replays is the function itself, on the same tensors."""
+class FakeRecorder:
+    """A recorder without CUDA graphs: a replay calls the function again on the same tensors. Counts both."""
 
     recorded: int = 0
     replayed: int = 0
@@ -38,15 +38,15 @@ class Tape:
         self.recorded += 1
         function()
 
-        def again() -> None:
+        def replay() -> None:
             self.replayed += 1
             function()
 
-        return again
+        return replay
 
 
 def gemma3() -> PreTrainedConfig:
-    """Three layers that see `WINDOW` tokens around one that sees everything: two tables and two masks."""
+    """Four layers: three with a window of `WINDOW` tokens and one with full attention. Two tables and two masks."""
     kinds = ["full_attention" if layer == 2 else "sliding_attention" for layer in range(4)]
     shape = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 3}
     size = {"vocab_size": tiny.VOCABULARY, "intermediate_size": 80, "head_dim": 8, "max_position_embeddings": 256}
@@ -56,7 +56,9 @@ def gemma3() -> PreTrainedConfig:
 
 CONFIGURATIONS = {
     "full": tiny.llama,
-    "learned positions": lambda: tiny.gpt2(pad_token_id=None),  # with one, transformers looks for it in every step
+    "learned positions": lambda: tiny.gpt2(
+        pad_token_id=None
+    ),  # a padding token makes transformers search every step for it
     "window": lambda: tiny.mistral(sliding_window=WINDOW),
     "several tables": gemma3,
 }
@@ -64,12 +66,14 @@ CONFIGURATIONS = {
 
 @dataclass
 class Bench:
+    """A runner over a pool, with or without CUDA graphs."""
+
     pool: KvPool
     runner: ModelRunner
     graphs: CudaGraphRunner | None = None
 
     def run(self, *rows: ForwardRow, accepted: Sequence[int] = ()) -> torch.Tensor:
-        """Of a branching tree `accepted` is accepted, of a chain the first two nodes."""
+        """Run one step and commit: the nodes `accepted` of a branching tree, the first two nodes of a chain."""
         for row in rows:
             self.pool.reserve(row.table, row.end)
         logits = self.runner.forward(rows).clone()
@@ -78,7 +82,7 @@ class Bench:
         return logits
 
     def stored(self, table: BlockTable) -> torch.Tensor:
-        """All that is still held of a sequence's keys and values."""
+        """The stored keys and values of a sequence, without positions outside the window."""
         slots = [
             blocks[position // BLOCK] * BLOCK + position % BLOCK
             for blocks in table.blocks
@@ -91,7 +95,7 @@ class Bench:
 def open_bench(
     directory: Path, record: Callable[[Callable[[], None]], Callable[[], None]] | None = None, **options: object
 ) -> Bench:
-    """As it is without a recorder, replaying with one."""
+    """A bench for the model in `directory`. With `record` it replays graphs."""
     model = replace(
         load_model(ModelSection(path=str(directory), device="cpu", native="off")), uses_cuda_graphs=record is not None
     )
@@ -116,7 +120,7 @@ def some_tokens(count: int, seed: int = 0) -> tuple[int, ...]:
 
 
 def scenario(bench: Bench) -> tuple[list[torch.Tensor], list[BlockTable]]:
-    """Prompts in chunks, single tokens, chains and trees, alone and together, over sequences of unlike length."""
+    """Prompts in chunks, single tokens, chains and trees, alone and together, for sequences of different lengths."""
     tables = [bench.pool.new_table() for _ in range(3)]
     first, second, third = tables
     logits = [

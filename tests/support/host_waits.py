@@ -1,4 +1,4 @@
-"""Where the host would wait for a GPU, seen without one."""
+"""Finds the operations in which the host would wait for a GPU, on a machine without one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-QUESTIONS = ("tolist", "item", "cpu", "nonzero", "masked_select", "__bool__", "__int__", "__float__")
+SYNCHRONIZING_CALLS = ("tolist", "item", "cpu", "nonzero", "masked_select", "__bool__", "__int__", "__float__")
 
 
 class OnGpu(TorchFunctionMode):
-    """Tensors say that they are a GPU's, and what would wait for it is noted."""
+    """A torch function mode: CPU tensors report a CUDA device, and operations that would synchronize are recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class OnGpu(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if function == Tensor.is_cuda.__get__:  # made anew at each look
+        if function == Tensor.is_cuda.__get__:  # the getter is a new object at every access
             return True
         if self._waits(function, args, kwargs):
             self.waits.append(function.__name__)
@@ -38,9 +38,9 @@ class OnGpu(TorchFunctionMode):
             return any(_is_host_index(index) for index in (args[1] if isinstance(args[1], tuple) else (args[1],)))
         if function in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
             return function is Tensor.new_tensor or kwargs.get("device") is not None
-        return getattr(function, "__name__", "") in QUESTIONS
+        return getattr(function, "__name__", "") in SYNCHRONIZING_CALLS
 
 
 def _is_host_index(index: object) -> bool:
-    """A list is copied to the device; how much a mask of truths selects, the host has to learn."""
+    """Whether an index makes the host wait: a list is copied, and a boolean mask has a size that depends on data."""
     return isinstance(index, list) or (isinstance(index, Tensor) and index.dtype is torch.bool)

@@ -1,4 +1,4 @@
-"""A child process that answers lines of JSON on its stdin with lines of JSON on its stdout, and ends with its stdin."""
+"""A child process that answers lines of JSON on stdin with lines of JSON on stdout. It ends when stdin is closed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 END_SECONDS = 60.0
-"""How long the process may take to end after its stdin is closed; then it is killed."""
+"""Seconds that the process may take to end after its stdin is closed. Then it is killed."""
 
 
 class JsonProcess:
@@ -41,25 +41,27 @@ class JsonProcess:
     def ask(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Send one line and return the answer. Raises `RuntimeError` if none comes within `seconds`."""
         if self._process.stdin is None:
-            raise RuntimeError(f"{self._name}: it has no stdin")
+            raise RuntimeError(f"{self._name}: the process has no stdin")
         try:
             self._process.stdin.write(f"{json.dumps(message)}\n".encode())
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise RuntimeError(f"{self._name}: it has ended; {self._last_errors()}") from None
+            raise RuntimeError(f"{self._name}: the process has ended; {self._last_errors()}") from None
         return self.read(seconds)
 
     def read(self, seconds: float) -> dict[str, Any]:
         """Return one line of its stdout. Raises `RuntimeError` if none comes within `seconds`."""
         output = self._process.stdout
         if output is None:
-            raise RuntimeError(f"{self._name}: it has no stdout")
+            raise RuntimeError(f"{self._name}: the process has no stdout")
         line, until = b"", time.monotonic() + seconds
         while not line.endswith(b"\n"):
             readable, _, _ = select.select([output], [], [], max(0.0, until - time.monotonic()))
             part = os.read(output.fileno(), 65536) if readable else b""
             if not part:
-                raise RuntimeError(f"{self._name}: it ended or gave no answer in {seconds:g} s; {self._last_errors()}")
+                raise RuntimeError(
+                    f"{self._name}: the process ended or sent no answer in {seconds:g} s; {self._last_errors()}"
+                )
             line += part
         values: dict[str, Any] = json.loads(line)
         return values

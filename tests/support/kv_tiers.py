@@ -1,4 +1,4 @@
-"""Small blocks for the offload tiers: each number has its own content, bit by bit."""
+"""Small blocks for the offload tiers. Each number has different content, bit by bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILE_BYTES = BLOCK_BYTES + 200
 
 
 def block(number: int) -> list[torch.Tensor]:
-    """The content of a block that no other number has; no number (NaN) is in it too."""
+    """The content of block `number`, which no other block has. It contains NaN too."""
     drawn = torch.randn(4, 4, 1, 8, generator=torch.Generator().manual_seed(number)).bfloat16()
     drawn[0, 0, 0, 0] = float("nan")
     return list(drawn)
@@ -32,7 +32,7 @@ def empty() -> list[torch.Tensor]:
 
 
 def holds(tiers: Tiers, number: int) -> bool:
-    """Whether the block comes back, bit by bit; whether it does must be what `find` said."""
+    """Whether the block is loaded bit by bit. Checks that `find` reports the same."""
     found, parts = tiers.find(key(number)), empty()
     assert tiers.load(key(number), parts) == found
     if found:
@@ -55,7 +55,7 @@ def tiers_of(host_blocks: int = 0, directory: Path | None = None, disk_blocks: i
 
 
 def save(tiers: Tiers, *numbers: int) -> None:
-    """One after another, each written before the next."""
+    """Save the blocks one after another. Each is written before the next is saved."""
     for number in numbers:
         tiers.save(key(number), block(number))
         tiers.flush()

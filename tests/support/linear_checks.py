@@ -6,10 +6,10 @@ import torch
 
 DTYPES = (torch.float32, torch.bfloat16)
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
-"""Of rounding once, as a share of the number."""
+"""Relative error of one rounding."""
 IN, OUT = 48, 40
 WIDTHS = (*range(1, 41), 47, 48, 49, 63, 64, 65, 100, 128, 200)
-"""Of a step: all small ones, and both sides of where another way is taken."""
+"""Numbers of tokens in a step: all small ones, and both sides of every switch between implementations."""
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -19,7 +19,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
 def check(
     found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, roundings: int
 ) -> None:
-    """`found` is `x @ weight.T + bias` but for `roundings` of the result and those of a sum in single precision."""
+    """Check that `found` is `x @ weight.T + bias` up to `roundings` roundings and those of a float32 sum."""
     wide, whole = x.double(), weight.double()
     expected = wide @ whole.T
     size = wide.abs() @ whole.abs().T

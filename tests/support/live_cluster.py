@@ -1,4 +1,4 @@
-"""Asks a running server over its two APIs, and computes what `transformers` alone would have written."""
+"""Sends requests to a running server over both APIs, and computes the expected answers with `transformers` alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.plain_generation import write_alone
 
 TIMEOUT_SECONDS = 600.0
-"""No answer takes this long. The timeout turns a hang into a failure."""
+"""Seconds. Longer than any answer takes, so that a hang becomes a failure."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RequestCase:
     top_p: float = 1.0
     seed: int = 0
     max_draft_tokens: int | None = None
-    """0 asks for plain decoding."""
+    """0 selects plain decoding."""
 
     def message(self) -> generation_pb2.GenerateRequest:
         """The gRPC request."""
@@ -46,7 +46,7 @@ class RequestCase:
 
 @dataclass(frozen=True)
 class Server:
-    """Where a running server listens, and the name of its model."""
+    """The addresses of a running server, and the name of its model."""
 
     grpc_address: str
     http_url: str
@@ -139,7 +139,7 @@ async def answer_all(
 
 
 class Reference:
-    """`transformers` by itself. Of this project it uses only the definition of a random draw."""
+    """The reference: `transformers` alone, with only the sampling noise of this project."""
 
     def __init__(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(directory)

@@ -24,7 +24,7 @@ BLOCK = 4
 
 
 def gemma3(**changes: object) -> PreTrainedConfig:
-    """Five layers, of which the third sees everything and the others `WINDOW` tokens."""
+    """Five layers: the third has full attention, the others a window of `WINDOW` tokens."""
     shape = {"hidden_size": 48, "num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 3}
     kinds = ["full_attention" if layer == 2 else "sliding_attention" for layer in range(5)]
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -35,19 +35,19 @@ def gemma3(**changes: object) -> PreTrainedConfig:
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A saved model, and what is built from it."""
+    """A saved model. Builds engines and references from it."""
 
     directory: Path
 
     def model(self) -> LoadedModel:
-        """One for each engine: a model is bound to its pool."""
+        """Load the model. Every engine needs a model of its own, because a model is bound to its pool."""
         return load_model(ModelSection(path=str(self.directory), device="cpu"))
 
     def engine(self, blocks: int = 300, **changes: object) -> TargetEngine:
         return self.engine_and_pool(blocks, **changes)[0]
 
     def engine_and_pool(self, blocks: int, **changes: object) -> tuple[TargetEngine, KvPool]:
-        """To them a token is so dear to compute (a second) that whatever is stored is brought back."""
+        """An engine and its pool. The cost of a computed token is set to 1 s, so that stored blocks are always loaded."""
         model = self.model()
         pool = KvPool(model.kv_spec, KvSection(block_size=BLOCK, **changes), blocks)
         pool.record_compute(1 << 40, 1 << 40, float(1 << 40), awaited=True)

@@ -1,4 +1,4 @@
-"""Plain decoding with a model of `transformers` and its own KV cache; only the sampler is Pilotfish's."""
+"""Plain decoding with a model of `transformers` and its KV cache. Only the sampler is Pilotfish's."""
 
 from __future__ import annotations
 

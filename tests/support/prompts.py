@@ -31,4 +31,4 @@ PLAIN = (
     "   \n\n\tIndentation first, then",
     "To be, or not to be, that is the question: Whether 'tis nobler in the mind to suffer " * 8,
 )
-"""Continued as they stand."""
+"""Continued without the chat template."""

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 Quantize = Callable[[torch.Tensor], tuple[dict[str, torch.Tensor], torch.Tensor]]
-"""A weight `[out, in]` → its parts by name, and the weight that they stand for."""
+"""From a weight `[out, in]` to its parts by name, and the dequantized weight."""
 
 
 def save(source: Path, directory: Path, quantize: Quantize, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Write the model in `source` with its layers' projections quantized. Returns the weights they stand for."""
+    """Write the model in `source` with quantized projections. Returns the dequantized weights."""
     directory.mkdir()
     tensors: dict[str, torch.Tensor] = {}
     plain: dict[str, torch.Tensor] = {}
@@ -44,7 +44,7 @@ def words(values: torch.Tensor, bits: int, order: Sequence[int] | None = None) -
 
 
 def gptq(bits: int, group_size: int, *, version: int = 1, shuffled: bool = False) -> Quantize:
-    """Asymmetric groups of inputs; `shuffled` gives each input its group as activation order does."""
+    """Asymmetric groups of inputs. `shuffled` assigns inputs to groups as activation order does."""
 
     def quantize(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         inputs = weight.shape[1]
@@ -84,7 +84,7 @@ def compressed_packed(bits: int, group_size: int) -> Quantize:
 
     def quantize(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         group = torch.arange(weight.shape[1]) // group_size
-        integers, zeros, scales = _asymmetric(weight, group, bits)  # unsigned: the offset is in them already
+        integers, zeros, scales = _asymmetric(weight, group, bits)  # the integers are unsigned and include the offset
         parts = {"weight_packed": words(integers, bits), "weight_shape": torch.tensor(weight.shape)}
         parts |= {"weight_scale": scales, "weight_zero_point": words(zeros.t(), bits).t()}
         return parts, (integers - zeros[:, group]) * scales[:, group]

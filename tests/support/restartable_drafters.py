@@ -1,6 +1,6 @@
 """A cluster in this process whose drafters can be stopped and started again while requests run.
 
-Target, drafters and coordinator are the real ones and speak gRPC.
+Target, drafters and coordinator are the real ones and communicate over gRPC.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from workers.verify.build import build_engine
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT_SECONDS = 300.0
-"""Far above what a test takes on a busy machine."""
+"""Far above the duration of any test on a busy machine, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class SamplingCase:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """A random phrase and its beginning once more. Each number has a length of its own."""
+        """A random phrase followed by its beginning. Each number has a different length."""
         draw = random.Random(self.number)
         phrase = [draw.randrange(3, self.vocabulary_size) for _ in range(3 + 2 * self.number)]
         return tuple(phrase + phrase[: self.number])
@@ -80,7 +80,7 @@ class FullAnswer:
 
 @dataclass
 class RestartableDrafter:
-    """A drafter that can be stopped and started again: at another port, with nothing left of what it held."""
+    """A drafter that can be stopped and restarted. After a restart it has another port and no sequences."""
 
     configuration: Configuration
     host: WorkerHost | None = None
@@ -93,7 +93,7 @@ class RestartableDrafter:
         return self.host.address
 
     async def start(self) -> None:
-        """Build the drafting method anew and listen."""
+        """Build a new drafting method and listen."""
         method = await asyncio.to_thread(create, self.configuration.draft, self.configuration.target)
         host = host_draft(LOOPBACK, method)
         await host.start()
@@ -115,7 +115,7 @@ class RestartableCluster:
     drafters: list[RestartableDrafter] = field(default_factory=list)
 
     async def answer_all(self, cases: Sequence[SamplingCase]) -> list[FullAnswer]:
-        """All answers, asked for at once."""
+        """The answers to all requests, which are sent at the same time."""
         return list(await asyncio.gather(*(_answer(self.client, case) for case in cases)))
 
     async def restart_drafters(self, draw: random.Random) -> None:

@@ -26,7 +26,7 @@ def shifted(
 def probabilities(
     logits: Sequence[float], sampling: SamplingParameters, tokens: Sequence[int], prompt_len: int
 ) -> list[float]:
-    """The distribution that a token is drawn from; all its mass on one token at temperature 0."""
+    """The distribution that a token is drawn from. At temperature 0 one token has all the mass."""
     values = shifted(logits, sampling, tokens, prompt_len)
     order = sorted(range(len(values)), key=lambda token: (-values[token], token))
     if sampling.temperature == 0:
@@ -44,7 +44,7 @@ def probabilities(
 
 
 def nucleus_is_near_its_edge(probabilities: Sequence[float], top_p: float) -> bool:
-    """Whether rounding may decide if one token more belongs to the nucleus."""
+    """Whether rounding decides if one more token belongs to the nucleus."""
     mass = 0.0
     for probability in sorted(probabilities, reverse=True):
         mass += probability

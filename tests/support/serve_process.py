@@ -1,7 +1,7 @@
 """A cluster under Ray Serve that runs in a fresh process.
 
-Ray starts its servers from the process that calls `ray.init`. A pytest process has live gRPC threads and a forked child
-of it may hang, so tests leave Ray to a process without any.
+Ray forks its servers from the process that calls `ray.init`. A forked child of a pytest process may hang because of
+live gRPC threads, so tests run Ray in a process without such threads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ START_SECONDS = 300.0
 
 
 class ServeProcess:
-    """`ServeCluster` in a process of its own. A context manager; leaving it stops everything.
+    """Runs `ServeCluster` in a separate process. A context manager that stops everything on exit.
 
     Every method raises the `PilotfishError` that the cluster's own method raises.
     """
@@ -50,12 +50,12 @@ class ServeProcess:
 
     @property
     def configuration(self) -> Configuration | None:
-        """The configuration that runs, with the ports that were chosen; `None` while nothing runs."""
+        """The running configuration with its actual ports, or `None` if no cluster runs."""
         return self._configuration
 
     @property
     def server(self) -> Server:
-        """Where the cluster listens. Raises `RuntimeError` while nothing runs."""
+        """The addresses of the cluster. Raises `RuntimeError` if no cluster runs."""
         if self._configuration is None:
             raise RuntimeError("no cluster is running")
         server = self._configuration.server
@@ -70,11 +70,11 @@ class ServeProcess:
         return self._deploy("start", configuration)
 
     def redeploy(self, configuration: Configuration) -> Server:
-        """Replace the running configuration, on the same ports."""
+        """Replace the running configuration and keep the ports."""
         return self._deploy("redeploy", configuration)
 
     def drain(self) -> None:
-        """Let running requests end and take no new ones."""
+        """Refuse new requests and wait for the running ones."""
         self._call("drain")
 
     def stop(self) -> None:
@@ -83,7 +83,7 @@ class ServeProcess:
         self._configuration = None
 
     def descendants(self, title: str) -> list[psutil.Process]:
-        """Processes below the cluster's process with `title` in their command line."""
+        """Descendants of the cluster's process with `title` in their command line."""
         children = psutil.Process(self._process.pid).children(recursive=True)
         return [child for child in children if title in _command_line(child)]
 

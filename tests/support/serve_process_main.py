@@ -1,4 +1,4 @@
-"""The process behind `ServeProcess`: runs the commands that arrive on stdin, one after another."""
+"""The child process of `ServeProcess`. It runs commands from stdin one after another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Commands:
         self._cluster: ServeCluster | None = None
 
     def run(self, command: str, argument: str | None) -> Configuration:
-        """Run one command. Returns the configuration that runs then. Raises whatever the cluster raises."""
+        """Run one command and return the configuration that runs afterwards. Raises the cluster's errors."""
         if command == "start":
             settings = Settings(load_configuration(json.loads(argument or "{}")), self._cache_directory)
             self._cluster = ServeCluster(settings, lambda _: None)
@@ -45,7 +45,7 @@ class Commands:
 def main() -> None:
     """Answer every line of stdin until it is closed."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed does not mix with the answers
+    os.dup2(2, 1)  # keeps other printed text out of the answers
     commands = Commands(Path(sys.argv[1]))
     try:
         for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Serving in simulated time: steps and proposals take modelled times, and sleeping takes no real time."""
+"""Serving in simulated time. Steps and proposals take modelled times, and sleeping takes no real time."""
 
 from __future__ import annotations
 
@@ -68,16 +68,16 @@ def now() -> float:
 
 
 StepTime = Callable[[int, int], float]
-"""From the rows and tokens of a step to its time in seconds."""
+"""The time of a step in seconds, from its rows and tokens."""
 
 
 def cpu_step(rows: int, tokens: int) -> float:
-    """Two CPU cores: flat up to eight tokens, then linear, and a little for each row."""
+    """The latency model of two CPU cores: flat up to eight tokens, then linear, with a small cost per row."""
     return 0.007 + 0.0001 * rows + 0.00015 * min(tokens, 8) + 0.0006 * max(0, tokens - 8)
 
 
 def gpu_step(rows: int, tokens: int) -> float:
-    """A memory-bound GPU: hardly more for 64 tokens than for one, in stairs."""
+    """The latency model of a memory-bound GPU: a step function that is nearly flat up to 64 tokens."""
     return 0.010 + 0.00002 * rows + 0.0004 * -(-tokens // 32)
 
 
@@ -102,7 +102,7 @@ class TimedTarget(FakeTarget):
         return replace(info, profile=profile if self.profiled else ())
 
     def next_token(self, tokens: Sequence[int], sampling: SamplingParameters) -> int:
-        """A cheaper hash than its parent's: of the length and the seed only."""
+        """The decision after `tokens`: a cheap hash of the length and the seed only."""
         return zlib.crc32(b"%d %d" % (len(tokens), sampling.seed)) % self.vocabulary_size
 
 
@@ -111,7 +111,7 @@ class DrafterModel:
     """How accurate and how fast a drafter is. Times are in seconds."""
 
     acceptance: float
-    """The probability that a drafted token is right if its parent is."""
+    """The probability that a drafted token is accepted if its parent is."""
     empty: float = 0.0
     """The probability of an empty tree."""
     call_seconds: float = 0.0006
@@ -119,11 +119,11 @@ class DrafterModel:
     depth_seconds: float = 0.0
     """Time per token of the deepest chain."""
     has_probabilities: bool = False
-    """Whether it sends probabilities."""
+    """Whether the drafter sends probabilities."""
 
 
 class TimedDrafter(FakeDrafter):
-    """Drafts chains as its model says. The model may be replaced at any time."""
+    """Drafts chains with the accuracy and speed of a `DrafterModel`, which may be replaced at any time."""
 
     def __init__(self, target: FakeTarget, model: DrafterModel) -> None:
         super().__init__(target)
@@ -144,7 +144,7 @@ class TimedDrafter(FakeDrafter):
         return Proposal(row.sequence_id, row.base_len, proposal.tree, proposal.fault, chances)
 
     def draft(self, sampling: SamplingParameters, tokens: list[int], row: DraftRow) -> TokenTree:
-        """A chain whose tokens are right at random."""
+        """A chain whose tokens are accepted at random."""
         if self._draw(sampling.seed, len(tokens), 0) < self.model.empty:
             return TokenTree()
         chain = list(tokens)
@@ -161,7 +161,7 @@ class TimedDrafter(FakeDrafter):
 
 
 class PrefillingDrafter(TimedDrafter):
-    """Also takes `token_seconds` for each new token of a sequence."""
+    """A timed drafter that also takes `token_seconds` for each new token of a sequence."""
 
     def __init__(self, target: FakeTarget, model: DrafterModel, token_seconds: float) -> None:
         super().__init__(target, model)
@@ -180,7 +180,7 @@ class PrefillingDrafter(TimedDrafter):
 
 
 class SimulatedCluster:
-    """A coordinator in simulated time with its target and drafters; it has a speculation controller by default."""
+    """A coordinator in simulated time with its target and drafters. It has a speculation controller by default."""
 
     def __init__(self, drafters: Sequence[FakeDrafter], target: FakeTarget, **settings: object) -> None:
         self.metrics = Metrics()

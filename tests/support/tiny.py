@@ -112,7 +112,7 @@ def save(directory: Path, config: PreTrainedConfig, seed: int = 0, sharpness: fl
 
 
 def blur(source: Path, directory: Path, noise: float, seed: int = 1) -> Path:
-    """A draft that agrees with `source` often but not always: its weights with relative noise added."""
+    """Save a draft that agrees with `source` often but not always. It has the same weights with relative noise."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     with torch.no_grad():

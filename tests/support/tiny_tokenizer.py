@@ -1,4 +1,4 @@
-"""Tiny tokenizers of the two kinds that causal models bring, saved as a model's directory would hold them."""
+"""Tiny tokenizers of the two kinds that causal models use, saved in the format of a model directory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORDS = ("he", "ll", "hell", "hello", "wo", "rl", "worl", "world", "th", "the",
 
 
 def byte_level(directory: Path) -> Path:
-    """GPT-2's kind: ids 0-2 special, then every byte, then a few words; serves any text without unknowns."""
+    """Byte-level BPE as in GPT-2: ids 0-2 are special, then every byte, then a few words. Has no unknown tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {piece: rank for rank, piece in enumerate((*SPECIALS, *alphabet))}
     merges: list[tuple[str, str]] = []
@@ -35,7 +35,7 @@ def byte_level(directory: Path) -> Path:
 
 
 def sentencepiece(directory: Path) -> Path:
-    """Llama 2's kind: ids 0-2 special, then `<0x00>…`, then letters and words with `▁` for a space."""
+    """SentencePiece as in Llama 2: ids 0-2 are special, then `<0x00>…`, then letters and words with `▁` for a space."""
     pieces = [*SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz"]
     vocabulary = {piece: rank for rank, piece in enumerate(pieces)}
     merges: list[tuple[str, str]] = []

@@ -66,5 +66,5 @@ class DrafterHarness:
 
     @property
     def tokens_computed(self) -> int:
-        """Number of tokens in the passes of the last call."""
+        """Number of tokens in all passes of the last call."""
         return sum(sum(row_lengths) for row_lengths in self.expander.passes)

@@ -1,6 +1,6 @@
 """Scripted servicers on one real server that can move to another port, and fixtures for it."""
 
-# ruff: noqa: N802 - the servicers' names are the schema's
+# ruff: noqa: N802 - the schema defines the names of the methods
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from pilotfish.v1 import (
 )
 
 HOST = "127.0.0.1"
-PATIENCE = 10.0
+TIMEOUT_SECONDS = 10.0
 MOST_BYTES = 65536
 TARGET = "pilotfish.v1.TargetService"
 DRAFT = "pilotfish.v1.DraftService"
@@ -141,7 +141,7 @@ class ScriptedDrafter(StreamServicer, draft_pb2_grpc.DraftServiceServicer):
 
 
 class ScriptedGeneration(generation_pb2_grpc.GenerationServiceServicer, operations_pb2_grpc.OperationsServiceServicer):
-    """A public service that streams `words`, then fails, ends or waits for ever."""
+    """A public service that streams `words`, then fails, ends or hangs."""
 
     def __init__(self) -> None:
         self.words = ["a", "b"]
@@ -195,7 +195,7 @@ class ScriptedServer:
         self.port = await self.server.start()
 
     async def move(self) -> None:
-        """Start on another port, then stop on this one. In this order the old port cannot be drawn again."""
+        """Start on another port, then stop on this one. In this order the system cannot assign the old port again."""
         old = self.server
         await self.open()
         await old.stop(0.0)
@@ -208,7 +208,7 @@ class ScriptedServer:
 @pytest.fixture
 async def scripted() -> AsyncIterator[ScriptedServer]:
     scripted = ScriptedServer()
-    async with asyncio.timeout(3 * PATIENCE):
+    async with asyncio.timeout(3 * TIMEOUT_SECONDS):
         await scripted.open()
         yield scripted
         await scripted.server.stop(0.0)
@@ -242,7 +242,7 @@ async def client(scripted: ScriptedServer) -> AsyncIterator[GenerationClient]:
 
 
 async def words(
-    client: GenerationClient, received: list[str] | None = None, timeout_seconds: float = PATIENCE
+    client: GenerationClient, received: list[str] | None = None, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> list[str]:
     """The words of an answer. Words before an error are left in `received`."""
     received = [] if received is None else received
@@ -252,7 +252,7 @@ async def words(
 
 
 async def refusal(channel: grpc.aio.Channel, method: str, data: bytes) -> grpc.aio.AioRpcError:
-    """The error for raw bytes as a request."""
+    """The error of a call whose request is raw bytes."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await _answer(channel, f"/{method}", data)
     return caught.value

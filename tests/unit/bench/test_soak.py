@@ -104,7 +104,7 @@ async def test_traffic_finds_wrong_answers(directory: Path) -> None:
         wrong = await findings_of(Scripted(answers), asked, reference)
         assert wrong.wrong > 0
         assert not wrong.is_clean
-        assert wrong.complaints
+        assert wrong.errors
 
 
 async def test_traffic_reports_failed_requests(directory: Path) -> None:

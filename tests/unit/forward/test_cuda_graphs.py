@@ -23,7 +23,7 @@ from tests.support.graph_replay import (
     CPU,
     TOLERANCE,
     Bench,
-    Tape,
+    FakeRecorder,
     open_bench,
     scenario,
     some_tokens,
@@ -54,7 +54,7 @@ def unfused(monkeypatch: pytest.MonkeyPatch) -> Flex:
     return flex_attention
 
 
-def open_engine(directory: Path, record: Tape | None) -> TargetEngine:
+def open_engine(directory: Path, record: FakeRecorder | None) -> TargetEngine:
     model = replace(
         load_model(ModelSection(path=str(directory), device="cpu", native="off")), uses_cuda_graphs=record is not None
     )
@@ -91,7 +91,7 @@ def converse(
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_replayed_steps_compute_and_store_what_others_do(directory: Path, gathers: bool, unfused: Flex) -> None:
-    tape = Tape()
+    tape = FakeRecorder()
     options = {} if gathers else {"choose_flex": lambda: unfused, "bounds": GraphLimits(longest=128)}
     plain, replaying = open_bench(directory), open_bench(directory, tape, capture_after=1, **options)
     (expected, tables), (actual, mirrored) = scenario(plain), scenario(replaying)
@@ -106,7 +106,7 @@ def test_replayed_steps_compute_and_store_what_others_do(directory: Path, gather
 
 
 def test_a_size_is_recorded_when_it_recurs(tmp_path: Path) -> None:
-    tape = Tape()
+    tape = FakeRecorder()
     bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, capture_after=3)
     table = bench.pool.new_table()
     recorded = []
@@ -117,7 +117,7 @@ def test_a_size_is_recorded_when_it_recurs(tmp_path: Path) -> None:
 
 
 def test_after_the_warm_up_decoding_replays_at_once(tmp_path: Path) -> None:
-    tape = Tape()
+    tape = FakeRecorder()
     bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, bounds=GraphLimits(rows=4, keys=256))
     free = bench.pool.blocks_free
     bench.runner.warm_up()
@@ -130,7 +130,7 @@ def test_after_the_warm_up_decoding_replays_at_once(tmp_path: Path) -> None:
 
 
 def test_a_step_beyond_all_frames_runs_as_it_is(tmp_path: Path) -> None:
-    tape = Tape()
+    tape = FakeRecorder()
     bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, capture_after=1)
     logits = bench.run(ForwardRow(bench.pool.new_table(), some_tokens(65), select=(64,)))
     assert logits.shape == (1, tiny.VOCABULARY)
@@ -159,7 +159,10 @@ def test_a_size_whose_kernel_cannot_be_made_runs_without_a_frame(
         raise RuntimeError("no kernel fits")
 
     directory = tiny.save(tmp_path, tiny.llama())
-    plain, bench = open_bench(directory), open_bench(directory, Tape(), capture_after=1, choose_flex=lambda: unbuilt)
+    plain, bench = (
+        open_bench(directory),
+        open_bench(directory, FakeRecorder(), capture_after=1, choose_flex=lambda: unbuilt),
+    )
     (expected, _), (actual, _) = scenario(plain), scenario(bench)
     assert all((one - other).abs().max() < TOLERANCE for one, other in zip(expected, actual, strict=True))
     assert "no kernel fits" in caplog.text
@@ -171,7 +174,7 @@ def test_a_pass_asks_the_device_for_nothing(
 ) -> None:
     monkeypatch.setattr(runners, "load_kernel", lambda *_: None)
     bench = open_bench(
-        directory, Tape() if uses_cuda_graphs else None, **({"capture_after": 1} if uses_cuda_graphs else {})
+        directory, FakeRecorder() if uses_cuda_graphs else None, **({"capture_after": 1} if uses_cuda_graphs else {})
     )
     first, second = bench.pool.new_table(), bench.pool.new_table()
     bench.run(ForwardRow(first, some_tokens(19)), ForwardRow(second, some_tokens(50, seed=1)))
@@ -187,7 +190,7 @@ def test_a_pass_asks_the_device_for_nothing(
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_texts_are_those_of_a_target_that_replays_nothing(directory: Path, temperature: float) -> None:
     """Three sequences, guessed at by trees of the other target's answer and of mistakes."""
-    plain, replaying = (open_engine(directory, record) for record in (None, Tape()))
+    plain, replaying = (open_engine(directory, record) for record in (None, FakeRecorder()))
     answers = {f"s{seed}": converse(plain, f"s{seed}", seed, temperature, ()) for seed in range(3)}
     for seed in range(3):
         answer = answers[f"s{seed}"]

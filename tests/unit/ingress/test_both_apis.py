@@ -10,7 +10,7 @@ import pytest
 
 from cluster.core.errors import DeadlineExceeded, NotReady, Overloaded, PilotfishError
 from pilotfish.v1 import generation_pb2
-from tests.support.both_apis import HI, PATIENCE, BeamSearch, BothApis, Request, Sampling
+from tests.support.both_apis import HI, TIMEOUT_SECONDS, BeamSearch, BothApis, Request, Sampling
 from tests.support.both_apis import apis as apis
 from tests.support.fake_engine import MODEL
 from tests.support.http_app import chunks
@@ -23,7 +23,7 @@ from tests.support.http_app import chunks
 async def test_an_engine_error_is_the_same_in_both_apis(apis: BothApis, refusal: PilotfishError, status: int) -> None:
     apis.engine.refusal = refusal
     with pytest.raises(type(refusal), match=str(refusal)):
-        await anext(apis.client.generate(Request(text="hi"), PATIENCE))
+        await anext(apis.client.generate(Request(text="hi"), TIMEOUT_SECONDS))
     response = await apis.http.post("/v1/completions", json={"prompt": "hi"})
     assert (response.status_code, response.json()["error"]["message"]) == (status, str(refusal))
     assert response.headers.get("retry-after") == ("2" if status == 429 else None)
@@ -34,7 +34,7 @@ async def test_an_engine_error_is_the_same_in_both_apis(apis: BothApis, refusal:
 async def test_text_that_is_not_utf8_is_refused_by_both_apis(apis: BothApis) -> None:
     broken = Request(text="hi").SerializeToString().replace(b"hi", b"\xff\xfe")
     async with grpc.aio.insecure_channel(apis.grpc_address) as channel:
-        call = channel.unary_stream("/pilotfish.v1.GenerationService/Generate")(broken, timeout=PATIENCE)
+        call = channel.unary_stream("/pilotfish.v1.GenerationService/Generate")(broken, timeout=TIMEOUT_SECONDS)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -60,7 +60,7 @@ async def test_both_apis_request_the_same_answers(apis: BothApis) -> None:
     ):
         apis.engine.requests.clear()
         message = Request(text="hi", n=2, best_of=4, beam_search=search, cache_salt="mine", sampling=Sampling(seed=1))
-        async for _ in apis.client.generate(message, PATIENCE):
+        async for _ in apis.client.generate(message, TIMEOUT_SECONDS):
             pass
         await apis.http.post(
             "/v1/completions",
@@ -122,7 +122,7 @@ async def test_contradictory_draft_parameters_are_refused_by_name(
 async def test_every_response_of_a_lossy_server_says_so(apis: BothApis) -> None:
     for lossless in (True, False):
         apis.engine.is_lossless = lossless
-        events = [event async for event in apis.client.generate(Request(text="hi"), PATIENCE)]
+        events = [event async for event in apis.client.generate(Request(text="hi"), TIMEOUT_SECONDS)]
         assert {event.lossy for event in events} == {not lossless}
         for path, prompt in (("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", {"messages": HI})):
             assert (await apis.http.post(path, json=prompt)).json()["lossless"] is lossless
@@ -135,7 +135,7 @@ async def test_every_response_of_a_lossy_server_says_so(apis: BothApis) -> None:
 
 async def test_an_http_client_that_disconnects_cancels_its_grpc_call(apis: BothApis) -> None:
     apis.engine.hold_after = 1
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT_SECONDS):
         body = {"prompt": "hi", "stream": True}
         async with apis.http.stream("POST", "/v1/completions", json=body) as response:
             await anext(response.aiter_lines())
@@ -144,8 +144,8 @@ async def test_an_http_client_that_disconnects_cancels_its_grpc_call(apis: BothA
 
 async def test_a_grpc_client_that_cancels_frees_its_answer(apis: BothApis) -> None:
     apis.engine.hold_after = 1
-    async with asyncio.timeout(PATIENCE):
-        answer = apis.client.generate(Request(text="hi", request_id="r"), PATIENCE)
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        answer = apis.client.generate(Request(text="hi", request_id="r"), TIMEOUT_SECONDS)
         await anext(answer)
         await answer.aclose()
         assert await apis.engine.freed.get() == "r"
@@ -153,9 +153,9 @@ async def test_a_grpc_client_that_cancels_frees_its_answer(apis: BothApis) -> No
 
 async def test_an_answer_can_be_aborted_by_its_id(apis: BothApis) -> None:
     apis.engine.hold_after = 1
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT_SECONDS):
         events = []
-        async for event in apis.client.generate(Request(text="hi", request_id="r"), PATIENCE):
+        async for event in apis.client.generate(Request(text="hi", request_id="r"), TIMEOUT_SECONDS):
             events.append(event)
             if event.HasField("delta"):
                 assert await apis.client.abort("r")

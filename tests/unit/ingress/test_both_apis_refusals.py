@@ -8,7 +8,7 @@ import pytest
 
 from cluster.core.errors import InvalidRequest, UnknownModel
 from pilotfish.v1 import common_pb2, generation_pb2
-from tests.support.both_apis import HI, PATIENCE, BeamSearch, BothApis, Request, Sampling, Stopping
+from tests.support.both_apis import HI, TIMEOUT_SECONDS, BeamSearch, BothApis, Request, Sampling, Stopping
 from tests.support.both_apis import apis as apis
 from tests.support.fake_engine import CONTEXT, VOCABULARY
 
@@ -191,7 +191,7 @@ async def test_bad_input_gets_the_same_error_in_both_apis_and_the_next_request_w
     apis: BothApis, body: dict[str, Any], request_: Request, kind: type[InvalidRequest], field: str
 ) -> None:
     with pytest.raises(kind):
-        async for _ in apis.client.generate(request_, PATIENCE):
+        async for _ in apis.client.generate(request_, TIMEOUT_SECONDS):
             pass
     over_grpc = await apis.over_grpc(request_)
     assert over_grpc == await apis.over_http(body)

@@ -126,7 +126,7 @@ async def test_the_failure_of_a_cancelled_call_is_logged(
     with caplog.at_level(logging.ERROR):
         gate.opened.set()
         await servicer.close()
-    assert "choked" in caplog.text
+    assert "poisoned token" in caplog.text
 
 
 async def test_closing_finishes_calls_in_flight_and_refuses_new_ones(

@@ -22,10 +22,10 @@ from workers.serve.draft_servicer import DraftServicer
 
 
 async def test_idle_work_runs_between_calls_until_there_is_none_left() -> None:
-    method = EchoDrafter(growing=3)
+    method = EchoDrafter(passes_left=3)
     servicer = DraftServicer(method)
     await propose(servicer, draft_row("a", 1))
-    await until(lambda: method.growing == 0)
+    await until(lambda: method.passes_left == 0)
     await servicer.close()
     assert method.calls == [("propose", "a"), *[("run_ahead",)] * 3]
     assert len(method.threads) == 1
@@ -33,10 +33,10 @@ async def test_idle_work_runs_between_calls_until_there_is_none_left() -> None:
 
 async def test_a_call_without_budget_is_answered_once_its_tokens_are_computed() -> None:
     method = EchoDrafter()
-    method.untold = 3
+    method.pieces_left = 3
     servicer = DraftServicer(method)
     await propose(servicer, draft_row("b", 1))  # wants guesses: these do not wait
-    assert method.untold == 3
+    assert method.pieces_left == 3
     await propose(servicer, row_without_budget("a", 1))
     assert method.calls == [("propose", "b"), ("propose", "a"), *[("catch_up", "a")] * 3]
     assert len(method.threads) == 1
@@ -45,7 +45,7 @@ async def test_a_call_without_budget_is_answered_once_its_tokens_are_computed() 
 
 async def test_a_call_with_budget_goes_between_the_pieces_of_a_call_without(gate: Gate) -> None:
     method = EchoDrafter()
-    method.untold = 3
+    method.pieces_left = 3
     catch_up = method.catch_up
 
     def held_catch_up(sequence_ids: Sequence[SequenceId]) -> bool:
@@ -68,7 +68,7 @@ async def test_tokens_that_cannot_be_computed_are_left_to_the_next_proposal(capl
     method = EchoDrafter()
 
     def failing(_: Sequence[SequenceId]) -> bool:
-        raise RuntimeError("choked")
+        raise RuntimeError("poisoned token")
 
     method.catch_up = failing  # type: ignore[method-assign]
     servicer = DraftServicer(method)
@@ -78,7 +78,7 @@ async def test_tokens_that_cannot_be_computed_are_left_to_the_next_proposal(capl
 
 
 async def test_a_waiting_call_goes_before_the_next_idle_work(gate: Gate) -> None:
-    method = EchoDrafter(growing=5)
+    method = EchoDrafter(passes_left=5)
     run_ahead = method.run_ahead
 
     def held_run_ahead() -> bool:
@@ -94,7 +94,7 @@ async def test_a_waiting_call_goes_before_the_next_idle_work(gate: Gate) -> None
     await asyncio.sleep(0)
     gate.opened.set()
     await asyncio.gather(waiting, freeing)
-    await until(lambda: method.growing == 0)
+    await until(lambda: method.passes_left == 0)
     await servicer.close()
     begun = [("propose", "a"), ("run_ahead",), ("propose", "b"), ("release", "a")]
     assert method.calls == [*begun, *[("run_ahead",)] * 4]

@@ -29,10 +29,10 @@ from tests.support.wire_servers import (
     INFO,
     OPENED,
     OPENS,
-    PATIENCE,
     PROPOSALS,
     RESULT,
     ROWS,
+    TIMEOUT_SECONDS,
     ScriptedServer,
     words,
 )
@@ -53,7 +53,7 @@ async def test_the_target_client_calls_every_method(scripted: ScriptedServer, ta
 
 
 async def test_the_drafter_proposes(drafter: GrpcDrafter) -> None:
-    assert await drafter.propose(ROWS, PATIENCE) == PROPOSALS
+    assert await drafter.propose(ROWS, TIMEOUT_SECONDS) == PROPOSALS
 
 
 async def test_successive_steps_use_one_stream(scripted: ScriptedServer, target: GrpcTarget) -> None:
@@ -67,7 +67,7 @@ async def test_concurrent_calls_have_their_own_streams_which_later_calls_reuse(
 ) -> None:
     for _ in range(2):
         scripted.drafter.hold.clear()
-        calls = [asyncio.create_task(drafter.propose(ROWS, PATIENCE)) for _ in range(3)]
+        calls = [asyncio.create_task(drafter.propose(ROWS, TIMEOUT_SECONDS)) for _ in range(3)]
         while scripted.drafter.streams < 3:  # noqa: ASYNC110 - the servicer has no event for it
             await asyncio.sleep(0.001)
         scripted.drafter.hold.set()
@@ -155,7 +155,7 @@ async def test_a_peer_that_answers_with_unreadable_bytes_is_unavailable(unreadab
         with pytest.raises(TargetUnavailable):
             await call()
     with pytest.raises(DrafterUnavailable):
-        await drafter.propose(ROWS, PATIENCE)
+        await drafter.propose(ROWS, TIMEOUT_SECONDS)
     for ask in (lambda: client.abort("r"), lambda: client.get_model("m"), lambda: words(client)):
         with pytest.raises(PilotfishError):
             await ask()
@@ -170,7 +170,7 @@ async def test_a_drafter_that_is_late_is_unavailable_and_the_next_call_works(
     with pytest.raises(DrafterUnavailable):
         await drafter.propose(ROWS, 0.05)
     scripted.drafter.hold.set()
-    assert await drafter.propose(ROWS, PATIENCE) == PROPOSALS
+    assert await drafter.propose(ROWS, TIMEOUT_SECONDS) == PROPOSALS
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ async def test_every_error_of_a_drafter_is_drafter_unavailable(
 ) -> None:
     scripted.drafter.failure = failure
     with pytest.raises(DrafterUnavailable):
-        await drafter.propose(ROWS, PATIENCE)
+        await drafter.propose(ROWS, TIMEOUT_SECONDS)
 
 
 async def test_a_target_that_is_late_is_unavailable(scripted: ScriptedServer) -> None:

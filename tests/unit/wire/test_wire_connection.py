@@ -22,9 +22,9 @@ from tests.support.wire_servers import (
     BATCH,
     HOST,
     INFO,
-    PATIENCE,
     RESULT,
     ROWS,
+    TIMEOUT_SECONDS,
     ScriptedServer,
 )
 from tests.support.wire_servers import channel as channel
@@ -38,8 +38,8 @@ async def test_a_stopping_server_does_not_wait_for_idle_streams(scripted: Script
     assert await target.step(BATCH) == RESULT
     old = scripted.server
     await scripted.open()
-    async with asyncio.timeout(PATIENCE):
-        await old.stop(3 * PATIENCE)
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        await old.stop(3 * TIMEOUT_SECONDS)
     assert not scripted.target.streams
 
 
@@ -48,7 +48,7 @@ async def test_a_stopping_server_does_not_wait_for_idle_streams(scripted: Script
     [
         (GrpcTarget, lambda client: client.info(), TargetUnavailable),
         (GrpcTarget, lambda client: client.step(BATCH), TargetUnavailable),
-        (GrpcDrafter, lambda client: client.propose(ROWS, PATIENCE), DrafterUnavailable),
+        (GrpcDrafter, lambda client: client.propose(ROWS, TIMEOUT_SECONDS), DrafterUnavailable),
         (GenerationClient, lambda client: client.list_models(), PilotfishError),
     ],
     ids=["target", "steps", "drafter", "generation"],
@@ -106,7 +106,7 @@ async def test_a_stopping_server_lets_a_running_call_end(scripted: ScriptedServe
         stack.push_async_callback(target.close)
         step = asyncio.create_task(target.step(BATCH))
         await scripted.target.requested.wait()
-        stopping = asyncio.create_task(scripted.server.stop(PATIENCE))
+        stopping = asyncio.create_task(scripted.server.stop(TIMEOUT_SECONDS))
         await asyncio.sleep(0)
         scripted.target.hold.set()
         assert await step == RESULT

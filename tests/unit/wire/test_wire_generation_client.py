@@ -15,7 +15,7 @@ from cluster.core.errors import (
 from cluster.wire.generation_client import GenerationClient
 from tests.support.wire_servers import (
     GENERATION,
-    PATIENCE,
+    TIMEOUT_SECONDS,
     Request,
     ScriptedServer,
     words,
@@ -40,7 +40,7 @@ async def test_the_deadline_of_a_stream_ends_it_at_client_and_server(
 
 async def test_leaving_the_iterator_frees_the_answer(scripted: ScriptedServer, client: GenerationClient) -> None:
     scripted.generator.wait = True
-    async with aclosing(client.generate(Request(text="hi"), PATIENCE)) as responses:
+    async with aclosing(client.generate(Request(text="hi"), TIMEOUT_SECONDS)) as responses:
         await anext(responses)
         assert not scripted.generator.freed.is_set()
     await scripted.generator.freed.wait()
@@ -60,7 +60,7 @@ async def test_a_reader_that_stops_reading_and_closes_frees_the_answer(
     scripted: ScriptedServer, client: GenerationClient
 ) -> None:
     scripted.generator.words = ["x" * 60_000] * 1000  # more than the connection holds: the servicer waits to write
-    async with aclosing(client.generate(Request(text="hi"), PATIENCE)) as responses:
+    async with aclosing(client.generate(Request(text="hi"), TIMEOUT_SECONDS)) as responses:
         await anext(responses)
         await asyncio.sleep(0.05)
         assert not scripted.generator.freed.is_set()
@@ -72,7 +72,7 @@ async def test_a_running_answer_survives_the_failure_of_another_call(
 ) -> None:
     """A server that answers one call with UNAVAILABLE makes the client connect again. Other calls continue."""
     scripted.generator.wait = True
-    async with aclosing(client.generate(Request(text="hi"), PATIENCE)) as running:
+    async with aclosing(client.generate(Request(text="hi"), TIMEOUT_SECONDS)) as running:
         await anext(running)
         scripted.generator.words, scripted.generator.failure = [], NotReady("full of something")
         with pytest.raises(NotReady):

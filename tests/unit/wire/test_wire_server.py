@@ -38,9 +38,9 @@ from tests.support.wire_servers import (
     HOST,
     MOST_BYTES,
     OPERATIONS,
-    PATIENCE,
     RESULT,
     TARGET,
+    TIMEOUT_SECONDS,
     Request,
     ScriptedServer,
     refusal,
@@ -184,7 +184,7 @@ async def test_a_message_over_the_bound_is_refused_and_the_next_one_works(
     scripted: ScriptedServer, client: GenerationClient
 ) -> None:
     with pytest.raises(TooLarge, match=str(MOST_BYTES)):
-        await anext(client.generate(Request(text="x" * MOST_BYTES), PATIENCE))
+        await anext(client.generate(Request(text="x" * MOST_BYTES), TIMEOUT_SECONDS))
     assert scripted.generator.calls == 0
     assert await words(client) == ["a", "b"]
 
