@@ -34,7 +34,7 @@ class Agreement:
 
 
 async def agreement(address: str, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> Agreement:
-    """Ask the drafter at `address` with greedy parameters for one token at each position."""
+    """Request one greedy token at each position from the drafter at `address`."""
     drafter = GrpcDrafter(fixed_address(address))
     found = Agreement()
     try:
@@ -66,7 +66,7 @@ async def _side_by_side(
 
 
 def _row(name: SequenceId, prompt: Sequence[int], text: Sequence[int], step: int) -> DraftRow:
-    """The row that asks for `text[step]`. It commits the token before."""
+    """The row that requests a draft of `text[step]`. It commits the token before."""
     if step == 0:
         start = SequenceStart(len(prompt), SamplingParameters(temperature=0.0))
         return DraftRow(name, len(prompt), tuple(prompt), ONE, start)

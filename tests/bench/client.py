@@ -1,4 +1,4 @@
-"""Asks a running server over gRPC and records the time of every token."""
+"""Sends requests to a running server over gRPC and records the arrival time of every token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RequestOptions:
     top_p: float = 1.0
     ignore_eos: bool = True
     max_draft_tokens: int | None = None
-    """0 asks for plain decoding."""
+    """0 selects plain decoding."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Answer:
     first_tokens: int = 0
     """Number of tokens that arrived together with the first one."""
     is_lossless: bool = True
-    """Whether the server reports the answer as exactly the model's own."""
+    """Whether the server reports that the answer is lossless."""
 
     @property
     def first_token_seconds(self) -> float:

@@ -1,7 +1,7 @@
 """Clusters made of processes, each on chosen cores. Several clusters share a target and take turns.
 
-A target serves one coordinator at a time. The coordinators are asked one after another and hold nothing in between, so
-comparisons use the same target process, with the same weights at the same place in memory.
+A target serves one coordinator at a time. The coordinators run one after another and hold no sequences in between, so
+comparisons use the same target process, with the same weights at the same addresses.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def all_cores() -> list[int]:
 
 @dataclass(frozen=True)
 class Activity:
-    """What a cluster did during one measurement."""
+    """The activity of a cluster during one measurement."""
 
     ready: float
-    """Number of proposed nodes that existed before they were asked for."""
+    """Number of proposed nodes that existed before the call."""
     nodes: float
     """Number of proposed nodes."""
     target_idle: float
@@ -88,20 +88,20 @@ class Activity:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the proposed nodes that existed before they were asked for."""
+        """Share of the proposed nodes that existed before the call."""
         return self.ready / self.nodes if self.nodes else 0.0
 
 
 @dataclass(frozen=True)
 class ProcessCluster:
-    """A coordinator with its target and its drafter. Clients ask the coordinator."""
+    """A coordinator with its target and its drafter. Clients connect to the coordinator."""
 
     coordinator: RoleProcess
     target: RoleProcess
     draft: RoleProcess
 
     def collect(self) -> Activity:
-        """What was done since the last call."""
+        """The cluster's activity since the last call."""
         counters = self.coordinator.collect()
         target_idle, draft_idle = _idle_share(self.target.collect()), _idle_share(self.draft.collect())
         return Activity(counters["ready"], counters["nodes"], target_idle, draft_idle)

@@ -69,7 +69,7 @@ class Decoding:
         self.engine.release_all()
 
     def _chain(self, length: int) -> TokenTree:
-        """Random tokens: nearly always rejected, and computed all the same."""
+        """Random tokens, which are nearly always rejected but cost the same."""
         if length == 0:
             return EMPTY_TREE
         return TokenTree.chain(self._draw.randrange(self._vocabulary) for _ in range(length))

@@ -36,7 +36,7 @@ class TaskPrompts:
 
     prompts: tuple[tuple[int, ...], ...]
     places: dict[str, slice]
-    """The place of each task's prompts, by task."""
+    """The positions of each task's prompts, by task."""
 
     def describe(self, tokens: int) -> str:
         """One line for the report: number, length and tasks of the prompts."""
@@ -81,7 +81,7 @@ def changed(
 
 
 def modelled(options: Options, *assignments: str) -> Configuration | None:
-    """The configuration with a draft model in the target's type. Prints why and returns `None` if there is no model."""
+    """The configuration with a draft model in the target's dtype. Without a model, prints why and returns `None`."""
     dtype = options.configuration().target.dtype
     model = ("draft.method=model", f"draft.model.path={options.draft or SHIPPED}", f"draft.model.dtype={dtype}")
     try:
@@ -147,6 +147,6 @@ def measure(
 
 
 def warm(cluster: ProcessCluster, prompts: Sequence[tuple[int, ...]], tokens: int, batches: Sequence[int]) -> None:
-    """Ask a few prompts at each batch size, so that nothing is compiled and the controller knows the times."""
+    """Send a few prompts at each batch size, so that everything is compiled and the controller has measured times."""
     for batch in batches:
         asyncio.run(ask_all(cluster.coordinator.address, prompts[: max(2, batch)], tokens, batch))

@@ -1,4 +1,4 @@
-"""`generate` of `transformers`, as its users run it: greedy, batched, padded on the left."""
+"""The baseline: `generate` of `transformers`, greedy, batched and padded on the left."""
 
 from __future__ import annotations
 

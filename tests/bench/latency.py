@@ -1,4 +1,4 @@
-"""How long prompts slow running answers down, with and without a bound on prompt tokens per step."""
+"""Measures how much long prompts delay running answers, with and without a bound on prompt tokens per step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = 32
 STEP_TOKENS = 512
 """`scheduler.max_step_tokens`: a long prompt fits into one step."""
 PAUSE_SECONDS = 0.5
-"""Pause between the first token of a long prompt and the next long prompt."""
+"""Pause between the first token of a long prompt and the next long prompt, in seconds."""
 LONGEST_ANSWER = 2000
 """Tokens. The running answers are cancelled after the last long prompt."""
 

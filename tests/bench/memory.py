@@ -1,4 +1,4 @@
-"""Memory of the target's process against its weights and pool, and its time to start, cold and warm."""
+"""Compares the memory of the target's process with its weights and pool, and measures its cold and warm start."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Options:
 
 
 def own_prompts(most: int) -> list[str]:
-    """`most` distinct texts: the tests' chat and plain prompts, then all of them again with a number in front."""
+    """`most` distinct texts: the tests' chat and plain prompts, then the same texts with a number in front."""
     texts = (*CHAT, *PLAIN)
     return [text if index < len(texts) else f"{index}. {text}" for index, text in _cycled(texts, most)]
 

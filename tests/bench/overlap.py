@@ -1,7 +1,7 @@
 """Run-ahead drafting against serial drafting, measured in turn in the same run.
 
-First with a draft model, with drafter and target on one core each. Then with synthetic acceptance, where the acceptance
-rate and the cost of a drafted token are set, beside the predictions of theory.
+The first part uses a draft model, with drafter and target on one core each. The second part uses synthetic acceptance:
+the acceptance rate and the cost of a drafted token are set, and theoretical speedups are shown beside measured ones.
 """
 
 from __future__ import annotations

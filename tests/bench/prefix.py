@@ -1,4 +1,4 @@
-"""What keeping keys and values is worth: within an answer, and between requests that begin alike."""
+"""Measures the gain of stored keys and values: within an answer, and between requests with a common prefix."""
 
 from __future__ import annotations
 

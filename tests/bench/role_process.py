@@ -34,7 +34,7 @@ CollectCounters = Callable[[], dict[str, float]]
 
 @dataclass(frozen=True)
 class Role:
-    """What one process runs."""
+    """The role, configuration and cores of one process."""
 
     role: Literal["target", "draft", "coordinator"]
     configuration: str
@@ -59,7 +59,7 @@ class Role:
 
 
 class BusyTime:
-    """Replaces some methods of an object by ones that sum up the seconds spent in them."""
+    """Wraps some methods of an object and sums up the seconds spent in them."""
 
     def __init__(self, instance: Any, names: Sequence[str]) -> None:
         self.seconds = 0.0
@@ -139,7 +139,7 @@ async def _start_draft(role: Role, configuration: Configuration, stack: AsyncExi
     from workers.serve.worker_server import host_draft
 
     draft = configuration.draft
-    if draft.weights is not None:  # other drafters need no torch
+    if draft.weights is not None:  # other drafters do not use torch
         _set_threads(role.threads)
     method = await asyncio.to_thread(create, draft, configuration.target)
     busy = BusyTime(method, ("propose", "run_ahead"))

@@ -1,4 +1,4 @@
-"""`pilotfish serve` as its users run it: a process of its own, from the command line to the signal that ends it."""
+"""Runs `pilotfish serve` as a separate process, from the command line to the signal that ends it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ START_SECONDS = 600.0
 END_SECONDS = 60.0
 POLL_SECONDS = 0.5
 READY = " is ready at "
-"""What the command prints when it takes requests."""
+"""Text that the command prints when it accepts requests."""
 
 
 class ServeCommand:

@@ -1,6 +1,6 @@
-"""The whole cluster: tokens per second with and without drafts, and the cost of a round beside its step.
+"""The whole cluster: tokens per second with and without drafts, and the time of a round outside its step.
 
-Plain and drafted configurations run in turn. Every ratio is of two neighbours; its spread is over the repetitions.
+Plain and drafted configurations run in turn. Every ratio compares successive runs; its spread is over the repetitions.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def report(runs: Runs, alone: float) -> None:
             "÷ plain",
             "committed per step",
             "step, ms",
-            "all else, ms",
+            "other, ms",
             "share of step",
         ),
         rows,
@@ -132,7 +132,7 @@ def transformers_rate(settings: Settings, prompts: Sequence[tuple[int, ...]], to
 
 
 def run(options: Options) -> None:
-    """Measure and report. The prefix cache is off, because every repetition asks the same prompts."""
+    """Measure and report. The prefix cache is off, because every repetition sends the same prompts."""
     heading("Serving: drafts against plain decoding, through the whole cluster")
     settings = options.settings("target.kv.prefix_cache=false")
     prompts = options.prompts(QUICK_PROMPTS if options.quick else PROMPTS)

@@ -1,7 +1,7 @@
-"""Does a drafter make serving slower? Two `pilotfish serve` clusters with default settings, plain and drafted.
+"""Compares the rate of two `pilotfish serve` clusters with default settings, plain and drafted.
 
-Both start once and stay up. They answer the same prompts in turn, plain then drafted, then drafted then plain, so that
-only one of them computes at a time. Every pair has prompts of its own. The result is the ratio of the two rates.
+Both start once and keep running. They answer the same prompts in turn, plain then drafted, then drafted then plain, so
+that only one of them computes at a time. Every pair has other prompts. The result is the ratio of the two rates.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def run(options: Options) -> None:
 
 
 def assignments(options: Options, method: str) -> list[str]:
-    """The settings of one cluster: defaults, but for the type, the drafting method and the draft model."""
+    """The settings of one cluster: defaults except for the dtype, the drafting method and the draft model."""
     chosen = [f"target.dtype={DTYPE}", f"draft.method={method}"]
     if method == "model":
         chosen += [f"draft.model.path={options.draft or SHIPPED}", f"draft.model.dtype={DTYPE}"]
@@ -75,7 +75,7 @@ def _compare(options: Options, method: str) -> None:
             for name in (PLAIN, method)
         }
         prompts = PairPrompts(options, batches)
-        for batch in batches:  # both sides see every batch size once, and the controller learns what drafts bring
+        for batch in batches:  # both sides run every batch size once, and the controller measures the gain of drafts
             for cluster in clusters.values():
                 asyncio.run(ask_all(cluster.grpc_address, prompts.warm_up(batch), options.tokens, batch))
         for pair in range(options.repeats):
@@ -89,7 +89,7 @@ def _compare(options: Options, method: str) -> None:
 
 
 class PairPrompts:
-    """Prompts by pair and batch size: none is used twice, as far as there are enough."""
+    """Prompts by pair and batch size. None is used twice while there are enough."""
 
     def __init__(self, options: Options, batches: tuple[int, ...]) -> None:
         self._batches = batches
@@ -97,7 +97,7 @@ class PairPrompts:
         self._prompts = options.prompts(self._per_pair * (options.repeats + 1))
 
     def warm_up(self, batch: int) -> list[tuple[int, ...]]:
-        """Prompts that no pair has."""
+        """Prompts that no pair uses."""
         return self.of_pair(-1, batch)
 
     def of_pair(self, pair: int, batch: int) -> list[tuple[int, ...]]:

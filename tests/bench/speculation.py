@@ -1,6 +1,6 @@
 """Drafts against plain decoding on the six tasks of Spec-Bench, measured in turn in the same run.
 
-Target, drafters and coordinator are processes of their own that speak gRPC. At batch 1, the drafter and the target have
+Target, drafters and coordinator are separate processes that communicate over gRPC. At batch 1, drafter and target have
 one core each; they are compared with plain decoding on one core and on all cores. At larger batch sizes both have all
 cores, and plain decoding is measured before and after: the difference between the two is the error of a ratio.
 """
@@ -76,7 +76,7 @@ def run(options: Options) -> None:
             drafting.warm(cluster, task_prompts.prompts, options.answer_tokens, some)
         for repeat in range(options.repeats):
             write(f"repetition {repeat + 1}")
-            step = 1 if repeat % 2 == 0 else -1  # a machine that slows down over time slows all clusters alike
+            step = 1 if repeat % 2 == 0 else -1  # a machine that slows down over time then affects all clusters equally
             for batch in batches:
                 for name in (tuple(bench.clusters) if batch == 1 else BATCHED)[::step]:
                     bench.measure(name, batch)

@@ -1,4 +1,4 @@
-"""The time of a target step against the time to read its weights once from memory.
+"""Compares the time of a target step with the time to read its weights once from memory.
 
 The bandwidth is measured beside each variant in every repetition, so that both see the same machine.
 """
@@ -30,7 +30,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "bfloat16, modules": MODULES | {"dtype": "bfloat16"},
     "bfloat16, modules compiled": MODULES | {"dtype": "bfloat16", "compile": "on"},
 }
-"""The variants: computed by Pilotfish's kernels, or, as `modules`, by those of `transformers`."""
+"""The variants: computed by Pilotfish's kernels, or, named `modules`, by the modules of `transformers`."""
 WARM_STEPS, TIMED_STEPS = 3, 12
 
 Times = dict[tuple[str, tuple[int, int]], list[float]]

@@ -1,4 +1,4 @@
-"""Measures the target's process by itself, for `memory`: it loads, listens, steps and, with `fill`, fills its pool.
+"""Measures the target's process alone, for `memory`: it loads, listens, steps and, with `fill`, fills its pool.
 
     python -m tests.bench.target_process '{"target": …}' SPAWNED_AT [fill]
 
@@ -81,7 +81,7 @@ def fill(decoding: Decoding) -> None:
     positions = info.kv.blocks_total // info.layout.tables * info.layout.block_size
     length = min(info.max_context_len - 1, max(info.layout.block_size, positions // 4))
     sequences = 0
-    # With windows a sequence gives blocks back as it grows; then more sequences fit than this many.
+    # With windows a sequence frees blocks as it grows, so more sequences than this fit.
     while decoding.engine.info().kv.blocks_free >= info.layout.peak(length, length) and sequences < 1000:
         decoding.add(f"s{sequences}", [(sequences + index) % info.vocabulary_size for index in range(length)])
         sequences += 1

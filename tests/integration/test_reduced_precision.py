@@ -36,7 +36,7 @@ TOKENS = 16
 FEW = 4
 BOUND = {"kernels": 0.05, "layers": 0.25}
 """Bounds for logits between 8 and 32. The kernels round activations but not logits; the largest error seen is 0.014.
-The compiled modules also round logits to bfloat16, whose neighbours are up to 0.125 apart; the largest error seen is 0.18."""
+The compiled modules also round logits to bfloat16 (steps of up to 0.125); the largest error seen is 0.18."""
 Answers = dict[RequestCase, tuple[int, ...]]
 
 

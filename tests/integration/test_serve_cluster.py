@@ -1,7 +1,7 @@
 """The whole cluster under Ray Serve: three ranks that restart together, two drafters, and a clean shutdown.
 
-The model is tiny and random, so the tests cover the cluster and not the quality of answers. Answers are compared with a cluster of one rank without
-drafts in this process, and with `generate` of `transformers`.
+The model is tiny and random, so the tests cover the cluster and not the quality of answers. Answers are compared with a
+cluster of one rank without drafts in this process, and with `generate` of `transformers`.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ async def test_a_restarted_drafter_is_used_again(target: Path, draft: Path, expe
 async def test_with_synthetic_acceptance_every_answer_says_that_it_is_not_lossless(
     mode: str, target: Path, draft: Path, expected: list[tuple[int, ...]]
 ) -> None:
-    """With one acceptance rate the answer is the same with and without drafts, because acceptance is drawn per position."""
+    """With one acceptance rate the answer is the same with and without drafts: acceptance is drawn per position."""
     drafting = {"controller": "off", "synthetic": {"acceptance": (0.7,), "seconds": 0.0, "mode": mode}}
     configuration = configure(target, draft, method="synthetic", **drafting)
     cases = [case_number(number, most) for number in range(4) for most in (None, 0, 2)]

@@ -1,7 +1,7 @@
 """Sampling is correct: the noise has the Gumbel distribution, and speculation samples from the warped distribution.
 
-Seeds are fixed, so every run computes the same p-values. The threshold of 10⁻⁴ leaves room for chance when a constant of
-the noise is changed on purpose.
+Seeds are fixed, so every run computes the same p-values. With a threshold of 10⁻⁴, a deliberate change to a constant of
+the noise rarely fails by chance.
 """
 
 from __future__ import annotations

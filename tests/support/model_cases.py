@@ -47,7 +47,7 @@ class ModelCase:
         return self.engine_and_pool(blocks, **changes)[0]
 
     def engine_and_pool(self, blocks: int, **changes: object) -> tuple[TargetEngine, KvPool]:
-        """An engine and its pool. The cost of a computed token is set to 1 s, so that stored blocks are always loaded."""
+        """An engine and its pool. Computing a token costs 1 s, so that stored blocks are always loaded."""
         model = self.model()
         pool = KvPool(model.kv_spec, KvSection(block_size=BLOCK, **changes), blocks)
         pool.record_compute(1 << 40, 1 << 40, float(1 << 40), awaited=True)

@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmarks and the engine that they step, without measuring anything."""
+"""The arithmetic of the benchmarks, and the engine that they step. Measures nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def section(directory: Path, **changes: object) -> TargetSection:
     )
 
 
-def test_a_figure_carries_its_spread() -> None:
+def test_a_figure_is_printed_with_its_spread() -> None:
     assert spread([3.0, 1.0, 2.0], 1) == "2.0 (1.0–3.0)"
     assert spread([2.346]) == "2.35"
 
@@ -44,7 +44,7 @@ def test_a_percentile_is_one_of_the_values() -> None:
     assert percentile([7.0], 0.01) == 7.0
 
 
-def test_growth_is_the_exponent() -> None:
+def test_growth_is_the_exponent_of_the_cost() -> None:
     assert prefix.growth({m: [3.0 * m**2] for m in (8, 16, 32, 64)}) == pytest.approx(2.0)
 
 
@@ -72,7 +72,7 @@ def test_prompts_of_any_number_are_distinct() -> None:
     assert len(set(options.own_prompts(60))) == 60
 
 
-def test_theory_knows_its_limits() -> None:
+def test_the_theoretical_speedups_have_the_right_limits() -> None:
     assert theory.expected_tokens(0.0, 4) == 1
     assert theory.expected_tokens(1.0, 4) == 5
     assert theory.expected_tokens(0.8, 4) == pytest.approx(1 + 0.8 + 0.64 + 0.512 + 0.4096)

@@ -25,7 +25,7 @@ from workers.serve.worker_server import host_draft
 
 
 async def test_agreement_compares_the_first_drafted_token_at_every_position() -> None:
-    """Prompt lookup predicts a text that repeats itself, and nothing else."""
+    """Prompt lookup predicts only text that repeats itself."""
     method = create(DraftSection(method="ngram"), TargetSection())
     prompt, text = (5, 6, 7, 8, 5, 6), (7, 8, 5, 6, 9, 9)
     async with host_draft("127.0.0.1", method) as host:

@@ -1,4 +1,4 @@
-"""The soak's requests, its reference, and how it distinguishes right answers from wrong ones."""
+"""The soak test's requests, its reference, and its check of answers."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_a_catalogue_holds_every_kind_and_depends_on_its_seed_alone() -> None:
     assert {asked.kind for asked in RequestCatalogue(phrases, ("short",), 9, 0).requests} == {"short"}
 
 
-def test_rounding_excuses_nothing_larger_than_its_bound(directory: Path) -> None:
-    """Swapping two tokens of close scores is excused; another token is not, and more tokens are not."""
+def test_differences_beyond_the_rounding_bound_are_errors(directory: Path) -> None:
+    """Two swapped tokens with close scores are accepted; a different token or more tokens are not."""
     asked = SoakRequest("short", tuple(range(5, 15)), 6, temperature=1.0, seed=3)
     strict, lenient = Reference(directory, 1e-3), Reference(directory, 200.0)
     (own,) = strict.answers(asked)
@@ -49,7 +49,7 @@ def test_rounding_excuses_nothing_larger_than_its_bound(directory: Path) -> None
     assert not lenient.is_near(asked, 0, (*own, 5))
 
 
-def test_several_answers_are_single_ones_with_seeds_of_their_own(directory: Path) -> None:
+def test_several_answers_equal_single_ones_with_their_seeds(directory: Path) -> None:
     asked = SoakRequest("several", tuple(range(5, 15)), 6, temperature=1.0, seed=3, n=3)
     reference = Reference(directory, 1e-3)
     singles = [reference.answers(replace(asked, n=1, seed=3 + index))[0] for index in range(3)]
@@ -66,7 +66,7 @@ def test_beams_are_compared_by_their_scores(directory: Path) -> None:
 
 
 class Scripted:
-    """A client whose server answers what it is counters to, a token at a time."""
+    """A client whose server streams scripted answers, one token at a time."""
 
     def __init__(self, answers: Sequence[Sequence[int]], error: Exception | None = None) -> None:
         self._answers = answers

@@ -20,12 +20,12 @@ def test_a_role_on_a_gpu_keeps_the_environment_of_the_node() -> None:
     }
 
 
-def test_ranks_of_one_machine_speak_over_loopback() -> None:
+def test_ranks_of_one_machine_communicate_over_loopback() -> None:
     options = actor_options(RolePlacement("target", "cpu", (Bundle(0.5),) * 2, threads=1), "127.0.0.1")
 
     assert options["runtime_env"]["env_vars"]["GLOO_SOCKET_IFNAME"] == "lo"
 
 
-def test_every_drafter_has_a_name_of_its_own() -> None:
+def test_every_drafter_has_a_unique_name() -> None:
     assert draft_names(1) == ("Draft",)
     assert draft_names(3) == ("Draft", "Draft2", "Draft3")

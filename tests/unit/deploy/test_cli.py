@@ -38,7 +38,7 @@ class TestSettings:
     def test_every_preset_is_a_valid_configuration(self, preset: str) -> None:
         settings.load_settings(preset, environment={})
 
-    def test_an_assignment_is_stronger_than_the_file_and_is_yaml(self, tmp_path: Path) -> None:
+    def test_an_assignment_is_yaml_and_overrides_the_file(self, tmp_path: Path) -> None:
         file = tmp_path / "mine.yaml"
         file.write_text("target: {dtype: bfloat16, tensor_parallel: 3}\n")
 
@@ -57,7 +57,7 @@ class TestSettings:
         assert found.cache_directory == tmp_path
         assert found.ray_address == "auto"
 
-    def test_a_named_file_is_stronger_than_the_environment(self) -> None:
+    def test_a_named_file_overrides_the_environment(self) -> None:
         found = settings.load_settings("cpu", environment={"PILOTFISH_CONFIG": "gpu"})
 
         assert found.configuration.target.tensor_parallel == 1
@@ -93,7 +93,7 @@ class TestSettings:
 
         assert words in str(refused.value)
 
-    def test_a_file_that_holds_no_sections_is_refused(self, tmp_path: Path) -> None:
+    def test_a_file_without_sections_is_refused(self, tmp_path: Path) -> None:
         file = tmp_path / "list.yaml"
         file.write_text("- 1\n")
 
@@ -144,7 +144,7 @@ class TestCommands:
         assert shown == "pilotfish: server.http_prot: unknown key; the nearest valid one is server.http_port\n"
 
     def test_an_unknown_command_is_exit_code_2(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert run(monkeypatch, "swim") == 2
+        assert run(monkeypatch, "unknown") == 2
 
     def test_a_server_and_this_process_cannot_both_answer(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -152,7 +152,7 @@ class TestCommands:
         assert run(monkeypatch, "generate", "hello", "--server", "localhost:9000", "--in-process") == 2
         assert "needed one of them, found both" in capsys.readouterr().err
 
-    def test_a_model_that_is_nowhere_is_exit_code_1(
+    def test_a_missing_model_is_exit_code_1(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert run(monkeypatch, "prepare", "--set", "target.path=./nowhere") == 1

@@ -1,4 +1,4 @@
-"""Names in a configuration become directories, for the target and for the draft."""
+"""Model names in a configuration are resolved to directories, for the target and for the draft."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_directories_are_written_into_the_configuration(tmp_path: Path) -> None:
     assert found.configuration.draft.weights.compile_directory == str(tmp_path / models.COMPILED)
 
 
-def test_a_draft_that_comes_with_pilotfish_is_known_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packaged_draft_is_resolved_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "__file__", str(tmp_path / "models.py"))
     target, draft = model_directory(tmp_path / "t"), model_directory(tmp_path / "drafts" / "smollm2-135m-instruct")
     written = drafted(target, "smollm2-135m-draft")
@@ -54,7 +54,7 @@ def test_a_shipped_draft_without_files_is_reported(tmp_path: Path, monkeypatch: 
         models.resolve_models(written, tmp_path, lambda _: None)
 
 
-def test_a_draft_model_that_the_method_does_not_load_is_not_looked_for(tmp_path: Path) -> None:
+def test_a_draft_model_that_the_method_does_not_load_is_not_resolved(tmp_path: Path) -> None:
     target = model_directory(tmp_path / "target")
     overrides = {"target.path": str(target), "draft.model.path": str(tmp_path / "absent"), "draft.method": "ngram"}
     looked: list[str] = []

@@ -1,4 +1,4 @@
-"""Where each role runs, for several machines and configurations."""
+"""The placement of each role for several machines and configurations."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_every_cpu_placement_fits_the_machine(resources: Resources, with_draft_m
     assert all(bundle.cpus > 0 for role in placement.roles for bundle in role.bundles)
 
 
-def test_a_lone_target_computes_with_all_cores() -> None:
+def test_a_single_target_uses_all_cores() -> None:
     assert plan(configured(), LAPTOP).target.threads == 2
     assert plan(configured(), SERVER).target.threads == 64
 
 
 @pytest.mark.parametrize(("ranks", "threads"), [(1, 64), (2, 32), (3, 21), (64, 1)])
-def test_ranks_divide_the_cores_among_them(ranks: int, threads: int) -> None:
+def test_ranks_divide_the_cores(ranks: int, threads: int) -> None:
     assert plan(configured(target__tensor_parallel=ranks), SERVER).target.threads == threads
 
 
@@ -48,7 +48,7 @@ def test_a_rank_has_a_thread_even_where_cores_are_fewer_than_ranks() -> None:
 
 
 @pytest.mark.parametrize("resources", [LAPTOP, SERVER])
-def test_a_target_computes_with_all_cores_beside_a_draft_model_and_the_draft_model_shares_them(
+def test_a_target_and_its_draft_model_both_use_all_cores(
     resources: Resources,
 ) -> None:
     placement = plan(load_configuration({}, DRAFT_MODEL), resources)
@@ -57,7 +57,7 @@ def test_a_target_computes_with_all_cores_beside_a_draft_model_and_the_draft_mod
     assert placement.draft.threads == resources.cpus
 
 
-def test_configured_threads_are_taken_as_they_are() -> None:
+def test_configured_threads_are_used_unchanged() -> None:
     placement = plan(load_configuration({}, DRAFT_MODEL | {"target.threads": 5, "draft.threads": 4}), LAPTOP)
 
     assert (placement.target.threads, placement.draft.threads) == (5, 4)
@@ -78,7 +78,7 @@ def test_a_lookup_drafter_takes_no_gpu() -> None:
     assert placement.gpus == 4
 
 
-def test_a_draft_model_computes_on_cores_when_the_target_has_the_last_gpu() -> None:
+def test_a_draft_model_runs_on_cpu_when_the_target_has_the_last_gpu() -> None:
     placement = plan(load_configuration({}, DRAFT_MODEL | {"target.tensor_parallel": 8}), GPU_NODE)
 
     assert (placement.target.device, placement.draft.device) == ("cuda", "cpu")
@@ -105,11 +105,11 @@ def test_several_drafters_have_a_gpu_each_or_none(ranks: int, device: str) -> No
     assert placement.gpus == (8 if device == "cuda" else 7)
 
 
-def test_a_device_that_is_asked_for_is_claimed_though_it_is_missing() -> None:
+def test_a_configured_device_is_claimed_even_if_it_is_missing() -> None:
     assert plan(configured(target__device="cuda", target__tensor_parallel=2), LAPTOP).gpus == 2
 
 
-def test_cpu_is_taken_where_it_is_asked_for_though_there_are_gpus() -> None:
+def test_a_configured_cpu_is_used_even_if_there_are_gpus() -> None:
     placement = plan(configured(target__device="cpu"), GPU_NODE)
 
     assert placement.target.device == "cpu"

@@ -1,4 +1,4 @@
-"""Problems are reported before anything starts: what was needed, what was found, what to do."""
+"""Problems are reported before anything starts, with the requirement, the finding and a remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENS = {"a": 0, "b": 1, "c": 2}
 def model_directory(
     path: Path, *, heads: int = 6, kv_heads: int | None = 3, tokens: dict[str, int] | None = None, rows: int = 8
 ) -> Path:
-    """A directory as preflight reads it: configuration, tokenizer, safetensors of `rows` x 4 float32."""
+    """A model directory with the files that preflight reads: safetensors have `rows` x 4 float32."""
     path.mkdir()
     config: dict[str, object] = {"num_attention_heads": heads, "vocab_size": len(tokens or TOKENS)}
     if kv_heads is not None:
@@ -136,12 +136,12 @@ def test_without_tokenizers_the_sizes_of_the_vocabularies_decide(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
-def test_weights_are_weighed_as_they_will_be_held(tmp_path: Path, dtype: str, width: int) -> None:
+def test_weights_are_measured_in_the_type_in_which_they_are_loaded(tmp_path: Path, dtype: str, width: int) -> None:
     assert preflight.weight_bytes(model_directory(tmp_path / "m", rows=8), dtype) == 8 * 4 * width
 
 
 @pytest.mark.parametrize(("reduced", "rows"), [(None, 2 * 300), (20, 300 + 20)])
-def test_a_distilled_draft_is_weighed_with_what_it_takes_of_its_target(
+def test_the_size_of_a_distilled_draft_includes_the_weights_of_its_target(
     tmp_path: Path, reduced: int | None, rows: int
 ) -> None:
     draft = model_directory(tmp_path / "d", rows=8)
@@ -150,7 +150,7 @@ def test_a_distilled_draft_is_weighed_with_what_it_takes_of_its_target(
     assert preflight.weight_bytes(draft, "bfloat16") == (8 * 4 + rows * 16) * 2
 
 
-def test_a_distilled_draft_is_no_target(tmp_path: Path) -> None:
+def test_a_distilled_draft_is_refused_as_a_target(tmp_path: Path) -> None:
     draft = model_directory(tmp_path / "d")
     DraftCard("t", 3, 4, (0,), None).write(draft)
     configuration = load_configuration({}, {})
@@ -169,14 +169,14 @@ def test_weights_and_pools_beyond_the_memory_are_refused(tmp_path: Path) -> None
     assert line.startswith("memory: needed 9.0 GiB for weights and KV, found 8.0 GiB free;")
 
 
-def test_what_fits_is_no_problem(tmp_path: Path) -> None:
+def test_a_model_that_fits_is_no_problem(tmp_path: Path) -> None:
     directory = model_directory(tmp_path / "m")
     configuration = load_configuration({}, {"target.kv.pool_bytes": 1 << 30})
 
     assert not list(preflight.model_problems(configuration, plan(configuration, LAPTOP), LAPTOP, directory, None))
 
 
-def test_weights_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
+def test_weights_that_are_not_safetensors_are_refused(tmp_path: Path) -> None:
     directory = model_directory(tmp_path / "m")
     (directory / "model.safetensors").write_bytes(b"\xff" * 64)
 
@@ -189,7 +189,7 @@ def test_a_directory_without_configuration_is_refused(tmp_path: Path) -> None:
         preflight.read_model_config(tmp_path)
 
 
-def test_every_problem_is_a_line_of_the_error() -> None:
+def test_every_problem_is_one_line_of_the_error() -> None:
     problems = [preflight.Problem("x", "1", "0", "do this"), preflight.Problem("y", "2", "0", "do that")]
 
     with pytest.raises(ConfigurationError) as refused:
@@ -201,7 +201,7 @@ def test_every_problem_is_a_line_of_the_error() -> None:
     ]
 
 
-def test_a_containers_quota_bounds_the_cores_and_its_limit_the_memory(tmp_path: Path) -> None:
+def test_the_quota_of_a_container_limits_cores_and_memory(tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("100000 100000\n")
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("400\n")
@@ -210,7 +210,7 @@ def test_a_containers_quota_bounds_the_cores_and_its_limit_the_memory(tmp_path: 
     assert free_memory_limit(tmp_path) == 600
 
 
-def test_a_container_without_bounds_has_what_the_machine_has(tmp_path: Path) -> None:
+def test_a_container_without_limits_has_the_resources_of_the_machine(tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
 

@@ -1,4 +1,4 @@
-"""Long work reports its progress."""
+"""Long work reports its progress: a line per minute in a file, a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from deploy.progress import ProgressReporter
 
 
-def test_a_file_gets_a_line_a_minute() -> None:
+def test_a_file_gets_one_line_per_minute() -> None:
     file = io.StringIO()
     ticks = count(step=25)
 
@@ -21,7 +21,7 @@ def test_a_file_gets_a_line_a_minute() -> None:
     assert file.getvalue().splitlines() == ["training: 33%, step 2", "training: 83%, step 5"]
 
 
-def test_a_terminal_sees_a_bar() -> None:
+def test_a_terminal_shows_a_bar() -> None:
     file = io.StringIO()
 
     with ProgressReporter(Console(file=file, force_terminal=True, width=80), "training") as reporter:

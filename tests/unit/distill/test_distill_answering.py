@@ -1,4 +1,4 @@
-"""Asking the target: whole conversations, as many tokens as were wanted, each answer written down once."""
+"""The target answers whole conversations up to the quota. Every answer is stored once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOREVER = 3600.0
 
 
 class FakeCluster:
-    """Answers every prompt with the same three tokens, thinking of two at each; or with an error."""
+    """Answers every prompt with the same three tokens and two log-probabilities each, or with an error."""
 
     def __init__(self) -> None:
         self.requests: list[generation_pb2.GenerateRequest] = []
@@ -92,7 +92,7 @@ def task(*turns: str, system: str | None = None, held_out: bool = False, line: i
     return Task(Prompt("p", line, turns, system), 0, 0.7, 5, held_out)
 
 
-async def test_a_prompt_becomes_what_the_chat_template_makes_of_it(
+async def test_a_prompt_is_rendered_by_the_chat_template(
     cluster: FakeCluster, configuration: Configuration, directory: Path, tmp_path: Path
 ) -> None:
     (answer,) = await ask(configuration, [task("Hi", system="Be brief.")], tmp_path / "a.jsonl")
@@ -108,7 +108,7 @@ async def test_a_prompt_becomes_what_the_chat_template_makes_of_it(
     )
 
 
-async def test_a_later_turn_follows_the_targets_own_answer(
+async def test_a_later_turn_contains_the_targets_own_answer(
     cluster: FakeCluster, configuration: Configuration, directory: Path, tmp_path: Path
 ) -> None:
     first, second = await ask(configuration, [task("One?", "Two?")], tmp_path / "a.jsonl")
@@ -119,7 +119,7 @@ async def test_a_later_turn_follows_the_targets_own_answer(
     assert second.prompt == tokenizer.encode_chat(said)
 
 
-async def test_without_a_question_the_target_writes_in_the_users_place_first(
+async def test_without_a_question_the_target_first_writes_the_users_message(
     cluster: FakeCluster, configuration: Configuration, directory: Path, tmp_path: Path
 ) -> None:
     first, second = await ask(configuration, [task(system="Sums."), task(system="Sums.", line=2)], tmp_path / "a.jsonl")
@@ -130,10 +130,10 @@ async def test_without_a_question_the_target_writes_in_the_users_place_first(
     assert first.prompt == tokenizer.encode_chat([Message("system", "Sums."), Message("user", written)])
     inventing = [request for request in cluster.requests if request.sampling.temperature == 1]
     assert [tuple(request.token_ids.ids) for request in inventing] == [tokenizer.encode("system: Sums.\nuser: ")] * 2
-    assert len({request.sampling.seed for request in inventing}) == 2  # the same words before, another question
+    assert len({request.sampling.seed for request in inventing}) == 2  # the same prefix, another question
 
 
-async def test_a_chat_template_that_changes_the_users_message_is_refused_for_written_questions(
+async def test_a_chat_template_that_changes_the_users_message_is_refused_if_the_target_writes_it(
     cluster: FakeCluster, configuration: Configuration, directory: Path, tmp_path: Path
 ) -> None:
     loud = shutil.copytree(directory, tmp_path / "loud")
@@ -162,7 +162,7 @@ async def test_the_quota_ends_the_tasks_except_for_held_out_ones(
     answers = await ask(configuration, list(schedule([prompts], (0.0,), 4, 0)), tmp_path / "a.jsonl", tokens=9)
 
     assert sum(answer.held_out for answer in answers) == 4
-    assert 3 <= sum(not answer.held_out for answer in answers) <= 4  # two are asked at once
+    assert 3 <= sum(not answer.held_out for answer in answers) <= 4  # two tasks run at the same time
 
 
 async def test_a_stored_answer_is_not_generated_again(
@@ -175,7 +175,7 @@ async def test_a_stored_answer_is_not_generated_again(
     assert len(answers) == len(cluster.requests) == 3
 
 
-async def test_a_conversation_that_outgrows_the_context_is_left_out(
+async def test_a_conversation_longer_than_the_context_is_skipped(
     cluster: FakeCluster, configuration: Configuration, tmp_path: Path
 ) -> None:
     cluster.error = InvalidRequest("prompt", 9000, "at most 8192 tokens")
@@ -183,7 +183,7 @@ async def test_a_conversation_that_outgrows_the_context_is_left_out(
     assert await ask(configuration, [task("a"), task(system="Sums.", line=2)], tmp_path / "a.jsonl") == ()
 
 
-async def test_a_cluster_that_fails_ends_it_with_its_own_error(
+async def test_an_error_of_the_cluster_ends_the_run_with_that_error(
     cluster: FakeCluster, configuration: Configuration, tmp_path: Path
 ) -> None:
     cluster.error = NotReady("it is gone")
@@ -192,7 +192,7 @@ async def test_a_cluster_that_fails_ends_it_with_its_own_error(
         await ask(configuration, [task("a"), task("b", line=2)], tmp_path / "a.jsonl")
 
 
-def test_nothing_is_drafted_while_the_target_answers(configuration: Configuration) -> None:
+def test_the_cluster_for_answers_has_no_drafts(configuration: Configuration) -> None:
     found = answers.for_answers(configuration)
 
     assert found.draft.method == "none"

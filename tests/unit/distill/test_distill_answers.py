@@ -1,4 +1,4 @@
-"""Answers on disk: appended, read back, cut where an interruption left half a line."""
+"""Answers are appended to a file and read back. A partial last line is cut off."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def answer(key: str, written: tuple[int, ...] = (5, 6, 2), held_out: bool = Fals
     return Answer(key, "qa", 0.7, held_out, (1, 2, 3), written, leading)
 
 
-def test_what_was_appended_is_read_back(tmp_path: Path) -> None:
+def test_appended_answers_are_read_back(tmp_path: Path) -> None:
     with AnswerFile(tmp_path / "a.jsonl") as file:
         file.append(answer("one"))
         file.append(answer("two", thoughts=True))
@@ -34,7 +34,7 @@ def test_what_was_appended_is_read_back(tmp_path: Path) -> None:
     np.testing.assert_array_equal(two.leading.log_probabilities, expected.log_probabilities)
 
 
-def test_a_file_opened_again_knows_what_it_holds(tmp_path: Path) -> None:
+def test_a_reopened_file_counts_its_answers(tmp_path: Path) -> None:
     with AnswerFile(tmp_path / "a.jsonl") as file:
         file.append(answer("one", written=(4, 5)))
         file.append(answer("kept", written=(4, 5, 6), held_out=True))
@@ -42,10 +42,10 @@ def test_a_file_opened_again_knows_what_it_holds(tmp_path: Path) -> None:
     with AnswerFile(tmp_path / "a.jsonl") as file:
         file.append(answer("two", written=(7,)))
         assert file.finished == {"one", "kept", "two"}
-        assert file.answer_tokens == 3  # what is held out is not trained on
+        assert file.answer_tokens == 3  # held-out answers are not trained on
 
 
-def test_half_a_line_is_cut_off_and_written_anew(tmp_path: Path) -> None:
+def test_a_partial_line_is_cut_off_and_written_again(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     with AnswerFile(path) as file:
         file.append(answer("one"))
@@ -68,7 +68,7 @@ def test_half_a_line_is_cut_off_and_written_anew(tmp_path: Path) -> None:
         '{"key":"a","category":"","temperature":0,"held_out":false,"prompt":1,"answer":[]}',
     ],
 )
-def test_a_line_that_is_no_answer_is_refused_by_its_number(tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_not_an_answer_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "a.jsonl"
     with AnswerFile(path) as file:
         file.append(answer("one"))
@@ -79,6 +79,6 @@ def test_a_line_that_is_no_answer_is_refused_by_its_number(tmp_path: Path, line:
         read_answers(path)
 
 
-def test_a_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"absent\.jsonl"):
         read_answers(tmp_path / "absent.jsonl")

@@ -1,4 +1,4 @@
-"""`pilotfish distill`, from prompt files to a draft's directory."""
+"""`pilotfish distill` makes the directory of a draft from prompt files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPE = {"vocab_size": 320, "num_hidden_layers": 3, "head_dim": 8, "tie_word_emb
 
 
 class DistillRun:
-    """A tiny target, files of prompts, and the command that makes a draft of them."""
+    """A tiny target, prompt files, and the command that makes a draft."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.directory = directory
@@ -41,7 +41,7 @@ class DistillRun:
         (directory / "notes.md").write_text("## Notes\n\nA sweep.\n")
 
     def run(self, *more: str) -> int:
-        """The exit code."""
+        """Run the command. Returns its exit code."""
         arguments = ["--set", f"target.path={self._target}", "--set", "target.served_name=tiny"]
         arguments += ["--set", "target.kv.pool_bytes=4194304", "--answer-tokens", "240", "--max-tokens", "8"]
         for name in ("questions", "tasks"):
@@ -67,7 +67,7 @@ def distill_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DistillRun
 
 @pytest.fixture(scope="module")
 def finished_run(distill_run: DistillRun) -> DistillRun:
-    """Once the command has run to its end."""
+    """A run of the command that has finished."""
     assert distill_run.run("--steps", "4") == 0
     return distill_run
 
@@ -148,7 +148,9 @@ def test_a_draft_can_be_trained_further(finished_run: DistillRun) -> None:
 
     after = load_file(further.draft / "model.safetensors")
     assert after.keys() == before.keys()
-    assert all(value.equal(after[name]) for name, value in before.items())  # so small a step is below bfloat16
+    assert all(
+        value.equal(after[name]) for name, value in before.items()
+    )  # the step is below the resolution of bfloat16
     card = (further.draft / "README.md").read_text()
     assert "It started as layers 0, 2 of the target, and continues the training of draft." in card
     assert "--start draft" in card
@@ -172,7 +174,7 @@ def test_a_draft_can_be_trained_further(finished_run: DistillRun) -> None:
         (("--steps", "1", "--prompts", "absent.jsonl"), "--prompts absent.jsonl: no such file"),
     ],
 )
-def test_bad_options_are_refused_at_once(
+def test_invalid_options_are_refused_before_any_work(
     distill_run: DistillRun,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -195,6 +197,6 @@ def test_every_field_of_the_options_is_an_option_of_the_command_with_the_same_de
     assert written == {"config": None, "assignments": None}
 
 
-def test_prompts_are_needed() -> None:
+def test_prompts_are_required() -> None:
     with pytest.raises(ConfigurationError, match="--prompts: needed at least one file"):
         DistillOptions(prompts=(), out=Path("out"), work=Path("work"), steps=1)

@@ -1,4 +1,4 @@
-"""The losses: what they are over the target's leading tokens and one remainder."""
+"""The distillation losses over the target's leading tokens and one remainder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TestWithEveryTokenNamed:
 
 @pytest.mark.parametrize("name", ["forward_kl", "reverse_kl"])
 class TestEither:
-    def test_it_is_nothing_where_both_are_the_same(self, name: str) -> None:
+    def test_the_loss_of_equal_distributions_is_zero(self, name: str) -> None:
         logits = drawn(3)
 
         loss = distillation_loss(logits, *leading(logits, 4), divergence_named(name))
@@ -56,14 +56,14 @@ class TestEither:
         assert float(loss) == pytest.approx(0, abs=1e-5)
 
     def test_naming_fewer_tokens_never_makes_it_larger(self, name: str) -> None:
-        """What is merged into one remainder can only hide a difference (the data-processing inequality)."""
+        """Merging tokens into one remainder can only hide a difference (the data-processing inequality)."""
         student, target = drawn(4), drawn(5)
 
         losses = [float(distillation_loss(student, *leading(target, k), divergence_named(name))) for k in (2, 4, 8, 12)]
 
         assert losses == sorted(losses)
 
-    def test_its_gradient_leads_to_the_target(self, name: str) -> None:
+    def test_gradient_descent_reaches_the_target(self, name: str) -> None:
         student, target = drawn(6).requires_grad_(), drawn(7)
         optimizer = torch.optim.Adam([student], lr=0.1)
         for _ in range(300):
@@ -75,7 +75,7 @@ class TestEither:
         reached = student.log_softmax(-1).gather(1, tokens)
         assert torch.allclose(reached.exp(), log_probabilities.exp(), atol=0.02)
 
-    def test_a_position_of_which_nothing_is_known_costs_nothing_and_teaches_nothing(self, name: str) -> None:
+    def test_a_position_without_target_probabilities_has_no_loss_and_no_gradient(self, name: str) -> None:
         student = drawn(8).requires_grad_()
         nothing = torch.full((POSITIONS, 3), -1), torch.full((POSITIONS, 3), -math.inf)
 
@@ -86,7 +86,7 @@ class TestEither:
         assert student.grad is not None and float(student.grad.abs().max()) == 0
 
 
-def test_one_certain_token_makes_it_cross_entropy() -> None:
+def test_with_one_certain_token_the_loss_is_cross_entropy() -> None:
     student, labels = drawn(9), torch.tensor([3, 1, 4, 1, 5])
 
     loss = distillation_loss(student, labels[:, None], torch.zeros(POSITIONS, 1), forward_kl)
@@ -95,19 +95,19 @@ def test_one_certain_token_makes_it_cross_entropy() -> None:
 
 
 def test_tokens_that_the_student_cannot_propose_are_left_out_of_the_target() -> None:
-    """Half of the target's mass is on such a token: the other half counts as all of it."""
+    """Half of the target's mass is on such a token. The other half is renormalized."""
     student = drawn(10)
     known = torch.tensor([[2, 7]]).expand(POSITIONS, 2)
     with_unknown = torch.tensor([[-1, 2, 7]]).expand(POSITIONS, 3)
-    chances = torch.tensor([[0.5, 0.5]]).log().expand(POSITIONS, 2)
+    probabilities = torch.tensor([[0.5, 0.5]]).log().expand(POSITIONS, 2)
     halved = torch.tensor([[0.5, 0.25, 0.25]]).log().expand(POSITIONS, 3)
 
-    whole = distillation_loss(student, known, chances, forward_kl)
+    whole = distillation_loss(student, known, probabilities, forward_kl)
     part = distillation_loss(student, with_unknown, halved, forward_kl)
 
     assert float(part) == pytest.approx(float(whole), abs=1e-4)
 
 
-def test_an_unknown_loss_is_refused_with_those_there_are() -> None:
+def test_an_unknown_loss_is_refused_with_the_available_ones() -> None:
     with pytest.raises(ConfigurationError, match="'jensen' is unknown; it must be one of forward_kl, reverse_kl"):
         divergence_named("jensen")

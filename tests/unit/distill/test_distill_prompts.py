@@ -1,4 +1,4 @@
-"""Prompts out of files, and the order they are asked in."""
+"""Prompts are read from files and scheduled."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FORMS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 class TestReading:
     @pytest.mark.parametrize("form", FORMS)
-    def test_the_keys_of_a_line_tell_its_form(self, tmp_path: Path, form: str) -> None:
+    def test_the_keys_of_a_line_determine_its_format(self, tmp_path: Path, form: str) -> None:
         row, turns = FORMS[form]
 
         (prompt,) = read_prompts(write(tmp_path / "some.jsonl", row))
@@ -51,20 +51,20 @@ class TestReading:
         assert prompt.turns == turns
         assert (prompt.source, prompt.line) == ("some.jsonl", 1)
 
-    def test_one_file_may_mix_forms_and_hold_empty_lines(self, tmp_path: Path) -> None:
+    def test_one_file_may_mix_formats_and_have_empty_lines(self, tmp_path: Path) -> None:
         file = tmp_path / "mixed.jsonl"
         file.write_text('{"prompt": "a"}\n\n{"question": "b"}\n', encoding="utf-8")
 
         assert [(prompt.line, prompt.turns) for prompt in read_prompts(file)] == [(1, ("a",)), (3, ("b",))]
 
-    def test_every_instance_is_a_prompt_of_its_own_and_its_output_is_not_read(self, tmp_path: Path) -> None:
+    def test_every_instance_is_a_separate_prompt_and_its_output_is_not_read(self, tmp_path: Path) -> None:
         row = {"instruction": "Say.", "instances": [{"input": "a", "output": "x"}, {"input": "b", "output": "y"}]}
 
         found = read_prompts(write(tmp_path / "p.jsonl", row))
 
         assert [(prompt.part, prompt.turns) for prompt in found] == [(0, ("Say.\n\na",)), (1, ("Say.\n\nb",))]
 
-    def test_a_system_message_stays(self, tmp_path: Path) -> None:
+    def test_a_system_message_is_kept(self, tmp_path: Path) -> None:
         row = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}
 
         (prompt,) = read_prompts(write(tmp_path / "p.jsonl", row))
@@ -109,7 +109,7 @@ class TestReading:
         assert f"{file}, line 2" in str(refused.value)
         assert found in str(refused.value)
 
-    def test_a_file_that_is_not_there_or_is_empty_is_refused(self, tmp_path: Path) -> None:
+    def test_a_missing_or_empty_file_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "empty.jsonl").write_text("\n")
 
         for name in ("absent.jsonl", "empty.jsonl"):
@@ -118,7 +118,7 @@ class TestReading:
 
 
 class TestSchedule:
-    def test_a_short_file_is_asked_again_while_a_long_one_is_gone_through_once(self) -> None:
+    def test_a_short_file_is_repeated_while_a_long_one_is_read_once(self) -> None:
         tasks = list(islice(schedule([some("long", 100), some("short", 10)], (0.0, 1.0), 0, 0), 100))
 
         asked = Counter(task.prompt.source for task in tasks)
@@ -126,13 +126,13 @@ class TestSchedule:
         assert {task.turn_pass for task in tasks if task.prompt.source == "long"} == {0}
         assert Counter(task.turn_pass for task in tasks if task.prompt.source == "short") == dict.fromkeys(range(5), 10)
 
-    def test_the_first_pass_is_greedy_and_no_later_one_is(self) -> None:
+    def test_only_the_first_pass_is_greedy(self) -> None:
         tasks = list(islice(schedule([some("only", 2)], (0.0, 0.5, 1.0), 0, 9), 12))
 
         assert [task.temperature for task in tasks[::2]] == [0.0, 0.5, 1.0, 1.0, 0.5, 1.0]
         assert [task.seed for task in tasks[::2]] == [9, 10, 11, 12, 13, 14]
 
-    def test_what_the_target_writes_itself_is_new_in_each_pass_and_greedy_again(self) -> None:
+    def test_questions_of_the_target_are_new_in_each_pass_and_answered_greedily(self) -> None:
         lines = [Prompt("own", line, ()) for line in (1, 2)]
 
         tasks = list(islice(schedule([lines], (0.0, 0.7), 0, 9), 8))
@@ -140,16 +140,16 @@ class TestSchedule:
         assert [task.temperature for task in tasks[::2]] == [0.0, 0.7, 0.0, 0.7]
         assert len({task.key for task in tasks}) == 8
 
-    def test_greedy_alone_ends_after_one_pass(self) -> None:
+    def test_with_greedy_decoding_only_there_is_one_pass(self) -> None:
         tasks = list(schedule([some("a", 3), some("b", 5)], (0.0,), 0, 0))
 
         assert len(tasks) == len({task.key for task in tasks}) == 8
 
-    def test_what_is_held_out_comes_first_and_is_never_asked_for_training(self) -> None:
+    def test_held_out_prompts_come_first_and_are_never_used_for_training(self) -> None:
         tasks = list(schedule([some("a", 40), some("b", 100)], (0.0,), 6, 0))
 
         held_out = [task.prompt for task in tasks if task.held_out]
-        assert Counter(prompt.source for prompt in held_out) == {"a": 4, "b": 6}  # a tenth of a file at most
+        assert Counter(prompt.source for prompt in held_out) == {"a": 4, "b": 6}  # at most a tenth of a file
         assert all(task.held_out for task in tasks[:10])
         assert not {task.prompt for task in tasks[10:]} & set(held_out)
 
@@ -166,7 +166,7 @@ class TestSchedule:
             next(schedule([some("a", 3)], temperatures, 0, 0))
 
 
-def test_a_task_of_many_categories_has_some_of_each() -> None:
+def test_a_task_with_many_categories_has_prompts_of_each() -> None:
     prompts = [
         Prompt("s", line, ("?",), category=category)
         for line, category in enumerate(["writing", "writing", "math", "math", "qa"])

@@ -1,4 +1,4 @@
-"""The student: the target's layers between the target's own embedding and head, and what is shipped of it."""
+"""The student has layers of the target between the target's embedding and head. Only its own layers are exported."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def logits_of(student: Student, tokens: torch.Tensor) -> torch.Tensor:
 
 
 class TestMaking:
-    def test_with_all_layers_it_is_the_target(self, target: PreTrainedModel) -> None:
+    def test_with_all_layers_the_student_equals_the_target(self, target: PreTrainedModel) -> None:
         tokens = torch.arange(3, 23).reshape(2, 10)
 
         found = logits_of(student_of(target, 0, 1, 2, 3), tokens)
@@ -55,7 +55,7 @@ class TestMaking:
         with torch.inference_mode():
             torch.testing.assert_close(found, target(input_ids=tokens).logits)
 
-    def test_it_begins_as_the_layers_that_were_named_in_their_order(self, target: PreTrainedModel) -> None:
+    def test_the_student_starts_as_the_named_layers_in_their_order(self, target: PreTrainedModel) -> None:
         source = target.state_dict()
 
         own = student_of(target, 3, 0).own_parameters()
@@ -64,7 +64,7 @@ class TestMaking:
         torch.testing.assert_close(own[f"model.layers.0.{name}"].detach(), source[f"model.layers.3.{name}"])
         torch.testing.assert_close(own[f"model.layers.1.{name}"].detach(), source[f"model.layers.0.{name}"])
 
-    def test_embedding_and_head_are_the_targets_and_are_not_trained(self, target: PreTrainedModel) -> None:
+    def test_embedding_and_head_belong_to_the_target_and_are_not_trained(self, target: PreTrainedModel) -> None:
         student = student_of(target, 0)
 
         assert not any("embed" in name or "head" in name for name in student.own_parameters())
@@ -79,7 +79,7 @@ class TestMaking:
         assert reduced.tokens_of(torch.tensor([3, 0])).tolist() == [95, 2]
         assert reduced.position_in_head[torch.tensor([5, 6])].tolist() == [1, -1]
 
-    def test_another_configuration_begins_at_random_from_the_seed(
+    def test_another_configuration_starts_with_random_weights_from_the_seed(
         self, target: PreTrainedModel, tmp_path: Path
     ) -> None:
         tiny.llama(num_hidden_layers=1, intermediate_size=32).save_pretrained(tmp_path)
@@ -93,7 +93,7 @@ class TestMaking:
         assert not torch.equal(one.own_parameters()[name], other.own_parameters()[name])
 
     @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gpt2", "mistral"])
-    def test_other_families_go_the_same_way(self, family: str, tmp_path: Path) -> None:
+    def test_students_of_other_families_can_be_made(self, family: str, tmp_path: Path) -> None:
         tiny.save(tmp_path, tiny.FAMILIES[family]())
         target, tokens = load_target(tmp_path, CPU), torch.arange(3, 13)[None]
 
@@ -110,16 +110,18 @@ class TestMaking:
             (StudentPlan((-1,)), "layers: -1 is refused"),
         ],
     )
-    def test_layers_that_are_not_there_are_refused(
+    def test_layers_that_do_not_exist_are_refused(
         self, target: PreTrainedModel, plan: StudentPlan, message: str
     ) -> None:
         with pytest.raises(ConfigurationError, match=message):
             make_student(target, plan, 0)
 
-    def test_a_draft_is_gone_on_with_as_it_was(self, target: PreTrainedModel, directory: Path, tmp_path: Path) -> None:
+    def test_training_continues_with_the_weights_of_an_existing_draft(
+        self, target: PreTrainedModel, directory: Path, tmp_path: Path
+    ) -> None:
         draft = distilled_draft.save(directory, tmp_path / "draft", layers=(1, 3), vocabulary=(2, 5, 40))
         stored = load_file(draft / "model.safetensors")
-        stored["model.norm.weight"] += 1  # what it learned: no layer of the target has it
+        stored["model.norm.weight"] += 1  # trained weights, which no layer of the target has
         save_file(stored, draft / "model.safetensors")
 
         found = make_student(target, StudentPlan.of_draft(draft), 0)
@@ -130,7 +132,7 @@ class TestMaking:
         assert own.keys() == stored.keys() - {"vocabulary"}
         assert all(torch.equal(value.detach(), stored[name]) for name, value in own.items())
 
-    def test_a_draft_that_is_not_whole_is_refused(self, directory: Path, tmp_path: Path) -> None:
+    def test_an_incomplete_draft_is_refused(self, directory: Path, tmp_path: Path) -> None:
         draft = distilled_draft.save(directory, tmp_path / "draft", layers=(1, 3))
         tiny.llama(num_hidden_layers=3, tie_word_embeddings=True).save_pretrained(draft)
 
@@ -155,18 +157,18 @@ class TestMaking:
         with pytest.raises(ConfigurationError, match=message):
             make_student(target, StudentPlan(config=tmp_path), 0)
 
-    def test_a_target_that_is_not_there_is_refused(self, tmp_path: Path) -> None:
+    def test_a_target_that_does_not_exist_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ModelLoadError):
             load_target(tmp_path, CPU)
 
 
 class TestVocabulary:
-    def test_the_most_frequent_are_kept_and_what_must_be(self) -> None:
+    def test_the_vocabulary_has_the_most_frequent_and_the_required_tokens(self) -> None:
         answers = [(9, 9, 9, 4), (4, 7, 7, 7)]
 
         assert frequent_tokens(answers, 3, always=(2,), vocabulary_size=10) == (2, 7, 9)
 
-    def test_the_lowest_fill_up_and_win_ties(self) -> None:
+    def test_the_lowest_ids_fill_up_the_vocabulary_and_win_ties(self) -> None:
         assert frequent_tokens([(8, 6)], 2, (), 10) == (6, 8)
         assert frequent_tokens([(8, 6)], 4, (), 10) == (0, 1, 6, 8)
 
@@ -175,7 +177,7 @@ class TestVocabulary:
         with pytest.raises(ConfigurationError, match=f"vocabulary_size: {size} is refused; it must be within 1 and 10"):
             frequent_tokens([], size, (), 10)
 
-    def test_what_was_chosen_once_stays(self, tmp_path: Path) -> None:
+    def test_a_chosen_vocabulary_is_kept(self, tmp_path: Path) -> None:
         path = tmp_path / "work" / "vocabulary.json"
 
         assert stored_vocabulary(path, lambda: (1, 2)) == (1, 2)
@@ -183,7 +185,9 @@ class TestVocabulary:
 
 
 class TestExport:
-    def test_it_holds_its_own_layers_and_nothing_of_the_target(self, target: PreTrainedModel, tmp_path: Path) -> None:
+    def test_the_export_has_the_students_layers_and_no_weights_of_the_target(
+        self, target: PreTrainedModel, tmp_path: Path
+    ) -> None:
         student = student_of(target, 0, 3, vocabulary=(2, 5, 40))
 
         export(student, tmp_path / "draft", "the-target", "# card\n", {"curve.png": b"png"})
@@ -203,7 +207,7 @@ class TestExport:
         assert tensors["vocabulary"].dtype == torch.int32
         assert tensors["vocabulary"].tolist() == [2, 5, 40]
 
-    def test_it_says_what_belongs_around_it(self, target: PreTrainedModel, tmp_path: Path) -> None:
+    def test_the_draft_card_describes_the_target(self, target: PreTrainedModel, tmp_path: Path) -> None:
         export(student_of(target, 1, 2), tmp_path / "draft", "the-target", "", {})
 
         assert json.loads((tmp_path / "draft" / "pilotfish_draft.json").read_text()) == {
@@ -220,7 +224,7 @@ class TestExport:
         assert "vocabulary" not in load_file(tmp_path / "draft" / "model.safetensors")
 
     @pytest.mark.parametrize("vocabulary", [None, tuple(range(3, 90))])
-    def test_the_draft_worker_loads_what_was_made(
+    def test_the_draft_worker_loads_the_export(
         self, directory: Path, target: PreTrainedModel, tmp_path: Path, vocabulary: tuple[int, ...] | None
     ) -> None:
         student = student_of(target, 0, 3, vocabulary=vocabulary)
@@ -234,13 +238,13 @@ class TestExport:
         loaded.module.set_attn_implementation("sdpa")
         with torch.no_grad():
             for parameter in student.own_parameters().values():
-                parameter.copy_(parameter.bfloat16())  # as it was written
+                parameter.copy_(parameter.bfloat16())  # unchanged
             found = loaded.module(input_ids=text[None]).logits
         torch.testing.assert_close(found, logits_of(student, text[None]))
         known = None if loaded.vocabulary is None else tuple(loaded.vocabulary.tolist())
         assert known == vocabulary
 
-    def test_nothing_but_a_draft_is_replaced(self, target: PreTrainedModel, tmp_path: Path) -> None:
+    def test_only_a_draft_is_replaced(self, target: PreTrainedModel, tmp_path: Path) -> None:
         (tmp_path / "letters").mkdir()
         (tmp_path / "letters" / "dear.txt").write_text("Dear")
 
@@ -249,7 +253,7 @@ class TestExport:
 
         assert (tmp_path / "letters" / "dear.txt").read_text() == "Dear"
 
-    def test_an_older_one_is_replaced_whole(self, target: PreTrainedModel, tmp_path: Path) -> None:
+    def test_an_older_draft_is_replaced_completely(self, target: PreTrainedModel, tmp_path: Path) -> None:
         export(student_of(target, 1, 2), tmp_path / "draft", "t", "", {"old.png": b"old"})
 
         export(student_of(target, 0), tmp_path / "draft", "t", "", {})

@@ -1,4 +1,4 @@
-"""Training: the loss falls, an interruption changes nothing, and what is asked for is what is done."""
+"""Training reduces the loss, resumes exactly after an interruption, and follows its plan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def answers(target: PreTrainedModel) -> tuple[Answer, ...]:
-    """Greedy answers of the tiny target, with its eight most probable tokens at each."""
+    """Greedy answers of the tiny target, with its eight most probable tokens at each position."""
     prompts = torch.randint(3, tiny.VOCABULARY, (24, 5), generator=torch.Generator().manual_seed(0))
     tokens = prompts
     with torch.inference_mode():
@@ -65,16 +65,20 @@ def plan(**changes: object) -> TrainingPlan:
 
 
 def train(
-    target: PreTrainedModel, answers: Sequence[Answer], work: Path, wanted: TrainingPlan, student: Student | None = None
+    target: PreTrainedModel,
+    answers: Sequence[Answer],
+    work: Path,
+    training_plan: TrainingPlan,
+    student: Student | None = None,
 ) -> tuple[Student, Progress]:
     student = student or student_of(target)
-    judge = target if wanted.on_policy else None
-    training = Training(student, answers[:18], answers[18:], wanted, work, target=judge)
+    teacher = target if training_plan.on_policy else None
+    training = Training(student, answers[:18], answers[18:], training_plan, work, target=teacher)
     return student, training.run(lambda progress, done: None)
 
 
 class TestBatches:
-    def test_the_loss_is_taken_before_each_token_of_an_answer_and_nowhere_else(self) -> None:
+    def test_the_loss_covers_exactly_the_tokens_of_answers(self) -> None:
         short = Answer("a", "", 0.0, False, (11, 12, 13), (14, 15))
         longer = Answer("b", "", 0.0, False, (21, 22), (23, 24, 25, 26))
 
@@ -83,9 +87,9 @@ class TestBatches:
         assert batch.tokens.tolist() == [[11, 12, 13, 14, 15, 0], [21, 22, 23, 24, 25, 26]]
         assert batch.tokens.flatten()[batch.selected].tolist() == [13, 14, 22, 23, 24, 25]
         assert batch.labels.tolist() == [14, 15, 23, 24, 25, 26]
-        assert batch.leading_tokens[:, 0].tolist() == batch.labels.tolist()  # certain of what it wrote
+        assert batch.leading_tokens[:, 0].tolist() == batch.labels.tolist()  # the written token has all the mass
 
-    def test_what_is_too_long_is_cut_at_its_end(self) -> None:
+    def test_long_answers_are_truncated_at_the_end(self) -> None:
         batch = make_batch(
             [Answer("a", "", 0.0, False, (11, 12), (13, 14, 15)), Answer("b", "", 0.0, False, (1,) * 9, (2,))], 4
         )
@@ -93,13 +97,13 @@ class TestBatches:
         assert batch.tokens.tolist() == [[11, 12, 13, 14], [1, 1, 1, 1]]
         assert batch.labels.tolist() == [13, 14]
 
-    def test_an_epoch_holds_every_answer_once_in_an_order_of_its_own(self, answers: Sequence[Answer]) -> None:
+    def test_an_epoch_has_every_answer_once_in_a_new_order(self, answers: Sequence[Answer]) -> None:
         first, again, second = (batches_of_epoch(answers, epoch, 7, 60, 512) for epoch in (0, 0, 1))
 
         assert first == again != second
         assert sorted(index for batch in first for index in batch) == list(range(len(answers)))
 
-    def test_a_batch_is_within_its_tokens_padding_included_but_never_empty(self) -> None:
+    def test_a_batch_respects_its_token_limit_with_padding_and_is_never_empty(self) -> None:
         ragged = [Answer(str(size), "", 0.0, False, (1,), (2,) * size) for size in (1, 3, 5, 9, 80)]
 
         for batch in batches_of_epoch(ragged, 0, 0, 20, 512):
@@ -134,7 +138,7 @@ class TestTraining:
         for name, value in whole.own_parameters().items():
             assert torch.equal(value, resumed.own_parameters()[name]), name
 
-    def test_a_finished_training_is_not_begun_again(
+    def test_a_finished_training_is_not_repeated(
         self, target: PreTrainedModel, answers: tuple[Answer, ...], tmp_path: Path
     ) -> None:
         student, done = train(target, answers, tmp_path, plan(steps=3))
@@ -154,10 +158,10 @@ class TestTraining:
             train(target, answers, tmp_path, plan(steps=2, learning_rate=1e-4))
 
     @pytest.mark.parametrize("layers", [(0, 1), (0, 2)])
-    def test_a_checkpoint_of_another_beginning_is_refused(
+    def test_a_checkpoint_of_another_student_is_refused(
         self, target: PreTrainedModel, answers: tuple[Answer, ...], tmp_path: Path, layers: tuple[int, ...]
     ) -> None:
-        """Other layers of the same shapes, or as many other tokens."""
+        """The student has other layers of the same shapes, or a different vocabulary of the same size."""
         train(target, answers, tmp_path, plan(steps=2), student_of(target, (2, 3, 4)))
         other = make_student(target, StudentPlan(layers, vocabulary=(2, 3, 5) if layers == (0, 2) else (2, 3, 4)), 0)
 
@@ -175,7 +179,7 @@ class TestTraining:
         embeddings = (each.module.get_input_embeddings().weight for each in (student, fresh))
         assert torch.equal(*embeddings)
 
-    def test_a_reduced_vocabulary_learns_what_it_can_guess(
+    def test_a_reduced_vocabulary_learns_the_tokens_that_it_can_propose(
         self, target: PreTrainedModel, answers: tuple[Answer, ...], tmp_path: Path
     ) -> None:
         student = student_of(target, tuple(range(0, tiny.VOCABULARY, 2)))
@@ -192,14 +196,14 @@ class TestTraining:
 
         assert progress.losses[-1][2] < progress.losses[0][2]
 
-    def test_it_ends_when_its_time_is_over_and_goes_on_from_the_time_spent(
+    def test_training_ends_with_its_time_and_resumes_from_the_time_spent(
         self, target: PreTrainedModel, answers: tuple[Answer, ...], tmp_path: Path
     ) -> None:
         def run(seconds: float) -> Progress:
             ticks = count()
-            wanted = plan(steps=None, seconds=seconds, checkpoint_seconds=1e9)
+            training_plan = plan(steps=None, seconds=seconds, checkpoint_seconds=1e9)
             return Training(
-                student_of(target), answers[:18], (), wanted, tmp_path, clock=lambda: float(next(ticks))
+                student_of(target), answers[:18], (), training_plan, tmp_path, clock=lambda: float(next(ticks))
             ).run(lambda progress, done: None)
 
         assert run(5.0).step == 5
@@ -214,24 +218,24 @@ class TestTraining:
             ({"on_policy": 1.5}, "on_policy: 1.5 is refused; it must be within 0 and 1"),
         ],
     )
-    def test_a_plan_that_cannot_be_followed_is_refused(self, changes: dict[str, object], message: str) -> None:
+    def test_an_invalid_plan_is_refused(self, changes: dict[str, object], message: str) -> None:
         with pytest.raises(ConfigurationError, match=message):
             plan(**changes)
 
-    def test_nothing_to_learn_from_is_refused(self, target: PreTrainedModel, tmp_path: Path) -> None:
+    def test_training_without_answers_is_refused(self, target: PreTrainedModel, tmp_path: Path) -> None:
         too_long = Answer("a", "", 0.0, False, (1,) * 512, (2, 3))
         for answers in ((), (too_long,)):
             with pytest.raises(ConfigurationError, match=r"needed an answer within max_length \(512\), found none"):
                 Training(student_of(target), answers, (), plan(), tmp_path)
 
-    def test_on_policy_needs_the_target(
+    def test_on_policy_training_requires_the_target(
         self, target: PreTrainedModel, answers: tuple[Answer, ...], tmp_path: Path
     ) -> None:
         with pytest.raises(ConfigurationError, match="on_policy: needed the target itself"):
             Training(student_of(target), answers, (), plan(on_policy=1.0), tmp_path)
 
 
-def test_on_policy_continues_the_prompts_and_asks_the_target_for_all_it_thinks(
+def test_on_policy_training_continues_the_prompts_and_uses_the_full_distribution_of_the_target(
     target: PreTrainedModel, answers: tuple[Answer, ...]
 ) -> None:
     student = student_of(target)
@@ -258,10 +262,10 @@ def test_agreement_is_counted_by_category(target: PreTrainedModel, answers: tupl
     assert share({}) == 0.0
 
 
-def test_the_learning_rate_rises_then_falls_to_nothing() -> None:
-    wanted = plan(learning_rate=1.0, warm_up=0.1)
+def test_the_learning_rate_rises_and_then_falls_to_zero() -> None:
+    training_plan = plan(learning_rate=1.0, warm_up=0.1)
 
-    rates = [learning_rate(wanted, done / 100) for done in range(101)]
+    rates = [learning_rate(training_plan, done / 100) for done in range(101)]
 
     assert rates[:11] == sorted(rates[:11])
     assert rates[10] == pytest.approx(1.0)
@@ -269,7 +273,7 @@ def test_the_learning_rate_rises_then_falls_to_nothing() -> None:
     assert rates[100] == pytest.approx(0.0)
 
 
-def test_the_curve_is_a_picture() -> None:
+def test_the_training_curve_is_written_as_a_png() -> None:
     progress = Progress(losses=[(20, 1.0, 3.0), (40, 2.0, 2.0)], agreements=[(40, 2.0, 0.4)])
 
     picture = loss_curve(progress)

@@ -24,7 +24,9 @@ def test_before_any_observation_probabilities_are_somewhat_below_the_confidences
 
 
 @pytest.mark.parametrize(("right", "first", "second"), [([0], 1.0, 0.0), ([1], 0.0, 1.0), ([None], 0.0, 0.0)])
-def test_what_always_happens_becomes_certain(right: list[int | None], first: float, second: float) -> None:
+def test_the_probability_of_tokens_that_are_always_accepted_approaches_one(
+    right: list[int | None], first: float, second: float
+) -> None:
     probabilities = observed([0.5, 0.3], right, 300).probabilities([0.5, 0.3], GREEDY)
     assert probabilities == pytest.approx([first, second], abs=0.06)
 
@@ -39,7 +41,7 @@ def test_a_few_observations_also_change_other_bins_of_confidence() -> None:
     assert probabilities[0] > 0.9
 
 
-def test_probabilities_of_siblings_never_exceed_one_together() -> None:
+def test_probabilities_of_siblings_sum_to_at_most_one() -> None:
     calibration = observed([0.9, 0.9], [0], 50)
     for _ in range(50):
         calibration.observe([0.1, 0.1], 1, GREEDY)

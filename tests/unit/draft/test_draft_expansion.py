@@ -24,7 +24,7 @@ def serial() -> Iterator[DrafterHarness]:
     assert made.expander.memory.blocks_held == 0
 
 
-def test_the_models_own_continuation_is_in_the_first_proposal(serial: DrafterHarness) -> None:
+def test_the_first_proposal_contains_the_models_greedy_continuation(serial: DrafterHarness) -> None:
     proposal = serial.propose(budget=DraftBudget(16, 4))
     tree, node = proposal.tree, ROOT
     for token in continued(PROMPT, 4):
@@ -82,7 +82,7 @@ def test_sequences_share_their_passes(serial: DrafterHarness) -> None:
     assert [proposal.tree for proposal in together] == [DrafterHarness().propose().tree] * 3
 
 
-def test_drafting_ends_with_the_models_own_context() -> None:
+def test_drafting_ends_at_the_context_length_of_the_model() -> None:
     harness = DrafterHarness(max_context_len=len(PROMPT) + 1)
     assert harness.propose().tree.depth() == 2
     assert harness.propose("a", 1, 1).tree == EMPTY_TREE
@@ -146,7 +146,7 @@ def test_a_start_with_other_parameters_drops_the_tree_and_keeps_the_stored_text(
     serial.expander.passes.clear()
     proposal = serial.drafter.propose([DraftRow(SequenceId("a"), len(PROMPT), PROMPT, BUDGET, start)])[0]
     assert proposal.ready == 0
-    assert serial.expander.passes[0] == [1]  # what is stored of the text serves both
+    assert serial.expander.passes[0] == [1]  # the stored text is valid for both
 
 
 def test_a_row_without_a_budget_only_commits(serial: DrafterHarness) -> None:

@@ -1,4 +1,4 @@
-"""Looked-up tokens join the draft tree without a forward pass, with the probability that lookups have earned."""
+"""Looked-up tokens are added to the draft tree without a forward pass, with the measured probability of lookups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_last_occurrence_of_the_longest_suffix_is_found() -> None:
     assert index(1, 2, 3).next_after([]) is None
 
 
-def test_a_path_below_the_text_is_part_of_the_suffix() -> None:
+def test_a_drafted_path_is_part_of_the_suffix() -> None:
     assert index(1, 2, 3, 9, 5).next_after([1, 2]) == (3, 2)
     assert index(4, 1, 2, 3, 9, 4, 1).next_after([2]) == (3, 3)
 

@@ -19,7 +19,7 @@ from workers.serve.configuration import load_configuration
 
 
 class RepeatSettings(PluginSettings):
-    """The whole of a method that no other file knows."""
+    """The settings of a drafting method that is registered only in this test."""
 
     times: int = 1
     """Number of repetitions."""
@@ -39,7 +39,7 @@ class RepeatDrafter:
 
 @pytest.fixture
 def repeat_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    METHODS.names()  # all other methods are registered
+    METHODS.names()  # registers all packaged methods
     monkeypatch.setattr(METHODS, "_plugins", dict(METHODS._plugins))
     register("repeat", RepeatSettings)(lambda settings, draft, target: RepeatDrafter(settings.times))
 
@@ -70,7 +70,7 @@ def test_an_unknown_method_is_refused_with_the_nearest_one() -> None:
         create(DraftSection(method="n-gram"), TargetSection())
 
 
-def test_a_name_cannot_be_taken_twice() -> None:
+def test_a_name_cannot_be_registered_twice() -> None:
     assert "none" in METHODS.names()
     with pytest.raises(ValueError, match="'none' is registered twice"):
         METHODS.register("none", METHODS.get("ngram"))

@@ -1,4 +1,4 @@
-"""The draft model drafts what it would itself decide, whatever is stored and whatever shares its batch."""
+"""The draft model drafts its own decisions, for any stored state and any other rows in the batch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_tree_of_the_targets_own_weights_is_accepted_to_every_depth_in_every_m
         tree, ready = proposal.tree, ready + proposal.ready
         begun = len(tokens) - len(PROMPT)
         node, depth = ROOT, 0
-        while node in tree.parents:  # not a leaf: what the target decides here is among its children
+        while node in tree.parents:  # not a leaf: its children include the target's decision
             child = tree.child(node, answer[begun + depth])
             assert child is not None
             node, depth = child, depth + 1
@@ -75,7 +75,7 @@ def test_a_tree_of_the_targets_own_weights_is_accepted_to_every_depth_in_every_m
 def test_siblings_read_the_keys_and_values_of_their_own_branches(
     loaded: LoadedModel, reference: ReferenceModel
 ) -> None:
-    """Every node's candidates are the model's own after the path to it, whichever branch wrote into a shared block."""
+    """The candidates of a node follow its own path, even if several branches wrote into a shared block."""
     harness = DraftModelHarness(loaded, candidates=3, mode="enumerate")
     harness.propose(first_row(PROMPT, budget=DraftBudget(16, 4)))
     for _ in range(6):
@@ -100,7 +100,9 @@ def test_stored_nodes_below_a_committed_path_are_not_computed_again(loaded: Load
     assert harness.row_lengths == []
 
 
-def test_penalties_count_the_answer_alone(harness: DraftModelHarness, reference: ReferenceModel) -> None:
+def test_presence_and_frequency_penalties_count_only_the_answer(
+    harness: DraftModelHarness, reference: ReferenceModel
+) -> None:
     tokens = (*PROMPT, 3, 3, 12)
     drafted = harness.propose(first_row(tokens, sampling=PENALISED, prompt_len=len(PROMPT)))[0].tree
     assert drafted == TokenTree.chain(reference.continued(tokens, 8, PENALISED, len(PROMPT)))
@@ -113,7 +115,7 @@ def test_after_a_rejection_the_accepted_tokens_are_not_computed_again(
     tokens = [*PROMPT, *drafted.tokens[:3], (drafted.tokens[3] + 1) % tiny.VOCABULARY]
     corrected = harness.propose(next_row(tokens, 4))[0].tree
     assert corrected == TokenTree.chain(reference.continued(tokens, 8, GREEDY, len(PROMPT)))
-    assert harness.row_lengths[0] == [1]  # three accepted drafted_tokens were stored already
+    assert harness.row_lengths[0] == [1]  # three accepted drafted tokens were stored already
 
 
 def test_after_full_acceptance_only_the_last_drafted_token_and_the_bonus_token_are_computed(
@@ -133,7 +135,7 @@ def test_a_repeated_row_repeats_its_proposal(harness: DraftModelHarness) -> None
     assert harness.row_lengths == []  # nothing was computed again
 
 
-def test_rows_of_different_lengths_and_parameters_do_not_touch_each_other(
+def test_rows_of_different_lengths_and_parameters_do_not_affect_each_other(
     harness: DraftModelHarness, reference: ReferenceModel
 ) -> None:
     rows = [
@@ -142,9 +144,9 @@ def test_rows_of_different_lengths_and_parameters_do_not_touch_each_other(
         first_row(PROMPT[:1], "c", PENALISED, DraftBudget(0, 8)),
         first_row(PROMPT[2:], "d", PENALISED, DraftBudget(8, 8)),
     ]
-    wanted = [5, 2, 0, 8]
+    counts = [5, 2, 0, 8]
     proposals = harness.propose(*rows)
-    for row, count, proposal in zip(rows, wanted, proposals, strict=True):
+    for row, count, proposal in zip(rows, counts, proposals, strict=True):
         assert row.start is not None
         expected = reference.continued(row.new_tokens, count, row.start.sampling, row.start.prompt_len)
         assert (proposal.sequence_id, proposal.base_len) == (row.sequence_id, row.base_len)
@@ -171,14 +173,16 @@ def test_a_row_without_a_budget_only_commits(harness: DraftModelHarness, referen
 
 
 @pytest.mark.parametrize(("length", "count"), [(CONTEXT - 2, 3), (CONTEXT, 1), (CONTEXT + 1, 0), (CONTEXT + 9, 0)])
-def test_drafting_ends_with_the_drafts_own_context(harness: DraftModelHarness, length: int, count: int) -> None:
+def test_drafting_ends_at_the_context_length_of_the_draft_model(
+    harness: DraftModelHarness, length: int, count: int
+) -> None:
     tokens = [3 + position % 50 for position in range(length)]
     proposal = harness.propose(first_row(tokens))[0]
     assert proposal.fault is None
     assert len(proposal.tree) == count
 
 
-def test_a_token_outside_the_vocabulary_faults_its_own_row_alone(
+def test_a_token_outside_the_vocabulary_faults_only_its_row(
     harness: DraftModelHarness, reference: ReferenceModel
 ) -> None:
     wrong, fine = harness.propose(first_row((1, tiny.VOCABULARY), "wrong"), first_row(PROMPT, "fine"))

@@ -1,4 +1,4 @@
-"""The draft model drafts what it would itself decide also when rows fail, memory is full, or tokens are removed."""
+"""The draft model drafts its own decisions also when rows fail, memory is full, or tokens are removed."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from workers.model.loading import load_model
 from workers.serve.configuration import load_configuration
 
 
-def test_a_row_that_is_out_of_sync_faults_alone(harness: DraftModelHarness) -> None:
+def test_a_row_that_is_out_of_sync_is_the_only_fault(harness: DraftModelHarness) -> None:
     lost, fine = harness.propose(next_row((*PROMPT, 1), 1, "lost"), first_row(PROMPT, "fine"))
     assert lost.fault is not None and lost.fault.code is RowFaultCode.OUT_OF_SYNC
     assert len(fine.tree) == 8
 
 
-def test_when_the_pool_is_full_the_least_recent_sequence_is_evicted_but_keeps_its_tokens(
+def test_a_full_pool_evicts_the_least_recently_used_sequence_but_keeps_its_tokens(
     loaded: LoadedModel, reference: ReferenceModel
 ) -> None:
     harness = DraftModelHarness(loaded, blocks=8)  # room for two sequences of 15 tokens
@@ -48,13 +48,13 @@ def test_when_the_pool_is_full_the_least_recent_sequence_is_evicted_but_keeps_it
         assert len(harness.propose(first_row(PROMPT, name))[0].tree) == 8
     tokens = (*PROMPT, 4)
     assert harness.propose(next_row(tokens, 1, "c"))[0].fault is None
-    assert harness.row_lengths[0] == [1]  # the latest one is still held
+    assert harness.row_lengths[0] == [1]  # the latest one is still stored
     again = harness.propose(next_row(tokens, 1, "a"))[0]
     assert again.tree == TokenTree.chain(reference.continued(tokens, 8, GREEDY, 8))
-    assert harness.row_lengths[0] == [9]  # the oldest one was computed anew
+    assert harness.row_lengths[0] == [9]  # the oldest one was computed again
 
 
-def test_a_row_for_which_there_is_no_room_gets_an_empty_tree_and_the_others_theirs(
+def test_a_row_without_room_gets_an_empty_tree_and_the_others_get_theirs(
     loaded: LoadedModel, reference: ReferenceModel
 ) -> None:
     harness = DraftModelHarness(loaded, blocks=5)
@@ -89,7 +89,7 @@ def test_nan_logits_end_their_own_chain_only(
     assert fine.tree == TokenTree.chain(expected)
 
 
-def test_a_failed_forward_pass_leaves_no_blocks_and_the_next_one_is_right(
+def test_a_failed_forward_pass_leaks_no_blocks_and_the_next_one_is_correct(
     harness: DraftModelHarness, reference: ReferenceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(rows):

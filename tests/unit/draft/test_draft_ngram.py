@@ -32,7 +32,7 @@ def tree(tokens: Sequence[int], budget: DraftBudget = ROOMY, **settings: int) ->
 
 
 def scan(tokens: Sequence[int], settings: NgramSettings, draft: DraftSection, budget: DraftBudget) -> TokenTree:
-    """The definition: longest suffix first, latest match first, a repetition goes on."""
+    """The definition of prompt lookup: longest suffix first, latest match first, and repetitions continue."""
     max_nodes = min(budget.max_nodes, draft.max_nodes)
     depth = min(budget.max_depth, draft.max_depth, max_nodes)
     found: list[tuple[int, ...]] = []
@@ -92,7 +92,7 @@ def test_the_configured_bounds_hold_for_any_budget() -> None:
     assert drafter.propose([whole([1, 1, 1, 1, 1], DraftBudget(256, 64))])[0].tree == TokenTree.chain([1, 1])
 
 
-def test_a_row_that_is_out_of_sync_faults_alone() -> None:
+def test_a_row_that_is_out_of_sync_is_the_only_fault() -> None:
     lost = DraftRow(SequenceId("b"), 9, (1,), DraftBudget(4, 4))
     fault, fine = NgramDrafter(NgramSettings(), DRAFT).propose([lost, whole([1, 2, 3, 1, 2])])
     assert fault.fault is not None and fault.fault.code is RowFaultCode.OUT_OF_SYNC
@@ -108,13 +108,13 @@ def test_a_released_sequence_is_dropped() -> None:
 
 edits = st.lists(
     st.tuples(st.integers(0, 6), st.lists(st.integers(0, 2), max_size=8)), min_size=1, max_size=8
-)  # tokens taken away, tokens added
+)  # tokens removed, tokens added
 settings = st.builds(NgramSettings, min=st.integers(1, 2), max=st.integers(2, 4), candidates=st.integers(1, 4))
 drafts = st.builds(DraftSection, max_nodes=st.integers(0, 12), max_depth=st.just(4))
 
 
 @given(edits, settings, drafts, st.builds(DraftBudget, st.integers(0, 12), st.integers(0, 5)))
-def test_the_index_finds_what_a_scan_finds_after_any_edits(
+def test_after_any_edits_the_index_finds_the_same_as_a_scan(
     changes: list[tuple[int, list[int]]], configured: NgramSettings, draft: DraftSection, budget: DraftBudget
 ) -> None:
     drafter = NgramDrafter(configured, draft)

@@ -44,7 +44,7 @@ def test_a_repeated_row_changes_nothing() -> None:
     assert held(sessions, row("a", 5, (4, 5))) == held(sessions, row("a", 5, (4, 5)))
 
 
-def test_what_lies_beyond_the_known_length_is_replaced() -> None:
+def test_tokens_beyond_the_known_length_are_replaced() -> None:
     sessions = Sessions(Session)
     held(sessions, first("a", 1, 2, 3, 4, 5))
     assert held(sessions, row("a", 4, (8, 9))) == [1, 2, 8, 9]

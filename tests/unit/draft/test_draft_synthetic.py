@@ -1,4 +1,4 @@
-"""The synthetic drafter: the tokens that a synthetic target accepts, at the configured rates and cost."""
+"""The synthetic drafter proposes the tokens that a synthetic target accepts, at the configured rates and cost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = (4, 5, 6)
 
 
 class Slept:
-    """A clock, and a way to pass the time."""
+    """A fake clock with a `sleep` that advances it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -53,7 +53,7 @@ def drafted_chain(begin: int, count: int) -> tuple[int, ...]:
     return tuple(synthetic_token(SEED, begin + step, VOCABULARY) for step in range(count))
 
 
-def test_drafts_are_the_chain_that_a_synthetic_target_may_take() -> None:
+def test_drafts_are_the_chain_that_a_synthetic_target_may_accept() -> None:
     proposal = drafter(Slept()).propose([row(PROMPT)])[0]
     assert proposal.tree == TokenTree.chain(drafted_chain(3, 5))
 

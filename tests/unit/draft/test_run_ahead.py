@@ -94,7 +94,7 @@ def test_catching_up_computes_committed_tokens_piece_by_piece_and_expands_nothin
     assert harness.expander.passes[0] == [1]
 
 
-def test_catching_up_stops_where_there_is_no_room() -> None:
+def test_catching_up_stops_when_the_pool_is_full() -> None:
     harness = DrafterHarness("serial", blocks=4)
     prompt = tuple(position % 7 for position in range(150))
     harness.propose("a", *prompt, budget=DraftBudget(0, 0))

@@ -1,4 +1,4 @@
-"""Compiled or not: the same tokens. What cannot be compiled is served all the same, unless it was insisted on."""
+"""Compilation changes no token. A model that cannot be compiled runs uncompiled, unless compilation is required."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TREE = TokenTree((7, 8, 9, 7), (-1, -1, 0, 1))
 
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where compiled code is kept, for all tests of this file."""
+    """The directory of compiled code, for all tests of this file."""
     return tmp_path_factory.mktemp("code")
 
 
 def logits(model: LoadedModel) -> torch.Tensor:
-    """Of a prompt, of one token after it, and of a branching tree beside another prompt."""
+    """The logits of a prompt, of one token after it, and of a branching tree beside another prompt."""
     pool = KvPool(model.kv_spec, KvSection(block_size=4, pool_bytes=4 << 20))
     runner = ModelRunner(model, pool)
     runner.warm_up()
@@ -64,7 +64,9 @@ def test_a_compiled_model_computes_the_same(family: str, code: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("how", ["auto", "on"])
-def test_what_cannot_be_compiled(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_compiled_runs_uncompiled_unless_compilation_is_required(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(module: PreTrainedModel, _: str | None) -> None:
         for layer in decoder_layers(module):
             layer._compiled_call_impl = refuse
@@ -84,7 +86,7 @@ def test_what_cannot_be_compiled(how: str, tmp_path: Path, monkeypatch: pytest.M
         assert logits(load_model(section)).isfinite().all()
 
 
-def test_eight_bits_keep_most_of_what_the_model_says(tmp_path: Path) -> None:
+def test_int8_weights_leave_most_greedy_tokens_unchanged(tmp_path: Path) -> None:
     directory = tiny.save(tmp_path, tiny.llama(), sharpness=1.0)
     whole, short = (
         logits(load_model(ModelSection(path=str(directory), device="cpu", quantization=how)))

@@ -1,4 +1,4 @@
-"""A replayed step is the step itself: same tokens, same memory, whatever else its frame has room for."""
+"""A replayed step computes the same tokens and stores the same KV as a step without graphs."""
 
 from __future__ import annotations
 
@@ -67,18 +67,18 @@ def open_engine(directory: Path, record: FakeRecorder | None) -> TargetEngine:
         return TargetEngine(model, KvPool(model.kv_spec, KvSection(block_size=BLOCK), blocks=100), LocalDecider())
 
 
-def converse(
+def decode_with_trees(
     engine: TargetEngine, name: str, seed: int, temperature: float, known: Sequence[int], count: int = 24
 ) -> list[int]:
-    """What the target answers to a prompt, where trees hold what is `known` of it beside mistakes."""
+    """Decode `count` tokens. The draft trees contain tokens of `known`, the expected answer, and wrong tokens."""
     prompt = some_tokens(11 + seed, seed=seed)
     start = SequenceStart(len(prompt), SamplingParameters(temperature=temperature, seed=seed))
     stored, pending, answer = 0, prompt, []
     while len(answer) < count:
-        guess = known[len(answer) : len(answer) + 3]
-        tree = TokenTree.chain(guess)
-        if len(answer) % 2 and len(guess) == 3 and 90 not in guess[:2]:
-            tree = TokenTree((90, guess[0], 91, guess[1], guess[2]), (-1, -1, 0, 1, 3))
+        draft = known[len(answer) : len(answer) + 3]
+        tree = TokenTree.chain(draft)
+        if len(answer) % 2 and len(draft) == 3 and 90 not in draft[:2]:
+            tree = TokenTree((90, draft[0], 91, draft[1], draft[2]), (-1, -1, 0, 1, 3))
         base_len = stored + len(pending)
         row = VerifyRow(SequenceId(name), base_len, pending, tree, start=start if stored == 0 else None)
         (verdict,) = engine.step(StepBatch((row,))).verdicts
@@ -90,7 +90,7 @@ def converse(
 
 
 @pytest.mark.parametrize("gathers", [True, False])
-def test_replayed_steps_compute_and_store_what_others_do(directory: Path, gathers: bool, unfused: Flex) -> None:
+def test_replayed_steps_compute_and_store_the_same_as_others(directory: Path, gathers: bool, unfused: Flex) -> None:
     tape = FakeRecorder()
     options = {} if gathers else {"choose_flex": lambda: unfused, "bounds": GraphLimits(longest=128)}
     plain, replaying = open_bench(directory), open_bench(directory, tape, capture_after=1, **options)
@@ -129,7 +129,7 @@ def test_after_the_warm_up_decoding_replays_at_once(tmp_path: Path) -> None:
     assert (tape.recorded, tape.replayed) == (before, 1)
 
 
-def test_a_step_beyond_all_frames_runs_as_it_is(tmp_path: Path) -> None:
+def test_a_step_larger_than_all_frames_runs_without_a_graph(tmp_path: Path) -> None:
     tape = FakeRecorder()
     bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, capture_after=1)
     logits = bench.run(ForwardRow(bench.pool.new_table(), some_tokens(65), select=(64,)))
@@ -137,7 +137,7 @@ def test_a_step_beyond_all_frames_runs_as_it_is(tmp_path: Path) -> None:
     assert tape.recorded == 0
 
 
-def test_a_model_that_cannot_be_recorded_is_served_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_cannot_be_recorded_runs_without_graphs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     asked = []
 
     def refuse(function: Callable[[], None]) -> Callable[[], None]:
@@ -152,7 +152,7 @@ def test_a_model_that_cannot_be_recorded_is_served_without(tmp_path: Path, caplo
     assert "no further passes are captured" in caplog.text
 
 
-def test_a_size_whose_kernel_cannot_be_made_runs_without_a_frame(
+def test_a_size_whose_kernel_cannot_be_built_runs_without_a_frame(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def unbuilt(*_: object, **__: object) -> torch.Tensor:
@@ -169,7 +169,7 @@ def test_a_size_whose_kernel_cannot_be_made_runs_without_a_frame(
 
 
 @pytest.mark.parametrize("uses_cuda_graphs", [False, True])
-def test_a_pass_asks_the_device_for_nothing(
+def test_a_pass_does_not_synchronize_with_the_device(
     directory: Path, monkeypatch: pytest.MonkeyPatch, uses_cuda_graphs: bool
 ) -> None:
     monkeypatch.setattr(runners, "load_kernel", lambda *_: None)
@@ -181,28 +181,28 @@ def test_a_pass_asks_the_device_for_nothing(
     rows = [ForwardRow(first, (4, 5), BRANCHING, tuple(range(1, 8))), ForwardRow(second, (6,), select=(0,))]
     for row in rows:
         bench.pool.reserve(row.table, row.end)
-    bench.runner.forward(rows)  # what is made once is made
+    bench.runner.forward(rows)  # creates the cached tensors
     with OnGpu() as gpu:
         bench.runner.forward(rows)
     assert gpu.waits == []
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_texts_are_those_of_a_target_that_replays_nothing(directory: Path, temperature: float) -> None:
-    """Three sequences, guessed at by trees of the other target's answer and of mistakes."""
+def test_texts_equal_those_of_a_target_without_graphs(directory: Path, temperature: float) -> None:
+    """Three sequences. The draft trees contain tokens of the other target's answer and wrong tokens."""
     plain, replaying = (open_engine(directory, record) for record in (None, FakeRecorder()))
-    answers = {f"s{seed}": converse(plain, f"s{seed}", seed, temperature, ()) for seed in range(3)}
+    answers = {f"s{seed}": decode_with_trees(plain, f"s{seed}", seed, temperature, ()) for seed in range(3)}
     for seed in range(3):
         answer = answers[f"s{seed}"]
-        assert converse(replaying, f"s{seed}", seed, temperature, answer) == answer
+        assert decode_with_trees(replaying, f"s{seed}", seed, temperature, answer) == answer
     assert plain.release_all() == replaying.release_all()
 
 
-# --- the real thing ---------------------------------------------------------------------------
+# --- on a GPU ---------------------------------------------------------------------------------
 
 
 def open_on_gpu(directory: Path, compiled: str, block_size: int = BLOCK) -> Bench:
-    """`off` is without graphs."""
+    """An engine on the GPU. With `off` it uses no graphs."""
     model = load_model(ModelSection(path=str(directory), device="cuda", compile=compiled))
     pool = KvPool(model.kv_spec, KvSection(block_size=block_size), blocks=100)
     bench = Bench(pool, ModelRunner(model, pool))
@@ -213,10 +213,10 @@ def open_on_gpu(directory: Path, compiled: str, block_size: int = BLOCK) -> Benc
 @pytest.mark.cuda
 @pytest.mark.skipif(WITHOUT_CUDA, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(("compiled", "block_size", "dim"), [("off", BLOCK, 8), ("on", BLOCK, 8), ("on", 16, 64)])
-def test_recorded_passes_on_a_gpu_compute_what_others_do(
+def test_recorded_passes_on_a_gpu_compute_the_same_as_others(
     tmp_path: Path, compiled: str, block_size: int, dim: int
 ) -> None:
-    """The last one without gathering; each often enough that all its sizes are recorded."""
+    """The last case does not gather. Every case runs often enough to record all its sizes."""
     directory = tiny.save(tmp_path, tiny.llama(head_dim=dim))
     expected, _ = scenario(open_bench(directory))
     bench = open_on_gpu(directory, compiled, block_size)
@@ -232,7 +232,7 @@ def test_recorded_passes_on_a_gpu_compute_what_others_do(
 @pytest.mark.cuda
 @pytest.mark.skipif(WITHOUT_CUDA, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("compiled", ["off", "on"])
-def test_a_pass_on_a_gpu_waits_for_nothing(directory: Path, compiled: str) -> None:
+def test_a_pass_on_a_gpu_does_not_synchronize(directory: Path, compiled: str) -> None:
     bench = open_on_gpu(directory, compiled)
     table = bench.pool.new_table()
     bench.run(ForwardRow(table, some_tokens(19)))

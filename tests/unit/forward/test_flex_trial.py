@@ -1,4 +1,4 @@
-"""A kernel is trusted where it computes what the reference does."""
+"""A fused kernel is used only if it computes the same as the reference."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def suited(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, KvPoo
     return model, KvPool(model.kv_spec, KvSection(block_size=16), blocks=8)
 
 
-def test_a_kernel_that_computes_what_the_reference_does_is_trusted(
+def test_a_kernel_that_computes_the_same_as_the_reference_is_used(
     suited: tuple[LoadedModel, KvPool], unfused: Flex
 ) -> None:
     assert verified_flex_attention(*suited, unfused) is unfused
 
 
-def test_a_kernel_that_computes_something_else_is_not(
+def test_a_kernel_that_computes_something_else_is_not_used(
     suited: tuple[LoadedModel, KvPool], unfused: Flex, caplog: pytest.LogCaptureFixture
 ) -> None:
     def one_slot_short(*stored: torch.Tensor, block_mask: BlockMask, **options: object) -> torch.Tensor:
@@ -59,7 +59,7 @@ def test_a_kernel_that_computes_something_else_is_not(
     assert "differs from the reference" in caplog.text
 
 
-def test_a_kernel_that_cannot_be_built_is_not(
+def test_a_kernel_that_cannot_be_built_is_not_used(
     suited: tuple[LoadedModel, KvPool], caplog: pytest.LogCaptureFixture
 ) -> None:
     def unbuilt(*_: object, **__: object) -> torch.Tensor:
@@ -69,7 +69,7 @@ def test_a_kernel_that_cannot_be_built_is_not(
     assert "no compiler" in caplog.text
 
 
-def test_small_blocks_and_narrow_heads_do_not_suit_it() -> None:
+def test_small_blocks_and_narrow_heads_are_not_supported() -> None:
     assert is_supported(LayerShape(2, 64), 16)
     assert not is_supported(LayerShape(2, 64), 8)
     assert not is_supported(LayerShape(2, 64), 24)
@@ -80,7 +80,7 @@ def test_small_blocks_and_narrow_heads_do_not_suit_it() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_the_fused_kernel_is_trusted_on_a_gpu(tmp_path: Path, dtype: str, block_size: int) -> None:
+def test_the_fused_kernel_is_used_on_a_gpu(tmp_path: Path, dtype: str, block_size: int) -> None:
     directory = tiny.save(tmp_path, tiny.llama(head_dim=64))
     model = load_model(ModelSection(path=str(directory), device="cuda", dtype=dtype))
     assert (

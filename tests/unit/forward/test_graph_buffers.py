@@ -1,4 +1,4 @@
-"""A frame of fixed size holds a step and nothing else: every token sees what it would see without."""
+"""A step in the fixed-size buffers of a graph: every token attends to the same positions as without buffers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_frame_is_a_little_larger_than_its_step() -> None:
     assert graph_size(rows, 15, BLOCK) == GraphSize(rows=4, queries=8, tokens=16, blocks=8, selected=16)
 
 
-def test_a_step_that_decides_once_per_row_computes_no_other_logits() -> None:
+def test_a_step_with_one_decision_per_row_computes_no_other_logits() -> None:
     size = graph_size([shape(10, fresh=20), shape(5)], 1, BLOCK)
     assert size is not None
     assert (size.tokens, size.selected) == (24, 2)
@@ -46,14 +46,14 @@ def test_a_large_step_has_no_frame(rows: list[RowShape]) -> None:
     assert graph_size(rows, 1, BLOCK, GraphLimits(rows=4, tokens=16, keys=128)) is None
 
 
-def test_the_frames_of_decoding_are_those_that_its_steps_ask_for_largest_first() -> None:
+def test_the_frames_of_decoding_are_those_of_its_steps_largest_first() -> None:
     sizes = decode_graph_sizes(BLOCK, longest=60, most_rows=5, bounds=GraphLimits(keys=200))
     assert [(size.rows, size.blocks) for size in sizes] == [(2, 16), (1, 16), (4, 8), (2, 8), (1, 8)]
     for size in sizes:
         assert graph_size([shape(size.blocks * BLOCK - 1)] * size.rows, size.rows, BLOCK) == size
 
 
-def test_where_rows_have_one_length_the_frames_of_small_trees_are_among_them() -> None:
+def test_if_rows_have_one_length_the_frames_include_those_of_small_trees() -> None:
     sizes = decode_graph_sizes(BLOCK, longest=60, most_rows=4, bounds=GraphLimits(tokens=16), fixed_blocks=25)
     assert {(size.rows, size.queries) for size in sizes} == {
         (rows, width) for rows in (1, 2, 4) for width in (1, 2, 4, 8, 16) if rows * width <= 16
@@ -69,12 +69,12 @@ WINDOWS = (AttentionWindow(), AttentionWindow(WINDOW), AttentionWindow(WINDOW, s
 def trees(draw: st.DrawFn, most: int) -> TokenTree:
     count = draw(st.integers(0, most))
     parents = tuple(draw(st.integers(-1, node - 1)) for node in range(count))
-    return TokenTree(tuple(range(count)), parents)  # tokens all unlike: no two siblings are equal
+    return TokenTree(tuple(range(count)), parents)  # all tokens differ, so no two siblings are equal
 
 
 @st.composite
 def steps(draw: st.DrawFn, most_width: int = 24) -> list[RowShape]:
-    """Rows with blocks of their own in two tables, of which the second has let go of what its window does not see."""
+    """Rows with separate blocks in two tables. The second table has freed the blocks outside its window."""
     rows: list[RowShape] = []
     block = 0
     for _ in range(draw(st.integers(1, 4))):
@@ -96,7 +96,7 @@ def kv_groups(window: AttentionWindow) -> KvCacheGroups:
 
 
 def seen_slots(layout: StepLayout, place: LayerPlacement, tokens: int) -> dict[int, set[int]]:
-    """Token of the step → the slots that it sees in one layer."""
+    """From each token of the step to the slots that it attends to in one layer."""
     found: dict[int, set[int]] = {}
     for group in layout.groups:
         blocks = group.blocks[place.table, place.window]
@@ -113,7 +113,7 @@ def seen_slots(layout: StepLayout, place: LayerPlacement, tokens: int) -> dict[i
 
 
 def visited_slots(layout: StepLayout, place: LayerPlacement, tokens: int) -> dict[int, set[int]]:
-    """As `seen_slots`, where nothing is gathered: of the blocks to visit, the slots that are seen."""
+    """As `seen_slots`, without gathering: the attended slots within the blocks to visit."""
     group = layout.groups[0]
     view = group.views[place.table, place.window]
     found: dict[int, set[int]] = {}
@@ -122,7 +122,7 @@ def visited_slots(layout: StepLayout, place: LayerPlacement, tokens: int) -> dic
         visited = view.blocks[row, : view.counts[row]].tolist()
         assert len(visited) == len(set(visited))
         slots = torch.arange(view.starts.shape[1] * BLOCK)
-        folded = query + 2 * group.gather.shape[1]  # of the third head that shares the keys
+        folded = query + 2 * group.gather.shape[1]  # for the third head that shares the keys
         seen = slots[view._is_seen(torch.tensor(row), torch.tensor(0), torch.tensor(folded), slots)].tolist()
         found[token] = {slot for slot in seen if slot // BLOCK in visited}
         assert found[token] == set(seen)
@@ -131,7 +131,7 @@ def visited_slots(layout: StepLayout, place: LayerPlacement, tokens: int) -> dic
 
 @settings(deadline=None)
 @given(steps(), steps(), st.sampled_from(WINDOWS))
-def test_a_token_sees_in_its_frame_what_it_sees_without(
+def test_a_token_attends_to_the_same_slots_with_and_without_a_frame(
     first: list[RowShape], second: list[RowShape], window: AttentionWindow
 ) -> None:
     groups = kv_groups(window)
@@ -140,7 +140,7 @@ def test_a_token_sees_in_its_frame_what_it_sees_without(
     largest = GraphSize(*(max(getattr(size, name) for size in sizes) for name in GraphSize.__slots__))
     frame = GraphBuffers(largest, groups, scratch, CPU)
     visiting = GraphBuffers(largest, groups, scratch, CPU, flex_attention)
-    for rows in (first, second):  # what the first leaves in the frame does not reach the second
+    for rows in (first, second):  # the data of the first step does not affect the second
         count = sum(row.width for row in rows)
         positions = [position for row in rows for position in row.positions()]
         frame.fill(rows, range(count), positions, [count - 1])
@@ -153,4 +153,4 @@ def test_a_token_sees_in_its_frame_what_it_sees_without(
         assert torch.equal(here.slots[:, :count], there.slots)
         assert (here.slots[:, count:] // BLOCK == scratch).all()
         assert (here.groups[0].blocks[0, window][len(rows) :] == scratch).all()
-        assert all(mask.any(dim=-1).all() for mask in here.groups[0].masks.values())  # no softmax over nothing
+        assert all(mask.any(dim=-1).all() for mask in here.groups[0].masks.values())  # no softmax over an empty set

@@ -1,4 +1,4 @@
-"""What the host asks a GPU in the middle of a step, it waits for: one question per step."""
+"""The host waits for the GPU once per step: a step has one synchronizing operation."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("samplings", CASES.values(), ids=CASES)
-def test_a_decision_asks_once_and_decides_as_elsewhere(samplings: list[SamplingParameters]) -> None:
+def test_a_decision_synchronizes_once_and_equals_the_one_on_cpu(samplings: list[SamplingParameters]) -> None:
     logits = some_logits(len(samplings))
     expected = decide(logits, contexts(*samplings))
-    decide(logits, contexts(*samplings))  # whatever is made once is made
+    decide(logits, contexts(*samplings))  # creates the cached tensors
     with OnGpu() as gpu:
         assert decide(logits, contexts(*samplings)) == expected
     assert gpu.waits == ["tolist"]
 
 
-def test_a_nucleus_that_nothing_else_bounds_asks_whether_it_is_a_large_one() -> None:
+def test_a_nucleus_without_another_bound_synchronizes_once_more() -> None:
     samplings = [SamplingParameters(temperature=temperature, top_p=0.95, seed=7) for temperature in (0.3, 5.0)]
     logits = some_logits(2)
     expected = decide(logits, contexts(*samplings))
@@ -59,7 +59,7 @@ def test_a_nucleus_that_nothing_else_bounds_asks_whether_it_is_a_large_one() -> 
         assert decide(logits, contexts(*samplings)) == expected
 
 
-def test_rows_without_a_number_are_found_by_the_same_question() -> None:
+def test_nan_rows_are_found_without_another_synchronization() -> None:
     logits = some_logits(3)
     logits[1] = torch.nan
     with OnGpu() as gpu, pytest.raises(Undecidable) as caught:
@@ -68,15 +68,15 @@ def test_rows_without_a_number_are_found_by_the_same_question() -> None:
     assert gpu.waits == ["tolist"]
 
 
-def test_equal_logits_at_the_edge_are_kept_as_elsewhere() -> None:
-    logits = some_logits(2).round()  # many are equal
+def test_equal_logits_at_the_edge_are_kept_as_on_cpu() -> None:
+    logits = some_logits(2).round()  # many logits are equal
     samplings = [SamplingParameters(temperature=1.0, top_k=7, seed=seed) for seed in (1, 2)]
     expected = decide(logits, contexts(*samplings))
     with OnGpu():
         assert decide(logits, contexts(*samplings)) == expected
 
 
-def test_all_rows_log_probabilities_are_one_question() -> None:
+def test_the_log_probabilities_of_all_rows_synchronize_once() -> None:
     logits = some_logits(3).round()
     expected = token_logprobs(logits, [1, 2, 3], [5, 0, 2])
     with OnGpu() as gpu:

@@ -11,7 +11,7 @@ from workers.forward.linear import Int8Kernel, make_linear_kernel, quantize
 
 class TestInt8Kernel:
     @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
-    def test_one_scale_per_output_and_never_more_than_half_a_step_away(self, dtype: torch.dtype) -> None:
+    def test_weights_have_one_scale_per_output_and_an_error_of_at_most_half_a_step(self, dtype: torch.dtype) -> None:
         weight = (numbers(OUT, IN) * torch.logspace(-3, 1, OUT)[:, None]).to(dtype)
         integers, scale = quantize(weight)
         assert integers.dtype is torch.int8
@@ -22,7 +22,7 @@ class TestInt8Kernel:
         assert bool((error <= 0.5000001 * scale.double()[:, None]).all())
 
     @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
-    def test_weights_that_are_all_nought_stay_so(self, dtype: torch.dtype) -> None:
+    def test_zero_weights_stay_zero(self, dtype: torch.dtype) -> None:
         integers, scale = quantize(torch.stack([torch.zeros(IN), torch.ones(IN)]).to(dtype))
         assert not integers[0].any()
         assert scale.isfinite().all()
@@ -30,7 +30,7 @@ class TestInt8Kernel:
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("biased", [False, True])
-    def test_it_multiplies_integers_times_scale_at_every_width(self, dtype: torch.dtype, biased: bool) -> None:
+    def test_products_use_integers_times_scale_at_every_width(self, dtype: torch.dtype, biased: bool) -> None:
         weight, bias = numbers(OUT, IN, dtype=dtype), numbers(OUT, dtype=dtype, seed=1) if biased else None
         product = make_linear_kernel(weight, bias, "int8")
         assert isinstance(product, Int8Kernel)
@@ -42,8 +42,8 @@ class TestInt8Kernel:
         check(product.multiply(x), x, whole, bias, roundings=3)
 
 
-def test_int8_weights_multiply_inputs_of_any_number() -> None:
-    """In bfloat16, torch's operator reads out of bounds where 16 does not divide the inputs."""
+def test_int8_weights_accept_any_number_of_inputs() -> None:
+    """In bfloat16, torch's operator reads out of bounds if the number of inputs is not a multiple of 16."""
     for inputs in (33, 40, 56, 60, 84):
         for dtype in DTYPES:
             kernel = make_linear_kernel(numbers(OUT, inputs, dtype=dtype), None, "int8")

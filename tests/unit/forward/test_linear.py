@@ -1,4 +1,4 @@
-"""Linear layers in their fast forms multiply as the plain ones do, for every width, and leave nothing behind."""
+"""Fast linear layers compute the same as plain ones at every width, and leave no memory behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from workers.forward.replace_linear import decoder_layers, replace_linear_layers
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 class TestOneDnnKernel:
     @pytest.mark.parametrize("biased", [False, True])
-    def test_it_multiplies_as_plain_weights_do_at_every_width(self, dtype: torch.dtype, biased: bool) -> None:
+    def test_products_equal_those_of_plain_weights_at_every_width(self, dtype: torch.dtype, biased: bool) -> None:
         weight, bias = numbers(OUT, IN, dtype=dtype), numbers(OUT, dtype=dtype, seed=1) if biased else None
         product = make_linear_kernel(weight, bias)
         can_pack = dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -42,14 +42,14 @@ class TestOneDnnKernel:
             x = numbers(width, IN, dtype=dtype, seed=width)
             check(product.multiply(x), x, weight, bias, roundings=2)
 
-    def test_leading_axes_are_kept(self, dtype: torch.dtype) -> None:
+    def test_leading_axes_are_preserved(self, dtype: torch.dtype) -> None:
         weight, bias = numbers(OUT, IN, dtype=dtype), numbers(OUT, dtype=dtype, seed=1)
         product = make_linear_kernel(weight, bias)
         for shape in ((1, 1), (1, 7), (1, 9), (1, 33), (3, 5), (2, 3, 4)):
             x = numbers(*shape, IN, dtype=dtype)
             check(product.multiply(x), x, weight, bias, roundings=2)
 
-    def test_inputs_need_not_lie_side_by_side(self, dtype: torch.dtype) -> None:
+    def test_inputs_need_not_be_contiguous(self, dtype: torch.dtype) -> None:
         weight = numbers(OUT, IN, dtype=dtype)
         product = make_linear_kernel(weight.t().contiguous().t(), None)
         for width in (5, 11):
@@ -57,7 +57,7 @@ class TestOneDnnKernel:
             check(product.multiply(x), x, weight, None, roundings=2)
 
 
-def test_few_widths_are_met_and_none_is_much_wider_than_asked_for() -> None:
+def test_widths_are_padded_to_a_few_sizes_that_are_not_much_wider() -> None:
     padded = [padded_rows(width) for width in range(1, 1025)]
     assert padded[:8] == list(range(1, 9))
     assert all(width <= wide < max(width + 4, 1.25 * width + 1) for width, wide in enumerate(padded, start=1))
@@ -66,56 +66,56 @@ def test_few_widths_are_met_and_none_is_much_wider_than_asked_for() -> None:
 
 
 def together(widths: tuple[int, ...] = (16, 8, 8)) -> tuple[tuple[nn.Module, ...], list[torch.Tensor], list[int]]:
-    """Siblings, each one's weights, and how often their product was asked for."""
+    """Sibling layers, their weights, and the widths of their shared products."""
     weights = [numbers(width, IN, seed=index) for index, width in enumerate(widths)]
-    asked: list[int] = []
+    widths: list[int] = []
 
     class Counting:
         def __init__(self, product: LinearKernel) -> None:
             self.product = product
 
         def multiply(self, x: torch.Tensor) -> torch.Tensor:
-            asked.append(x.shape[-2])
+            widths.append(x.shape[-2])
             return self.product.multiply(x)
 
-    return merge_linears(Counting(make_linear_kernel(torch.cat(weights), None)), widths), weights, asked
+    return merge_linears(Counting(make_linear_kernel(torch.cat(weights), None)), widths), weights, widths
 
 
 class TestMergedLinear:
     def test_siblings_share_one_product_per_pass(self) -> None:
-        siblings, weights, asked = together()
+        siblings, weights, widths = together()
         for width in (1, 5, 12):
             x = numbers(1, width, IN)
             for sibling, weight in zip(siblings, weights, strict=True):
                 found = sibling(x)
                 assert found.is_contiguous()
                 check(found, x, weight, None, roundings=1)
-        assert asked == [1, 5, 12]
+        assert widths == [1, 5, 12]
 
-    def test_siblings_on_different_inputs_are_right_too(self) -> None:
+    def test_siblings_on_different_inputs_are_correct(self) -> None:
         siblings, weights, _ = together()
         for seed in range(2):
             x, y = numbers(1, 5, IN, seed=seed), numbers(1, 9, IN, seed=seed + 7)
             for sibling, weight, given in zip(siblings, weights, (x, y, y), strict=True):
                 check(sibling(given), given, weight, None, roundings=1)
 
-    def test_in_any_order_and_more_than_once(self) -> None:
+    def test_siblings_may_run_in_any_order_and_more_than_once(self) -> None:
         siblings, weights, _ = together()
         x = numbers(1, 5, IN)
         for index in (2, 0, 0, 1, 1, 2, 2):
             check(siblings[index](x), x, weights[index], None, roundings=1)
 
     @pytest.mark.parametrize("done", [1, 2])
-    def test_a_pass_that_broke_off_between_siblings_leaves_nothing_that_the_next_one_takes(self, done: int) -> None:
+    def test_a_pass_that_fails_between_siblings_does_not_affect_the_next_one(self, done: int) -> None:
         siblings, weights, _ = together()
         x = numbers(1, 5, IN)
         for sibling in siblings[:done]:
             sibling(x)
-        x.copy_(numbers(1, 5, IN, seed=5))  # the next pass may come in the same memory
+        x.copy_(numbers(1, 5, IN, seed=5))  # the next pass may use the same memory
         for sibling, weight in zip(siblings, weights, strict=True):
             check(sibling(x), x, weight, None, roundings=1)
 
-    def test_nobody_is_left_the_same_memory(self) -> None:
+    def test_outputs_of_siblings_do_not_share_memory(self) -> None:
         siblings, _, _ = together()
         x = numbers(1, 1, IN)
         first, *others = (sibling(x) for sibling in siblings)
@@ -130,13 +130,13 @@ def loaded(directory: Path, family: str, dtype: torch.dtype = torch.float32) -> 
 
 
 def linears(model: nn.Module) -> list[nn.Module]:
-    """Those that were not replaced."""
+    """The linear layers that were not replaced."""
     return [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
-def test_a_tailored_model_computes_what_it_computed_before(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_model_with_replaced_layers_computes_the_same(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = loaded(tmp_path, family, dtype)
     exact = loaded(tmp_path, family)
     tokens = torch.arange(3, 25)[None]
@@ -149,7 +149,7 @@ def test_a_tailored_model_computes_what_it_computed_before(family: str, dtype: t
     assert (found - expected).abs().max() <= max(2 * float(rounding), 1e-5)
 
 
-def test_a_transposed_layer_is_turned_round() -> None:
+def test_a_transposed_layer_is_replaced_correctly() -> None:
     parent = nn.ModuleDict({"projection": Conv1D(OUT, IN)})
     nn.init.normal_(parent["projection"].bias)
     weight, bias, x = parent["projection"].weight.detach().t(), parent["projection"].bias.detach(), numbers(1, 7, IN)
@@ -161,13 +161,13 @@ def test_a_transposed_layer_is_turned_round() -> None:
 
 
 def replace_in(module: nn.Module) -> None:
-    """`replace_linear_layers` for a module that is no whole model."""
+    """Call `replace_linear_layers` for a module that is not a whole model."""
     module.tp_plan = None
     replace_linear_layers(module)  # type: ignore[arg-type]
 
 
 class Attention(nn.Module):
-    """Projections of one input, some of them with a bias."""
+    """An attention block with projections of one input, some of them with a bias."""
 
     def __init__(self, biases: tuple[bool, bool, bool]) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("biases", [(False, False, False), (True, True, True), (True, False, True)])
-def test_siblings_are_joined_where_all_have_a_bias_or_none(biases: tuple[bool, bool, bool]) -> None:
+def test_siblings_are_merged_if_all_have_a_bias_or_none_has(biases: tuple[bool, bool, bool]) -> None:
     parent = Attention(biases)
     x = numbers(1, 6, IN)
     expected = parent(x)
@@ -192,7 +192,7 @@ def test_siblings_are_joined_where_all_have_a_bias_or_none(biases: tuple[bool, b
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-def test_nothing_of_the_old_weights_stays_and_nothing_of_the_new_ones_outlives_the_model(
+def test_old_weights_are_freed_at_once_and_new_ones_with_the_model(
     family: str, quantization: str, tmp_path: Path
 ) -> None:
     gc.collect()
@@ -202,7 +202,7 @@ def test_nothing_of_the_old_weights_stays_and_nothing_of_the_new_ones_outlives_t
     shared = model.get_input_embeddings().weight.data_ptr()
     weights = [
         weakref.ref(module.weight) for module in linears(model) if module.weight.data_ptr() != shared
-    ]  # a tied head's are the embedding's, too
+    ]  # a tied head shares its weights with the embedding
     replace_linear_layers(model, quantization)
     gc.collect()
     assert [reference() for reference in layers] == [None] * len(layers)
@@ -214,7 +214,7 @@ def test_nothing_of_the_old_weights_stays_and_nothing_of_the_new_ones_outlives_t
     assert len(linear._entries) == before
 
 
-def test_eight_bits_take_the_memory_of_eight_bits(tmp_path: Path) -> None:
+def test_int8_weights_take_one_byte_each(tmp_path: Path) -> None:
     gc.collect()
     known = set(linear._entries)
     model = loaded(tmp_path, "llama", torch.bfloat16)
@@ -226,7 +226,7 @@ def test_eight_bits_take_the_memory_of_eight_bits(tmp_path: Path) -> None:
     assert whole <= held < 1.06 * whole
 
 
-def test_what_cannot_be_packed_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_cannot_be_packed_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     weight, x = numbers(OUT, IN), numbers(3, IN)
     product = make_linear_kernel(weight, None)
@@ -235,7 +235,7 @@ def test_what_cannot_be_packed_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -
     check(product.multiply(x), x, weight, None, roundings=1)
 
 
-def test_an_operator_is_known_to_the_compiler_by_its_shape() -> None:
+def test_an_operator_has_a_shape_function_for_the_compiler() -> None:
     siblings, _, _ = together()
     layer = FastLinear(make_linear_kernel(numbers(OUT, IN), None), OUT)
     x = torch.empty(2, 3, IN, device="meta")

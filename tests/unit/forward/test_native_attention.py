@@ -1,7 +1,7 @@
-"""The kernel for CPU computes what PyTorch's attention over gathered blocks computes, whatever the rows and the layers.
+"""For all rows and layers, the CPU kernel computes the same as PyTorch's attention over gathered blocks.
 
-And more: a token's result depends on its own sequence alone. The batch around it, the way its prompt was cut, and
-the number of threads do not change a bit.
+A token's result depends on its own sequence alone. The rest of the batch, the chunks of its prompt and the number of
+threads do not change a bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from workers.kv.spec import LayerShape
 from workers.model.loading import load_model
 
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}
-"""Of a result that was exact before: half the distance of two numbers, as a share of the larger."""
+"""Relative error of rounding an exact result to the nearest number."""
 
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None and shutil.which("gcc") is None, reason="no C compiler on this machine"
@@ -40,13 +40,13 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where the kernel is kept."""
+    """The directory of the compiled kernel."""
     return str(tmp_path_factory.mktemp("code"))
 
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """The number of threads is put back."""
+    """Restores the number of threads after the test."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -63,7 +63,7 @@ def test_the_kernel_computes_what_pytorch_computes(dtype: torch.dtype, code: str
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one.float(), other, rtol=ROUNDING[dtype], atol=1e-5)
     for one, other in zip((*ours.pool.keys, *ours.pool.values), (*theirs.pool.keys, *theirs.pool.values), strict=True):
-        assert torch.equal(one.float(), other)  # stored in the same places, and nothing else was touched
+        assert torch.equal(one.float(), other)  # stored in the same slots, and no other slot was written
 
 
 @settings(max_examples=30, deadline=None)
@@ -137,15 +137,13 @@ def test_a_node_of_a_tree_is_the_same_as_its_path_decoded_by_itself(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_no_number_is_stored_as_one_and_spoils_nothing_that_does_not_see_it(
-    dtype: torch.dtype, code: str
-) -> None:
+def test_nan_affects_only_tokens_that_attend_to_it(dtype: torch.dtype, code: str) -> None:
     case = Case((LayerShape(2, 16, None, 2),), KvSection(block_size=4), (Row(9, 1, (-1, -1, 0)), Row(6, 3)))
     clean, spoilt = Bench(case, dtype, code), Bench(case, dtype, code)
     for bad in (float("nan"), float("inf"), float("-inf")):
         _, key, value = spoilt.fresh[0]
         for tensor in (key, value):
-            tensor[:, :, 2] = bad  # the tree's second node, which no other token sees
+            tensor[:, :, 2] = bad  # the tree's second node, to which no other token attends
         expected, found = clean.attend(0), spoilt.attend(0)
         assert torch.equal(found[1], expected[1])
         assert torch.equal(found[0][[0, 1, 3]], expected[0][[0, 1, 3]])
@@ -162,15 +160,17 @@ def test_what_is_no_number_is_stored_as_one_and_spoils_nothing_that_does_not_see
         (LayerShape(1, 8), torch.float16),
     ],
 )
-def test_what_the_kernel_has_no_room_for_is_left_to_pytorch(layer: LayerShape, dtype: torch.dtype, code: str) -> None:
+def test_shapes_that_the_kernel_does_not_support_are_left_to_pytorch(
+    layer: LayerShape, dtype: torch.dtype, code: str
+) -> None:
     assert load_kernel(spec_of((layer,), dtype), code) is None
 
 
-def test_it_is_built_once_where_its_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_built_once_per_code_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of((LayerShape(1, 8),), torch.float32)
     assert load_kernel(spec, str(tmp_path)) is not None
     assert [file.suffix for file in tmp_path.iterdir()] == [".so"]
-    build.load_library.cache_clear()  # as a new process
+    build.load_library.cache_clear()  # as in a new process
     monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: pytest.fail("built again"))
     assert load_kernel(spec, str(tmp_path)) is not None
 

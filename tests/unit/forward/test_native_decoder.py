@@ -1,4 +1,4 @@
-"""The kernels that compute a whole model on CPU: its own logits, the same bits whatever else is in the step."""
+"""The CPU kernels for a whole model compute its logits, with the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Bench:
         self.runner = ModelRunner(model, self.pool)
 
     def row(self, text: tuple[int, ...], fresh: int, tree: TokenTree = EMPTY_TREE) -> ForwardRow:
-        """A new sequence that stores all of `text` but its last `fresh` tokens, which are to be computed."""
+        """A new sequence that stores `text` without its last `fresh` tokens, which are to be computed."""
         table = self.pool.new_table()
         stored = text[: len(text) - fresh]
         if stored:
@@ -67,21 +67,21 @@ class Bench:
         return row
 
     def logits(self, *rows: ForwardRow) -> list[torch.Tensor]:
-        """Of each row, `[its tokens, vocabulary]`."""
+        """The logits of each row, `[tokens of the row, vocabulary]`."""
         whole = self.runner.forward(rows)
         return list(torch.split(whole.clone(), [len(row.select) for row in rows]))
 
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Whatever a test makes of the number of threads is undone."""
+    """Restores the number of threads after the test."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("family", KNOWN)
-def test_it_computes_what_transformers_computes(family: str, load: Load, tmp_path: Path) -> None:
+def test_the_kernels_compute_the_logits_of_transformers(family: str, load: Load, tmp_path: Path) -> None:
     model = load(family)
     assert isinstance(model.native, NativeDecoder)
     bench = Bench(model)
@@ -98,13 +98,13 @@ def test_it_computes_what_transformers_computes(family: str, load: Load, tmp_pat
 def test_every_width_computes_the_same(
     width: tuple[str, ...], dtype: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In portable C where it is not this processor's; with outputs that fill no block of any width."""
+    """Portable C covers widths that this processor lacks. The outputs fill no block of any width."""
     if width:
         monkeypatch.setattr(build, "_FLAGS", ["-O2", "-fPIC", "-fopenmp", *width])
     directory = tiny.save(tmp_path / "model", tiny.llama(vocab_size=99, intermediate_size=84, head_dim=10))
     values = {"path": str(directory), "device": "cpu", "compile": "off", "compile_directory": str(tmp_path / "code")}
     model = load_model(ModelSection.model_validate(values | {"dtype": dtype, "quantization": quantization}))
-    assert isinstance(model.native, NativeDecoder)  # a trial has held it against the modules
+    assert isinstance(model.native, NativeDecoder)  # the trial has compared it with the modules
     bench = Bench(model)
 
     (alone,) = bench.logits(bench.row(TEXT, 1, BRANCHING))
@@ -119,7 +119,7 @@ def test_every_width_computes_the_same(
 
 @pytest.mark.parametrize("family", KNOWN)
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
-def test_no_bit_depends_on_what_else_is_in_the_step(
+def test_no_bit_depends_on_other_rows_in_the_step(
     family: str, dtype: str, quantization: str, load: Load, threads: None
 ) -> None:
     bench = Bench(load(family, dtype, quantization))
@@ -131,7 +131,7 @@ def test_no_bit_depends_on_what_else_is_in_the_step(
         assert torch.equal(first, alone)
         assert torch.equal(last, alone)
         bench = Bench(load(family, dtype, quantization)) if bench.pool.blocks_free < 100 else bench
-    for others in range(1, 16):  # whatever is left over when rows go through the kernels several at a time
+    for others in range(1, 16):  # all remainders when the kernels compute several rows at a time
         bench = Bench(load(family, dtype, quantization)) if bench.pool.blocks_free < 100 else bench
         *_, last = bench.logits(*(bench.row(TEXT[:2], 1) for _ in range(others)), bench.row(TEXT, 1))
         assert torch.equal(last, alone)
@@ -143,7 +143,7 @@ def test_no_bit_depends_on_what_else_is_in_the_step(
 @pytest.mark.parametrize("family", KNOWN)
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
 @pytest.mark.parametrize("tree", [TokenTree((7, 8, 9), (-1, 0, 1)), BRANCHING])
-def test_no_bit_depends_on_whether_a_token_was_guessed(
+def test_no_bit_depends_on_whether_a_token_was_drafted(
     family: str, dtype: str, quantization: str, tree: TokenTree, load: Load
 ) -> None:
     bench = Bench(load(family, dtype, quantization))
@@ -156,7 +156,7 @@ def test_no_bit_depends_on_whether_a_token_was_guessed(
             node = tree.parents[node]
         path.reverse()
         text = TEXT + tuple(tree.tokens[step] for step in path)
-        # One token after another, as plain decoding has it.
+        # One token after another, as in plain decoding.
         plain = bench.row(text[:-1], 1)
         bench.logits(plain)
         bench.runner.commit(plain)
@@ -165,7 +165,7 @@ def test_no_bit_depends_on_whether_a_token_was_guessed(
         (decoded,) = bench.logits(last)
         assert torch.equal(verified[2 + path[-1]], decoded[0])
         bench.pool.release(plain.table)
-    # What is kept of an accepted branch goes on to the same bits, too.
+    # After an accepted branch is committed, decoding continues with the same bits.
     deepest = max(range(len(tree)), key=lambda node: tree.depths()[node])
     path = []
     while deepest >= 0:
@@ -181,7 +181,7 @@ def test_no_bit_depends_on_whether_a_token_was_guessed(
 
 
 @pytest.mark.parametrize("native", ["auto", "off"])
-def test_forks_go_on_as_if_each_were_alone(native: str, load: Load) -> None:
+def test_forks_continue_independently(native: str, load: Load) -> None:
     bench = Bench(load("llama", native=native))
     trunk = bench.row(TEXT, 3).table  # its last block is half filled
     expected = [bench.logits(bench.row((*trunk.tokens, token, 9), 1))[0] for token in (5, 6, 7)]
@@ -209,12 +209,12 @@ PER_LAYER = Gemma3TextConfig(
 )
 
 
-@pytest.mark.parametrize("config", [DYNAMIC, PER_LAYER], ids=["hangs on the text", "one for each kind of layer"])
-def test_rotations_that_are_not_the_positions_own_are_left_to_torch(config: PreTrainedConfig) -> None:
+@pytest.mark.parametrize("config", [DYNAMIC, PER_LAYER], ids=["depends on the text", "one for each kind of layer"])
+def test_rotations_that_depend_on_more_than_the_position_are_left_to_torch(config: PreTrainedConfig) -> None:
     assert supported_shape(AutoModelForCausalLM.from_config(config), torch.float32) is None
 
 
-def test_positions_beyond_those_known_so_far_are_rotated_as_they_should(load: Load, tmp_path: Path) -> None:
+def test_positions_beyond_the_cached_rotations_are_rotated_correctly(load: Load, tmp_path: Path) -> None:
     text = TEXT * 30  # 1,200 tokens
     bench = Bench(load("llama"))
     before = bench.logits(bench.row(TEXT, 4))[0]
@@ -226,12 +226,12 @@ def test_positions_beyond_those_known_so_far_are_rotated_as_they_should(load: Lo
     assert torch.equal(bench.logits(bench.row(TEXT, 4))[0], before)
 
 
-def test_a_token_that_the_model_does_not_have_is_refused(load: Load) -> None:
+def test_a_token_outside_the_vocabulary_is_refused(load: Load) -> None:
     bench = Bench(load("llama"))
     with pytest.raises(IndexError, match="96"):
         bench.row((3, tiny.VOCABULARY, 4), 1)
 
 
-def test_it_can_be_turned_off(load: Load) -> None:
+def test_the_kernels_can_be_turned_off(load: Load) -> None:
     assert load("llama", native="off").native is None
     assert load("llama", compile="on").native is None

@@ -69,7 +69,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((actual - expected).abs().max() < TOLERANCE)
 
 
-def test_a_whole_prompt(bench: Bench) -> None:
+def test_a_whole_prompt_has_the_logits_of_transformers(bench: Bench) -> None:
     tokens = some_tokens(37)
     row = ForwardRow(bench.pool.new_table(), tuple(tokens), select=(0, 20, 36))
     logits = bench.run(row)
@@ -79,14 +79,14 @@ def test_a_whole_prompt(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7, 33])
-def test_a_prompt_in_chunks(bench: Bench, chunk: int) -> None:
+def test_a_prompt_in_chunks_has_the_logits_of_transformers(bench: Bench, chunk: int) -> None:
     tokens = some_tokens(41, seed=1)
     table = bench.store(tokens[:-1], chunk)
     logits = bench.run(ForwardRow(table, (tokens[-1],), select=(0,)))
     assert close(logits[0], bench.expected(tokens))
 
 
-def test_a_chain(bench: Bench) -> None:
+def test_a_chain_has_the_logits_of_transformers(bench: Bench) -> None:
     tokens = some_tokens(30, seed=2)
     table = bench.store(tokens[:20])
     row = ForwardRow(table, tuple(tokens[20:22]), TokenTree.chain(tokens[22:]), tuple(range(10)))
@@ -96,7 +96,7 @@ def test_a_chain(bench: Bench) -> None:
     assert table.stored_len == 25
 
 
-def test_a_tree_sees_its_ancestors_and_nothing_else(bench: Bench) -> None:
+def test_a_tree_node_attends_to_its_ancestors_only(bench: Bench) -> None:
     tokens = some_tokens(50, seed=3)
     tree = TokenTree(tokens=(5, 6, 7, 8, 5, 9, 10), parents=(-1, -1, 0, 0, 1, 3, 5))
     table = bench.store(tokens)
@@ -118,7 +118,7 @@ def test_an_accepted_path_is_compacted(bench: Bench) -> None:
     assert close(logits[1], bench.expected([*history, 12, 13]))
 
 
-def test_rows_of_all_kinds_mix_in_one_pass(bench: Bench) -> None:
+def test_rows_of_all_kinds_share_one_pass(bench: Bench) -> None:
     histories = [some_tokens(count, seed=count) for count in (1, 9, 40, 70, 3)]
     tables = [bench.store(history) for history in histories]
     rows = [
@@ -144,7 +144,7 @@ def test_rows_of_all_kinds_mix_in_one_pass(bench: Bench) -> None:
         assert close(row_logits, bench.expected(history))
 
 
-def test_forks_write_apart(bench: Bench) -> None:
+def test_forks_write_to_separate_blocks(bench: Bench) -> None:
     tokens = some_tokens(10, seed=5)
     parent = bench.store(tokens)
     child = bench.pool.open([*tokens, 30], parent=parent)
@@ -155,7 +155,7 @@ def test_forks_write_apart(bench: Bench) -> None:
     assert close(logits[1], bench.expected([*tokens, 30, 31]))
 
 
-def test_released_blocks_may_be_taken_by_another_sequence(bench: Bench) -> None:
+def test_released_blocks_can_be_used_by_another_sequence(bench: Bench) -> None:
     before = bench.pool.blocks_free
     for seed in range(3):
         tokens = some_tokens(60, seed=seed)
@@ -166,7 +166,7 @@ def test_released_blocks_may_be_taken_by_another_sequence(bench: Bench) -> None:
     assert bench.pool.blocks_free == before
 
 
-def test_heads_that_do_not_divide_are_refused_with_those_that_do() -> None:
+def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused_with_the_valid_numbers() -> None:
     with pytest.raises(ConfigurationError, match=r"2 does not divide num_key_value_heads = 3; it must be one of 1, 3"):
         check_divisible(tiny.llama(), 2)
 
@@ -189,7 +189,7 @@ def test_a_context_beyond_the_models_own_is_refused(tmp_path: Path) -> None:
         load_model(ModelSection(path=str(directory), device="cpu"), max_context_len=1000)
 
 
-def test_a_family_whose_attention_is_not_served_is_refused_at_load(tmp_path: Path) -> None:
+def test_a_family_with_unsupported_attention_is_refused_at_load(tmp_path: Path) -> None:
     shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3}
     config = Gemma2Config(vocab_size=96, intermediate_size=80, head_dim=8, max_position_embeddings=256, **shape)
     directory = tiny.save(tmp_path, config)

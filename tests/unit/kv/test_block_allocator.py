@@ -1,4 +1,4 @@
-"""The block allocator: integers only."""
+"""The block allocator reserves, shares, caches and frees blocks. It handles block numbers only, no tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def opened(
     return table
 
 
-def test_a_table_takes_whole_blocks_and_gives_them_back() -> None:
+def test_a_table_takes_whole_blocks_and_frees_them() -> None:
     allocator = BlockAllocator(4, FULL)
     table = allocator.new_table()
     allocator.reserve(table, 17)
@@ -62,7 +62,7 @@ def test_rejected_nodes_free_their_blocks_at_once_with_page_rounding() -> None:
     assert (table.held, table.stored_len) == (1, 8)
 
 
-def test_a_child_shares_until_someone_writes() -> None:
+def test_a_child_shares_blocks_until_one_side_writes() -> None:
     allocator = BlockAllocator(4, FULL)
     parent = stored(allocator, range(12))
     child = opened(allocator, range(12), parent=parent)
@@ -72,20 +72,20 @@ def test_a_child_shares_until_someone_writes() -> None:
     assert [copy.source for copy in copies] == [parent.blocks[0][1]]
     assert child.blocks[0][0] == parent.blocks[0][0]
     assert child.blocks[0][1] != parent.blocks[0][1]
-    assert allocator.reserve(parent, 13) == ()  # the parent is its block's only holder again
+    assert allocator.reserve(parent, 13) == ()  # only the parent references its block again
     allocator.release(parent)
     allocator.release(child)
     assert allocator.blocks_free == 4
 
 
-def test_a_child_does_not_share_what_is_only_reserved() -> None:
+def test_a_child_does_not_share_reserved_blocks() -> None:
     allocator = BlockAllocator(4, FULL)
     parent = stored(allocator, range(8))
     allocator.reserve(parent, 24)
     assert opened(allocator, range(24), parent=parent).held == 1
 
 
-def test_a_child_shares_as_far_as_it_is_alike() -> None:
+def test_a_child_shares_the_common_prefix() -> None:
     allocator = BlockAllocator(4, FULL, prefix_cache=False)
     parent = stored(allocator, range(20))
     child = opened(allocator, [*range(13), 0, 0], parent=parent)
@@ -94,7 +94,7 @@ def test_a_child_shares_as_far_as_it_is_alike() -> None:
     assert opened(allocator, range(20), "another tenant", parent).stored_len == 0
 
 
-def test_a_fork_shares_any_beginning_and_takes_nothing_until_someone_writes() -> None:
+def test_a_fork_shares_any_prefix_and_takes_no_block_until_one_side_writes() -> None:
     allocator = BlockAllocator(5, FULL)
     trunk = stored(allocator, range(20))
     branch, twig = allocator.fork(trunk, 12), allocator.fork(trunk, 8)
@@ -103,20 +103,20 @@ def test_a_fork_shares_any_beginning_and_takes_nothing_until_someone_writes() ->
     assert allocator.blocks_free == 2
     copies = allocator.reserve(branch, 13)
     assert [copy.source for copy in copies] == [trunk.blocks[0][1]]
-    assert allocator.reserve(twig, 9) == ()  # nothing of the block that it begins is stored
+    assert allocator.reserve(twig, 9) == ()  # no token of its last block is stored
     for table in (trunk, branch, twig):
         allocator.release(table)
     assert allocator.blocks_free == 5
 
 
 @pytest.mark.parametrize("length", [-1, 21])
-def test_a_fork_begins_with_what_is_stored(length: int) -> None:
+def test_a_fork_is_no_longer_than_the_stored_tokens(length: int) -> None:
     allocator = BlockAllocator(5, FULL)
     with pytest.raises(ValueError, match=f"{length} must be between 0 and the 20 tokens that are stored"):
         allocator.fork(stored(allocator, range(20)), length)
 
 
-def test_copying_counts_against_the_pool_before_anything_is_copied() -> None:
+def test_copies_count_against_the_pool_before_anything_is_copied() -> None:
     allocator = BlockAllocator(1, FULL)
     parent = stored(allocator, range(4))
     child = opened(allocator, range(4), parent=parent)
@@ -159,7 +159,7 @@ def test_released_blocks_are_found_and_free() -> None:
 @pytest.mark.parametrize(
     ("tokens", "salt"), [([1, *range(1, 20)], ""), (range(20), "another tenant"), (range(7), "")], ids=str
 )
-def test_what_begins_otherwise_is_not_shared(tokens: Sequence[int], salt: str) -> None:
+def test_blocks_after_a_different_beginning_are_not_shared(tokens: Sequence[int], salt: str) -> None:
     allocator = BlockAllocator(4, FULL)
     allocator.release(stored(allocator, range(20)))
     assert opened(allocator, tokens, salt).stored_len == 0
@@ -174,19 +174,19 @@ def test_a_block_is_not_shared_before_it_is_committed() -> None:
     assert opened(allocator, range(16)).stored_len == 8
 
 
-def test_ends_go_first_and_the_least_recently_used_sequence_before_others() -> None:
+def test_eviction_takes_ends_first_and_the_least_recently_used_sequence_before_others() -> None:
     evicted: list[BlockId] = []
     allocator = BlockAllocator(6, FULL, on_evict=lambda _, block: evicted.append(block))
     early, late = stored(allocator, range(24)), stored(allocator, range(100, 124))
     first, second = list(early.blocks[0]), list(late.blocks[0])
     allocator.release(early)
     allocator.release(late)
-    allocator.release(opened(allocator, range(8)))  # used again: now it is the most recent one
+    allocator.release(opened(allocator, range(8)))  # used again, so it is the most recent one
     allocator.reserve(allocator.new_table(), 48)
     assert evicted == [*reversed(first[1:]), *reversed(second), first[0]]
 
 
-def test_an_evicted_block_is_taken_and_its_content_announced_with_its_key() -> None:
+def test_the_key_of_an_evicted_block_is_reported_when_the_block_is_taken() -> None:
     evicted: dict[bytes, BlockId] = {}
     allocator = BlockAllocator(2, FULL, on_evict=evicted.__setitem__)
     table = stored(allocator, range(16))
@@ -201,13 +201,13 @@ def test_an_evicted_block_is_taken_and_its_content_announced_with_its_key() -> N
     ]
     table, loads = allocator.adopt(prefix)
     assert table.blocks[0] == [load.destination for load in loads]
-    assert allocator.find(range(16)).tokens == ()  # the content is not there yet
+    assert allocator.find(range(16)).tokens == ()  # the content is not loaded yet
     for load in loads:
         allocator.loaded(load)
     assert len(allocator.find(range(16))) == 16
 
 
-def test_blocks_that_are_hit_are_not_taken_for_those_that_are_loaded() -> None:
+def test_blocks_of_a_hit_are_not_evicted_for_blocks_to_load() -> None:
     allocator = BlockAllocator(3, FULL)
     allocator.release(stored(allocator, range(16)))
     held = stored(allocator, [50])
@@ -220,16 +220,16 @@ def test_blocks_that_are_hit_are_not_taken_for_those_that_are_loaded() -> None:
     assert (table.stored_len, len(loads)) == (24, 1)
 
 
-def test_writing_into_a_cached_block_takes_its_key_away() -> None:
+def test_writing_into_a_cached_block_removes_its_key() -> None:
     allocator = BlockAllocator(4, FULL)
     parent = stored(allocator, range(8))
     child = opened(allocator, [*range(6), 0], parent=parent)
     allocator.release(parent)
-    assert allocator.reserve(child, 7) == ()  # nobody else holds it
+    assert allocator.reserve(child, 7) == ()  # no other table references it
     assert opened(allocator, range(8)).stored_len == 0
 
 
-def test_without_a_cache_only_parents_share() -> None:
+def test_without_a_prefix_cache_only_parents_share_blocks() -> None:
     allocator = BlockAllocator(4, FULL, prefix_cache=False)
     table = stored(allocator, range(16))
     assert opened(allocator, range(16)).stored_len == 0
@@ -239,7 +239,7 @@ def test_without_a_cache_only_parents_share() -> None:
 # --- windows ----------------------------------------------------------------------------------
 
 
-def test_what_left_the_window_is_freed_at_commit_and_not_before() -> None:
+def test_blocks_outside_the_window_are_freed_at_commit_and_not_before() -> None:
     allocator = BlockAllocator(6, WINDOW)
     table = stored(allocator, range(16))
     assert table.held == 2
@@ -250,7 +250,7 @@ def test_what_left_the_window_is_freed_at_commit_and_not_before() -> None:
     assert (table.held, allocator.blocks_free) == (2, 4)
 
 
-def test_sinks_stay() -> None:
+def test_attention_sinks_are_not_freed() -> None:
     allocator = BlockAllocator(8, KvLayout(8, (KvGroup(window=10, sinks=9),)))
     table = stored(allocator, range(40))
     assert [block != OUT_OF_WINDOW for block in table.blocks[0]] == [True, True, False, True, True]
@@ -265,11 +265,11 @@ def test_every_group_has_its_own_blocks() -> None:
     assert len({block for blocks in table.blocks for block in blocks if block != OUT_OF_WINDOW}) == table.held
 
 
-def test_a_shorter_beginning_is_hit_only_where_its_window_is_still_there() -> None:
+def test_a_shorter_prefix_is_a_hit_only_if_its_window_is_still_cached() -> None:
     allocator = BlockAllocator(6, WINDOW)
     table = stored(allocator, range(40))
     shorter = opened(allocator, [*range(16), 0], parent=table)
-    assert shorter.stored_len == 16  # the cache keeps what has left the window
+    assert shorter.stored_len == 16  # the cache still holds blocks outside the window
     allocator.release(shorter)
     other = allocator.new_table()
     allocator.reserve(other, 24)  # takes the free block, the third and the second
@@ -279,7 +279,7 @@ def test_a_shorter_beginning_is_hit_only_where_its_window_is_still_there() -> No
     assert again.stored_len == 40
 
 
-def test_a_half_filled_block_needs_its_window_too() -> None:
+def test_a_half_filled_block_is_shared_only_with_its_window() -> None:
     allocator = BlockAllocator(6, WINDOW, prefix_cache=False)
     parent = stored(allocator, range(22))
     assert opened(allocator, [*range(21), 0], parent=parent).stored_len == 21

@@ -1,4 +1,4 @@
-"""Blocks go to disk and come back; a full, slow or broken disk costs blocks and never an error."""
+"""The disk tier stores and loads blocks. A full, slow or broken disk loses blocks and never raises an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workers.kv import disk
 from workers.kv.disk import DiskTier
 
 
-def test_what_the_host_has_no_place_for_goes_to_disk_and_comes_back(tmp_path: Path) -> None:
+def test_blocks_evicted_from_the_host_are_written_to_disk_and_loaded_back(tmp_path: Path) -> None:
     with tiers_of(2, tmp_path, 100) as tiers:
         save(tiers, *range(6))
         assert all(holds(tiers, number) for number in range(6))
@@ -30,14 +30,14 @@ def test_a_block_on_disk_is_written_once(tmp_path: Path) -> None:
         assert (tiers.host.saved, tiers.disk.saved) == (6, 2)
 
 
-def test_disk_serves_without_host_memory(tmp_path: Path) -> None:
+def test_the_disk_tier_works_without_host_memory(tmp_path: Path) -> None:
     with tiers_of(0, tmp_path, 100) as tiers:
         save(tiers, 1, 2, 1)
         assert holds(tiers, 1)
         assert tiers.disk.saved == 2
 
 
-def test_the_bytes_on_disk_are_bounded_and_the_least_recently_used_go(tmp_path: Path) -> None:
+def test_the_bytes_on_disk_are_bounded_and_the_least_recently_used_blocks_are_evicted(tmp_path: Path) -> None:
     with tiers_of(0, tmp_path, 3) as tiers:
         save(tiers, 1, 2, 3)
         assert holds(tiers, 1)
@@ -56,7 +56,7 @@ def test_a_block_larger_than_the_bound_is_not_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flipped", "shorter", "longer", "empty", "missing"])
-def test_a_damaged_file_is_a_miss_and_its_room_is_free_again(
+def test_a_damaged_file_is_a_miss_and_its_bytes_are_freed(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with tiers_of(0, tmp_path, 1) as tiers:
@@ -77,7 +77,7 @@ def test_a_damaged_file_is_a_miss_and_its_room_is_free_again(
         assert holds(tiers, 1)
 
 
-def test_a_disk_that_takes_nothing_more_costs_a_warning_and_blocks(
+def test_a_full_disk_logs_a_warning_and_loses_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(self: Path, content: bytes) -> int:
@@ -95,7 +95,7 @@ def test_a_disk_that_takes_nothing_more_costs_a_warning_and_blocks(
     assert len(warnings) == 1
 
 
-def test_a_directory_that_cannot_be_made_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_that_cannot_be_created_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     with tiers_of(1, tmp_path / "file" / "kv", 100) as tiers:
         save(tiers, 1, 2)
@@ -126,7 +126,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 class TestWriter:
-    """Nobody waits for the disk; a block is read from where it is, or missed."""
+    """No call waits for the disk. A block that is not yet written is loaded from the queue."""
 
     def test_a_block_that_is_not_written_yet_comes_back_from_the_queue(self, tmp_path: Path, gate: Gate) -> None:
         with tiers_of(1, tmp_path, 100) as tiers:
@@ -139,7 +139,7 @@ class TestWriter:
             assert len(list(tmp_path.glob("*/*.safetensors"))) == 3
             assert all(holds(tiers, number) for number in range(4))
 
-    def test_when_the_disk_cannot_keep_up_blocks_are_lost_and_nobody_waits(self, tmp_path: Path, gate: Gate) -> None:
+    def test_a_slow_disk_loses_blocks_and_delays_no_call(self, tmp_path: Path, gate: Gate) -> None:
         tier = DiskTier(str(tmp_path), MIB, max_queued=2)
         tier.start()
         content = torch.arange(BLOCK_BYTES).to(torch.uint8)
@@ -156,7 +156,7 @@ class TestWriter:
         assert loaded is not None and torch.equal(loaded, content)
         tier.close()
 
-    def test_closing_does_not_wait_for_what_is_queued(self, tmp_path: Path, gate: Gate) -> None:
+    def test_closing_does_not_wait_for_queued_blocks(self, tmp_path: Path, gate: Gate) -> None:
         tiers = tiers_of(0, tmp_path, 100)
         tiers.start()
         for number in range(4):
@@ -166,7 +166,7 @@ class TestWriter:
         assert list(tmp_path.iterdir()) == []
         assert not holds(tiers, 1)
 
-    def test_a_disk_that_hangs_keeps_nobody_from_closing(
+    def test_a_disk_that_hangs_does_not_block_closing(
         self, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setattr(disk, "_CLOSING_SECONDS", 0.02)
@@ -181,9 +181,9 @@ class TestWriter:
         gate.opened.set()
         writer.join(10)
         assert list(tmp_path.iterdir()) == []
-        assert not caplog.text, "after the end nobody wants to hear of it"
+        assert not caplog.text, "after closing, errors are not logged"
 
-    def test_a_writer_that_fails_is_told_of_and_the_disk_takes_nothing_more(
+    def test_a_failed_writer_is_logged_and_the_disk_stores_nothing_more(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         def fail(content: torch.Tensor) -> int:
@@ -197,10 +197,10 @@ class TestWriter:
             assert "ZeroDivisionError" in caplog.text
             save(tiers, 3)
             assert held(tiers, range(5)) == [1]
-            assert holds(tiers, 1), "what was written stays readable"
+            assert holds(tiers, 1), "written blocks stay readable"
             assert (tiers.disk.saved, tiers.disk.dropped) == (1, 2)
 
-    def test_without_a_thread_to_be_had_nothing_is_kept(
+    def test_if_no_thread_can_start_nothing_is_stored(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         def fail(thread: threading.Thread) -> None:
@@ -217,7 +217,7 @@ class TestWriter:
         assert list(tmp_path.iterdir()) == []
 
 
-def test_closing_removes_what_was_written_and_nothing_else(tmp_path: Path) -> None:
+def test_closing_removes_the_written_files_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "somebody's").mkdir()
     tiers = tiers_of(0, tmp_path, 100)
     tiers.start()
@@ -230,13 +230,13 @@ def test_closing_removes_what_was_written_and_nothing_else(tmp_path: Path) -> No
     assert not holds(tiers, 1)
 
 
-def test_what_a_dead_process_left_is_swept_and_what_a_living_one_has_is_not(tmp_path: Path) -> None:
+def test_files_of_dead_processes_are_removed_and_files_of_live_ones_are_not(tmp_path: Path) -> None:
     dead = tmp_path / "pilotfish-kv-dead"
     dead.mkdir()
-    (dead / "lock").touch()  # the kernel unlocked it when its process died
+    (dead / "lock").touch()  # the kernel released its lock when the process died
     (dead / "00.safetensors").touch()
     starting = tmp_path / "pilotfish-kv-starting"
-    starting.mkdir()  # it has no lock yet
+    starting.mkdir()  # its process has not locked it yet
     with tiers_of(0, tmp_path, 100) as alive:
         assert not dead.exists()
         save(alive, 1)

@@ -1,4 +1,4 @@
-"""Which layers share a table: by what they see, in blocks of one depth."""
+"""Layers with the same window share a block table; every table has the same number of layers."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def grouped(*layers: LayerShape, truncatable: bool = False, **section: int) -> K
     return group_layers(spec(*layers), KvSection(**section), truncatable)
 
 
-def test_layers_that_see_the_same_share_one_table() -> None:
+def test_layers_with_the_same_window_share_one_table() -> None:
     found = grouped(FULL, FULL, FULL)
     assert found.layout.groups == (KvGroup(),)
     assert found.placements == tuple(LayerPlacement(0, layer, AttentionWindow()) for layer in range(3))
     assert len(found.block_layers) == 3
 
 
-def test_groups_are_cut_into_tables_of_one_depth() -> None:
+def test_groups_are_split_into_tables_with_the_same_number_of_layers() -> None:
     found = grouped(*([LOCAL] * 5 + [FULL]) * 3)
     assert found.layout.groups == (KvGroup(5, window=100), KvGroup(1))
     assert len(found.block_layers) == 3
@@ -58,30 +58,30 @@ def test_groups_are_cut_into_tables_of_one_depth() -> None:
     [(FULL, LayerShape(2, 16, window=100)), (FULL, LayerShape(1, 8)), (FULL, *[LOCAL] * 64)],
     ids=["head dimension", "heads", "too many tables"],
 )
-def test_layers_that_do_not_fit_keep_everything_and_their_masks(layers: tuple[LayerShape, ...]) -> None:
+def test_layers_that_do_not_fit_store_all_positions_and_mask_them(layers: tuple[LayerShape, ...]) -> None:
     found = grouped(*layers)
     assert found.layout.groups == (KvGroup(),)
     assert [place.window for place in found.placements] == [AttentionWindow(shape.window) for shape in layers]
     assert found.block_layers == layers
 
 
-def test_where_sequences_rewind_windows_only_mask() -> None:
+def test_if_sequences_may_rewind_windows_only_mask() -> None:
     found = grouped(LOCAL, LOCAL, truncatable=True)
     assert found.layout.groups == (KvGroup(),)
     assert found.placements[1] == LayerPlacement(0, 1, AttentionWindow(100))
 
 
-def test_a_window_as_long_as_the_context_is_none() -> None:
+def test_a_window_as_long_as_the_context_counts_as_no_window() -> None:
     assert grouped(FULL, LayerShape(2, 8, window=1000)).layout.groups == (KvGroup(),)
 
 
-def test_a_configured_window_is_for_layers_that_have_none() -> None:
+def test_a_configured_window_applies_to_layers_without_a_window() -> None:
     found = grouped(FULL, LOCAL, window=32, sinks=4)
     assert found.layout.groups == (KvGroup(1, window=32, sinks=4), KvGroup(1, window=100))
     assert grouped(FULL, FULL, window=1000).layout.groups == (KvGroup(),)
 
 
-def test_the_pools_bytes_are_those_of_its_blocks(model: LoadedModel) -> None:
+def test_the_bytes_of_a_pool_are_the_sum_of_its_blocks(model: LoadedModel) -> None:
     section = KvSection(block_size=4, pool_bytes=1 << 20)
     pool = KvPool(model.kv_spec, section)
     each = block_bytes(pool.kv_groups, model.dtype)
@@ -101,10 +101,10 @@ def test_only_a_configured_window_that_hides_positions_makes_a_pool_lossy() -> N
         return KvPool(spec(*layers), KvSection(**section), blocks=1).is_lossless
 
     assert is_lossless(FULL)
-    assert is_lossless(LOCAL)  # the model's own window hides what the model never sees
+    assert is_lossless(LOCAL)  # the model's own window hides only positions that the model never attends to
     assert is_lossless(LOCAL, window=32)  # a layer with a window of its own ignores the configured one
     assert not is_lossless(FULL, window=32)
     assert not is_lossless(LOCAL, FULL, window=999, sinks=0)
-    assert is_lossless(FULL, window=1000)  # as long as the context
+    assert is_lossless(FULL, window=1000)  # a window as long as the context
     assert not is_lossless(FULL, window=932, sinks=67)
-    assert is_lossless(FULL, window=932, sinks=68)  # together they cover the context
+    assert is_lossless(FULL, window=932, sinks=68)  # sinks and window together cover the context

@@ -1,4 +1,4 @@
-"""A block is loaded only if that is faster than computing its tokens again; ranks agree on what to load."""
+"""A block is loaded only if that is faster than computing its tokens. Ranks agree on the blocks to load."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def test_measurements_outweigh_the_beginning() -> None:
     for _ in range(20):
         costs.record_load(Medium.HOST, MIB, 0.5)
     assert not costs.worth_loading(16 * 100_000, 0, 16)
-    assert costs.worth_loading(0, 16 * 1_000, 16), "the other medium has its own price"
+    assert costs.worth_loading(0, 16 * 1_000, 16), "the other medium has its own cost"
 
 
-def test_passes_over_few_tokens_say_nothing() -> None:
+def test_passes_over_few_tokens_are_not_measured() -> None:
     costs = CostModel()
     for _ in range(100):
         costs.record_compute(1, 1, 0.05)
     assert not costs.worth_loading(16 * 100_000, 0, 16)
 
 
-def test_steps_of_many_decoding_sequences_say_nothing_about_prompts() -> None:
+def test_steps_of_many_decoding_sequences_are_not_measured() -> None:
     costs = CostModel()
     for _ in range(100):
         costs.record_compute(96, 32, 0.5)
@@ -44,17 +44,17 @@ def test_steps_of_many_decoding_sequences_say_nothing_about_prompts() -> None:
     assert costs.worth_loading(16 * 100_000, 0, 16)
 
 
-def test_a_step_that_was_not_waited_for_counts_with_the_next_that_was() -> None:
+def test_a_step_that_was_not_awaited_counts_with_the_next_awaited_step() -> None:
     costs = CostModel()
     for _ in range(100):
         costs.record_compute(512, 512, 0.001, awaited=False)
-    assert not costs.worth_loading(16 * 100_000, 0, 16), "nothing is known yet"
+    assert not costs.worth_loading(16 * 100_000, 0, 16), "nothing is measured yet"
     costs.record_compute(512, 512, 101.0)
     assert costs.worth_loading(16 * 1_000_000, 0, 16)
     assert not costs.worth_loading(16 * 3_000_000, 0, 16)
 
 
-def test_a_slow_copy_is_forgiven_in_time() -> None:
+def test_the_effect_of_one_slow_copy_decays() -> None:
     costs = CostModel()
     costs.record_compute(512, 512, 1.0)
     costs.record_load(Medium.DISK, MIB, 60.0)
@@ -65,7 +65,7 @@ def test_a_slow_copy_is_forgiven_in_time() -> None:
     assert refusals > 3
 
 
-def test_a_block_costs_what_the_place_costs_where_it_lies(tmp_path: Path) -> None:
+def test_the_cost_of_a_block_depends_on_its_medium(tmp_path: Path) -> None:
     with tiers_of(1, tmp_path, 100) as tiers:
         save(tiers, 1, 2)  # the second one displaced the first
         tiers.costs.record_compute(512, 512, 512.0)
@@ -78,11 +78,11 @@ def test_a_block_costs_what_the_place_costs_where_it_lies(tmp_path: Path) -> Non
 
 
 class TestAgreement:
-    """Ranks whose disks differ open a sequence with what all of them have."""
+    """Ranks with different disks open a sequence with the longest prefix that all of them store."""
 
     @staticmethod
     def run(ranks: list[set[int]], most: int = 10) -> int:
-        """Each rank has some lengths to offer; they go through the rounds together."""
+        """The agreed length. Every rank can load some prefix lengths, and all ranks take part in every round."""
         bound, rounds = most, 0
 
         def agree(_: int) -> int:
@@ -93,26 +93,26 @@ class TestAgreement:
         def longest(rank: set[int], bound: int) -> int:
             return max((length for length in rank | {0} if length <= bound), default=0)
 
-        def remember(asked: int) -> int:
+        def remember(limit: int) -> int:
             nonlocal bound
-            bound = asked
-            return longest(ranks[0], asked)
+            bound = limit
+            return longest(ranks[0], limit)
 
         answer = agreed_length(remember, most, agree)
         assert rounds <= 1 + sum(len(rank) + 1 for rank in ranks)
         return answer
 
-    def test_alone_the_longest_is_taken(self) -> None:
+    def test_a_single_rank_takes_its_longest_length(self) -> None:
         assert agreed_length(lambda bound: min(bound, 7), 10, single_rank) == 7
         assert agreed_length(lambda bound: 0, 10, single_rank) == 0
         assert agreed_length(lambda bound: bound, 0, single_rank) == 0
 
-    def test_the_least_is_taken(self) -> None:
+    def test_ranks_agree_on_the_smallest_of_their_longest_lengths(self) -> None:
         assert self.run([set(range(8)), set(range(5))]) == 4
         assert self.run([set(range(8)), {0}]) == 0
 
-    def test_a_length_that_one_rank_cannot_offer_is_passed_over(self) -> None:
-        # With windows a longer prefix may be had where a shorter one is not.
+    def test_a_length_that_one_rank_cannot_load_is_skipped(self) -> None:
+        # With windows a longer prefix may be available where a shorter one is not.
         assert self.run([{2, 5, 9}, {2, 4, 8, 9}]) == 9
         assert self.run([{2, 5, 8}, {2, 4, 9}]) == 2
         assert self.run([{5, 8}, {4, 9}]) == 0

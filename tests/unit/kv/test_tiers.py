@@ -1,4 +1,4 @@
-"""Where blocks go that the pool has no place for, and when they come back."""
+"""The offload tiers store blocks that the pool evicts, and load them back."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ DEVICES = [
 
 @pytest.fixture
 def host() -> Iterator[Tiers]:
-    """Room for three blocks in host memory."""
+    """Tiers with room for three blocks in host memory."""
     with tiers_of(3) as tiers:
         yield tiers
 
 
-def test_a_block_comes_back_bit_by_bit(host: Tiers) -> None:
+def test_a_block_is_loaded_bit_by_bit(host: Tiers) -> None:
     assert not holds(host, 1)
     save(host, 1)
     assert holds(host, 1)
-    assert holds(host, 1), "it stays where it is"
+    assert holds(host, 1), "a loaded block stays in its tier"
     assert (host.host.saved, host.host.loaded, host.host.dropped) == (1, 2, 0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_blocks_of_a_pool_that_is_written_on_at_once_come_back(device: str, tmp_path: Path) -> None:
+def test_saved_blocks_can_be_loaded_though_the_pool_is_overwritten_at_once(device: str, tmp_path: Path) -> None:
     section = KvSection(host_bytes=2 * BLOCK_BYTES, disk_directory=str(tmp_path), disk_bytes=MIB)
     pool = [part.to(device) for part in block(0)]
     with Tiers(section, BLOCK_BYTES, torch.device(device)) as tiers:
@@ -53,7 +53,7 @@ def test_blocks_of_a_pool_that_is_written_on_at_once_come_back(device: str, tmp_
         assert tiers.worth_loading([key(7)], 1 << 20)
 
 
-def test_parts_may_differ_in_shape_and_lie_apart() -> None:
+def test_parts_may_differ_in_shape_and_need_not_be_adjacent() -> None:
     pool = torch.arange(64, dtype=torch.float32).view(2, 4, 8)
     parts = [pool[1, :2], pool[0, 3:]]
     with Tiers(KvSection(host_bytes=MIB), 24 * 4, CPU) as tiers:
@@ -64,23 +64,23 @@ def test_parts_may_differ_in_shape_and_lie_apart() -> None:
     assert all(torch.equal(part, copy) for part, copy in zip(parts, kept, strict=True))
 
 
-def test_the_least_recently_used_block_goes_first(host: Tiers) -> None:
+def test_the_least_recently_used_block_is_evicted_first(host: Tiers) -> None:
     save(host, 1, 2, 3)
     assert holds(host, 1)
-    save(host, 2)  # known already: nothing is copied, but it is used
+    save(host, 2)  # already stored: nothing is copied, but it counts as used
     save(host, 4, 5)
     assert held(host, range(10)) == [2, 4, 5]
     assert (host.host.saved, host.host.dropped) == (5, 2)
 
 
-def test_looking_for_a_block_is_no_use_of_it(host: Tiers) -> None:
+def test_finding_a_block_does_not_count_as_using_it(host: Tiers) -> None:
     save(host, 1, 2, 3)
     assert host.find(key(1))
     save(host, 4)
     assert not host.find(key(1))
 
 
-def test_blocks_that_are_about_to_be_loaded_can_be_held_back(host: Tiers) -> None:
+def test_touched_blocks_are_evicted_last(host: Tiers) -> None:
     save(host, 1, 2, 3)
     host.touch([key(1), key(9)])
     save(host, 4, 5)
@@ -88,7 +88,7 @@ def test_blocks_that_are_about_to_be_loaded_can_be_held_back(host: Tiers) -> Non
 
 
 @pytest.mark.parametrize("host_bytes", [0, BLOCK_BYTES - 1])
-def test_without_room_for_a_block_nothing_is_kept(host_bytes: int) -> None:
+def test_without_room_for_a_block_nothing_is_stored(host_bytes: int) -> None:
     with Tiers(KvSection(host_bytes=host_bytes), BLOCK_BYTES, CPU) as tiers:
         save(tiers, 1)
         assert not holds(tiers, 1)
@@ -99,12 +99,12 @@ def test_content_of_another_size_is_refused(host: Tiers) -> None:
         host.save(key(1), block(1)[:3])
 
 
-def test_more_host_memory_than_there_is_is_refused_before_it_is_taken() -> None:
+def test_more_host_memory_than_is_available_is_refused_before_allocation() -> None:
     with pytest.raises(ConfigurationError, match=r"kv\.host_bytes"):
         Tiers(KvSection(host_bytes=1 << 60), BLOCK_BYTES, CPU).start()
 
 
-def test_two_ranks_that_obey_the_same_calls_hold_the_same_blocks() -> None:
+def test_two_ranks_store_the_same_blocks_after_the_same_calls() -> None:
     with tiers_of(3) as one, tiers_of(3) as other:
         for rank in (one, other):
             save(rank, 1, 2, 3)

@@ -1,4 +1,4 @@
-"""A distilled draft in memory: the target's ends around its own layers, or an error that says what is wrong."""
+"""A distilled draft is loaded with the target's embedding and head, or refused with an error that names the mistake."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the kernels are built once."""
+    """The directory of the compiled kernels, which are built once."""
     return tmp_path_factory.mktemp("code")
 
 
@@ -51,14 +51,14 @@ def load(target: Path, code: Path) -> Load:
 
 
 def logits(model: LoadedModel) -> torch.Tensor:
-    """After each token of the text: `[tokens, what the head knows]`."""
+    """The logits after each token of the text: `[tokens, vocabulary of the head]`."""
     pool = KvPool(model.kv_spec, PoolSection(pool_bytes=1 << 20), truncatable=True)
     table = pool.new_table()
     pool.reserve(table, len(TEXT))
     return ModelRunner(model, pool).forward([ForwardRow(table, TEXT, select=tuple(range(len(TEXT))))]).float().clone()
 
 
-def test_a_draft_of_all_layers_computes_what_its_target_computes(target: Path, load: Load, tmp_path: Path) -> None:
+def test_a_draft_with_all_layers_computes_the_same_as_its_target(target: Path, load: Load, tmp_path: Path) -> None:
     draft, whole = load(distilled_draft.save(target, tmp_path / "draft")), load(target)
     assert draft.vocabulary is None
     assert draft.vocabulary_size == tiny.VOCABULARY
@@ -84,7 +84,7 @@ def test_a_reduced_head_has_the_rows_of_its_tokens(
     torch.testing.assert_close(logits(reduced), logits(whole)[:, list(REDUCED)], rtol=1e-3, atol=1e-3)
 
 
-def test_a_draft_need_not_be_of_its_targets_family(load: Load, target: Path, tmp_path: Path) -> None:
+def test_a_draft_may_be_of_another_family_than_its_target(load: Load, target: Path, tmp_path: Path) -> None:
     source = tiny.save(tmp_path / "gpt2", tiny.gpt2(tie_word_embeddings=False))
     draft = distilled_draft.save(target, tmp_path / "draft", vocabulary=REDUCED)
     weights = load_file(source / WEIGHTS)
@@ -104,7 +104,7 @@ def test_a_draft_without_its_target_is_refused(target: Path, load: Load, tmp_pat
         load(draft, target_directory=tmp_path / "nowhere")
 
 
-def test_a_draft_of_another_target_is_told_of(
+def test_a_draft_of_another_target_is_refused(
     target: Path, load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = tmp_path / "other"
@@ -127,7 +127,7 @@ def test_a_draft_of_another_target_is_told_of(
         ({"vocabulary_size": 5}, r"'vocabulary' must be int32 \[5\], not torch.int32 \[6\]"),
     ],
 )
-def test_a_card_that_is_wrong_is_named(
+def test_a_mistake_in_the_draft_card_is_named(
     change: dict[str, Any], message: str, target: Path, load: Load, tmp_path: Path
 ) -> None:
     draft = distilled_draft.save(target, tmp_path / "draft", vocabulary=REDUCED)
@@ -138,7 +138,7 @@ def test_a_card_that_is_wrong_is_named(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{"])
-def test_a_card_that_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_draft_card_that_is_not_an_object_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / CARD).write_text(text)
     with pytest.raises(ModelLoadError, match=CARD):
         read_card(tmp_path)
@@ -157,7 +157,7 @@ def test_a_card_that_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
         ({VOCABULARY: torch.tensor([1, 2, 3, 4, 5, 96], dtype=torch.int32)}, "ascending token ids"),
     ],
 )
-def test_weights_that_are_wrong_are_named(
+def test_wrong_weights_are_named(
     change: dict[str, torch.Tensor | None], message: str, target: Path, load: Load, tmp_path: Path
 ) -> None:
     draft = distilled_draft.save(target, tmp_path / "draft", vocabulary=REDUCED)
@@ -167,7 +167,7 @@ def test_weights_that_are_wrong_are_named(
         load(draft)
 
 
-def test_weights_that_are_no_safetensors_are_refused(target: Path, load: Load, tmp_path: Path) -> None:
+def test_weights_that_are_not_safetensors_are_refused(target: Path, load: Load, tmp_path: Path) -> None:
     draft = distilled_draft.save(target, tmp_path / "draft")
     (draft / WEIGHTS).write_bytes(b"not this")
     with pytest.raises(ModelLoadError, match="cannot be read"):
@@ -182,7 +182,7 @@ def test_a_target_of_another_shape_is_refused(target: Path, load: Load, tmp_path
         load(distilled_draft.save(target, tmp_path / "draft"), target_directory=other)
 
 
-def test_a_target_without_its_ends_is_refused(target: Path, load: Load, tmp_path: Path) -> None:
+def test_a_target_without_embedding_or_head_is_refused(target: Path, load: Load, tmp_path: Path) -> None:
     other = tmp_path / "target"
     shutil.copytree(target, other)
     weights = load_file(other / WEIGHTS)

@@ -1,4 +1,4 @@
-"""A model is handed to the CPU kernels only if they compute its logits, in value and not in direction alone."""
+"""A model runs on the CPU kernels only if they compute its logits, in size as well as in direction."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNSCALED = {
 
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where the kernels' library is stored."""
+    """The directory of the compiled kernels."""
     return str(tmp_path_factory.mktemp("code"))
 
 
@@ -41,7 +41,7 @@ def load(directory: Path, code: str, **settings: str) -> LoadedModel:
 
 
 def logits_of(model: LoadedModel) -> torch.Tensor:
-    """`[tokens, vocabulary]` over this project's path, whichever the model took."""
+    """The logits `[tokens, vocabulary]`, by the kernels or by the modules."""
     pool = KvPool(model.kv_spec, KvSection(block_size=4), blocks=20)
     table = pool.new_table()
     pool.reserve(table, len(TOKENS))
@@ -66,7 +66,7 @@ def test_a_granite_model_with_multipliers_keeps_its_modules_and_its_logits(
     check_logits(model, directory)
 
 
-def test_the_kernels_honour_the_attention_multiplier(code: str, tmp_path: Path) -> None:
+def test_the_kernels_apply_the_attention_multiplier(code: str, tmp_path: Path) -> None:
     directory = tiny.save(tmp_path, tiny.granite(**UNSCALED))
     model = load(directory, code)
     assert model.native is not None

@@ -1,4 +1,4 @@
-"""From a name to a directory of weights, and the errors that say what to do."""
+"""Model names are resolved to directories of weights. Errors name a remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workers.model import model_files
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
 
 
-def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_directory_is_used_unchanged(tmp_path: Path) -> None:
     directory = tiny.save(tmp_path / "model", tiny.llama())
     assert resolve_model_directory(str(directory), tmp_path / "cache") == directory
     assert end_of_sequence_ids(directory) == (2,)
@@ -29,7 +29,7 @@ def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
         ("missing.gguf", "no such file"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_refused(path: str, message: str, tmp_path: Path) -> None:
+def test_a_path_that_does_not_exist_is_refused(path: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=message):
         resolve_model_directory(path, tmp_path)
 
@@ -63,7 +63,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_remedy(
 
 
 class TestAFileInParts:
-    """Two packages that hold one half of a file each."""
+    """Two packages, each with one half of a file."""
 
     @pytest.fixture
     def packages(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -71,7 +71,7 @@ class TestAFileInParts:
         for number, content in enumerate((b"GGUF, the fir", b"st and the second half")):
             package = site / f"some_weights_part{number}"
             (package / "data").mkdir(parents=True)
-            (package / "__init__.py").write_text("raise RuntimeError('nobody imports this')")
+            (package / "__init__.py").write_text("raise RuntimeError('must not be imported')")
             (package / "data" / "half").write_bytes(content)
         packaged = model_files.PackagedModel(
             install="some-weights==1",
@@ -82,7 +82,7 @@ class TestAFileInParts:
         monkeypatch.syspath_prepend(site)
         return site
 
-    def test_is_put_together_for_the_conversion_and_not_kept(
+    def test_is_joined_for_the_conversion_and_then_deleted(
         self, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         seen: list[bytes] = []
@@ -103,14 +103,16 @@ class TestAFileInParts:
             resolve_model_directory("some-model", tmp_path / "cache")
         assert list((tmp_path / "cache").iterdir()) == []
 
-    def test_is_refused_if_it_is_not_what_it_should_be(self, packages: Path, tmp_path: Path) -> None:
+    def test_is_refused_if_its_checksum_is_wrong(self, packages: Path, tmp_path: Path) -> None:
         (packages / "some_weights_part1" / "data" / "half").write_bytes(b"something else")
         with pytest.raises(ModelLoadError, match=r"has the SHA-256 .* --force-reinstall some-weights==1"):
             resolve_model_directory("some-model", tmp_path / "cache")
         assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_file_is_converted_once_and_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_converted_once_and_a_failed_conversion_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "weights.gguf"
     file.write_bytes(b"GGUF")
     cache = tmp_path / "cache"

@@ -51,9 +51,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_a_quantized_checkpoint_answers_as_the_weights_that_it_stands_for(
-    name: str, source: Path, tmp_path: Path
-) -> None:
+def test_a_quantized_checkpoint_answers_as_its_dequantized_weights(name: str, source: Path, tmp_path: Path) -> None:
     quantize, settings = CHECKPOINTS[name]
     plain = quantized.save(source, tmp_path / "model", quantize, settings)
     directory = resolve_model_directory(str(tmp_path / "model"), tmp_path / "cache")
@@ -85,7 +83,7 @@ def test_a_checkpoint_is_converted_once_and_again_when_it_changes(source: Path, 
     assert resolve_model_directory(str(tmp_path / "model"), tmp_path / "cache") != first
 
 
-def test_the_parts_of_a_weight_may_lie_in_different_files(source: Path, tmp_path: Path) -> None:
+def test_the_parts_of_a_weight_may_be_in_different_files(source: Path, tmp_path: Path) -> None:
     plain = quantized.save(source, tmp_path / "model", *CHECKPOINTS["gptq 4 bits"])
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
@@ -123,7 +121,7 @@ def test_a_missing_library_is_named_with_the_format_and_the_model(
     quantized.save(source, tmp_path / "model", quantized.compressed_int8, settings)
 
     def missing(*_: object, **__: object) -> None:
-        raise ImportError("a library is not there")
+        raise ImportError("a library is missing")
 
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", missing)
     with pytest.raises(ModelLoadError) as caught:

@@ -1,4 +1,4 @@
-"""The coupled walk, acceptance by chance, and the registry of rules."""
+"""The coupled walk, synthetic acceptance, and the registry of acceptance rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workers.sampling.rules.synthetic import Synthetic, synthetic_token
 from workers.serve.configuration import load_configuration
 
 # 5 ─ 7 ─ 8
-# 6   └ 9      (9 hangs under 7, 6 beside 5)
+# 6   └ 9      (9 is a child of 7; 6 is a sibling of 5)
 TREE = TokenTree(tokens=(5, 6, 7, 8, 9), parents=(-1, -1, 0, 2, 2))
 
 
@@ -71,7 +71,7 @@ def test_a_rate_of_one_accepts_every_first_child_and_one_synthetic_token_more() 
     assert (accepted.nodes, accepted.tokens) == ((0, 2, 3), (5, 7, 8, synthetic_token(7, 23, 100)))
 
 
-def test_a_rate_of_nil_takes_the_targets_own_token() -> None:
+def test_a_rate_of_zero_takes_the_targets_own_token() -> None:
     accepted = Synthetic((0.0,)).accept(CHAIN, DECISIONS, RootPosition())
     assert (accepted.nodes, accepted.tokens) == ((), (1,))
 
@@ -84,7 +84,7 @@ def test_each_depth_has_its_rate_and_the_last_one_repeats() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_with_one_rate_the_text_is_the_same_whatever_was_drafted(seed: int) -> None:
-    """The target decides -1 here, so that its own tokens are told from guesses."""
+    """The target decides -1 here, to distinguish its own tokens from drafted ones."""
     rule, begin, vocabulary = Synthetic((0.7,)), 10, 1000
     texts = []
     for length in (0, 1, 3, 8):
@@ -111,7 +111,7 @@ def test_synthetic_tokens_differ_by_seed_and_by_position() -> None:
     assert len(tokens) > 880
 
 
-def test_chance_needs_a_decision_for_every_node_too() -> None:
+def test_synthetic_acceptance_requires_a_decision_for_every_node_too() -> None:
     with pytest.raises(ValueError, match="4 decisions for a tree of 4 nodes"):
         Synthetic((0.5,)).accept(CHAIN, [0] * 4, RootPosition())
 

@@ -1,4 +1,4 @@
-"""Candidates: the decision first, then what would have been decided without it, each with the draft's confidence."""
+"""Candidates: first the decision, then each decision without the previous ones, with the draft's confidence."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def coarse(rows: int, seed: int, size: int = VOCABULARY) -> torch.Tensor:
 
 @settings(deadline=None)
 @given(CONTEXTS, st.integers(0, 2**32))
-def test_each_candidate_is_the_decision_once_those_before_it_are_impossible(
+def test_each_candidate_is_the_decision_without_the_previous_candidates(
     contexts: list[DecisionContext], seed: int
 ) -> None:
     logits = coarse(len(contexts), seed)
@@ -61,7 +61,7 @@ def test_each_candidate_is_the_decision_once_those_before_it_are_impossible(
 
 @settings(deadline=None)
 @given(CONTEXTS, st.sets(st.integers(0, VOCABULARY - 1), min_size=1), st.integers(0, 2**32))
-def test_a_reduced_vocabulary_is_the_whole_one_with_all_others_impossible(
+def test_a_reduced_vocabulary_equals_the_full_one_with_all_other_tokens_excluded(
     contexts: list[DecisionContext], kept: set[int], seed: int
 ) -> None:
     vocabulary = torch.tensor(sorted(kept))
@@ -74,7 +74,7 @@ def test_a_reduced_vocabulary_is_the_whole_one_with_all_others_impossible(
         assert one.probability == pytest.approx(other.probability, rel=1e-5)
 
 
-def test_confidence_is_the_softmax_of_what_decides() -> None:
+def test_confidence_is_the_softmax_of_the_deciding_logits() -> None:
     logits = torch.randn(2, 500, generator=torch.Generator().manual_seed(2))
     contexts = [DecisionContext(GREEDY, (1,), 1), DecisionContext(SamplingParameters(temperature=0.5, seed=9), (1,), 1)]
     greedy, drawn = candidates(logits, contexts, 3)
@@ -84,7 +84,7 @@ def test_confidence_is_the_softmax_of_what_decides() -> None:
     assert [one.probability for one in drawn] == pytest.approx([float(perturbed[one.token]) for one in drawn])
 
 
-def test_penalties_count_before_confidence() -> None:
+def test_penalties_are_applied_before_confidence() -> None:
     sampling = replace(GREEDY, logit_bias=((0, 3.0),))
     ((first, second),) = candidates(torch.zeros(1, 2), [DecisionContext(sampling, (0,), 1)], 2)
     assert (first.token, second.token) == (0, 1)
@@ -92,7 +92,7 @@ def test_penalties_count_before_confidence() -> None:
     assert second.probability == pytest.approx(1 - first.probability)
 
 
-def test_a_row_without_a_number_has_no_candidates_and_disturbs_no_other() -> None:
+def test_a_nan_row_has_no_candidates_and_affects_no_other() -> None:
     logits = torch.tensor([[math.nan, -INF, math.nan], [-INF, 1.0, math.nan], [0.0, 1.0, 2.0]])
     nothing, one, all_three = candidates(logits, [DecisionContext(GREEDY, (0,), 1)] * 3, 5)
     assert nothing == ()
@@ -100,19 +100,19 @@ def test_a_row_without_a_number_has_no_candidates_and_disturbs_no_other() -> Non
     assert [candidate.token for candidate in all_three] == [2, 1, 0]
 
 
-def test_the_logits_are_left_as_they_are() -> None:
+def test_the_logits_are_not_changed() -> None:
     logits = torch.randn(2, 50)
     before = logits.clone()
     candidates(logits, [DecisionContext(SamplingParameters(top_p=0.5, seed=1), (0,), 1)] * 2, 4)
     assert torch.equal(logits, before)
 
 
-def test_one_context_per_row_is_needed() -> None:
+def test_one_context_per_row_is_required() -> None:
     with pytest.raises(ValueError, match="1 contexts for 2 rows"):
         candidates(torch.zeros(2, 3), [DecisionContext(GREEDY, (0,), 1)], 1)
 
 
-def test_noise_at_given_tokens_is_that_of_the_whole_vocabulary() -> None:
+def test_noise_at_some_tokens_equals_that_of_the_whole_vocabulary() -> None:
     tokens = torch.tensor([0, 3, 4, 700, 49_151])
     seeds, positions = [5, 2**64 - 1], [0, 1000]
     assert torch.equal(

@@ -1,4 +1,4 @@
-"""Decisions: greedy, drawn, by shards; and that nothing but logits and context enters them."""
+"""Decisions, greedy and sampled, whole and by shards, depend only on logits and context."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def contexts_of(samplings: st.SearchStrategy[SamplingParameters]) -> st.SearchSt
 
 
 def logits_for(rows: int, seed: int) -> torch.Tensor:
-    """Coarse logits, so that many are equal: float32 [rows, VOCABULARY]."""
+    """Coarse logits with many ties: float32 [rows, VOCABULARY]."""
     generator = torch.Generator().manual_seed(seed % 2**63)
     return torch.randint(-8, 8, (rows, VOCABULARY), generator=generator) / 4
 
@@ -65,7 +65,7 @@ def test_the_lowest_token_wins_among_equals_in_a_long_row() -> None:
     assert decide(logits, [DecisionContext(GREEDY, (0,), 1)] * 3) == [0, 777, 49_998]
 
 
-def test_temperature_zero_heeds_penalties_and_bias() -> None:
+def test_temperature_zero_applies_penalties_and_bias() -> None:
     sampling = replace(GREEDY, presence_penalty=2.0, logit_bias=((2, 0.5),))
     assert decide(torch.tensor([[1.0, 2.0, 0.9]]), [DecisionContext(sampling, (0, 1), 1)]) == [2]
 
@@ -113,11 +113,11 @@ def test_rows_without_a_candidate_are_named() -> None:
     assert isinstance(caught.value, ValueError)
 
 
-def test_no_rows_are_no_error() -> None:
+def test_zero_rows_are_allowed() -> None:
     assert decide(torch.empty(0, 5), []) == []
 
 
-def test_one_context_per_row_is_needed() -> None:
+def test_one_context_per_row_is_required() -> None:
     with pytest.raises(ValueError, match="1 contexts for 2 rows"):
         decide(torch.zeros(2, 3), [DecisionContext(GREEDY, (0,), 1)])
 
@@ -169,7 +169,7 @@ def test_shards_merge_to_the_whole_decision(contexts: list[DecisionContext], cut
     assert merge_winners(values, ids) == decide(logits, contexts)
 
 
-def test_a_shard_without_candidates_leaves_the_word_to_the_others() -> None:
+def test_a_shard_without_candidates_leaves_the_decision_to_the_others() -> None:
     context = [DecisionContext(GREEDY, (0,), 1)]
     first = shard_winners(torch.tensor([[-INF, math.nan]]), context, 0)
     second = shard_winners(torch.tensor([[-3.0, -2.0]]), context, 2)
@@ -182,7 +182,7 @@ def test_equal_winners_merge_to_the_lower_token() -> None:
 
 
 @pytest.mark.parametrize("change", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
-def test_truncation_needs_the_whole_vocabulary_unless_greedy(change: dict[str, float]) -> None:
+def test_truncation_requires_the_whole_vocabulary_unless_greedy(change: dict[str, float]) -> None:
     drawn = replace(SamplingParameters(), **change)
     assert not is_shardable(drawn)
     assert is_shardable(replace(drawn, temperature=0.0))
@@ -195,7 +195,7 @@ def test_penalties_are_shardable_and_logprobs_are_not() -> None:
     assert not is_shardable(SamplingParameters(temperature=0.0, logprobs=0))
 
 
-def test_a_nodes_context_holds_its_own_path_and_nothing_of_its_siblings() -> None:
+def test_the_context_of_a_node_has_its_path_and_no_siblings() -> None:
     tree = TokenTree(tokens=(5, 6, 7, 8), parents=(-1, -1, 0, 2))
     contexts = tree_contexts(GREEDY, [1, 2], 1, tree)
     assert [list(context.tokens) for context in contexts] == [
@@ -208,7 +208,7 @@ def test_a_nodes_context_holds_its_own_path_and_nothing_of_its_siblings() -> Non
     assert [context.position for context in contexts] == [2, 3, 3, 4, 5]
 
 
-def test_a_branch_reads_like_the_tokens_it_joins() -> None:
+def test_a_branch_equals_the_sequence_of_its_tokens() -> None:
     branch = Branch([1, 2, 3], (4, 5))
     joined = (1, 2, 3, 4, 5)
     assert tuple(branch) == joined
@@ -221,7 +221,7 @@ def test_a_branch_reads_like_the_tokens_it_joins() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_a_gpu_decides_alike_from_the_same_logits() -> None:
+def test_a_gpu_makes_the_same_decisions_from_the_same_logits() -> None:
     logits = torch.randn(32, 50_000, generator=torch.Generator().manual_seed(1)) * 3
     settings = [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.05}]
     contexts = [

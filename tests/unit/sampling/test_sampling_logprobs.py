@@ -26,7 +26,7 @@ def test_a_count_of_zero_reports_the_token_alone() -> None:
     assert second.top == ()
 
 
-def test_equals_are_ordered_by_token() -> None:
+def test_equal_log_probabilities_are_ordered_by_token() -> None:
     _, second = token_logprobs(LOGITS, [0, 0], [0, 3])
     assert [token for token, _ in second.top] == [0, 1, 2]
 
@@ -41,13 +41,13 @@ def test_logits_need_not_be_normalized() -> None:
     assert shifted.logprob == pytest.approx(math.log(0.4), abs=1e-5)
 
 
-def test_the_impossible_has_a_finite_log_probability() -> None:
+def test_impossible_tokens_have_a_finite_log_probability() -> None:
     (result,) = token_logprobs(torch.tensor([[0.0, -math.inf, math.nan]]), [1], [3])
     assert result.logprob == LEAST_LOGPROB
     assert result.top == ((0, 0.0), (1, LEAST_LOGPROB), (2, LEAST_LOGPROB))
 
 
-def test_a_row_is_reported_alike_alone_and_in_a_batch() -> None:
+def test_a_row_has_the_same_log_probabilities_alone_and_in_a_batch() -> None:
     logits = torch.randn(5, 1001, generator=torch.Generator().manual_seed(0))
     together = token_logprobs(logits, [7] * 5, [4] * 5)
     assert together == tuple(token_logprobs(logits[row : row + 1], [7], [4])[0] for row in range(5))
@@ -58,6 +58,6 @@ def test_a_token_outside_the_vocabulary_is_refused() -> None:
         token_logprobs(LOGITS[:1], [4], [0])
 
 
-def test_one_token_and_count_per_row_are_needed() -> None:
+def test_one_token_and_count_per_row_are_required() -> None:
     with pytest.raises(ValueError, match="2 rows of logits, 1 tokens"):
         token_logprobs(LOGITS, [0], [0, 0])

@@ -1,4 +1,4 @@
-"""The noise belongs to (seed, position, token), has pinned bits, and is Gumbel's."""
+"""The noise is a function of (seed, position, token), has pinned bits, and has the Gumbel distribution."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_table_is_near_the_exact_quantile_over_its_whole_range() -> None:
     assert (read.double() - exact).abs().max().item() < 3.4e-6
 
 
-def test_no_rows_and_no_tokens_are_no_error() -> None:
+def test_zero_rows_and_zero_tokens_are_allowed() -> None:
     assert gumbel([], [], 0, 10, "cpu").shape == (0, 10)
     assert gumbel([1], [1], 5, 0, "cpu").shape == (1, 0)
 

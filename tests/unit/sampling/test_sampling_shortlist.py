@@ -1,4 +1,4 @@
-"""Short lists: what truncation keeps, to the last tie, wherever they say that they hold it."""
+"""A complete short list has exactly the tokens that truncation keeps, including ties."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def whole(found: Shortlist, place: int) -> torch.Tensor:
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from(sorted(KINDS)), SAMPLINGS), min_size=1, max_size=5), st.integers(0, 2**32))
-def test_a_short_list_holds_what_truncation_keeps_of_the_whole_row(
+def test_a_short_list_has_the_tokens_that_truncation_keeps_of_the_whole_row(
     rows: list[tuple[str, SamplingParameters]], seed: int
 ) -> None:
     logits = rows_of([kind for kind, _ in rows], seed)
@@ -82,7 +82,7 @@ def test_a_short_list_holds_what_truncation_keeps_of_the_whole_row(
 def test_decisions_are_those_of_whole_rows(rows: list[tuple[str, SamplingParameters]], seed: int) -> None:
     rows = [(kind, sampling) for kind, sampling in rows if kind != "impossible"]
     logits = rows_of(["peaked", *(kind for kind, _ in rows)], seed)
-    logits[:, 5].clamp_(min=-1e3)  # so that a token is possible everywhere
+    logits[:, 5].clamp_(min=-1e3)  # so that every row has a possible token
     greedy = DecisionContext(SamplingParameters(temperature=0.0), (1,), 1)
     contexts = [greedy, *(DecisionContext(sampling, (1,) * (1 + seed % 9), 1) for _, sampling in rows)]
     expected = []
@@ -103,8 +103,8 @@ def test_few_rows_need_more_than_the_leading_tokens() -> None:
     assert [row for row, _ in others] == [20]
 
 
-def test_a_nucleus_whose_edge_is_in_doubt_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With bounds so wide that all is in doubt, the kept sets are the same."""
+def test_a_nucleus_with_an_uncertain_edge_is_counted_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With bounds so wide that every row is counted, the kept sets are the same."""
     logits = rows_of(["peaked"] * 10, 2)
     samplings = [(row, SamplingParameters(top_p=0.7)) for row in range(10)]
     expected, _ = shortlists(logits, samplings)
@@ -123,6 +123,6 @@ def test_the_estimate_of_the_mass_is_within_its_bounds() -> None:
     assert bool(((exact - about).abs() <= about * (shortlist._SLACK / 2) + shortlist._SLACK_UNITS).all())
 
 
-def test_a_small_vocabulary_is_truncated_whole() -> None:
+def test_a_small_vocabulary_is_truncated_without_a_short_list() -> None:
     rows = [(0, SamplingParameters(top_k=2))]
     assert shortlists(torch.zeros(1, 20), rows) == ([], rows)

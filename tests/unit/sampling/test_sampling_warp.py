@@ -1,4 +1,4 @@
-"""Warping: each parameter alone, all of them against the slow reference, and what must not matter."""
+"""Warping is correct for each parameter alone and for all together, and is independent of the batch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_temperature_divides() -> None:
     assert warped([1.0, -3.0], context(temperature=0.5)) == [2.0, -6.0]
 
 
-def test_top_k_keeps_exactly_k_and_the_lower_tokens_among_equals() -> None:
+def test_top_k_keeps_exactly_k_tokens_and_prefers_the_lower_among_equals() -> None:
     assert kept([1.0, 3.0, 1.0, 1.0, 2.0], top_k=3) == [0, 1, 4]
 
 
@@ -84,13 +84,13 @@ def test_top_p_keeps_the_fewest_that_reach_its_mass() -> None:
     assert kept(logits, top_p=0.95) == [0, 1, 2, 3]
 
 
-def test_top_p_takes_the_lower_tokens_among_equals() -> None:
+def test_top_p_prefers_the_lower_tokens_among_equals() -> None:
     assert kept([0.0] * 10, top_p=0.35) == [0, 1, 2, 3]
 
 
 def test_top_p_counts_the_mass_within_top_k() -> None:
     logits = [math.log(probability) for probability in (0.4, 0.3, 0.2, 0.1)]
-    assert kept(logits, top_k=2, top_p=0.55) == [0]  # 0.4 of 0.7 is enough
+    assert kept(logits, top_k=2, top_p=0.55) == [0]  # 0.4 of 0.7 reaches top-p
     assert kept(logits, top_p=0.55) == [0, 1]
 
 
@@ -98,7 +98,7 @@ def test_the_smallest_top_p_keeps_the_most_probable_token() -> None:
     assert kept([1.0, 2.0, 0.0], top_p=1e-9) == [1]
 
 
-def test_min_p_is_a_share_of_the_most_probable() -> None:
+def test_min_p_is_relative_to_the_most_probable_token() -> None:
     logits = [math.log(probability) for probability in (0.5, 0.26, 0.2, 0.04)]
     assert kept(logits, min_p=0.5) == [0, 1]
     assert kept(logits, min_p=1.0) == [0]
@@ -112,7 +112,7 @@ def test_a_greedy_row_is_not_truncated() -> None:
     assert warped([1.0, 2.0], context(temperature=0.0, top_k=1, top_p=0.1, min_p=0.9)) == [1.0, 2.0]
 
 
-def test_a_nucleus_wider_than_the_first_candidates_is_found_whole() -> None:
+def test_a_nucleus_wider_than_the_first_candidates_is_found_completely() -> None:
     logits = torch.linspace(0, 1e-3, 5000)[torch.randperm(5000, generator=torch.Generator().manual_seed(0))]
     result = warp(torch.stack([logits, logits * 1e5]), [context(top_p=0.9), context(top_p=0.9)])
     wide, narrow = (result > -INF).sum(dim=1).tolist()
@@ -126,7 +126,7 @@ def test_nan_counts_as_impossible_and_infinity_as_certain() -> None:
     assert warped([math.nan, 1.0], context()) == [-INF, 1.0]
 
 
-def test_a_row_without_candidates_stays_so_and_disturbs_no_other() -> None:
+def test_a_row_without_candidates_stays_empty_and_affects_no_other() -> None:
     rows = torch.tensor([[math.nan, -INF, -INF], [1.0, 2.0, 3.0]])
     result = warp(rows, [context(top_p=0.5, min_p=0.1, temperature=0.7)] * 2)
     assert result[0].tolist() == [-INF] * 3
@@ -141,12 +141,12 @@ def test_the_callers_logits_are_never_changed(dtype: torch.dtype) -> None:
     assert torch.equal(logits, before)
 
 
-def test_plain_rows_are_returned_as_they_are() -> None:
+def test_rows_without_parameters_are_returned_unchanged() -> None:
     logits = torch.randn(2, 6)
     assert warp(logits, [context(), context(temperature=0.0)]) is logits
 
 
-def test_a_shard_ignores_tokens_of_the_others() -> None:
+def test_a_shard_ignores_tokens_of_other_shards() -> None:
     decision = context((0, 3, 5), 1, presence_penalty=1.0, repetition_penalty=2.0, logit_bias=((4, 1.0), (9, 1.0)))
     logits = torch.randn(1, 6)
     whole = warp(logits, [decision])
@@ -154,7 +154,7 @@ def test_a_shard_ignores_tokens_of_the_others() -> None:
     assert torch.equal(torch.cat(parts, dim=1), whole)
 
 
-def test_one_context_per_row_is_needed() -> None:
+def test_one_context_per_row_is_required() -> None:
     with pytest.raises(ValueError, match="1 contexts for 2 rows"):
         warp(torch.zeros(2, 3), [context()])
 
@@ -168,7 +168,7 @@ def test_relative_masses_are_exponentials() -> None:
 
 @settings(deadline=None)
 @given(LOGITS, CONTEXTS)
-def test_warping_is_what_the_slow_reference_computes(logits: list[float], decision: DecisionContext) -> None:
+def test_warping_equals_the_slow_reference(logits: list[float], decision: DecisionContext) -> None:
     sampling = decision.sampling
     expected = probabilities(logits, sampling, decision.tokens, decision.prompt_len)
     if sampling.temperature == 0:
@@ -191,14 +191,16 @@ def test_warping_is_what_the_slow_reference_computes(logits: list[float], decisi
 
 
 def _has_near_ties(values: list[float]) -> bool:
-    """Equal in one precision, unequal in the other."""
+    """Whether two logits are equal in one precision and different in the other."""
     ordered = sorted(values)
     return any(0 < high - low < 1e-4 for low, high in pairwise(ordered))
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(LOGITS, CONTEXTS), min_size=1, max_size=6), st.randoms(use_true_random=False))
-def test_a_row_is_warped_alike_alone_and_in_any_batch(rows: list[tuple[list[float], DecisionContext]], random) -> None:
+def test_a_row_is_warped_equally_alone_and_in_any_batch(
+    rows: list[tuple[list[float], DecisionContext]], random
+) -> None:
     random.shuffle(rows)
     together = warp(torch.tensor([logits for logits, _ in rows]), [decision for _, decision in rows])
     for row, (logits, decision) in enumerate(rows):

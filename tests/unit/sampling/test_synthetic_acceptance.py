@@ -1,4 +1,4 @@
-"""An experiment without trained weights: the target accepts by chance, and says everywhere that it does."""
+"""Synthetic acceptance: the target accepts drafts at random and reports that it is not lossless."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def first_step(engine: TargetEngine, tree: TokenTree, seed: int = 5) -> Verdict:
 
 
 def test_synthetically_accepted_tokens_and_their_kv_are_committed(directory: Path) -> None:
-    """What follows is computed from the keys and values of what was accepted."""
+    """Later tokens are computed from the keys and values of the accepted tokens."""
     engine, plain = open_engine(directory, 1.0, 1.0, 1.0, 1.0, 0.0), open_engine(directory)
     verdict = first_step(engine, TokenTree.chain(DRAFTED))
     assert verdict.tokens[:-1] == DRAFTED
@@ -63,14 +63,14 @@ def test_the_token_after_the_drafts_may_be_synthetic_as_well(directory: Path) ->
 
 
 def test_the_same_seed_accepts_the_same_drafts_again(directory: Path) -> None:
-    """Another engine, as another rank, with the same seed."""
+    """A second engine with the same seed stands for another rank."""
     tree = TokenTree.chain(DRAFTED)
     lengths = [[first_step(open_engine(directory, 0.5), tree, seed).accepted for seed in range(6)] for _ in range(2)]
     assert lengths[0] == lengths[1]
     assert len(set(lengths[0])) > 1
 
 
-def test_a_target_says_whether_it_is_lossless(directory: Path) -> None:
+def test_a_target_reports_whether_it_is_lossless(directory: Path) -> None:
     assert open_engine(directory).info().is_lossless
     assert not open_engine(directory, 0.5).info().is_lossless
 
@@ -79,7 +79,7 @@ def configured(**draft: object) -> Configuration:
     return load_configuration({"draft": draft})
 
 
-def test_a_synthetic_drafter_makes_its_target_accept_by_chance() -> None:
+def test_a_synthetic_drafter_makes_its_target_accept_at_random() -> None:
     plain, experiment = configured(method="ngram"), configured(method="synthetic", synthetic={"acceptance": (0.9, 0.6)})
     assert with_acceptance(plain) == plain
     settled = with_acceptance(experiment)
@@ -89,7 +89,7 @@ def test_a_synthetic_drafter_makes_its_target_accept_by_chance() -> None:
     assert with_acceptance(settled) == settled
 
 
-def test_a_demo_of_an_experiment_compares_nothing() -> None:
+def test_the_demo_does_not_compare_answers_that_are_not_lossless() -> None:
     mine, other = (TimedAnswer(tokens, 1, 2, 1, 1.0, 0.5) for tokens in ((1, 2), (1, 3)))
     assert conclusion("float32", False, mine, other) == f"{NOT_LOSSLESS}."
     assert conclusion("float32", True, mine, mine) == "Both answers are the same 2 tokens."
@@ -101,6 +101,6 @@ def test_a_demo_of_an_experiment_compares_nothing() -> None:
 @pytest.mark.parametrize(
     "target", [{"acceptance": "synthetic", "synthetic": {"rates": [0.8]}}, {"synthetic": {"rates": [0.5]}}]
 )
-def test_nothing_else_may_accept_by_chance(target: dict[str, object]) -> None:
+def test_no_other_method_may_use_synthetic_acceptance(target: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match=r"is refused; draft\.method=synthetic sets it"):
         with_acceptance(load_configuration({"target": target}))

@@ -1,4 +1,4 @@
-"""Fixtures that the tests of the servicers share."""
+"""Fixtures for the tests of the servicers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gate() -> Iterator[Gate]:
 
 @pytest.fixture
 async def held(gate: Gate) -> AsyncIterator[tuple[DraftServicer, EchoDrafter]]:
-    """A drafter that waits at the gate whenever it is asked for guesses."""
+    """A drafter that waits at the gate in every `propose` call."""
     method = EchoDrafter(gate.pass_through)
     servicer = DraftServicer(method)
     yield servicer, method

@@ -1,4 +1,4 @@
-"""`DraftService`: calls are computed in one thread, only a bad row faults, clients are separate."""
+"""`DraftService` computes calls in one thread, isolates bad rows, and separates clients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from workers.draft.ngram import NgramDrafter, NgramSettings
 from workers.serve.draft_servicer import DraftServicer
 
 
-async def test_proposals_arrive_as_the_method_made_them() -> None:
+async def test_proposals_arrive_unchanged() -> None:
     rows = [draft_row("a", 1, 2, 3, 1, 2), draft_row("b", 1, 2), DraftRow(SequenceId("c"), 5, (1,), DraftBudget(1, 1))]
     async with drafter_at(DraftServicer(NgramDrafter(NgramSettings(), DraftSection()))) as drafter:
         assert await drafter.propose(rows, 10) == NgramDrafter(NgramSettings(), DraftSection()).propose(rows)
@@ -46,7 +46,7 @@ async def test_two_rows_of_one_sequence_are_refused_before_anything_is_computed(
         assert method.calls == []
 
 
-async def test_everything_is_computed_in_one_thread_beside_the_event_loop() -> None:
+async def test_all_calls_are_computed_in_one_thread_outside_the_event_loop() -> None:
     method = EchoDrafter()
     servicer = DraftServicer(method)
     await asyncio.gather(*(propose(servicer, draft_row(name, 1)) for name in "abcd"), release(servicer, "a"))
@@ -56,7 +56,7 @@ async def test_everything_is_computed_in_one_thread_beside_the_event_loop() -> N
     assert threading.get_ident() not in method.threads
 
 
-async def test_a_row_that_makes_the_method_raise_faults_alone() -> None:
+async def test_a_row_that_makes_the_method_raise_is_the_only_fault() -> None:
     servicer = DraftServicer(EchoDrafter())
     proposals = await propose(servicer, draft_row("a", 1), draft_row("b", POISON), draft_row("c", 3))
     await servicer.close()
@@ -101,7 +101,7 @@ async def test_a_cancelled_proposal_that_has_not_begun_is_not_computed(
     assert method.calls == [("propose", "begun"), ("propose", "last")]
 
 
-async def test_a_cancelled_release_is_done_nevertheless(held: tuple[DraftServicer, EchoDrafter], gate: Gate) -> None:
+async def test_a_cancelled_release_is_completed(held: tuple[DraftServicer, EchoDrafter], gate: Gate) -> None:
     servicer, method = held
     begun = asyncio.create_task(propose(servicer, draft_row("a", 1)))
     await gate.reached()

@@ -1,4 +1,4 @@
-"""Work that a drafter does between calls: it never delays a waiting call, and its failure harms no call."""
+"""A drafter works between calls. This work never delays a waiting call, and its failure affects no call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_a_call_without_budget_is_answered_once_its_tokens_are_computed() 
     method = EchoDrafter()
     method.pieces_left = 3
     servicer = DraftServicer(method)
-    await propose(servicer, draft_row("b", 1))  # wants guesses: these do not wait
+    await propose(servicer, draft_row("b", 1))  # a call with a budget does not wait for the pieces
     assert method.pieces_left == 3
     await propose(servicer, row_without_budget("a", 1))
     assert method.calls == [("propose", "b"), ("propose", "a"), *[("catch_up", "a")] * 3]
@@ -43,7 +43,7 @@ async def test_a_call_without_budget_is_answered_once_its_tokens_are_computed() 
     await servicer.close()
 
 
-async def test_a_call_with_budget_goes_between_the_pieces_of_a_call_without(gate: Gate) -> None:
+async def test_a_call_with_budget_runs_between_the_pieces_of_a_call_without(gate: Gate) -> None:
     method = EchoDrafter()
     method.pieces_left = 3
     catch_up = method.catch_up
@@ -77,7 +77,7 @@ async def test_tokens_that_cannot_be_computed_are_left_to_the_next_proposal(capl
     await servicer.close()
 
 
-async def test_a_waiting_call_goes_before_the_next_idle_work(gate: Gate) -> None:
+async def test_a_waiting_call_runs_before_the_next_idle_work(gate: Gate) -> None:
     method = EchoDrafter(passes_left=5)
     run_ahead = method.run_ahead
 
@@ -107,7 +107,7 @@ async def test_idle_work_that_fails_is_logged_and_stops_until_the_next_call(capl
     def broken() -> bool:
         nonlocal tried
         tried += 1
-        raise RuntimeError("no room to grow")
+        raise RuntimeError("pool is full")
 
     method.run_ahead = broken  # type: ignore[method-assign]
     servicer = DraftServicer(method)
@@ -118,4 +118,4 @@ async def test_idle_work_that_fails_is_logged_and_stops_until_the_next_call(capl
     assert tried == 2
     assert servicer.failures == 0
     await servicer.close()
-    assert "no room to grow" in caplog.text
+    assert "pool is full" in caplog.text

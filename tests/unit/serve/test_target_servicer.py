@@ -51,7 +51,7 @@ async def test_verdicts_arrive_as_the_engine_returned_them(directory: Path) -> N
         assert (await target.info()).kv.blocks_free == 20
 
 
-async def test_a_row_that_makes_the_engine_raise_faults_alone_and_the_times_add_up() -> None:
+async def test_a_row_that_makes_the_engine_raise_is_the_only_fault_and_the_times_add_up() -> None:
     engine = EchoEngine()
     servicer = TargetServicer(engine)
     result = await step(servicer, verify_row("a", 1), verify_row("b", POISON), verify_row("c", 3))
@@ -69,7 +69,7 @@ async def test_an_engine_that_fails_every_row_is_unavailable_and_serves_the_next
         assert (await target.step(StepBatch((verify_row("a", 1),)))).verdicts[0].tokens == (1,)
 
 
-async def test_a_broken_group_fails_the_step_at_once_and_its_rows_are_not_tried_alone() -> None:
+async def test_a_broken_group_fails_the_step_at_once_without_retrying_single_rows() -> None:
     class Broken(EchoEngine):
         def step(self, batch: StepBatch) -> StepResult:
             self.sizes.append(len(batch.rows))
@@ -84,7 +84,7 @@ async def test_a_broken_group_fails_the_step_at_once_and_its_rows_are_not_tried_
 
 async def test_errors_of_the_engine_arrive_as_they_were_raised() -> None:
     async with target_at(TargetServicer(EchoEngine())) as target:
-        with pytest.raises(InvalidRequest, match="parent: 'nobody' is refused"):
-            await target.open([open_row("child", 1, parent="nobody")])
+        with pytest.raises(InvalidRequest, match="parent: 'unknown' is refused"):
+            await target.open([open_row("child", 1, parent="unknown")])
         with pytest.raises(InvalidRequest, match="tokens"):
             await target.open([open_row("child")])

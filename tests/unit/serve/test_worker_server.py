@@ -39,7 +39,7 @@ async def test_an_engine_whose_server_cannot_listen_is_closed() -> None:
     assert len(engine.closed_by) == 1
 
 
-async def test_closing_an_engine_removes_what_it_put_on_disk(directory: Path, tmp_path: Path) -> None:
+async def test_closing_an_engine_removes_its_files(directory: Path, tmp_path: Path) -> None:
     model = load_model(ModelSection(path=str(directory), device="cpu"))
     section = KvSection(block_size=4, disk_directory=str(tmp_path))
     async with host_target("127.0.0.1", TargetEngine(model, KvPool(model.kv_spec, section, blocks=20), LocalDecider())):
@@ -47,7 +47,7 @@ async def test_closing_an_engine_removes_what_it_put_on_disk(directory: Path, tm
     assert not entries(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore:coroutine")  # Serve awaits `__del__`, the garbage collector does not
+@pytest.mark.filterwarnings("ignore:coroutine")  # Serve awaits `__del__`; the garbage collector does not
 @pytest.mark.parametrize("host", ["127.0.0.1", "256.0.0.1"], ids=["served", "not bound"])
 async def test_a_replica_closes_its_engine_when_it_ends(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str

@@ -1,4 +1,4 @@
-"""Models that the tests of the target engine share."""
+"""Fixtures: the models that the tests of the target engine share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> ModelCase:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved tiny model that sees all positions."""
+    """A saved tiny model with full attention."""
     return tiny.save(tmp_path_factory.mktemp("target"), tiny.llama())
 
 

@@ -36,12 +36,12 @@ class ThresholdSettings(PluginSettings):
     """Settings of `Threshold`."""
 
     least: float = 0.5
-    """A drafted token is accepted when it is at least so probable."""
+    """The minimum probability of an accepted token."""
 
 
 @dataclass
 class Threshold:
-    """Accepts first children while the target holds them probable enough, as Medusa's typical acceptance does."""
+    """Accepts first children while their target probability is high enough, like Medusa's typical acceptance."""
 
     least: float
     seen: list[Tensor | None]
@@ -68,7 +68,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
-    """Registers the rule for one test, and collects the distributions that it is given."""
+    """Registers the rule for one test, and records the distributions that it receives."""
     distributions: list[Tensor | None] = []
     RULES.names()  # the packaged rules are registered now
     monkeypatch.setattr(RULES, "_plugins", dict(RULES._plugins))
@@ -113,8 +113,10 @@ def test_the_rule_decides_by_the_distribution_and_by_its_own_settings(
 ) -> None:
     sampling = SamplingParameters(temperature=1.0, seed=3)
     expected = expected_distribution(directory, sampling)
-    chances = [expected[node][token] for node, token in enumerate(CHAIN.tokens)]
-    generous = verify(engine_with(directory, acceptance="threshold", threshold={"least": min(chances) * 0.9}), sampling)
+    probabilities = [expected[node][token] for node, token in enumerate(CHAIN.tokens)]
+    generous = verify(
+        engine_with(directory, acceptance="threshold", threshold={"least": min(probabilities) * 0.9}), sampling
+    )
     assert generous.tokens[:-1] == CHAIN.tokens
     strict = verify(engine_with(directory, acceptance="threshold", threshold={"least": 0.999}), sampling)
     assert strict.accepted == 0
@@ -149,7 +151,9 @@ def test_logits_without_a_number_give_no_probability_to_any_token() -> None:
     assert distribution.tolist() == [[-math.inf] * 5]
 
 
-def test_nothing_is_computed_for_a_rule_that_does_not_ask(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_distribution_is_computed_for_a_rule_that_does_not_need_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> Tensor:
         raise AssertionError("a distribution was computed")
 

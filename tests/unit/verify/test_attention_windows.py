@@ -1,4 +1,4 @@
-"""Layers with an attention window: the text is right past the window, and the window holds no more than it must."""
+"""Layers with an attention window: the text beyond the window is correct, and blocks outside it are freed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.engine_sequence import (
 from tests.support.model_cases import BLOCK, WINDOW, ModelCase, gemma3, save_case
 
 
-def test_past_the_window_the_text_is_the_models_own_with_and_without_trees(case: ModelCase) -> None:
+def test_text_beyond_the_window_is_the_models_own_with_and_without_trees(case: ModelCase) -> None:
     prompt = some_tokens(19)
     expected = case.reference(prompt, 60)
     assert generate(case.engine(), prompt, 60) == expected
@@ -37,7 +37,7 @@ def test_a_prompt_longer_than_the_window_in_chunks(case: ModelCase, chunk: int) 
     assert sequence.decode(5) == case.reference(prompt, 5)
 
 
-def test_a_window_holds_what_its_layout_says_and_no_more(hybrid: ModelCase) -> None:
+def test_a_windowed_sequence_holds_only_the_blocks_of_its_window(hybrid: ModelCase) -> None:
     engine = hybrid.engine()
     layout = engine.info().layout
     assert layout.groups == (KvGroup(4, window=WINDOW), KvGroup(1))
@@ -52,13 +52,13 @@ def test_a_window_holds_what_its_layout_says_and_no_more(hybrid: ModelCase) -> N
     assert engine.info().kv.blocks_free == engine.info().kv.blocks_total
 
 
-def test_a_pool_too_small_for_the_whole_context_carries_a_window_to_its_end(tmp_path: Path) -> None:
+def test_a_pool_smaller_than_the_context_suffices_for_a_windowed_sequence(tmp_path: Path) -> None:
     case = save_case(tmp_path, tiny.mistral(sliding_window=WINDOW))
     prompt = some_tokens(20, seed=2)
     assert generate(case.engine(blocks=7), prompt, 100) == case.reference(prompt, 100)
 
 
-def test_layers_of_unlike_depth_share_one_table_and_keep_their_masks(tmp_path: Path) -> None:
+def test_groups_of_different_sizes_share_one_table_and_keep_their_masks(tmp_path: Path) -> None:
     kinds = ["full_attention"] + ["sliding_attention"] * 66
     small = {"hidden_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 8}
     case = save_case(tmp_path, gemma3(num_hidden_layers=67, layer_types=kinds, **small))
@@ -69,7 +69,7 @@ def test_layers_of_unlike_depth_share_one_table_and_keep_their_masks(tmp_path: P
 
 
 def windowed_reference(case: ModelCase, prompt: Sequence[int], count: int, window: int, sinks: int) -> list[int]:
-    """Greedy, each token over the whole sequence with the mask written out."""
+    """Greedy tokens, each computed over the whole sequence with an explicit mask."""
     model = AutoModelForCausalLM.from_pretrained(case.directory, dtype=torch.float32, attn_implementation="eager")
     tokens = list(prompt)
     for _ in range(count):
@@ -83,7 +83,7 @@ def windowed_reference(case: ModelCase, prompt: Sequence[int], count: int, windo
 
 
 @pytest.mark.parametrize("sinks", [0, 2, 5])
-def test_a_configured_window_is_lossy_and_exactly_what_its_mask_says(full: ModelCase, sinks: int) -> None:
+def test_a_configured_window_is_lossy_and_equals_its_explicit_mask(full: ModelCase, sinks: int) -> None:
     prompt = some_tokens(30, seed=4)
     engine = full.engine(blocks=12, window=16, sinks=sinks)
     expected = windowed_reference(full, prompt, 40, 16, sinks)

@@ -31,7 +31,7 @@ from workers.verify.engine import TargetEngine
 
 
 @pytest.mark.parametrize("moved_out", [False, True], ids=["dropped", "moved out"])
-def test_many_more_prompts_than_memory_are_all_answered_right(case: ModelCase, moved_out: bool) -> None:
+def test_prompts_for_several_pools_are_all_answered_correctly(case: ModelCase, moved_out: bool) -> None:
     engine = case.engine(blocks=26 * case.layout().tables, host_bytes=(1 << 20) if moved_out else 0)
     plain = case.engine(prefix_cache=False)
     prompts = [some_tokens(41, seed=seed % 6) for seed in range(18)]
@@ -43,7 +43,9 @@ def test_many_more_prompts_than_memory_are_all_answered_right(case: ModelCase, m
         assert sequence.decode(12, drafts_near([*prompt, *expected[index % 6]], index)) == expected[index % 6]
         engine.release([sequence.name])
         assert engine.info().kv.blocks_free == engine.info().kv.blocks_total
-    assert hits == (12 if moved_out else 0)  # in index, six prompts push each other out of the pool before they return
+    assert hits == (
+        12 if moved_out else 0
+    )  # in turn, six prompts evict each other from the pool before they are repeated
     engine.close()
 
 
@@ -53,9 +55,7 @@ def tiers_of(pool: KvPool) -> Tiers:
 
 
 @pytest.mark.parametrize("cheaper", ["loading", "computing"])
-def test_a_preempted_sequence_goes_on_where_it_was_or_is_computed_whichever_is_cheaper(
-    case: ModelCase, cheaper: str
-) -> None:
+def test_a_preempted_sequence_is_loaded_or_recomputed_whichever_is_cheaper(case: ModelCase, cheaper: str) -> None:
     prompt = some_tokens(22)
     expected = generate(case.engine(), prompt, 60)
     engine, pool = case.engine_and_pool(24 * case.layout().tables, host_bytes=1 << 20)
@@ -64,7 +64,7 @@ def test_a_preempted_sequence_goes_on_where_it_was_or_is_computed_whichever_is_c
     sequence.decode(25)
     engine.release([sequence.name])
     for seed in (3, 4):
-        generate(engine, some_tokens(90, seed), 2)  # takes nearly every block
+        generate(engine, some_tokens(90, seed), 2)  # uses nearly every block
     if cheaper == "computing":
         tiers_of(pool).costs.record_load(Medium.HOST, 1 << 20, 1e9)
     assert sequence.open() == (44 if cheaper == "loading" else 0)
@@ -74,7 +74,7 @@ def test_a_preempted_sequence_goes_on_where_it_was_or_is_computed_whichever_is_c
     engine.close()
 
 
-def test_the_price_of_computing_is_that_of_the_steps(full: ModelCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_computing_is_measured_in_steps(full: ModelCase, monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[tuple[int, int]] = []
     engine, pool = full.engine_and_pool(300, host_bytes=1 << 20)
     costs = tiers_of(pool).costs
@@ -94,9 +94,9 @@ def test_blocks_that_are_about_to_be_loaded_are_not_evicted_from_the_host(full: 
     engine, pool = full.engine_and_pool(12, host_bytes=24 * block_bytes)
     first, *others = [some_tokens(41, seed=seed) for seed in range(3)]
     for prompt in (first, *others):
-        generate(engine, prompt, 1)  # each pushes the one before it out of the pool
+        generate(engine, prompt, 1)  # each evicts the one before it from the pool
     sequence = sequence_on(engine, first)
-    assert sequence.open() == 40  # it was the first to go from the host, had it not been asked for
+    assert sequence.open() == 40  # without `touch`, the host would evict it first
     assert tiers_of(pool).host.dropped > 0
     engine.close()
 
@@ -105,7 +105,7 @@ def test_kv_that_cannot_be_loaded_is_computed(full: ModelCase, monkeypatch: pyte
     prompt = some_tokens(41)
     engine, pool = full.engine_and_pool(26, host_bytes=1 << 20)
     expected = generate(engine, prompt, 12)
-    generate(engine, some_tokens(95, seed=1), 9)  # takes every block
+    generate(engine, some_tokens(95, seed=1), 9)  # uses every block
     monkeypatch.setattr(tiers_of(pool), "load", lambda key, parts: False)
     sequence = sequence_on(engine, prompt)
     assert sequence.open() == 0
@@ -118,7 +118,7 @@ def test_kv_that_cannot_be_loaded_is_computed(full: ModelCase, monkeypatch: pyte
 def test_a_prefix_is_searched_again_when_loading_fails_after_an_eviction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a window the shorter beginning that is at hand shares nothing with the longer one: it may have given way."""
+    """With a window, a shorter cached prefix shares no block with a longer one, so it may have been evicted."""
     engine, pool = save_case(tmp_path, tiny.mistral(sliding_window=WINDOW)).engine_and_pool(9, host_bytes=1 << 20)
     monkeypatch.setattr(tiers_of(pool), "load", lambda key, parts: False)
     texts = [some_tokens(80, seed) for seed in range(2)]
@@ -134,7 +134,7 @@ def test_a_prefix_is_searched_again_when_loading_fails_after_an_eviction(
     engine.close()
 
 
-def test_an_engine_that_fails_while_it_warms_up_leaves_nothing_on_disk(
+def test_an_engine_that_fails_during_warm_up_leaves_no_files(
     full: ModelCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(engine: TargetEngine) -> None:
@@ -148,12 +148,12 @@ def test_an_engine_that_fails_while_it_warms_up_leaves_nothing_on_disk(
     assert not list(tmp_path.iterdir())
 
 
-def test_looking_for_a_prompt_everywhere_hashes_it_once(full: ModelCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_searching_all_tiers_for_a_prompt_hashes_it_once(full: ModelCase, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
     engine = full.engine(26, host_bytes=1 << 20)
     prompt = some_tokens(41)
     generate(engine, prompt, 1)
-    generate(engine, some_tokens(95, seed=1), 9)  # takes every block
+    generate(engine, some_tokens(95, seed=1), 9)  # uses every block
     key_of = block_table.next_key
     monkeypatch.setattr(block_table, "next_key", lambda before, tokens: (hashed.append(1), key_of(before, tokens))[1])
     assert sequence_on(engine, prompt).open() == 40
@@ -161,7 +161,7 @@ def test_looking_for_a_prompt_everywhere_hashes_it_once(full: ModelCase, monkeyp
     engine.close()
 
 
-@pytest.mark.parametrize("lost", [0.0, 0.2], ids=["all comes back", "some is lost"])
+@pytest.mark.parametrize("lost", [0.0, 0.2], ids=["all blocks load", "some loads fail"])
 def test_random_sequences_get_their_own_text_and_leak_no_block(
     case: ModelCase, lost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,7 +199,7 @@ def test_random_sequences_get_their_own_text_and_leak_no_block(
 
 
 def advance(sequence: EngineSequence, propose: Propose) -> bool:
-    """One step; `False` where there was no memory for it."""
+    """Run one step. Returns `False` if there was no memory for it."""
     tokens, stored = sequence.tokens, sequence.stored
     row = VerifyRow(sequence.name, len(tokens), tuple(tokens[stored:]), propose(tokens))
     verdict = sequence.engine.step(StepBatch((row,))).verdicts[0]

@@ -1,4 +1,4 @@
-"""KV that sequences share changes no token: repeated prompts, common beginnings, parents."""
+"""Shared KV changes no token: repeated prompts, common prefixes and parents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.engine_sequence import (
 from tests.support.model_cases import ModelCase
 
 
-def test_a_repeated_prompt_is_stored_already_and_its_answer_the_same(case: ModelCase) -> None:
+def test_a_repeated_prompt_is_a_hit_and_has_the_same_answer(case: ModelCase) -> None:
     prompt = some_tokens(37)
     engine = case.engine()
     fresh = generate(engine, prompt, 40)
@@ -26,7 +26,7 @@ def test_a_repeated_prompt_is_stored_already_and_its_answer_the_same(case: Model
     assert engine.info().kv.blocks_free == engine.info().kv.blocks_total
 
 
-def test_a_turn_later_the_whole_conversation_is_a_hit(case: ModelCase) -> None:
+def test_in_the_next_turn_the_whole_conversation_is_a_hit(case: ModelCase) -> None:
     prompt = some_tokens(21)
     engine = case.engine()
     fresh = generate(engine, prompt, 30, propose=drafts_near(some_tokens(60)))
@@ -36,7 +36,7 @@ def test_a_turn_later_the_whole_conversation_is_a_hit(case: ModelCase) -> None:
     assert index.decode(20) == generate(case.engine(prefix_cache=False), following, 20)
 
 
-def test_prompts_share_their_common_beginning_while_both_run(case: ModelCase) -> None:
+def test_running_prompts_share_their_common_prefix(case: ModelCase) -> None:
     common = some_tokens(18)
     engine = case.engine()
     plain = case.engine(prefix_cache=False)
@@ -52,7 +52,7 @@ def test_prompts_share_their_common_beginning_while_both_run(case: ModelCase) ->
         assert sequence.tokens[27:47] == generate(plain, prompt, 20)
 
 
-def test_tenants_do_not_share(case: ModelCase) -> None:
+def test_requests_with_different_cache_salts_share_nothing(case: ModelCase) -> None:
     prompt = some_tokens(37)
     engine = case.engine()
     fresh = generate(engine, prompt, 10, salt="one")
@@ -65,7 +65,7 @@ def test_tenants_do_not_share(case: ModelCase) -> None:
     assert child.open(parent="c") == 0
 
 
-def test_without_the_cache_nothing_is_shared_but_what_a_parent_holds(case: ModelCase) -> None:
+def test_without_the_prefix_cache_only_parents_share_blocks(case: ModelCase) -> None:
     prompt = some_tokens(37)
     engine = case.engine(prefix_cache=False)
     generate(engine, prompt, 3)
@@ -76,7 +76,7 @@ def test_without_the_cache_nothing_is_shared_but_what_a_parent_holds(case: Model
     assert sequence_on(engine, prompt, "c").open() == 0
 
 
-def test_a_start_from_nothing_looks_nothing_up(full: ModelCase) -> None:
+def test_a_row_from_position_zero_does_not_search_the_cache(full: ModelCase) -> None:
     prompt = some_tokens(20)
     engine = full.engine()
     fresh = generate(engine, prompt, 1)

@@ -1,4 +1,4 @@
-"""What a target measures of its own steps before anybody waits for one."""
+"""A target measures the time of its steps during warm-up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the target decides and reports: its own tokens, whatever is drafted."""
+"""The target decides and reports its own tokens for any drafts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_no_drafter_changes_the_text(engine: TargetEngine, sampling: SamplingPar
     assert engine.info().kv.blocks_free == engine.info().kv.blocks_total
 
 
-def test_a_right_chain_is_accepted_whole_with_a_bonus_token(engine: TargetEngine) -> None:
+def test_a_correct_chain_is_accepted_completely_with_a_bonus_token(engine: TargetEngine) -> None:
     plain = decode(engine, PROMPT, 8)
     verify(engine, first_row("a", PROMPT))
     row = VerifyRow(SequenceId("a"), len(PROMPT) + 1, (plain[0],), TokenTree.chain(plain[1:6]))
@@ -60,7 +60,7 @@ def test_a_right_chain_is_accepted_whole_with_a_bonus_token(engine: TargetEngine
     assert (verdict.accepted, verdict.drafted) == (5, 5)
 
 
-def test_rejected_nodes_leave_no_block_behind(engine: TargetEngine) -> None:
+def test_rejected_nodes_free_their_blocks(engine: TargetEngine) -> None:
     plain = decode(engine, PROMPT, 2)
     verify(engine, first_row("a", PROMPT))
     free = engine.info().kv.blocks_free

@@ -1,4 +1,4 @@
-"""Rows that are repeated, out of sync, cut into chunks or refused; a bad row never harms the others."""
+"""Rows are repeated, out of sync, split into chunks or refused. A bad row never affects the others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def test_a_row_out_of_sync_reports_how_many_tokens_are_stored(engine: TargetEngi
     assert (ahead.fault.code, ahead.fault.stored_len) == (RowFaultCode.OUT_OF_SYNC, len(PROMPT))
 
 
-def test_a_sequence_sent_from_the_start_again_goes_on_as_before(engine: TargetEngine, directory: Path) -> None:
+def test_a_sequence_that_is_sent_again_from_the_start_continues_as_before(
+    engine: TargetEngine, directory: Path
+) -> None:
     plain = decode(engine, PROMPT, 20, SAMPLED)
     restarted = open_engine(directory)
     known = (*PROMPT, *plain[:9])
@@ -50,7 +52,7 @@ def test_a_sequence_sent_from_the_start_again_goes_on_as_before(engine: TargetEn
     assert verdict.tokens == (plain[9],)
 
 
-def test_a_prompt_in_chunks_decides_only_at_its_end(engine: TargetEngine) -> None:
+def test_a_prompt_in_chunks_has_a_decision_only_at_its_end(engine: TargetEngine) -> None:
     whole = verify(engine, first_row("whole", PROMPT))
     start = SequenceStart(len(PROMPT), GREEDY)
     early = verify(engine, VerifyRow(SequenceId("a"), 5, PROMPT[:5], decide=False, start=start))
@@ -85,7 +87,7 @@ def test_one_row_out_of_memory_does_not_stop_the_others(directory: Path) -> None
         ),
     ],
 )
-def test_a_bad_row_faults_alone(engine: TargetEngine, row: VerifyRow, message: str) -> None:
+def test_a_bad_row_is_the_only_fault(engine: TargetEngine, row: VerifyRow, message: str) -> None:
     good = verify(engine, first_row("alone", PROMPT))
     bad, beside = engine.step(StepBatch((row, first_row("a", PROMPT)))).verdicts
     assert bad.fault is not None
@@ -119,7 +121,7 @@ def test_nan_in_released_blocks_does_not_reach_later_sequences(directory: Path) 
     bad = verify(poisoned, first_row("bad", [5, 7, 9, 50] * 8))
     assert bad.fault is not None
     poisoned.release([SequenceId("bad")])
-    for length in (len(PROMPT), 5, 1):  # blocks used before, whole and in part, alone and as padding
+    for length in (len(PROMPT), 5, 1):  # blocks used before: full, half-filled, single and as padding
         row = first_row("a", PROMPT[:length])
         assert verify(poisoned, row).fault is None
     assert verify(poisoned, first_row("b", PROMPT)).tokens == healthy

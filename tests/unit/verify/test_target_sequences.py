@@ -1,4 +1,4 @@
-"""Opening and releasing sequences: children share the KV of their parent."""
+"""Sequences are opened and released. Children share the KV of their parent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.support.engine_rows import PROMPT, first_row, open_row, verify
 from workers.verify.engine import TargetEngine
 
 
-def test_children_share_the_prompt_and_go_their_own_ways(engine: TargetEngine) -> None:
+def test_children_share_the_prompt_and_continue_independently(engine: TargetEngine) -> None:
     verify(engine, first_row("parent", PROMPT))
     free = engine.info().kv.blocks_free
     children = [("left", (*PROMPT, 20)), ("right", (*PROMPT, 30))]
@@ -22,7 +22,7 @@ def test_children_share_the_prompt_and_go_their_own_ways(engine: TargetEngine) -
     assert engine.info().kv.blocks_free == engine.info().kv.blocks_total
 
 
-def test_a_child_shares_its_parents_half_filled_block_and_leaves_out_its_own_last_token(engine: TargetEngine) -> None:
+def test_a_child_shares_its_parents_half_filled_block_without_its_own_last_token(engine: TargetEngine) -> None:
     verify(engine, first_row("parent", (*PROMPT, 7, 7)))
     opened = engine.open(
         [
@@ -34,16 +34,16 @@ def test_a_child_shares_its_parents_half_filled_block_and_leaves_out_its_own_las
     assert opened.stored_lens == (10, 9, 6)
 
 
-def test_a_repeated_open_opens_the_same(engine: TargetEngine) -> None:
+def test_a_repeated_open_has_the_same_result(engine: TargetEngine) -> None:
     verify(engine, first_row("parent", PROMPT))
     row = open_row("child", (*PROMPT, 20), parent="parent")
     first = engine.open([row])
     assert engine.open([row]) == first
     verify(engine, VerifyRow(SequenceId("child"), len(PROMPT) + 1, (20,)))
-    assert engine.open([row]).stored_lens == first.stored_lens  # anew, whatever it has become
+    assert engine.open([row]).stored_lens == first.stored_lens  # opened again after it has changed
 
 
-def test_a_sequence_that_is_opened_anew_begins_with_what_it_holds(engine: TargetEngine) -> None:
+def test_a_sequence_that_is_opened_again_keeps_its_stored_tokens(engine: TargetEngine) -> None:
     verdict = verify(engine, first_row("a", (*PROMPT, 7)))
     opened = engine.open([open_row("a", (*PROMPT, 7, *verdict.tokens), parent="long gone")])
     assert opened.stored_lens == (len(PROMPT) + 1,)

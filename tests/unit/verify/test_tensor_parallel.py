@@ -1,4 +1,4 @@
-"""A group of ranks decides what one rank alone decides, and breaks as one."""
+"""A group of ranks makes the same decisions as one rank. If one rank fails, the whole group fails."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ SETTINGS = {
     "logprobs": SamplingParameters(temperature=0.9, seed=4, logprobs=2),
 }
 QUANTIZATIONS = ("none", "int8")
-"""The same processes form one group after the other."""
+"""The kinds of groups. The same processes form one group after the other."""
 BLOCKS = 40
 BLOCK_BYTES = 4 * 2 * 2 * 8 * 4
-"""Four tokens on one rank: keys and values of two layers, one head."""
+"""Bytes of a block of four tokens on one rank: keys and values of two layers, one head."""
 HOST_BLOCKS = 8
 DISK_BYTES = (1 << 20, 6 << 10, 1 << 20)
-"""Ranks need not have the same disks."""
+"""Bytes on the disk of each rank. The disks differ in size."""
 
 
 def free_port() -> int:
@@ -70,14 +70,14 @@ def build(target: TargetSection, rank: int = 0) -> TargetEngine:
 
 
 def serve_rank(rank: int, directory: Path, port: int, pipe: Connection | None) -> None:
-    """A rank's whole life; rank 0 does what the test asks through its pipe."""
+    """Run one rank in its process. Rank 0 executes the calls that the test sends through its pipe."""
     import torch
 
     from workers.kv.load_cost import CostModel
     from workers.verify.group import DriverRank, join_group, leave_group, run_worker_rank
 
     torch.set_num_threads(1)
-    # Whatever is stored is worth loading, on a busy machine too.
+    # Loading stored blocks always counts as worthwhile, even on a busy machine.
     CostModel.worth_loading = lambda costs, host_bytes, disk_bytes, tokens: tokens > 0  # type: ignore[method-assign]
     join_group(section(directory, RANKS), rank, "127.0.0.1", port)
     memory = {
@@ -96,7 +96,7 @@ def serve_rank(rank: int, directory: Path, port: int, pipe: Connection | None) -
 
 
 def serve_pipe(group: DriverRank, engine: TargetEngine, pipe: Connection) -> None:
-    """Call what is asked for, until the group is closed."""
+    """Execute calls from the pipe until the group is closed."""
     pipe.send("ready")
     while True:
         method, arguments = pipe.recv()
@@ -111,7 +111,7 @@ def serve_pipe(group: DriverRank, engine: TargetEngine, pipe: Connection) -> Non
         except Exception as error:
             pipe.send(error)
         if method == "close":
-            group.close()  # twice is harmless
+            group.close()  # closing twice is harmless
             return
 
 
@@ -128,7 +128,7 @@ class Group:
         return answer
 
     def form_next(self) -> None:
-        """Close, and have the same processes form the group of the next kind."""
+        """Close the group. The same processes then form the group of the next kind."""
         self.ask("close")
         assert self.pipe.recv() == "ready"
 
@@ -149,10 +149,10 @@ def group(directory: Path) -> Iterator[Group]:
     ]
     for process in processes:
         process.start()
-    theirs.close()  # so that the end of rank 0 is noticed here
+    theirs.close()  # so that this process notices the end of rank 0
     assert ours.recv() == "ready"
     yield Group(ours, processes)
-    with contextlib.suppress(OSError):  # it may have ended already
+    with contextlib.suppress(OSError):  # the process may have ended already
         ours.send(("exit", ()))
     for process in processes:
         process.join(timeout=10)
@@ -164,13 +164,13 @@ PROMPT = (5, 17, 33, 8, 60, 41, 41, 9)
 
 
 def alone(directory: Path, quantization: str = "none") -> Callable[..., Any]:
-    """Ask one rank that shares nothing."""
+    """A function that calls a single rank without sharing anything."""
     engine = build(section(directory, 1, quantization, prefix_cache=False))
     return lambda method, *arguments: getattr(engine, method)(*arguments)
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
-def test_the_group_decides_what_one_rank_decides(group: Group, directory: Path, name: str) -> None:
+def test_the_group_makes_the_same_decisions_as_one_rank(group: Group, directory: Path, name: str) -> None:
     ask_one = alone(directory)
     start = SequenceStart(len(PROMPT), SETTINGS[name])
     tokens = list(PROMPT)
@@ -188,7 +188,7 @@ def test_the_group_decides_what_one_rank_decides(group: Group, directory: Path, 
     assert released.blocks_free == released.blocks_total
 
 
-def test_forks_follow_on_every_rank(group: Group) -> None:
+def test_forks_are_the_same_on_every_rank(group: Group) -> None:
     start = SequenceStart(len(PROMPT), SETTINGS["greedy"])
     group.ask("step", StepBatch((VerifyRow(SequenceId("p"), len(PROMPT), PROMPT, start=start),)))
     opened = group.ask("open", [OpenRow(SequenceId("c"), (*PROMPT, 11), start, SequenceId("p"))])
@@ -213,7 +213,7 @@ def answer(
     parent: str | None = None,
     count: int = 8,
 ) -> tuple[int, list[int]]:
-    """How much of the prompt was stored already, and prompt and answer; guesses are often what is `known`."""
+    """The number of stored prompt tokens, and prompt and answer. Drafts are often tokens of `known`."""
     start = SequenceStart(len(prompt), SETTINGS["sampled, parts suffice"])
     row = OpenRow(SequenceId(name), tuple(prompt), start, None if parent is None else SequenceId(parent))
     opened = ask("open", [row]).stored_lens[0]
@@ -230,7 +230,7 @@ def answer(
 
 
 def check_memory(group: Group, ask_one: Callable[..., Any]) -> None:
-    """Prompts that push each other out of the pool, to the host and to disks of which one is small; and forks."""
+    """Decode forks, and prompts that evict each other from the pool to the host and to disks, one of them small."""
     draw = random.Random(2)
     common = [draw.randrange(3, 95) for _ in range(12)]
     prompts = [[*common, *(draw.randrange(3, 95) for _ in range(29))] for _ in range(5)]
@@ -260,7 +260,7 @@ def test_shared_and_loaded_kv_is_the_same_on_every_rank(group: Group, directory:
     check_memory(group, alone(directory))
 
 
-def test_with_eight_bits_too_and_closing_leaves_nothing_on_any_disk(group: Group, directory: Path) -> None:
+def test_int8_ranks_share_kv_too_and_closing_leaves_no_file_on_any_disk(group: Group, directory: Path) -> None:
     before = [list(disk.iterdir()) for disk in sorted(directory.glob("disk-*"))]
     assert [len(homes) for homes in before] == [1] * RANKS
     group.form_next()
