@@ -1,4 +1,4 @@
-"""The whole cluster in one process, without Ray. The components are the same and speak gRPC over loopback.
+"""The whole cluster in one process, without Ray. Its components are the same and communicate over gRPC on loopback.
 
 Used by `pilotfish generate --in-process` and by tests. It has one rank, because further ranks need processes.
 """
