@@ -93,5 +93,5 @@ def host_target(host: str, engine: StepEngine) -> WorkerHost:
 
 
 def host_draft(host: str, method: DraftMethod) -> WorkerHost:
-    """Host `DraftService` over a drafting method. The host closes the method."""
+    """Host `DraftService` over a drafting method. Idle work ends when the host stops."""
     return WorkerHost(host, DRAFT_SERVICE, DraftServicer(method), draft_pb2_grpc.add_DraftServiceServicer_to_server)

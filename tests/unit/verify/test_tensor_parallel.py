@@ -249,7 +249,6 @@ def check_memory(group: Group, ask_one: Callable[..., Any]) -> None:
             assert tokens == answer(ask_one, child)[1]
         released = group.ask("release", [SequenceId(name), SequenceId(f"{name}c")])
         assert released.blocks_free == released.blocks_total
-    print(longest, group.ask("tiers"))
     assert sum(stored > len(common) for stored in longest[5:]) > 2
     host, disk = group.ask("tiers")
     assert host.loaded > 0
