@@ -231,7 +231,7 @@ class TestTraining:
     def test_on_policy_training_requires_the_target(
         self, target: PreTrainedModel, answers: tuple[Answer, ...], tmp_path: Path
     ) -> None:
-        with pytest.raises(ConfigurationError, match="on_policy: needed the target itself"):
+        with pytest.raises(ConfigurationError, match="on_policy: needed the target, for"):
             Training(student_of(target), answers, (), plan(on_policy=1.0), tmp_path)
 
 

@@ -68,29 +68,29 @@ def test_widths_are_padded_to_a_few_sizes_that_are_not_much_wider() -> None:
 def together(widths: tuple[int, ...] = (16, 8, 8)) -> tuple[tuple[nn.Module, ...], list[torch.Tensor], list[int]]:
     """Sibling layers, their weights, and the widths of their shared products."""
     weights = [numbers(width, IN, seed=index) for index, width in enumerate(widths)]
-    widths: list[int] = []
+    computed: list[int] = []
 
     class Counting:
         def __init__(self, product: LinearKernel) -> None:
             self.product = product
 
         def multiply(self, x: torch.Tensor) -> torch.Tensor:
-            widths.append(x.shape[-2])
+            computed.append(x.shape[-2])
             return self.product.multiply(x)
 
-    return merge_linears(Counting(make_linear_kernel(torch.cat(weights), None)), widths), weights, widths
+    return merge_linears(Counting(make_linear_kernel(torch.cat(weights), None)), widths), weights, computed
 
 
 class TestMergedLinear:
     def test_siblings_share_one_product_per_pass(self) -> None:
-        siblings, weights, widths = together()
+        siblings, weights, computed = together()
         for width in (1, 5, 12):
             x = numbers(1, width, IN)
             for sibling, weight in zip(siblings, weights, strict=True):
                 found = sibling(x)
                 assert found.is_contiguous()
                 check(found, x, weight, None, roundings=1)
-        assert widths == [1, 5, 12]
+        assert computed == [1, 5, 12]
 
     def test_siblings_on_different_inputs_are_correct(self) -> None:
         siblings, weights, _ = together()

@@ -175,7 +175,7 @@ class TestWriter:
         tiers.save(key(1), block(1))
         assert gate.reached.wait(10)
         tiers.close()
-        assert "does not answer" in caplog.text
+        assert "does not respond" in caplog.text
         caplog.clear()
         writer = next(thread for thread in threading.enumerate() if thread.name == "kv-disk")
         gate.opened.set()
