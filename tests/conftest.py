@@ -10,8 +10,8 @@ import pytest
 
 if TYPE_CHECKING:
     from cluster.core.config.sections import Configuration
-    from tests.support.live_cluster import Reference
-    from tests.support.serve_process import Deploy, ServeProcess
+    from tests.support.clusters.live_cluster import Reference
+    from tests.support.clusters.serve_process import Deploy, ServeProcess
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +30,7 @@ def target_directory() -> Path:
 @pytest.fixture(scope="session")
 def draft_directory(target_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The target's weights with noise: its drafts are often accepted and often rejected."""
-    from tests.support import tiny
+    from tests.support.models import tiny
 
     return tiny.blur(target_directory, tmp_path_factory.mktemp("draft"), noise=0.08)
 
@@ -40,7 +40,7 @@ def reference(target_directory: Path) -> Reference:
     """The target's model under `transformers`."""
     import torch
 
-    from tests.support.live_cluster import Reference
+    from tests.support.clusters.live_cluster import Reference
 
     torch.set_num_threads(2)
     return Reference(target_directory)
@@ -50,7 +50,7 @@ def reference(target_directory: Path) -> Reference:
 def deploy() -> Iterator[Deploy]:
     """Runs a configuration under Ray Serve. Ray starts once; another configuration replaces the one that runs."""
     from deploy.settings import load_settings
-    from tests.support.serve_process import ServeProcess
+    from tests.support.clusters.serve_process import ServeProcess
 
     running: Configuration | None = None
     with ServeProcess(load_settings().cache_directory) as process:  # compiled kernels are found there

@@ -10,8 +10,5 @@ RequestId = NewType("RequestId", str)
 SequenceId = NewType("SequenceId", str)
 """The id of a token sequence, the same on every worker that holds state for it."""
 
-TokenId = int
-"""An index into the model's vocabulary, `0 <= id < vocabulary_size`."""
-
 BlockId = NewType("BlockId", int)
 """The index of a block in the paged KV pool."""

@@ -119,7 +119,7 @@ class GenerationRequest:
     n: int = 1
     """Number of answers. The seed of answer `i` is the seed of the request plus `i`, modulo 2**64."""
     beam: BeamParameters | None = None
-    """If set, the answers are the `n` best of a beam search instead of samples; `n` is at most its width."""
+    """Parameters of a beam search, whose `n` best beams are the answers; `n` is at most its width. `None` samples."""
     max_draft_tokens: int | None = None
     """Most nodes of a draft tree; 0 turns speculation off for this request, `None` takes the server's bound."""
 

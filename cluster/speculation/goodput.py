@@ -87,7 +87,7 @@ def budget_for(nodes: int, depth: int) -> DraftBudget:
 
 @dataclass(frozen=True, slots=True)
 class PrunedTrees:
-    """Which nodes are worth verifying."""
+    """The nodes of each draft tree that are worth verifying, with the expected result of the step."""
 
     nodes: tuple[tuple[int, ...], ...]
     """The kept nodes of each tree, ascending."""

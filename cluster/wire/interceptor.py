@@ -147,8 +147,6 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
     if isinstance(error, PilotfishError):
         code, message, metadata = to_status(error)
         await context.abort(code, message, metadata)
-    if isinstance(error, NotImplementedError):
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this method is not served")
     logger.error("a call failed with an unexpected error", exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, "the server failed; its log has the cause")
 

@@ -40,7 +40,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     write(describe())
     for name in names:
-        importlib.import_module(f"tests.bench.{name.replace('-', '_')}").run(options)
+        importlib.import_module(f"tests.bench.sections.{name.replace('-', '_')}").run(options)
 
 
 if __name__ == "__main__":

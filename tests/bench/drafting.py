@@ -11,8 +11,8 @@ from cluster.core.config.sections import Configuration
 from cluster.core.errors import ModelLoadError
 from cluster.ingress.text.chat_template import Message
 from tests.bench.client import Answers, RequestOptions, ask_all
-from tests.bench.clusters import Activity, ProcessCluster
 from tests.bench.options import Options
+from tests.bench.processes.clusters import Activity, ProcessCluster
 from tests.bench.report import write
 from tests.bench.tasks import read_tasks
 from workers.draft.model import DraftModelSettings

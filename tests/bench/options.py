@@ -14,7 +14,7 @@ from cluster.ingress.text.tokenizer import Tokenizer
 from deploy.models import Models, resolve_models
 from deploy.settings import Settings, load_settings
 from tests.bench.tasks import read_user_prompts
-from tests.support.prompts import CHAT, PLAIN
+from tests.support.models.prompts import CHAT, PLAIN
 
 TOKENS, ANSWER_TOKENS, QUICK_TOKENS = 48, 64, 8
 FREE_PORTS = ("server.http_port=0", "server.grpc_port=0")

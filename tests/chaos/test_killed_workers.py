@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tests.integration.test_equality import Expected, configure
-from tests.support.live_cluster import Reference, RequestCase, Server, tokens_grpc, tokens_http
-from tests.support.serve_process import Deploy, ServeProcess
+from tests.support.clusters.live_cluster import Reference, RequestCase, Server, tokens_grpc, tokens_http
+from tests.support.clusters.serve_process import Deploy, ServeProcess
 
 pytestmark = [pytest.mark.weights, pytest.mark.ray]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.live_cluster import Reference, RequestCase
-from tests.support.prompts import CHAT, PLAIN
+from tests.support.clusters.live_cluster import Reference, RequestCase
+from tests.support.models.prompts import CHAT, PLAIN
 
 GREEDY_TOKENS = 16
 SAMPLED_TOKENS = 16

@@ -24,8 +24,8 @@ from cluster.core.config.sections import Configuration
 from cluster.wire.generation_client import GenerationClient
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
-from tests.support import tiny, tiny_tokenizer
-from tests.support.live_cluster import RequestCase, Server, tokens_grpc
+from tests.support.clusters.live_cluster import RequestCase, Server, tokens_grpc
+from tests.support.models import tiny, tiny_tokenizer
 from workers.serve.configuration import load_configuration
 
 TIMEOUT_SECONDS = 120.0

@@ -18,7 +18,7 @@ from cluster.core.config.sections import Configuration
 from deploy.local.local_cluster import LocalCluster
 from deploy.models import COMPILED
 from deploy.settings import load_settings
-from tests.support.live_cluster import ClientAnswer, RequestCase, Server, answer_all
+from tests.support.clusters.live_cluster import ClientAnswer, RequestCase, Server, answer_all
 from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.weights
@@ -52,7 +52,7 @@ def configure(target: Path, draft: Path, method: str, ranks: int) -> Configurati
 
 
 def shortened(expected: Expected, count: int) -> Expected:
-    """The same requests with fewer tokens. The beginning of an answer does not depend on its length."""
+    """Cut the requests and their answers to `count` tokens. An answer's beginning does not depend on its length."""
     return {replace(case, max_tokens=count): answer[:count] for case, answer in expected.items()}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_equality import Expected, check, check_drafts, configure, shortened
-from tests.support.serve_process import Deploy
+from tests.support.clusters.serve_process import Deploy
 
 pytestmark = [pytest.mark.weights, pytest.mark.ray]
 

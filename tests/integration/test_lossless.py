@@ -13,7 +13,7 @@ from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
-from tests.support import tiny, tiny_tokenizer
+from tests.support.models import tiny, tiny_tokenizer
 from workers.serve.configuration import load_configuration
 
 SECONDS = 60.0

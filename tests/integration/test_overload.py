@@ -15,8 +15,8 @@ from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from tests.soak.watch import read_counts
-from tests.support import tiny, tiny_tokenizer
-from tests.support.live_cluster import RequestCase
+from tests.support.clusters.live_cluster import RequestCase
+from tests.support.models import tiny, tiny_tokenizer
 from workers.kv.pool import KvPool
 from workers.serve.configuration import load_configuration
 from workers.verify import build

@@ -23,7 +23,7 @@ from cluster.core.config.sections import Configuration
 from deploy.local.local_cluster import LocalCluster
 from deploy.models import COMPILED
 from deploy.settings import load_settings
-from tests.support.live_cluster import ClientAnswer, Reference, RequestCase, Server, answer_grpc
+from tests.support.clusters.live_cluster import ClientAnswer, Reference, RequestCase, Server, answer_grpc
 from workers.forward.linear import quantize
 from workers.forward.native.build import load_library
 from workers.serve.configuration import load_configuration

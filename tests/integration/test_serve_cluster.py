@@ -21,9 +21,9 @@ from cluster.core.errors import ConfigurationError, WorkerUnavailable
 from deploy.local.local_cluster import LocalCluster
 from deploy.ray.serve_cluster import ServeCluster
 from deploy.settings import Settings, load_settings
-from tests.support import tiny, tiny_tokenizer
-from tests.support.live_cluster import RequestCase, Server, answer_all, tokens_grpc
-from tests.support.serve_process import Deploy, ServeProcess
+from tests.support.clusters.live_cluster import RequestCase, Server, answer_all, tokens_grpc
+from tests.support.clusters.serve_process import Deploy, ServeProcess
+from tests.support.models import tiny, tiny_tokenizer
 from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.ray

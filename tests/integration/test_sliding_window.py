@@ -16,7 +16,7 @@ from cluster.core.kv import KvGroup, KvLayout
 from cluster.core.verification import StepBatch, StepResult
 from deploy.local import local_cluster
 from deploy.settings import load_settings
-from tests.support.live_cluster import Reference, RequestCase, Server, tokens_grpc
+from tests.support.clusters.live_cluster import Reference, RequestCase, Server, tokens_grpc
 from workers.model.model_files import resolve_model_directory
 from workers.serve.configuration import load_configuration
 from workers.verify.build import build_engine

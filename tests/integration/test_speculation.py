@@ -16,9 +16,9 @@ from cluster.core.request import SamplingParameters
 from deploy.commands.generate import Prompt, answer_prompt
 from deploy.lossless import NOT_LOSSLESS
 from deploy.settings import load_settings
-from tests.support import tiny, tiny_tokenizer
-from tests.support.plain_generation import write_alone
-from tests.support.restartable_drafters import TIMEOUT_SECONDS, FullAnswer, SamplingCase, restartable_cluster
+from tests.support.clusters.restartable_drafters import TIMEOUT_SECONDS, FullAnswer, SamplingCase, restartable_cluster
+from tests.support.models import tiny, tiny_tokenizer
+from tests.support.models.plain_generation import write_alone
 from workers.serve.configuration import load_configuration
 
 VOCABULARY = 320
@@ -160,7 +160,7 @@ async def test_a_restarted_drafter_is_used_again(target: Path, draft: Path, expe
 async def test_with_synthetic_acceptance_every_answer_says_that_it_is_not_lossless(
     mode: str, target: Path, draft: Path, expected: list[tuple[int, ...]]
 ) -> None:
-    """With one acceptance rate the answer is the same with and without drafts: acceptance is drawn per position."""
+    """Drafts do not change a synthetic answer if all depths have one acceptance rate: the draw is per position."""
     drafting = {"controller": "off", "synthetic": {"acceptance": (0.7,), "seconds": 0.0, "mode": mode}}
     configuration = configure(target, draft, method="synthetic", **drafting)
     cases = [case_number(number, most) for number in range(4) for most in (None, 0, 2)]

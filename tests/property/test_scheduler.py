@@ -1,4 +1,4 @@
-"""With any arrivals and any acceptance, every request finishes within all bounds, and no sequence starves."""
+"""The scheduler finishes every request within all bounds and starves no sequence, whatever arrives and is accepted."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import ROOT
 from cluster.core.verification import RowFaultCode
-from tests.support.fake_expander import BLOCK, FakeExpander, ranked
+from tests.support.fakes.fake_expander import BLOCK, FakeExpander, ranked
 from workers.draft.expansion.draft_tree import DraftTree
 from workers.draft.expansion.drafter import TreeDrafter
 from workers.draft.expansion.settings import ExpansionSettings

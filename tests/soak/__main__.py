@@ -28,8 +28,8 @@ from tests.soak.reference import Reference
 from tests.soak.requests import KINDS, MAX_TOKENS, RequestCatalogue
 from tests.soak.traffic import Findings, Traffic
 from tests.soak.watch import Resident, read_counts
-from tests.support import tiny, tiny_tokenizer
-from tests.support.prompts import PLAIN
+from tests.support.models import tiny, tiny_tokenizer
+from tests.support.models.prompts import PLAIN
 from workers.model.model_files import resolve_model_directory
 from workers.serve.configuration import load_configuration
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.soak.requests import SoakRequest
-from tests.support.plain_generation import write_alone
+from tests.support.models.plain_generation import write_alone
 from workers.sampling.context import DecisionContext
 from workers.sampling.decide import decide
 

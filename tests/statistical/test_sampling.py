@@ -20,7 +20,7 @@ from scipy import stats
 
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from tests.support.sampling_reference import probabilities
+from tests.support.models.sampling_reference import probabilities
 from workers.sampling.acceptance import Accepted
 from workers.sampling.context import Branch, DecisionContext, tree_contexts
 from workers.sampling.decide import decide

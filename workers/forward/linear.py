@@ -115,7 +115,7 @@ class FastLinear(nn.Module):
     def __init__(
         self, kernel: LinearKernel, width: int, reduce: bool = False, bias: torch.Tensor | None = None
     ) -> None:
-        """With `reduce`, the ranks' outputs are summed before `bias` is added."""
+        """`reduce` sums the outputs of all ranks before `bias` is added."""
         super().__init__()
         self.out_features = width
         self.register_buffer("handle", _enter(self, _Entry(kernel, reduce, bias)), persistent=False)

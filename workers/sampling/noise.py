@@ -56,7 +56,10 @@ def gumbel_of(
     device: torch.device | str,
     columns: Tensor | None = None,
 ) -> Tensor:
-    """As `gumbel`, for `tokens`, int64 [size], which must not be changed afterwards: their digests are cached."""
+    """Gumbel noise of the given tokens only, float32 [n, size], equal to those columns of `gumbel`.
+
+    `tokens` is int64 [size]; it must not be changed afterwards, because its digests are cached.
+    """
     return _noise(seeds, positions, _token_digests(tokens, torch.device(device)), columns)
 
 

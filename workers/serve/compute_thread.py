@@ -50,12 +50,12 @@ class ComputeThread:
     async def run_shielded(
         self, function: Callable[Arguments, Result], *arguments: Arguments.args, **keywords: Arguments.kwargs
     ) -> Result:
-        """As `run`, but the function runs even if the caller is cancelled: for releases, which must not be lost."""
+        """Run the function even if the caller is cancelled. Releases need this: none may be lost."""
         future = self._submit(function, *arguments, **keywords)
         return await self._result(future, asyncio.shield(asyncio.wrap_future(future)))
 
-    async def close(self, last: Callable[[], None]) -> None:
-        """Finish the submitted functions, run `last`, end the thread. Closing again does nothing."""
+    async def close(self, last: Callable[[], None] = lambda: None) -> None:
+        """Finish the submitted functions, run `last` in the thread, end the thread. Closing again does nothing."""
         if self._closed:
             return
         future = self._submit(last)

@@ -67,7 +67,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     async def close(self) -> None:
         """Finish the computation that is under way and end the thread. Closing again does nothing."""
-        await self._compute.close(lambda: None)
+        await self._compute.close()
 
     async def _propose(self, call: _Call) -> tuple[Proposal, ...]:
         with self._lock:

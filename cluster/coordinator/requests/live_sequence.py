@@ -42,9 +42,9 @@ class LiveSequence:
         self.sequence = sequence
         self.request_id = request_id
         self.slot = slot
-        """Its slot in the request's decoding strategy."""
+        """The sequence's slot in the decoding strategy of its request."""
         self.answer = answer
-        """The index of the answer that it writes; `None` for a beam."""
+        """The index of the answer that the sequence writes; `None` for a beam."""
         self._parent = parent
         self._may_fork = may_fork
         self._is_open = False

@@ -101,9 +101,9 @@ class Parameters(StrictModel):
     early_stopping: Literal[True, False, "never"] = False
     stop: Texts = []
     user: Text | None = None
-    """Ignored."""
+    """A name that the client chooses for its user; it has no effect."""
     metadata: dict[Text, Text] = {}
-    """Ignored."""
+    """Labels that the client chooses; they have no effect."""
     request_id: Text | None = None
     """Names the request for `Abort`. Running requests have distinct names."""
     cache_salt: Text | None = None
@@ -117,7 +117,7 @@ class Parameters(StrictModel):
     max_draft_tokens: UInt32 | None = None
     """Most draft tokens that are verified at once; 0 turns speculation off."""
     speculation: Speculation | None = None
-    """The same as `max_draft_tokens`, as an object."""
+    """Turns speculation on or off, or bounds its draft tokens as `max_draft_tokens` does."""
     return_token_ids: bool = False
     """Report the token ids of each chunk, and how many of them are accepted draft tokens."""
 
@@ -187,9 +187,9 @@ class ChatRequest(Parameters):
     logprobs: bool = False
     top_logprobs: UInt32 | None = None
     prompt_cache_key: Text | None = None
-    """Ignored."""
+    """OpenAI's routing hint; it has no effect, because the prefix cache finds equal beginnings by content."""
     safety_identifier: Text | None = None
-    """Ignored."""
+    """A name that the client chooses for its user; it has no effect."""
 
     @field_validator("messages", mode="before")
     @classmethod

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from cluster.core.config.sections import TargetSection
-from tests.bench import options, prefix, theory
+from tests.bench import options, theory
 from tests.bench.client import Answer, Answers
 from tests.bench.decoding import Decoding
 from tests.bench.machine import weight_bytes
 from tests.bench.report import percentile, ratios, spread
-from tests.support import tiny
+from tests.bench.sections import prefix
+from tests.support.models import tiny
 from workers.verify.build import build_engine
 
 

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from cluster.core.config.sections import Configuration, DraftSection, TargetSection
-from tests.bench import clusters, options, overlap, speculation
+from tests.bench import options
 from tests.bench.__main__ import SECTIONS
 from tests.bench.agreement import Agreement, agreement
 from tests.bench.options import Options
-from tests.bench.role_process import Role, running_role
-from tests.support import tiny, tiny_tokenizer
+from tests.bench.processes import clusters
+from tests.bench.processes.role_process import Role, running_role
+from tests.bench.sections import overlap, speculation
+from tests.support.models import tiny, tiny_tokenizer
 from tests.unit.bench.test_task_prompts import write_prompts
 from workers.draft.registry import create
 from workers.serve.configuration import load_configuration

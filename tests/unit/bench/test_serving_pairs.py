@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench import options, serving_pairs
+from tests.bench import options
 from tests.bench.__main__ import SECTIONS
 from tests.bench.client import Answer, Answers
 from tests.bench.options import Options
-from tests.bench.serving_pairs import PairPrompts, Pairs
+from tests.bench.sections import serving_pairs
+from tests.bench.sections.serving_pairs import PairPrompts, Pairs
 
 
 def parse(*arguments: str) -> Options:

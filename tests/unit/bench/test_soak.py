@@ -18,7 +18,7 @@ from tests.soak.reference import Reference
 from tests.soak.requests import KINDS, MAX_TOKENS, RequestCatalogue, SoakRequest
 from tests.soak.traffic import Findings, Traffic
 from tests.soak.watch import Resident
-from tests.support import tiny
+from tests.support.models import tiny
 
 
 @pytest.fixture(scope="module")

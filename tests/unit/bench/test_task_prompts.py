@@ -11,7 +11,7 @@ from cluster.core.errors import ConfigurationError
 from tests.bench import options
 from tests.bench.__main__ import SECTIONS
 from tests.bench.tasks import CONVERSATION, read_tasks
-from tests.support import tiny
+from tests.support.models import tiny
 from workers.draft.synthetic import SyntheticSettings
 
 

@@ -9,17 +9,9 @@ import pytest
 
 from cluster.core.errors import InvalidRequest, Overloaded
 from cluster.core.ids import RequestId
-from tests.support.fake_cluster import (
-    read,
-    request,
-    serving,
-    tokens_of,
-    until,
-)
-from tests.support.fake_drafters import (
-    WrongDrafter,
-)
-from tests.support.fake_target import FakeTarget
+from tests.support.fakes.fake_cluster import read, request, serving, tokens_of, until
+from tests.support.fakes.fake_drafters import WrongDrafter
+from tests.support.fakes.fake_target import FakeTarget
 
 
 async def test_a_full_queue_refuses_with_the_time_to_retry() -> None:

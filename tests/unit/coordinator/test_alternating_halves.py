@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.fake_cluster import (
-    requests,
-    until,
-    value_of,
-)
-from tests.support.fake_drafters import RandomDrafter
-from tests.support.fake_target import FakeTarget
-from tests.support.simulated_time import (
+from tests.support.fakes.fake_cluster import requests, until, value_of
+from tests.support.fakes.fake_drafters import RandomDrafter
+from tests.support.fakes.fake_target import FakeTarget
+from tests.support.fakes.simulated_time import (
     DrafterModel,
     SimulatedCluster,
     TimedDrafter,

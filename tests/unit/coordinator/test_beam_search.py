@@ -13,10 +13,10 @@ from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady
 from cluster.core.ids import RequestId
 from cluster.core.request import EarlyStopping, FinishReason
 from cluster.core.verification import StepBatch, StepResult, Verdict
-from tests.support.beam_requests import beam_answers, beam_request
-from tests.support.fake_cluster import answers_of, configure, read, request, serving, tokens_of, until, value_of
-from tests.support.fake_drafters import PerfectDrafter, RandomDrafter
-from tests.support.fake_target import FakeTarget
+from tests.support.fakes.beam_requests import beam_answers, beam_request
+from tests.support.fakes.fake_cluster import answers_of, configure, read, request, serving, tokens_of, until, value_of
+from tests.support.fakes.fake_drafters import PerfectDrafter, RandomDrafter
+from tests.support.fakes.fake_target import FakeTarget
 
 PROMPT = tuple(range(1, 15))
 STOPS = frozenset({3, 7, 11})

@@ -9,7 +9,7 @@ import pytest
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core.request import FinishReason
-from tests.support.fake_cluster import (
+from tests.support.fakes.fake_cluster import (
     all_tokens,
     configure,
     first_commit_then_leave,
@@ -20,7 +20,7 @@ from tests.support.fake_cluster import (
     tokens_of,
     value_of,
 )
-from tests.support.fake_drafters import (
+from tests.support.fakes.fake_drafters import (
     BuggyDrafter,
     FailingDrafter,
     FakeDrafter,
@@ -31,7 +31,7 @@ from tests.support.fake_drafters import (
     SlowDrafter,
     WrongDrafter,
 )
-from tests.support.fake_target import FakeTarget
+from tests.support.fakes.fake_target import FakeTarget
 
 ACCURATE: dict[str, type[FakeDrafter]] = {
     "is always right": PerfectDrafter,

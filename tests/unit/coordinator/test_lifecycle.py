@@ -9,21 +9,9 @@ import pytest
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core.errors import NotReady
-from tests.support.fake_cluster import (
-    all_tokens,
-    configure,
-    read,
-    request,
-    requests,
-    serving,
-    tokens_of,
-    until,
-)
-from tests.support.fake_drafters import (
-    PerfectDrafter,
-    WrongDrafter,
-)
-from tests.support.fake_target import FakeTarget
+from tests.support.fakes.fake_cluster import all_tokens, configure, read, request, requests, serving, tokens_of, until
+from tests.support.fakes.fake_drafters import PerfectDrafter, WrongDrafter
+from tests.support.fakes.fake_target import FakeTarget
 
 
 async def test_requests_are_refused_before_the_start_and_after_the_stop() -> None:

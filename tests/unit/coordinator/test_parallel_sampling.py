@@ -13,7 +13,7 @@ from cluster.coordinator.metrics import Metrics
 from cluster.core.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from cluster.core.ids import RequestId
 from cluster.core.request import FinishReason
-from tests.support.fake_cluster import (
+from tests.support.fakes.fake_cluster import (
     all_tokens,
     answers_of,
     configure,
@@ -25,8 +25,8 @@ from tests.support.fake_cluster import (
     until,
     value_of,
 )
-from tests.support.fake_drafters import FakeDrafter, PerfectDrafter, RandomDrafter, WrongDrafter
-from tests.support.fake_target import FakeTarget
+from tests.support.fakes.fake_drafters import FakeDrafter, PerfectDrafter, RandomDrafter, WrongDrafter
+from tests.support.fakes.fake_target import FakeTarget
 
 PROMPT = tuple(range(1, 23))
 

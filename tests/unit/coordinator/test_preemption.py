@@ -9,22 +9,9 @@ import pytest
 
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
-from tests.support.fake_cluster import (
-    all_tokens,
-    configure,
-    request,
-    serving,
-    tokens_of,
-    until,
-    value_of,
-)
-from tests.support.fake_drafters import (
-    FakeDrafter,
-    PerfectDrafter,
-    RandomDrafter,
-    WrongDrafter,
-)
-from tests.support.fake_target import FakeTarget
+from tests.support.fakes.fake_cluster import all_tokens, configure, request, serving, tokens_of, until, value_of
+from tests.support.fakes.fake_drafters import FakeDrafter, PerfectDrafter, RandomDrafter, WrongDrafter
+from tests.support.fakes.fake_target import FakeTarget
 
 LONG = tuple(range(1, 31))
 

@@ -7,17 +7,9 @@ from collections.abc import Sequence
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core.verification import OpenResult, OpenRow
-from tests.support.fake_cluster import (
-    all_tokens,
-    configure,
-    request,
-    requests,
-    serving,
-    tokens_of,
-    value_of,
-)
-from tests.support.fake_drafters import PerfectDrafter, WrongDrafter
-from tests.support.fake_target import FakeTarget
+from tests.support.fakes.fake_cluster import all_tokens, configure, request, requests, serving, tokens_of, value_of
+from tests.support.fakes.fake_drafters import PerfectDrafter, WrongDrafter
+from tests.support.fakes.fake_target import FakeTarget
 
 LONG = tuple(range(1, 31))
 

@@ -11,7 +11,7 @@ import pytest
 from cluster.core.errors import DeadlineExceeded
 from cluster.core.ids import RequestId
 from cluster.core.request import Commit, FinishReason
-from tests.support.fake_cluster import (
+from tests.support.fakes.fake_cluster import (
     all_tokens,
     first_commit_then_leave,
     read,
@@ -20,12 +20,8 @@ from tests.support.fake_cluster import (
     serving,
     until,
 )
-from tests.support.fake_drafters import (
-    PerfectDrafter,
-    RandomDrafter,
-    WrongDrafter,
-)
-from tests.support.fake_target import FakeTarget
+from tests.support.fakes.fake_drafters import PerfectDrafter, RandomDrafter, WrongDrafter
+from tests.support.fakes.fake_target import FakeTarget
 
 
 async def test_a_client_that_disconnects_frees_everything_within_one_step() -> None:

@@ -10,16 +10,16 @@ import pytest
 
 from cluster.core.drafting import DraftBudget
 from cluster.core.verification import OpenResult, OpenRow
-from tests.support.fake_cluster import (
-    read,
-    request,
-    requests,
-    until,
-    value_of,
+from tests.support.fakes.fake_cluster import read, request, requests, until, value_of
+from tests.support.fakes.fake_drafters import (
+    FailingDrafter,
+    FakeDrafter,
+    ForgetfulDrafter,
+    PerfectDrafter,
+    RandomDrafter,
 )
-from tests.support.fake_drafters import FailingDrafter, FakeDrafter, ForgetfulDrafter, PerfectDrafter, RandomDrafter
-from tests.support.fake_target import FakeTarget
-from tests.support.simulated_time import (
+from tests.support.fakes.fake_target import FakeTarget
+from tests.support.fakes.simulated_time import (
     DrafterModel,
     SimulatedCluster,
     TimedDrafter,

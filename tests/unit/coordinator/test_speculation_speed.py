@@ -6,14 +6,7 @@ from functools import cache
 
 import pytest
 
-from tests.support.simulated_time import (
-    DrafterModel,
-    StepTime,
-    cpu_step,
-    gpu_step,
-    simulate,
-    tokens_per_second,
-)
+from tests.support.fakes.simulated_time import DrafterModel, StepTime, cpu_step, gpu_step, simulate, tokens_per_second
 
 NEVER_SLOWER = 0.97
 

@@ -13,7 +13,7 @@ from cluster.core import beam
 from cluster.core.beam import Beam, BeamState, Candidate
 from cluster.core.errors import InvalidRequest
 from cluster.core.request import BeamParameters, EarlyStopping, FinishReason
-from tests.support import tiny
+from tests.support.models import tiny
 
 END = 2
 PROMPT = (5, 17, 33, 60, 8)

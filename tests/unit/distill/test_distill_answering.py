@@ -16,7 +16,7 @@ from cluster.ingress.text.tokenizer import Tokenizer
 from deploy.distillation import answers
 from deploy.distillation.answers import Quota, answer_all
 from pilotfish.v1 import common_pb2, generation_pb2
-from tests.support import tiny_tokenizer
+from tests.support.models import tiny_tokenizer
 from workers.distill.answers import Answer, AnswerFile, read_answers
 from workers.distill.prompts import Prompt, Task, schedule
 from workers.serve.configuration import load_configuration

@@ -18,7 +18,7 @@ from deploy import cli
 from deploy.commands.distill import distill
 from deploy.distillation import answers
 from deploy.distillation.options import DistillOptions
-from tests.support import tiny, tiny_tokenizer
+from tests.support.models import tiny, tiny_tokenizer
 from workers.distill.answers import read_answers
 
 SHAPE = {"vocab_size": 320, "num_hidden_layers": 3, "head_dim": 8, "tie_word_embeddings": True}

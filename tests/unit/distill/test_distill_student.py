@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
 
 from cluster.core.errors import ConfigurationError, ModelLoadError
-from tests.support import distilled_draft, tiny
+from tests.support.models import distilled_draft, tiny
 from workers.distill.export import export
 from workers.distill.student import (
     Student,

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cluster.core.errors import ConfigurationError
-from tests.support import tiny
+from tests.support.models import tiny
 from workers.distill.agreement import agreement, share
 from workers.distill.answers import Answer, Leading
 from workers.distill.chart import loss_curve

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cluster.core.config.sections import ModelSection
-from tests.support import tiny
-from tests.support.draft_model import CONTEXT, DraftModelHarness, ReferenceModel
+from tests.support.models import tiny
+from tests.support.models.draft_model import CONTEXT, DraftModelHarness, ReferenceModel
 from workers.forward.loaded_model import LoadedModel
 from workers.model.loading import load_model
 

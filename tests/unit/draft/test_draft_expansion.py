@@ -11,8 +11,8 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
 from cluster.core.verification import RowFaultCode
-from tests.support.fake_expander import continued, ranked
-from tests.support.tree_drafter import BUDGET, PROMPT, DrafterHarness
+from tests.support.engines.tree_drafter import BUDGET, PROMPT, DrafterHarness
+from tests.support.fakes.fake_expander import continued, ranked
 from workers.draft.expansion.expander import DraftedToken, ExpansionRow
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cluster.core.drafting import DraftBudget
-from tests.support.fake_expander import continued
-from tests.support.tree_drafter import DrafterHarness
+from tests.support.engines.tree_drafter import DrafterHarness
+from tests.support.fakes.fake_expander import continued
 from workers.draft.expansion.lookup_acceptance import Agreement, LookupAcceptance
 from workers.draft.suffix_index import SuffixIndex
 

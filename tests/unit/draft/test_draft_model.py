@@ -8,8 +8,8 @@ from cluster.core.drafting import DraftBudget
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
 from cluster.core.verification import RowFaultCode
-from tests.support import tiny
-from tests.support.draft_model import (
+from tests.support.models import tiny
+from tests.support.models.draft_model import (
     BUDGET,
     CONTEXT,
     GREEDY,

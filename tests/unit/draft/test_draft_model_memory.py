@@ -17,8 +17,8 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from cluster.core.verification import RowFaultCode
-from tests.support import tiny, tiny_tokenizer
-from tests.support.draft_model import (
+from tests.support.models import tiny, tiny_tokenizer
+from tests.support.models.draft_model import (
     GREEDY,
     PENALISED,
     PROMPT,

@@ -8,8 +8,8 @@ import pytest
 
 from cluster.core.drafting import DraftBudget
 from cluster.core.ids import SequenceId
-from tests.support.fake_expander import continued, ranked
-from tests.support.tree_drafter import PROMPT, DrafterHarness
+from tests.support.engines.tree_drafter import PROMPT, DrafterHarness
+from tests.support.fakes.fake_expander import continued, ranked
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from cluster.core.config.sections import KvSection, ModelSection
 from cluster.core.errors import ModelLoadError
 from cluster.core.tree import TokenTree
-from tests.support import tiny
+from tests.support.models import tiny
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.replace_linear import decoder_layers
 from workers.forward.runner import ForwardRow, ModelRunner

@@ -15,8 +15,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, VerifyRow
-from tests.support import tiny
-from tests.support.graph_replay import (
+from tests.support.engines.graph_replay import (
     BLOCK,
     BRANCHING,
     CONFIGURATIONS,
@@ -28,7 +27,8 @@ from tests.support.graph_replay import (
     scenario,
     some_tokens,
 )
-from tests.support.host_waits import OnGpu
+from tests.support.fakes.host_waits import OnGpu
+from tests.support.models import tiny
 from workers.forward import runner as runners
 from workers.forward.cuda_graphs import Compute, CudaGraphRunner
 from workers.forward.flex_attention import Flex

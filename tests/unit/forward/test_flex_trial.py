@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from cluster.core.config.sections import KvSection, ModelSection
-from tests.support import tiny
+from tests.support.models import tiny
 from workers.forward.flex_attention import Flex, compiled_flex_attention, is_supported
 from workers.forward.flex_trial import verified_flex_attention
 from workers.forward.loaded_model import LoadedModel

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvGroup, KvLayout
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from tests.support.graph_replay import BLOCK, CPU, WINDOW
+from tests.support.engines.graph_replay import BLOCK, CPU, WINDOW
 from workers.forward.graph_buffers import GraphBuffers, GraphLimits, GraphSize, decode_graph_sizes, graph_size
 from workers.forward.layout import RowShape, StepLayout, build_step_layout
 from workers.kv.block_table import OUT_OF_WINDOW
@@ -113,7 +113,7 @@ def seen_slots(layout: StepLayout, place: LayerPlacement, tokens: int) -> dict[i
 
 
 def visited_slots(layout: StepLayout, place: LayerPlacement, tokens: int) -> dict[int, set[int]]:
-    """As `seen_slots`, without gathering: the attended slots within the blocks to visit."""
+    """For each token, the attended slots within the blocks that FlexAttention visits."""
     group = layout.groups[0]
     view = group.views[place.table, place.window]
     found: dict[int, set[int]] = {}

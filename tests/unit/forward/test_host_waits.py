@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cluster.core.request import SamplingParameters
-from tests.support.host_waits import OnGpu
+from tests.support.fakes.host_waits import OnGpu
 from workers.sampling.context import DecisionContext
 from workers.sampling.decide import Undecidable, decide
 from workers.sampling.logprobs import token_logprobs

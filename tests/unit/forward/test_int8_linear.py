@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.linear_checks import DTYPES, IN, OUT, WIDTHS, check, numbers
+from tests.support.engines.linear_checks import DTYPES, IN, OUT, WIDTHS, check, numbers
 from workers.forward.linear import Int8Kernel, make_linear_kernel, quantize
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tests.support import tiny
-from tests.support.linear_checks import DTYPES, IN, OUT, WIDTHS, check, numbers
+from tests.support.engines.linear_checks import DTYPES, IN, OUT, WIDTHS, check, numbers
+from tests.support.models import tiny
 from workers.forward import linear
 from workers.forward.linear import (
     DenseKernel,

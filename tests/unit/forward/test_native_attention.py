@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from cluster.core.config.sections import KvSection, ModelSection
 from cluster.core.tree import TokenTree
-from tests.support import tiny
-from tests.support.attention_cases import Bench, Case, Row, cases, spec_of, trees
+from tests.support.engines.attention_cases import Bench, Case, Row, cases, spec_of, trees
+from tests.support.models import tiny
 from workers.forward.layout import RowShape
 from workers.forward.native import build
 from workers.forward.native.attention import load_kernel

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedConfi
 
 from cluster.core.config.sections import KvSection, ModelSection
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from tests.support import tiny
+from tests.support.models import tiny
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.native import build
 from workers.forward.native.decoder import NativeDecoder

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, PreTrainedModel
 from cluster.core.config.sections import KvSection, ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from cluster.core.tree import TokenTree
-from tests.support import tiny
+from tests.support.models import tiny
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.block_table import BlockTable
 from workers.kv.pool import KvPool

@@ -10,10 +10,10 @@ import pytest
 
 from cluster.core.errors import DeadlineExceeded, NotReady, Overloaded, PilotfishError
 from pilotfish.v1 import generation_pb2
-from tests.support.both_apis import HI, TIMEOUT_SECONDS, BeamSearch, BothApis, Request, Sampling
-from tests.support.both_apis import apis as apis
-from tests.support.fake_engine import MODEL
-from tests.support.http_app import chunks
+from tests.support.fakes.both_apis import HI, TIMEOUT_SECONDS, BeamSearch, BothApis, Request, Sampling
+from tests.support.fakes.both_apis import apis as apis
+from tests.support.fakes.fake_engine import MODEL
+from tests.support.fakes.http_app import chunks
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 
 from cluster.core.errors import InvalidRequest, UnknownModel
 from pilotfish.v1 import common_pb2, generation_pb2
-from tests.support.both_apis import HI, TIMEOUT_SECONDS, BeamSearch, BothApis, Request, Sampling, Stopping
-from tests.support.both_apis import apis as apis
-from tests.support.fake_engine import CONTEXT, VOCABULARY
+from tests.support.fakes.both_apis import HI, TIMEOUT_SECONDS, BeamSearch, BothApis, Request, Sampling, Stopping
+from tests.support.fakes.both_apis import apis as apis
+from tests.support.fakes.fake_engine import CONTEXT, VOCABULARY
 
 
 def tokens(*ids: int) -> Request:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.core.request import BeamParameters
-from tests.support.http_app import HttpApi, chunks, error_of
+from tests.support.fakes.http_app import HttpApi, chunks, error_of
 
 
 @pytest.fixture

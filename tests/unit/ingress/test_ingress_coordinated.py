@@ -18,10 +18,10 @@ from cluster.ingress.events import Delta, Event, Finished, Started
 from cluster.ingress.service import GenerationService
 from cluster.ingress.text.tokenizer import Tokenizer
 from pilotfish.v1 import common_pb2, generation_pb2
-from tests.support.fake_cluster import value_of
-from tests.support.fake_drafters import FakeDrafter, PerfectDrafter, RandomDrafter, WrongDrafter
-from tests.support.fake_target import FakeTarget
-from tests.support.tiny_tokenizer import byte_level
+from tests.support.fakes.fake_cluster import value_of
+from tests.support.fakes.fake_drafters import FakeDrafter, PerfectDrafter, RandomDrafter, WrongDrafter
+from tests.support.fakes.fake_target import FakeTarget
+from tests.support.models.tiny_tokenizer import byte_level
 
 REASONS = ("stop", "length", "abort")
 DRAFTERS = [WrongDrafter, PerfectDrafter, RandomDrafter]

@@ -11,8 +11,8 @@ import pytest
 from cluster.core.errors import DeadlineExceeded, DrafterUnavailable, NotReady, Overloaded, TargetUnavailable
 from cluster.ingress.grpc import GenerationServicer
 from cluster.ingress.http import create_app
-from tests.support.fake_engine import CONTEXT, MODEL, VOCABULARY, InProcessClient, ScriptedEngine, fake_service
-from tests.support.http_app import HI, LIMITS, HttpApi, chunks, error_of
+from tests.support.fakes.fake_engine import CONTEXT, MODEL, VOCABULARY, InProcessClient, ScriptedEngine, fake_service
+from tests.support.fakes.http_app import HI, LIMITS, HttpApi, chunks, error_of
 
 
 @pytest.fixture

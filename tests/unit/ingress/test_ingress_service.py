@@ -15,7 +15,7 @@ from cluster.core.request import Commit, FinishReason, GenerationRequest
 from cluster.ingress.events import Delta, Event, Finished, Started
 from cluster.ingress.service import GenerationService
 from pilotfish.v1 import common_pb2, generation_pb2
-from tests.support.fake_engine import CONTEXT, MODEL, ScriptedEngine, fake_service
+from tests.support.fakes.fake_engine import CONTEXT, MODEL, ScriptedEngine, fake_service
 
 Request = generation_pb2.GenerateRequest
 Stopping = generation_pb2.StoppingCriteria

@@ -14,7 +14,7 @@ import pytest
 from cluster.core.config.sections import LimitsSection
 from cluster.ingress.grpc import GenerationServicer
 from cluster.ingress.http import create_app
-from tests.support.fake_engine import MODEL, InProcessClient, ScriptedEngine, fake_service, listening
+from tests.support.fakes.fake_engine import MODEL, InProcessClient, ScriptedEngine, fake_service, listening
 
 LIMITS = LimitsSection(max_body_bytes=65536)
 TIMEOUT_SECONDS = 10.0

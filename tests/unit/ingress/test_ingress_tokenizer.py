@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cluster.core.errors import ConfigurationError, InvalidRequest
 from cluster.ingress.text.chat_template import Message
 from cluster.ingress.text.tokenizer import Tokenizer
-from tests.support.tiny_tokenizer import byte_level, sentencepiece
+from tests.support.models.tiny_tokenizer import byte_level, sentencepiece
 
 texts = st.text(max_size=20) | st.sampled_from(
     ["👩‍👩‍👧 family", "世界 hello", "  two spaces", "\n\ttabs", "naïve café", "🐟"]

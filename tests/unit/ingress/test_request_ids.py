@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.ingress.grpc import GenerationServicer
 from cluster.ingress.http import create_app
 from deploy.ray.proxy import middlewares
-from tests.support.fake_engine import InProcessClient, fake_service
-from tests.support.http_app import LIMITS, HttpApi, error_of
+from tests.support.fakes.fake_engine import InProcessClient, fake_service
+from tests.support.fakes.http_app import LIMITS, HttpApi, error_of
 
 ID = "x-request-id"
 

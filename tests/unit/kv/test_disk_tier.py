@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cluster.core.config.sections import MIB
-from tests.support.kv_tiers import BLOCK_BYTES, FILE_BYTES, block, empty, held, holds, key, save, tiers_of
+from tests.support.engines.kv_tiers import BLOCK_BYTES, FILE_BYTES, block, empty, held, holds, key, save, tiers_of
 from workers.kv import disk
 from workers.kv.disk import DiskTier
 

@@ -9,7 +9,7 @@ import torch
 
 from cluster.core.config.sections import KvSection, ModelSection
 from cluster.core.kv import KvGroup
-from tests.support import tiny
+from tests.support.models import tiny
 from workers.forward.loaded_model import LoadedModel
 from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement, group_layers
 from workers.kv.pool import KvPool, block_bytes, blocks_that_fit

@@ -10,7 +10,7 @@ import torch
 
 from cluster.core.config.sections import MIB, KvSection
 from cluster.core.errors import ConfigurationError
-from tests.support.kv_tiers import BLOCK_BYTES, CPU, block, empty, held, holds, key, save, tiers_of
+from tests.support.engines.kv_tiers import BLOCK_BYTES, CPU, block, empty, held, holds, key, save, tiers_of
 from workers.kv.tiers import Tiers
 
 WITHOUT_CUDA = not torch.cuda.is_available()

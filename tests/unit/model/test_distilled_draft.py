@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from cluster.core.config.sections import ModelSection, PoolSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
-from tests.support import distilled_draft, tiny
+from tests.support.models import distilled_draft, tiny
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool

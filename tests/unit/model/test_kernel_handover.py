@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from cluster.core.config.sections import KvSection, ModelSection
-from tests.support import tiny
+from tests.support.models import tiny
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.native import decoder_shape
 from workers.forward.runner import ForwardRow, ModelRunner

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.core.errors import ModelLoadError
-from tests.support import tiny
+from tests.support.models import tiny
 from workers.model import model_files
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from cluster.core.config.sections import KvSection, ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
-from tests.support import quantized, tiny
+from tests.support.models import quantized, tiny
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model import loading

@@ -104,7 +104,7 @@ def test_few_rows_need_more_than_the_leading_tokens() -> None:
 
 
 def test_a_nucleus_with_an_uncertain_edge_is_counted_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With bounds so wide that every row is counted, the kept sets are the same."""
+    """Wide error bounds make every row be counted exactly, and the kept sets stay equal."""
     logits = rows_of(["peaked"] * 10, 2)
     samplings = [(row, SamplingParameters(top_p=0.7)) for row in range(10)]
     expected, _ = shortlists(logits, samplings)

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cluster.core.request import SamplingParameters
-from tests.support.sampling_reference import nucleus_is_near_its_edge, probabilities, shifted
+from tests.support.models.sampling_reference import nucleus_is_near_its_edge, probabilities, shifted
 from workers.sampling import truncate
 from workers.sampling.context import DecisionContext
 from workers.sampling.warp import warp

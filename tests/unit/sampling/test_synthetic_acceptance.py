@@ -15,7 +15,7 @@ from cluster.core.verification import StepBatch, Verdict, VerifyRow
 from deploy.commands.demo import conclusion
 from deploy.commands.streamed_answer import TimedAnswer
 from deploy.lossless import NOT_LOSSLESS, with_acceptance
-from tests.support import tiny
+from tests.support.models import tiny
 from workers.sampling.acceptance import create_rule
 from workers.sampling.rules.synthetic import Synthetic, synthetic_token
 from workers.serve.configuration import load_configuration

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import tiny
-from tests.support.echo_workers import (
-    EchoDrafter,
-    Gate,
-)
+from tests.support.fakes.echo_workers import EchoDrafter, Gate
+from tests.support.models import tiny
 from workers.serve.draft_servicer import DraftServicer
 
 

@@ -16,15 +16,7 @@ from cluster.core.tree import TokenTree
 from cluster.core.verification import (
     RowFaultCode,
 )
-from tests.support.echo_workers import (
-    POISON,
-    EchoDrafter,
-    Gate,
-    draft_row,
-    drafter_at,
-    propose,
-    release,
-)
+from tests.support.fakes.echo_workers import POISON, EchoDrafter, Gate, draft_row, drafter_at, propose, release
 from workers.draft.ngram import NgramDrafter, NgramSettings
 from workers.serve.draft_servicer import DraftServicer
 

@@ -9,15 +9,7 @@ import pytest
 
 from cluster.core.ids import SequenceId
 from cluster.core.tree import TokenTree
-from tests.support.echo_workers import (
-    EchoDrafter,
-    Gate,
-    draft_row,
-    propose,
-    release,
-    row_without_budget,
-    until,
-)
+from tests.support.fakes.echo_workers import EchoDrafter, Gate, draft_row, propose, release, row_without_budget, until
 from workers.serve.draft_servicer import DraftServicer
 
 

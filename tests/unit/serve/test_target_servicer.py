@@ -14,16 +14,8 @@ from cluster.core.verification import (
     StepBatch,
     StepResult,
 )
-from tests.support import tiny
-from tests.support.echo_workers import (
-    KV,
-    POISON,
-    EchoEngine,
-    open_row,
-    step,
-    target_at,
-    verify_row,
-)
+from tests.support.fakes.echo_workers import KV, POISON, EchoEngine, open_row, step, target_at, verify_row
+from tests.support.models import tiny
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.serve.target_servicer import TargetServicer

@@ -10,10 +10,7 @@ import pytest
 
 from cluster.core.config.sections import KvSection, ModelSection
 from cluster.core.errors import ConfigurationError
-from tests.support.echo_workers import (
-    EchoEngine,
-    entries,
-)
+from tests.support.fakes.echo_workers import EchoEngine, entries
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.serve import actors

@@ -13,7 +13,7 @@ from cluster.core.scheduler import clip_draft
 from cluster.core.verification import StepSample
 from cluster.speculation.goodput import DraftForecast, budget_for, prune_trees, size_trees
 from cluster.speculation.latency import LatencyModel
-from tests.support.simulated_time import StepTime, cpu_step, gpu_step
+from tests.support.fakes.simulated_time import StepTime, cpu_step, gpu_step
 
 
 def known(step_time: StepTime) -> LatencyModel:

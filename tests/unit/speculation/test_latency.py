@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cluster.core.verification import StepSample
 from cluster.speculation.latency import LatencyModel, bucket_of
-from tests.support.simulated_time import cpu_step, gpu_step
+from tests.support.fakes.simulated_time import cpu_step, gpu_step
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 

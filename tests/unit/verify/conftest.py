@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import tiny
-from tests.support.engine_rows import open_engine
-from tests.support.model_cases import CONFIGURATIONS, ModelCase, gemma3, save_case
+from tests.support.engines.engine_rows import open_engine
+from tests.support.models import tiny
+from tests.support.models.model_cases import CONFIGURATIONS, ModelCase, gemma3, save_case
 from workers.verify.engine import TargetEngine
 
 

@@ -19,8 +19,8 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, Verdict, VerifyRow
-from tests.support import tiny
-from tests.support.sampling_reference import probabilities
+from tests.support.models import tiny
+from tests.support.models.sampling_reference import probabilities
 from workers.sampling.acceptance import RULES, Accepted, RootPosition, register_rule
 from workers.serve.configuration import load_configuration
 from workers.verify import decider

@@ -11,14 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cluster.core.kv import KvGroup
-from tests.support import tiny
-from tests.support.engine_sequence import (
-    drafts_near,
-    generate,
-    sequence_on,
-    some_tokens,
-)
-from tests.support.model_cases import BLOCK, WINDOW, ModelCase, gemma3, save_case
+from tests.support.engines.engine_sequence import drafts_near, generate, sequence_on, some_tokens
+from tests.support.models import tiny
+from tests.support.models.model_cases import BLOCK, WINDOW, ModelCase, gemma3, save_case
 
 
 def test_text_beyond_the_window_is_the_models_own_with_and_without_trees(case: ModelCase) -> None:

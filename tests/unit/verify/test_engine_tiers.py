@@ -11,8 +11,7 @@ import pytest
 from cluster.core.config.sections import KvSection, TargetSection
 from cluster.core.tree import TokenTree
 from cluster.core.verification import RowFaultCode, StepBatch, VerifyRow
-from tests.support import tiny
-from tests.support.engine_sequence import (
+from tests.support.engines.engine_sequence import (
     GREEDY,
     EngineSequence,
     Propose,
@@ -21,7 +20,8 @@ from tests.support.engine_sequence import (
     sequence_on,
     some_tokens,
 )
-from tests.support.model_cases import BLOCK, WINDOW, ModelCase, save_case
+from tests.support.models import tiny
+from tests.support.models.model_cases import BLOCK, WINDOW, ModelCase, save_case
 from workers.kv import block_table
 from workers.kv.load_cost import Medium
 from workers.kv.pool import KvPool
@@ -118,7 +118,7 @@ def test_kv_that_cannot_be_loaded_is_computed(full: ModelCase, monkeypatch: pyte
 def test_a_prefix_is_searched_again_when_loading_fails_after_an_eviction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a window, a shorter cached prefix shares no block with a longer one, so it may have been evicted."""
+    """A shorter cached prefix of a windowed model shares no block with a longer one, so it may have been evicted."""
     engine, pool = save_case(tmp_path, tiny.mistral(sliding_window=WINDOW)).engine_and_pool(9, host_bytes=1 << 20)
     monkeypatch.setattr(tiers_of(pool), "load", lambda key, parts: False)
     texts = [some_tokens(80, seed) for seed in range(2)]

@@ -5,14 +5,8 @@ from __future__ import annotations
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from cluster.core.verification import StepBatch, VerifyRow
-from tests.support.engine_sequence import (
-    GREEDY,
-    drafts_near,
-    generate,
-    sequence_on,
-    some_tokens,
-)
-from tests.support.model_cases import ModelCase
+from tests.support.engines.engine_sequence import GREEDY, drafts_near, generate, sequence_on, some_tokens
+from tests.support.models.model_cases import ModelCase
 
 
 def test_a_repeated_prompt_is_a_hit_and_has_the_same_answer(case: ModelCase) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.core.config.sections import TargetSection
 from cluster.speculation.latency import LatencyModel
-from tests.support import tiny
+from tests.support.models import tiny
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.verify.decider import LocalDecider

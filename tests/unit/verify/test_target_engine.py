@@ -14,9 +14,18 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, VerifyRow
-from tests.support import tiny
-from tests.support.engine_rows import PROMPT, SAMPLED, decode, first_row, open_engine, open_row, reference, verify
-from tests.support.engine_sequence import GREEDY
+from tests.support.engines.engine_rows import (
+    PROMPT,
+    SAMPLED,
+    decode,
+    first_row,
+    open_engine,
+    open_row,
+    reference,
+    verify,
+)
+from tests.support.engines.engine_sequence import GREEDY
+from tests.support.models import tiny
 from workers.verify.engine import TargetEngine
 
 PENALISED = SamplingParameters(

@@ -13,9 +13,9 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from cluster.core.tree import TokenTree
 from cluster.core.verification import RowFaultCode, StepBatch, VerifyRow
-from tests.support import tiny
-from tests.support.engine_rows import PROMPT, SAMPLED, decode, first_row, open_engine, verify
-from tests.support.engine_sequence import GREEDY
+from tests.support.engines.engine_rows import PROMPT, SAMPLED, decode, first_row, open_engine, verify
+from tests.support.engines.engine_sequence import GREEDY
+from tests.support.models import tiny
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.verify.decider import LocalDecider

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cluster.core.ids import SequenceId
 from cluster.core.verification import StepBatch, VerifyRow
-from tests.support.engine_rows import PROMPT, first_row, open_row, verify
+from tests.support.engines.engine_rows import PROMPT, first_row, open_row, verify
 from workers.verify.engine import TargetEngine
 
 

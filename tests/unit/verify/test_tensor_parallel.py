@@ -21,7 +21,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from cluster.core.verification import OpenRow, StepBatch, VerifyRow
-from tests.support import tiny
+from tests.support.models import tiny
 
 if TYPE_CHECKING:
     from workers.verify.engine import TargetEngine

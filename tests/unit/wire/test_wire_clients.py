@@ -23,7 +23,7 @@ from cluster.wire.connection import Resolve
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.target_client import GrpcTarget
-from tests.support.wire_servers import (
+from tests.support.fakes.wire_servers import (
     BATCH,
     HOST,
     INFO,
@@ -36,11 +36,11 @@ from tests.support.wire_servers import (
     ScriptedServer,
     words,
 )
-from tests.support.wire_servers import channel as channel
-from tests.support.wire_servers import client as client
-from tests.support.wire_servers import drafter as drafter
-from tests.support.wire_servers import scripted as scripted
-from tests.support.wire_servers import target as target
+from tests.support.fakes.wire_servers import channel as channel
+from tests.support.fakes.wire_servers import client as client
+from tests.support.fakes.wire_servers import drafter as drafter
+from tests.support.fakes.wire_servers import scripted as scripted
+from tests.support.fakes.wire_servers import target as target
 
 
 async def test_the_target_client_calls_every_method(scripted: ScriptedServer, target: GrpcTarget) -> None:

@@ -18,20 +18,12 @@ from cluster.wire.connection import Resolve
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.target_client import GrpcTarget
-from tests.support.wire_servers import (
-    BATCH,
-    HOST,
-    INFO,
-    RESULT,
-    ROWS,
-    TIMEOUT_SECONDS,
-    ScriptedServer,
-)
-from tests.support.wire_servers import channel as channel
-from tests.support.wire_servers import client as client
-from tests.support.wire_servers import drafter as drafter
-from tests.support.wire_servers import scripted as scripted
-from tests.support.wire_servers import target as target
+from tests.support.fakes.wire_servers import BATCH, HOST, INFO, RESULT, ROWS, TIMEOUT_SECONDS, ScriptedServer
+from tests.support.fakes.wire_servers import channel as channel
+from tests.support.fakes.wire_servers import client as client
+from tests.support.fakes.wire_servers import drafter as drafter
+from tests.support.fakes.wire_servers import scripted as scripted
+from tests.support.fakes.wire_servers import target as target
 
 
 async def test_a_stopping_server_does_not_wait_for_idle_streams(scripted: ScriptedServer, target: GrpcTarget) -> None:

@@ -13,18 +13,12 @@ from cluster.core.errors import (
     UnknownModel,
 )
 from cluster.wire.generation_client import GenerationClient
-from tests.support.wire_servers import (
-    GENERATION,
-    TIMEOUT_SECONDS,
-    Request,
-    ScriptedServer,
-    words,
-)
-from tests.support.wire_servers import channel as channel
-from tests.support.wire_servers import client as client
-from tests.support.wire_servers import drafter as drafter
-from tests.support.wire_servers import scripted as scripted
-from tests.support.wire_servers import target as target
+from tests.support.fakes.wire_servers import GENERATION, TIMEOUT_SECONDS, Request, ScriptedServer, words
+from tests.support.fakes.wire_servers import channel as channel
+from tests.support.fakes.wire_servers import client as client
+from tests.support.fakes.wire_servers import drafter as drafter
+from tests.support.fakes.wire_servers import scripted as scripted
+from tests.support.fakes.wire_servers import target as target
 
 
 async def test_the_deadline_of_a_stream_ends_it_at_client_and_server(

@@ -31,7 +31,7 @@ from cluster.wire.generation_client import GenerationClient
 from cluster.wire.server import WireServer
 from cluster.wire.status import to_status
 from cluster.wire.target_client import GrpcTarget
-from tests.support.wire_servers import (
+from tests.support.fakes.wire_servers import (
     BATCH,
     DRAFT,
     GENERATION,
@@ -46,11 +46,11 @@ from tests.support.wire_servers import (
     refusal,
     words,
 )
-from tests.support.wire_servers import channel as channel
-from tests.support.wire_servers import client as client
-from tests.support.wire_servers import drafter as drafter
-from tests.support.wire_servers import scripted as scripted
-from tests.support.wire_servers import target as target
+from tests.support.fakes.wire_servers import channel as channel
+from tests.support.fakes.wire_servers import client as client
+from tests.support.fakes.wire_servers import drafter as drafter
+from tests.support.fakes.wire_servers import scripted as scripted
+from tests.support.fakes.wire_servers import target as target
 
 # --- health and reflection ----------------------------------------------------------------------------------
 
@@ -257,6 +257,7 @@ async def test_a_long_error_keeps_its_class(scripted: ScriptedServer, client: Ge
         await words(client)
 
 
+@pytest.mark.parametrize("unexpected", [ZeroDivisionError, NotImplementedError])
 @pytest.mark.parametrize("method", [f"{TARGET}/Open", f"{TARGET}/Step", f"{GENERATION}/Generate"])
 async def test_an_unexpected_error_is_logged_and_not_sent_to_the_client(
     scripted: ScriptedServer,
@@ -264,13 +265,14 @@ async def test_an_unexpected_error_is_logged_and_not_sent_to_the_client(
     target: GrpcTarget,
     caplog: pytest.LogCaptureFixture,
     method: str,
+    unexpected: type[Exception],
 ) -> None:
-    scripted.target.failure = scripted.generator.failure = ZeroDivisionError("secret")
+    scripted.target.failure = scripted.generator.failure = unexpected("secret")
     scripted.generator.words = []
     with caplog.at_level(logging.ERROR):
         error = await refusal(channel, method, b"")
     assert error.code() is grpc.StatusCode.INTERNAL
     assert "secret" not in (error.details() or "")
-    assert any(record.exc_info and record.exc_info[0] is ZeroDivisionError for record in caplog.records)
+    assert any(record.exc_info and record.exc_info[0] is unexpected for record in caplog.records)
     scripted.target.failure = None
     assert await target.step(BATCH) == RESULT

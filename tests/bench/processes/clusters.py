@@ -1,0 +1,121 @@
+"""Clusters made of processes, each on chosen cores. Several clusters share a target and take turns.
+
+A target serves one coordinator at a time. The coordinators run one after another and hold no sequences in between, so
+comparisons use the same target process, with the same weights at the same addresses.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from cluster.core.config.sections import Configuration
+from deploy.lossless import with_acceptance
+from tests.bench.processes.role_process import Role
+from tests.support.clusters.json_process import JsonProcess
+
+START_SECONDS = 300.0
+ANSWER_SECONDS = 60.0
+
+
+class RoleProcess:
+    """One role in a process that runs inside `with`. Raises `RuntimeError` with its last errors when it fails."""
+
+    def __init__(self, role: Role) -> None:
+        self._role = role
+        self.address = ""
+
+    def __enter__(self) -> Self:
+        environment = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"} | os.environ
+        threads = {"OMP_NUM_THREADS": str(self._role.threads)}
+        self._process = JsonProcess(
+            "tests.bench.processes.role_process", self._role.to_json(), environment=environment | threads
+        )
+        try:
+            self.address = str(self._process.read(START_SECONDS)["address"])
+        except BaseException:
+            self._process.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.stop()
+
+    def collect(self) -> dict[str, float]:
+        """The process's counters since the last call."""
+        return self._process.ask({}, ANSWER_SECONDS)
+
+
+def target(configuration: Configuration, cores: Sequence[int]) -> RoleProcess:
+    """A target with a thread per core."""
+    values = with_acceptance(configuration).model_dump_json()
+    return RoleProcess(Role("target", values, tuple(cores), len(cores)))
+
+
+def draft(configuration: Configuration, cores: Sequence[int]) -> RoleProcess:
+    """A drafter with a thread per core."""
+    values = with_acceptance(configuration).model_dump_json()
+    return RoleProcess(Role("draft", values, tuple(cores), len(cores)))
+
+
+def coordinator(configuration: Configuration, target: RoleProcess, draft: RoleProcess) -> RoleProcess:
+    """A coordinator with its public services, on any core."""
+    values = with_acceptance(configuration).model_dump_json()
+    return RoleProcess(Role("coordinator", values, tuple(all_cores()), 1, target.address, (draft.address,)))
+
+
+def all_cores() -> list[int]:
+    """The cores that this process may use."""
+    return sorted(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class Activity:
+    """The activity of a cluster during one measurement."""
+
+    ready: float
+    """Number of proposed nodes that existed before the call."""
+    nodes: float
+    """Number of proposed nodes."""
+    target_idle: float
+    """Share of the time in which the target computed no step."""
+    draft_idle: float
+    """Share of the time in which the drafter computed nothing."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the proposed nodes that existed before the call."""
+        return self.ready / self.nodes if self.nodes else 0.0
+
+
+@dataclass(frozen=True)
+class ProcessCluster:
+    """A coordinator with its target and its drafter. Clients connect to the coordinator."""
+
+    coordinator: RoleProcess
+    target: RoleProcess
+    draft: RoleProcess
+
+    def collect(self) -> Activity:
+        """The cluster's activity since the last call."""
+        counters = self.coordinator.collect()
+        target_idle, draft_idle = _idle_share(self.target.collect()), _idle_share(self.draft.collect())
+        return Activity(counters["ready"], counters["nodes"], target_idle, draft_idle)
+
+
+def start_cluster(
+    stack: ExitStack, configuration: Configuration, target: RoleProcess, drafter: RoleProcess | None = None
+) -> ProcessCluster:
+    """A cluster in front of a running target. Without `drafter`, it starts one of its own on any core."""
+    drafter = drafter or stack.enter_context(draft(configuration, all_cores()))
+    return ProcessCluster(stack.enter_context(coordinator(configuration, target, drafter)), target, drafter)
+
+
+def _idle_share(counters: dict[str, float]) -> float:
+    return max(0.0, 1 - counters["busy_seconds"] / counters["wall_seconds"])

@@ -1,0 +1,70 @@
+"""Runs `pilotfish serve` as a separate process, from the command line to the signal that ends it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from workers.serve.actors import free_port
+
+ROOT = Path(__file__).resolve().parents[3]
+LOOPBACK = "127.0.0.1"
+START_SECONDS = 600.0
+END_SECONDS = 60.0
+POLL_SECONDS = 0.5
+READY = " is ready at "
+"""Text that the command prints when it accepts requests."""
+
+
+class ServeCommand:
+    """Runs `pilotfish serve` inside `with`. Raises `RuntimeError` with its last output when it does not start."""
+
+    def __init__(self, config: str | None, assignments: Sequence[str]) -> None:
+        self._config = config
+        self._assignments = tuple(assignments)
+        self.grpc_address = ""
+
+    def __enter__(self) -> Self:
+        port, http_port = free_port(LOOPBACK), free_port(LOOPBACK)
+        self.grpc_address = f"{LOOPBACK}:{port}"
+        command = [sys.executable, "-m", "deploy.cli", "serve"]
+        command += ["--config", self._config] if self._config is not None else []
+        for assignment in (*self._assignments, f"server.grpc_port={port}", f"server.http_port={http_port}"):
+            command += ["--set", assignment]
+        self._output = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(command, cwd=ROOT, stdout=self._output, stderr=subprocess.STDOUT)
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._output.close()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while READY not in (printed := self._printed()):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"pilotfish serve did not start: {printed[-2000:]}")
+            time.sleep(POLL_SECONDS)
+
+    def _printed(self) -> str:
+        self._output.seek(0)
+        return self._output.read().decode(errors="replace")

@@ -1,0 +1,117 @@
+"""Compares the memory of the target's process with its weights and pool, and measures its cold and warm start."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from cluster.core.config.sections import Configuration
+from tests.bench.machine import MIB, weight_bytes
+from tests.bench.options import Options
+from tests.bench.processes.target_process import Footprint
+from tests.bench.report import heading, ratios, spread, table, write
+
+ROOT = Path(__file__).resolve().parents[3]
+POOL_BYTES, QUICK_POOL_BYTES = 512 * MIB, 64 * MIB
+"""Pool sizes: the first is used if the configuration names none."""
+LONGEST_SECONDS = 1800.0
+_CACHES = ("PILOTFISH_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
+"""Variables of directories for compiled code. For a cold start all of them are empty."""
+
+
+def run(options: Options) -> None:
+    """Measure and report: per repetition and type, a cold start with empty caches, then a warm one with the same."""
+    heading("Memory and start of the target's process")
+    memory: list[list[str]] = []
+    starts: list[list[str]] = []
+    for dtype in options.dtypes:
+        configuration = _with_pool(options, dtype)
+        cold: list[Footprint] = []
+        warm: list[Footprint] = []
+        for repeat in range(options.repeats):
+            with tempfile.TemporaryDirectory(prefix="pilotfish-bench-") as caches:
+                cold.append(start(configuration, Path(caches), fill=False))
+                warm.append(start(configuration, Path(caches), fill=True))
+            write(f"repetition {repeat + 1}, {dtype}: {cold[-1].ready_seconds:.1f} and {warm[-1].ready_seconds:.1f} s")
+        memory.append(_memory_row(configuration, warm))
+        starts.append(_start_row(configuration, cold, warm))
+    table(
+        (
+            "type",
+            "weights, MB",
+            "pool, MB",
+            "code before loading, MB",
+            "peak until ready, MB",
+            "after steps of many widths, MB",
+            "and with a full pool, MB",
+            "÷ (weights + pool)",
+            "without code",
+        ),
+        memory,
+    )
+    table(("type", "cold start to ready, s", "warm, s", "warm ÷ cold", "peak of a cold start, MB"), starts)
+
+
+def _with_pool(options: Options, dtype: str) -> Configuration:
+    """The configuration with a pool of known size, a small one with `--quick`."""
+    configuration = options.configuration(f"target.dtype={dtype}")
+    if configuration.target.kv.pool_bytes is not None and not options.quick:
+        return configuration
+    size = QUICK_POOL_BYTES if options.quick else POOL_BYTES
+    return options.configuration(f"target.dtype={dtype}", f"target.kv.pool_bytes={size}")
+
+
+def start(configuration: Configuration, caches: Path, *, fill: bool) -> Footprint:
+    """Run the process once; with `fill`, until every block of its pool is written.
+
+    Raises `RuntimeError` with its last errors when it fails.
+    """
+    target = configuration.target.model_copy(update={"compile_directory": str(caches / "compiled")})
+    configuration = configuration.model_copy(update={"target": target})
+    environment = os.environ | {name: str(caches / name.lower()) for name in _CACHES}
+    command = [
+        sys.executable,
+        "-m",
+        "tests.bench.processes.target_process",
+        configuration.model_dump_json(),
+        str(time.time()),
+    ]
+    command.extend(["fill"] * fill)
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LONGEST_SECONDS, check=False
+    )
+    if ended.returncode != 0:
+        raise RuntimeError(f"the target's process ended with {ended.returncode}: {ended.stderr[-2000:]}")
+    return Footprint(**json.loads(ended.stdout.splitlines()[-1]))
+
+
+def _memory_row(configuration: Configuration, lives: list[Footprint]) -> list[str]:
+    weights, pool = weight_bytes(configuration.target), configuration.target.kv.pool_bytes or 0
+    promised = [float(weights + pool)] * len(lives)
+    return [
+        configuration.target.dtype,
+        f"{weights / 1e6:.0f}",
+        f"{pool / 1e6:.0f}",
+        spread([life.code_bytes / 1e6 for life in lives], 0),
+        spread([life.ready_bytes / 1e6 for life in lives], 0),
+        spread([life.used_bytes / 1e6 for life in lives], 0),
+        spread([life.full_bytes / 1e6 for life in lives], 0),
+        spread(ratios([life.full_bytes for life in lives], promised)),
+        spread(ratios([life.full_bytes - life.code_bytes for life in lives], promised)),
+    ]
+
+
+def _start_row(configuration: Configuration, cold: list[Footprint], warm: list[Footprint]) -> list[str]:
+    cold_seconds, warm_seconds = ([life.ready_seconds for life in lives] for lives in (cold, warm))
+    return [
+        configuration.target.dtype,
+        spread(cold_seconds, 1),
+        spread(warm_seconds, 1),
+        spread(ratios(warm_seconds, cold_seconds)),
+        spread([life.ready_bytes / 1e6 for life in cold], 0),
+    ]

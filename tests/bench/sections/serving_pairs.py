@@ -1,0 +1,127 @@
+"""Compares the rate of two `pilotfish serve` clusters with default settings, plain and drafted.
+
+Both start once and keep running. They answer the same prompts in turn, plain then drafted, then drafted then plain, so
+that only one of them computes at a time. Every pair has other prompts. The result is the ratio of the two rates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from tests.bench.client import Answers, ask_all
+from tests.bench.drafting import SHIPPED
+from tests.bench.options import Options
+from tests.bench.processes.serve_command import ServeCommand
+from tests.bench.report import heading, ratios, spread, table, write
+
+BATCHES, QUICK_BATCHES = (4, 8, 16), (4,)
+PLAIN = "none"
+METHODS = ("model",)
+"""Drafting methods that are compared with plain decoding, unless `--variants` names others."""
+DTYPE = "bfloat16"
+ROUNDS = 2
+"""Prompts of a measurement, for each request in flight."""
+LEAST_RATIO = 0.97
+"""Drafted serving should reach this share of plain serving's rate at every batch size."""
+
+
+@dataclass
+class Pairs:
+    """The measurements of one drafting method at one batch size: one plain and one drafted per pair."""
+
+    plain: list[Answers] = field(default_factory=list)
+    drafted: list[Answers] = field(default_factory=list)
+
+    @property
+    def ratios(self) -> list[float]:
+        """Rate with drafts ÷ rate without, per pair."""
+        return ratios([answers.rate for answers in self.drafted], [answers.rate for answers in self.plain])
+
+    @property
+    def equal(self) -> int:
+        """Number of answers that are the same in both clusters."""
+        return sum(
+            one.tokens == other.tokens
+            for plain, drafted in zip(self.plain, self.drafted, strict=True)
+            for one, other in zip(plain.each, drafted.each, strict=True)
+        )
+
+
+def run(options: Options) -> None:
+    """Measure and report, one drafting method after another."""
+    heading("Serving in pairs: pilotfish serve with drafts against pilotfish serve without")
+    write(f"{options.repeats} pairs; {ROUNDS} prompts per request in flight, {options.tokens} tokens each; {DTYPE}")
+    for method in options.variants or METHODS:
+        _compare(options, method)
+
+
+def assignments(options: Options, method: str) -> list[str]:
+    """The settings of one cluster: defaults except for the dtype, the drafting method and the draft model."""
+    chosen = [f"target.dtype={DTYPE}", f"draft.method={method}"]
+    if method == "model":
+        chosen += [f"draft.model.path={options.draft or SHIPPED}", f"draft.model.dtype={DTYPE}"]
+    return [*chosen, *options.assignments]
+
+
+def _compare(options: Options, method: str) -> None:
+    batches = options.batches or (QUICK_BATCHES if options.quick else BATCHES)
+    found = {batch: Pairs() for batch in batches}
+    with ExitStack() as stack:
+        clusters = {
+            name: stack.enter_context(ServeCommand(options.config, assignments(options, name)))
+            for name in (PLAIN, method)
+        }
+        prompts = PairPrompts(options, batches)
+        for batch in batches:  # both sides run every batch size once, and the controller measures the gain of drafts
+            for cluster in clusters.values():
+                asyncio.run(ask_all(cluster.grpc_address, prompts.warm_up(batch), options.tokens, batch))
+        for pair in range(options.repeats):
+            for batch in batches:
+                chosen = prompts.of_pair(pair, batch)
+                for name in (PLAIN, method) if pair % 2 == 0 else (method, PLAIN):
+                    answers = asyncio.run(ask_all(clusters[name].grpc_address, chosen, options.tokens, batch))
+                    (found[batch].plain if name == PLAIN else found[batch].drafted).append(answers)
+                write(f"pair {pair + 1}, {method}, batch {batch}: {found[batch].ratios[-1]:.3f}")
+    _report(method, found)
+
+
+class PairPrompts:
+    """Prompts by pair and batch size. None is used twice while there are enough."""
+
+    def __init__(self, options: Options, batches: tuple[int, ...]) -> None:
+        self._batches = batches
+        self._per_pair = ROUNDS * sum(batches)
+        self._prompts = options.prompts(self._per_pair * (options.repeats + 1))
+
+    def warm_up(self, batch: int) -> list[tuple[int, ...]]:
+        """Prompts that no pair uses."""
+        return self.of_pair(-1, batch)
+
+    def of_pair(self, pair: int, batch: int) -> list[tuple[int, ...]]:
+        """`ROUNDS` prompts for each request in flight."""
+        before = ROUNDS * sum(self._batches[: self._batches.index(batch)])
+        first = (pair + 1) * self._per_pair + before
+        return [self._prompts[index % len(self._prompts)] for index in range(first, first + ROUNDS * batch)]
+
+
+def _report(method: str, found: dict[int, Pairs]) -> None:
+    rows = []
+    for batch, pairs in found.items():
+        middle = statistics.median(pairs.ratios)
+        rows.append(
+            [
+                method,
+                str(batch),
+                spread([answers.rate for answers in pairs.plain], 1),
+                spread([answers.rate for answers in pairs.drafted], 1),
+                spread(pairs.ratios, 3),
+                spread([answers.committed_per_step for answers in pairs.drafted]),
+                f"{pairs.equal} of {sum(len(answers.each) for answers in pairs.plain)}",
+                "yes" if middle >= LEAST_RATIO else "NO",
+            ]
+        )
+    columns = ("drafts", "batch", "plain, tokens/s", "tokens/s", "÷ plain", "tokens per step", "equal answers")
+    table((*columns, f"median ≥ {LEAST_RATIO}"), rows)

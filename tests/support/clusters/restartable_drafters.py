@@ -1,0 +1,157 @@
+"""A cluster in this process whose drafters can be stopped and started again while requests run.
+
+Target, drafters and coordinator are the real ones and communicate over gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from cluster.core.config.sections import Configuration
+from cluster.core.errors import DrafterUnavailable
+from cluster.core.request import SamplingParameters
+from cluster.wire.codec_common import encode_sampling
+from cluster.wire.drafter_client import GrpcDrafter
+from cluster.wire.generation_client import GenerationClient
+from cluster.wire.target_client import GrpcTarget
+from deploy.coordinator_server import CoordinatorServer, fixed_address
+from deploy.lossless import with_acceptance
+from pilotfish.v1 import common_pb2, generation_pb2
+from workers.draft.registry import create
+from workers.serve.worker_server import WorkerHost, host_draft, host_target
+from workers.verify.build import build_engine
+
+LOOPBACK = "127.0.0.1"
+TIMEOUT_SECONDS = 300.0
+"""Far above the duration of any test on a busy machine, in seconds."""
+
+
+@dataclass(frozen=True)
+class SamplingCase:
+    """A request with any sampling parameters. Its prompt repeats itself, so that prompt lookup finds drafts."""
+
+    number: int
+    sampling: SamplingParameters
+    max_tokens: int
+    vocabulary_size: int
+    max_draft_tokens: int | None = None
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """A random phrase followed by its beginning. Each number has a different length."""
+        draw = random.Random(self.number)
+        phrase = [draw.randrange(3, self.vocabulary_size) for _ in range(3 + 2 * self.number)]
+        return tuple(phrase + phrase[: self.number])
+
+    def message(self) -> generation_pb2.GenerateRequest:
+        """The gRPC request."""
+        return generation_pb2.GenerateRequest(
+            token_ids=common_pb2.TokenIds(ids=self.prompt),
+            sampling=encode_sampling(self.sampling),
+            stopping=generation_pb2.StoppingCriteria(max_tokens=self.max_tokens, ignore_eos=True),
+            max_draft_tokens=self.max_draft_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class FullAnswer:
+    """An answer with everything that the server reports about it."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    drafted: int
+    accepted: int
+    lossy: bool
+
+
+@dataclass
+class RestartableDrafter:
+    """A drafter that can be stopped and restarted. After a restart it has another port and no sequences."""
+
+    configuration: Configuration
+    host: WorkerHost | None = None
+    starts: int = 0
+
+    async def resolve(self) -> str:
+        """Return the drafter's address. Raises `DrafterUnavailable` while the drafter is stopped."""
+        if self.host is None:
+            raise DrafterUnavailable("the drafter is stopped")
+        return self.host.address
+
+    async def start(self) -> None:
+        """Build a new drafting method and listen."""
+        method = await asyncio.to_thread(create, self.configuration.draft, self.configuration.target)
+        host = host_draft(LOOPBACK, method)
+        await host.start()
+        self.host, self.starts = host, self.starts + 1
+
+    async def stop(self) -> None:
+        """Close its port at once."""
+        host, self.host = self.host, None
+        if host is not None:
+            await host.stop()
+
+
+@dataclass
+class RestartableCluster:
+    """A running cluster, its drafters, and a client of it."""
+
+    address: str
+    client: GenerationClient
+    drafters: list[RestartableDrafter] = field(default_factory=list)
+
+    async def answer_all(self, cases: Sequence[SamplingCase]) -> list[FullAnswer]:
+        """The answers to all requests, which are sent at the same time."""
+        return list(await asyncio.gather(*(_answer(self.client, case) for case in cases)))
+
+    async def restart_drafters(self, draw: random.Random) -> None:
+        """Stop and start a random drafter again and again, until cancelled."""
+        while True:
+            drafter = draw.choice(self.drafters)
+            await asyncio.sleep(draw.uniform(0.02, 0.15))
+            await drafter.stop()
+            await asyncio.sleep(draw.uniform(0.0, 0.1))
+            await drafter.start()
+
+
+@asynccontextmanager
+async def restartable_cluster(configuration: Configuration) -> AsyncIterator[RestartableCluster]:
+    """A cluster whose drafters run. Model paths in the configuration are local directories."""
+    configuration = with_acceptance(configuration)
+    async with AsyncExitStack() as stack:
+        engine = await asyncio.to_thread(build_engine, configuration.target)
+        host = await stack.enter_async_context(host_target(LOOPBACK, engine))
+        target = GrpcTarget(fixed_address(host.address))
+        stack.push_async_callback(target.close)
+        drafters = [RestartableDrafter(configuration) for _ in range(configuration.draft.replicas)]
+        clients: list[GrpcDrafter] = []
+        for drafter in drafters:
+            await drafter.start()
+            stack.push_async_callback(drafter.stop)
+            clients.append(GrpcDrafter(drafter.resolve))
+            stack.push_async_callback(clients[-1].close)
+        coordinator = CoordinatorServer(configuration, target, clients)
+        stack.push_async_callback(coordinator.stop, 0.0)
+        address = f"{LOOPBACK}:{await coordinator.start()}"
+        await coordinator.wait_until_ready()
+        client = GenerationClient(fixed_address(address))
+        stack.push_async_callback(client.close)
+        yield RestartableCluster(address, client, drafters)
+
+
+async def _answer(client: GenerationClient, case: SamplingCase) -> FullAnswer:
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    lossy: set[bool] = set()
+    usage = generation_pb2.Usage()
+    async for response in client.generate(case.message(), TIMEOUT_SECONDS):
+        tokens.extend(response.delta.token_ids)
+        logprobs.extend(entry.logprob for entry in response.delta.logprobs)
+        lossy.add(response.lossy)
+        usage.MergeFrom(response.finished.usage)
+    assert len(lossy) == 1
+    return FullAnswer(tuple(tokens), tuple(logprobs), usage.drafted_tokens, usage.accepted_draft_tokens, lossy.pop())

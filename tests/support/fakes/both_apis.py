@@ -1,0 +1,86 @@
+"""The HTTP and the gRPC API of one service, on real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.core.config.sections import LimitsSection
+from cluster.core.errors import InvalidRequest
+from cluster.ingress.grpc import GenerationServicer, OperationsServicer
+from cluster.ingress.http import create_app
+from cluster.wire.generation_client import GenerationClient
+from cluster.wire.server import WireServer
+from pilotfish.v1 import common_pb2, generation_pb2, generation_pb2_grpc, operations_pb2_grpc
+from tests.support.fakes.fake_engine import OneMetric, ScriptedEngine, fake_service, listening
+
+LIMITS = LimitsSection(max_body_bytes=65536, max_output_tokens=32)
+TIMEOUT_SECONDS = 10.0
+Request = generation_pb2.GenerateRequest
+Sampling = common_pb2.SamplingParameters
+Stopping = generation_pb2.StoppingCriteria
+BeamSearch = generation_pb2.BeamSearch
+HI = [{"role": "user", "content": "hi"}]
+
+
+@dataclass(frozen=True)
+class BothApis:
+    """An HTTP API and a gRPC API in front of one scripted engine, on real sockets."""
+
+    engine: ScriptedEngine
+    grpc_address: str
+    client: GenerationClient
+    http: httpx.AsyncClient
+
+    async def over_grpc(self, request: Request) -> tuple[str, str]:
+        """The text of the answer, or the error text and the field of a refusal."""
+        try:
+            text = ""
+            async for response in self.client.generate(request, TIMEOUT_SECONDS):
+                text += response.delta.text
+        except InvalidRequest as error:
+            return str(error), error.field
+        return text, ""
+
+    async def over_http(self, body: dict[str, Any]) -> tuple[str, str]:
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        response = await self.http.post(path, json=body)
+        if response.status_code == 200:
+            choice = response.json()["choices"][0]
+            return choice["message"]["content"] if "messages" in body else choice["text"], ""
+        assert response.status_code in (400, 404)
+        error = response.json()["error"]
+        return error["message"], error["param"]
+
+
+@pytest.fixture
+async def apis(tmp_path: Path) -> AsyncIterator[BothApis]:
+    generation, engine, _ = fake_service(tmp_path, limits=LIMITS)
+    async with WireServer("127.0.0.1", 0, max_message_bytes=LIMITS.max_body_bytes) as server:
+        server.add(
+            "pilotfish.v1.GenerationService",
+            generation_pb2_grpc.add_GenerationServiceServicer_to_server,
+            GenerationServicer(generation),
+        )
+        server.add(
+            "pilotfish.v1.OperationsService",
+            operations_pb2_grpc.add_OperationsServiceServicer_to_server,
+            OperationsServicer(OneMetric()),
+        )
+        port = await server.start()
+        await server.set_serving("pilotfish.v1.GenerationService", True)
+
+        grpc_address = f"127.0.0.1:{port}"
+
+        async def resolve() -> str:
+            return grpc_address
+
+        client = GenerationClient(resolve)
+        async with listening(create_app(client, LIMITS)) as address, httpx.AsyncClient(base_url=address) as http:
+            yield BothApis(engine, grpc_address, client, http)
+        await client.close()

@@ -1,0 +1,198 @@
+"""An engine that generates scripted answers, and a client that calls the servicers without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from cluster.core.config.sections import LimitsSection
+from cluster.core.errors import PilotfishError
+from cluster.core.ids import RequestId, SequenceId
+from cluster.core.kv import KvLayout, KvOccupancy
+from cluster.core.request import Commit, FinishReason, GenerationRequest, TokenLogprobs, Usage
+from cluster.core.sequence import Sequence as Record
+from cluster.core.verification import TargetInfo, Verdict
+from cluster.ingress.grpc import GenerationServicer, OperationsServicer
+from cluster.ingress.service import GenerationService
+from cluster.ingress.text.tokenizer import Tokenizer
+from pilotfish.v1 import generation_pb2, operations_pb2
+from tests.support.models.tiny_tokenizer import byte_level
+
+MODEL = "tiny"
+CONTEXT = 64
+VOCABULARY = 300
+Script = Callable[[GenerationRequest], Sequence[int]]
+
+
+class ScriptedEngine:
+    """Generates scripted answers. Each commit has `block` tokens, of which all but the last are accepted draft tokens.
+
+    After `hold_after` commits it hangs.
+    """
+
+    def __init__(self, script: Script, block: int = 3) -> None:
+        self.script = script
+        self.block = block
+        self.ready = True
+        self.is_lossless = True
+        self.hold_after: int | None = None
+        self.refusal: PilotfishError | None = None
+        self.failure: PilotfishError | None = None
+        """Raised after the first commit."""
+        self.certainty: Callable[[GenerationRequest], float] = lambda _: -0.5
+        """Log-probability of every token of an answer."""
+        self.requests: list[GenerationRequest] = []
+        self.concluded: list[tuple[RequestId, int]] = []
+        self.arrived: asyncio.Queue[RequestId] = asyncio.Queue()
+        self.freed: asyncio.Queue[RequestId] = asyncio.Queue()
+        self._aborted: dict[RequestId, asyncio.Event] = {}
+
+    @property
+    def info(self) -> TargetInfo:
+        layout, kv = KvLayout(16), KvOccupancy(8, 8)
+        return TargetInfo(MODEL, VOCABULARY, CONTEXT, layout, kv, (2,), 1, "float32", is_lossless=self.is_lossless)
+
+    def abort(self, request_id: RequestId) -> bool:
+        event = self._aborted.get(request_id)
+        if event is not None:
+            event.set()
+        return event is not None
+
+    def conclude(self, request_id: RequestId, index: int) -> bool:
+        self.concluded.append((request_id, index))
+        return True
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit, None]:
+        self.requests.append(request)
+        self.arrived.put_nowait(request.request_id)
+        if self.refusal is not None:
+            raise self.refusal
+        aborted = self._aborted[request.request_id] = asyncio.Event()
+        try:
+            for count, commit in enumerate(self._all(request)):
+                if count == self.hold_after:
+                    await aborted.wait()
+                    for index in range(request.n):
+                        yield Commit((), 0, finish=FinishReason.ABORT, usage=Usage(len(request.prompt)), index=index)
+                    return
+                if (request.request_id, commit.index) not in self.concluded:
+                    yield commit
+                if self.failure is not None:
+                    raise self.failure
+                await asyncio.sleep(0)
+        finally:
+            del self._aborted[request.request_id]
+            self.freed.put_nowait(request.request_id)
+
+    def _all(self, request: GenerationRequest) -> list[Commit]:
+        """Commits of all answers in turn. An answer has the script of a single request with its seed."""
+        answers = []
+        for index in range(request.n):
+            seed = (request.sampling.seed + index) % 2**64
+            single = replace(request, n=1, sampling=replace(request.sampling, seed=seed))
+            commits = self._commits(Record(SequenceId(f"{request.request_id}-{index}"), single, 0))
+            answers.append([replace(commit, index=index) for commit in commits])
+        return [commit for turn in zip_longest(*answers) for commit in turn if commit is not None]
+
+    def _commits(self, record: Record) -> list[Commit]:
+        script = list(self.script(record.request))
+        wanted = record.request.sampling.logprobs
+        commits: list[Commit] = []
+        position = 0
+        while record.finish is None:
+            tokens = tuple(script[(position + step) % len(script)] for step in range(self.block))
+            position += self.block
+            logprobs = () if wanted is None else tuple(self._logprobs(record, token, wanted) for token in tokens)
+            commit = record.commit(Verdict(record.id, len(record), tokens, self.block, logprobs))
+            if commit is not None:
+                commits.append(commit)
+        return commits
+
+    def _logprobs(self, record: Record, token: int, count: int) -> TokenLogprobs:
+        logprob = self.certainty(record.request)
+        return TokenLogprobs(token, logprob, tuple((token + rank, logprob - rank) for rank in range(count)))
+
+
+class InProcessClient:
+    """A client of the public service that calls the servicer directly."""
+
+    def __init__(self, servicer: GenerationServicer, ready: Callable[[], bool]) -> None:
+        self._servicer = servicer
+        self._ready = ready
+        self.timeouts: list[float] = []
+
+    async def generate(
+        self, request: generation_pb2.GenerateRequest, seconds: float, /
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        self.timeouts.append(seconds)
+        async with aclosing(self._servicer.Generate(request, Remaining(seconds))) as responses:  # type: ignore[type-var]
+            async for response in responses:
+                yield response
+
+    async def list_models(self) -> Sequence[generation_pb2.Model]:
+        return list((await self._servicer.ListModels(generation_pb2.ListModelsRequest(), Remaining(1))).models)
+
+    async def get_model(self, name: str) -> generation_pb2.Model:
+        return (await self._servicer.GetModel(generation_pb2.GetModelRequest(model=name), Remaining(1))).model
+
+    async def metrics(self) -> tuple[bytes, str]:
+        response = await OperationsServicer(OneMetric()).GetMetrics(operations_pb2.GetMetricsRequest(), Remaining(1))
+        return response.exposition, response.content_type
+
+    async def is_ready(self) -> bool:
+        return self._ready()
+
+
+class Remaining:
+    """The part of a servicer context that the servicer reads."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def time_remaining(self) -> float:
+        return self._seconds
+
+
+class OneMetric:
+    """A metrics source with one metric."""
+
+    def exposition(self) -> tuple[bytes, str]:
+        return b"answers_total 1\n", "text/plain; version=0.0.4"
+
+
+def script_of(tokenizer: Tokenizer, text: str, *, ends: bool = True) -> Script:
+    """A script of one text and the end-of-sequence token."""
+    tokens = tokenizer.encode(text)
+    return lambda _: (*tokens, 2) if ends else tokens
+
+
+def fake_service(
+    directory: Path, text: str = "hello the world", *, block: int = 3, limits: LimitsSection | None = None
+) -> tuple[GenerationService, ScriptedEngine, Tokenizer]:
+    """A generation service over an engine that generates `text`."""
+    tokenizer = Tokenizer.load(byte_level(directory))
+    engine = ScriptedEngine(script_of(tokenizer, text), block)
+    return GenerationService(engine, tokenizer, limits or LimitsSection(), created=1_700_000_000), engine, tokenizer
+
+
+@asynccontextmanager
+async def listening(app: FastAPI) -> AsyncIterator[str]:
+    """Serve the application on a free loopback port. Yields its address."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+    task = asyncio.create_task(server.serve())
+    try:
+        while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(0.001)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        server.force_exit = True
+        await task

@@ -1,0 +1,50 @@
+"""The HTTP API over a scripted engine, without a socket, and readers of its responses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cluster.core.config.sections import LimitsSection
+from cluster.ingress.grpc import GenerationServicer
+from cluster.ingress.http import create_app
+from tests.support.fakes.fake_engine import InProcessClient, fake_service
+
+HI = [{"role": "user", "content": "hi"}]
+LIMITS = LimitsSection(max_body_bytes=2048, max_prompts=4)
+
+
+class HttpApi:
+    """An HTTP client of an application over a scripted engine."""
+
+    def __init__(self, directory: Path, text: str = "hello the world") -> None:
+        generation, self.engine, self.tokenizer = fake_service(directory, text, limits=LIMITS)
+        self.client = InProcessClient(GenerationServicer(generation), lambda: self.engine.ready)
+        transport = httpx.ASGITransport(create_app(self.client, LIMITS), raise_app_exceptions=False)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://pilotfish")
+
+    async def post(self, path: str, **values: Any) -> httpx.Response:
+        return await self.http.post(path, json=values)
+
+    async def chat(self, **values: Any) -> httpx.Response:
+        return await self.post("/v1/chat/completions", **{"messages": HI, **values})
+
+    async def complete(self, **values: Any) -> httpx.Response:
+        return await self.post("/v1/completions", **{"prompt": "hi", **values})
+
+
+def chunks(response: httpx.Response) -> list[Any]:
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def error_of(response: httpx.Response) -> Any:
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error

@@ -1,0 +1,99 @@
+"""Several drafters: assignment, failure and release, in simulated time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from cluster.core.ids import SequenceId
+from tests.support.fakes.fake_cluster import first_commit_then_leave, request, tokens_of, until
+from tests.support.fakes.fake_drafters import FailingDrafter, PerfectDrafter
+from tests.support.fakes.fake_target import FakeTarget
+from tests.support.fakes.simulated_time import (
+    DrafterModel,
+    SimulatedCluster,
+    TimedDrafter,
+    TimedTarget,
+    equal_requests,
+    gpu_step,
+    simulate,
+)
+
+
+def test_sequences_are_spread_over_drafters_and_stay_there() -> None:
+    async def scenario() -> None:
+        target = FakeTarget(blocks=4000, step_delay=0.005)
+        drafters = [PerfectDrafter(target) for _ in range(3)]
+        cluster = SimulatedCluster(drafters, target, draft__controller="off")
+        async with cluster.coordinator:
+            await cluster.serve(equal_requests(6, 40))
+            await until(lambda: not any(drafter.known for drafter in drafters))
+        served = [{row.sequence_id for call in drafter.calls for row in call} for drafter in drafters]
+        assert [len(names) for names in served] == [2, 2, 2]
+        assert len(set[SequenceId]().union(*served)) == 6
+        assert target.accepted > 0
+
+    simulate(scenario())
+
+
+def test_the_sequences_of_a_dead_drafter_move_and_some_return_with_it() -> None:
+    async def scenario() -> None:
+        target = FakeTarget(blocks=4000, max_context_len=4096, step_delay=0.005)
+        drafters = [FailingDrafter(target), FailingDrafter(target)]
+        for drafter in drafters:
+            drafter.is_down = False
+        cluster = SimulatedCluster(drafters, target, draft__controller="off")
+        first, second = drafters
+        async with cluster.coordinator:
+            reading = asyncio.create_task(cluster.serve(equal_requests(4, 1000)))
+            await until(lambda: len(second.known) == 2)
+            first.is_down = True
+            await until(lambda: len(second.known) == 4)
+            first.is_down = False
+            calls = len(first.calls)
+            await until(lambda: len(first.calls) > calls + 20)
+            assert len({row.sequence_id for row in first.calls[-1]}) == 2
+            await reading
+            await until(lambda: not first.known and not second.known)
+        assert target.accepted > 0
+
+    simulate(scenario())
+
+
+@pytest.mark.parametrize("controller", ["auto", "off"])
+@pytest.mark.parametrize("alternate", ["on", "off"])
+def test_the_tokens_are_the_same_while_drafters_die_and_come_back(alternate: str, controller: str) -> None:
+    async def scenario() -> None:
+        rng = random.Random(11)
+        target = TimedTarget(gpu_step)
+        drafters = [FailingDrafter(target) for _ in range(3)]
+        cluster = SimulatedCluster(drafters, target, draft__controller=controller, draft__alternate=alternate)
+        async with cluster.coordinator:
+            reading = asyncio.create_task(cluster.serve(equal_requests(7, 300)))
+            while not reading.done():
+                drafter = rng.choice(drafters)
+                drafter.is_down = not drafter.is_down
+                await asyncio.sleep(rng.uniform(0, 0.2))
+            await reading
+            for drafter in drafters:
+                drafter.is_down = False
+            await until(lambda: not any(drafter.known for drafter in drafters))
+        assert target.accepted > 0
+
+    simulate(scenario())
+
+
+def test_a_request_that_leaves_during_a_call_is_released_on_every_drafter() -> None:
+    async def scenario() -> None:
+        target = FakeTarget(blocks=4000, step_delay=0.005)
+        drafters = [TimedDrafter(target, DrafterModel(0.9, call_seconds=0.05)) for _ in range(2)]
+        cluster = SimulatedCluster(drafters, target)
+        async with cluster.coordinator:
+            for index in range(4):
+                await first_commit_then_leave(cluster.coordinator, request(f"r{index}", max_tokens=200))
+            await until(lambda: not any(drafter.known for drafter in drafters))
+            assert await tokens_of(cluster.coordinator, request()) == target.answer(request())
+
+    simulate(scenario())

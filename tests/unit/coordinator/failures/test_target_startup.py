@@ -1,0 +1,42 @@
+"""The first connection to a target."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cluster.coordinator.coordinator import Coordinator
+from cluster.coordinator.metrics import Metrics
+from tests.support.fakes.fake_cluster import configure, request, serving, tokens_of
+from tests.support.fakes.fake_drafters import PerfectDrafter
+from tests.support.fakes.fake_target import FakeTarget
+
+
+async def test_the_start_waits_for_the_target() -> None:
+    target = FakeTarget()
+    target.crash()
+    coordinator = Coordinator(target, [PerfectDrafter(target)], configure(), Metrics())
+    starting = asyncio.create_task(coordinator.start())
+    await asyncio.sleep(0.01)
+    assert not starting.done() and not coordinator.ready
+    target.revive()
+    await starting
+    assert await tokens_of(coordinator, request()) == target.answer(request())
+    await coordinator.stop(0.0)
+    assert target.accepted > 0
+
+
+async def test_a_new_coordinator_frees_the_sequences_of_a_dead_one() -> None:
+    target = FakeTarget(blocks=12)
+    orphans = FakeTarget(blocks=12)
+    coordinator = Coordinator(target, [PerfectDrafter(target)], configure(), Metrics())
+    await coordinator.start()
+    reading = coordinator.generate(request("orphan", max_tokens=30))
+    await anext(reading)
+    orphans.stored = dict(target.stored)  # as if the coordinator died here and never released them
+    assert orphans.blocks_free < orphans.blocks
+    await coordinator.stop(0.0)
+    async with serving(orphans, PerfectDrafter(orphans)) as successor:
+        assert orphans.blocks_free == orphans.blocks
+        wanted = request("well", max_tokens=5)
+        assert await tokens_of(successor, wanted) == orphans.answer(wanted)
+    assert orphans.accepted > 0

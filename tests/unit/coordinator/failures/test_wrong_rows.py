@@ -1,0 +1,68 @@
+"""Rows that the target refuses, and verdicts that do not match their rows."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cluster.core.errors import (
+    InvalidRequest,
+)
+from cluster.core.verification import StepBatch, StepResult, Verdict
+from tests.support.fakes.fake_cluster import request, requests, serving, tokens_of, until
+from tests.support.fakes.fake_drafters import PerfectDrafter, WrongDrafter
+from tests.support.fakes.fake_target import FakeTarget
+
+
+async def test_an_invalid_row_fails_its_request_alone() -> None:
+    target = FakeTarget()
+    wanted = requests(3)
+    async with serving(target, PerfectDrafter(target)) as coordinator:
+        bad = tokens_of(coordinator, request("bad", prompt=(1, 99)))
+        *answers, refusal = await asyncio.gather(
+            *(tokens_of(coordinator, one) for one in wanted), bad, return_exceptions=True
+        )
+    assert answers == [target.answer(one) for one in wanted]
+    assert isinstance(refusal, InvalidRequest)
+    assert target.accepted > 0
+
+
+async def test_a_row_that_makes_the_target_refuse_the_batch_fails_alone() -> None:
+    target = FakeTarget()
+    plain = target.step
+
+    async def strict(batch: StepBatch) -> StepResult:
+        if any(13 in row.pending[:1] for row in batch.rows):
+            raise InvalidRequest("rows", 13, "another number")
+        return await plain(batch)
+
+    target.step = strict  # type: ignore[method-assign]
+    wanted = [request(f"r{index}", prompt=(1, index + 2), max_tokens=1) for index in range(5)]
+    async with serving(target, WrongDrafter(target)) as coordinator:
+        bad = tokens_of(coordinator, request("bad", prompt=(13, 1), max_tokens=1))
+        *answers, refusal = await asyncio.gather(
+            *(tokens_of(coordinator, one) for one in wanted), bad, return_exceptions=True
+        )
+    assert answers == [target.answer(one) for one in wanted]
+    assert isinstance(refusal, InvalidRequest)
+
+
+async def test_a_verdict_that_does_not_match_its_row_is_dropped() -> None:
+    target = FakeTarget()
+    plain, wrong_answers = target.step, iter(range(3))
+
+    async def wrong(batch: StepBatch) -> StepResult:
+        result = await plain(batch)
+        row = batch.rows[0]
+        match next(wrong_answers, None):
+            case 0:
+                return StepResult((), result.kv)
+            case 1:
+                return StepResult((Verdict(row.sequence_id, row.base_len, tokens=(1,) * 9),), result.kv)
+            case 2:
+                return StepResult((Verdict(row.sequence_id, row.base_len - 1, tokens=(1,)),), result.kv)
+        return result
+
+    target.step = wrong  # type: ignore[method-assign]
+    async with serving(target, WrongDrafter(target)) as coordinator:
+        assert await tokens_of(coordinator, request()) == target.answer(request())
+        await until(lambda: target.blocks_free == target.blocks)
