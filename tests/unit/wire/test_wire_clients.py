@@ -89,16 +89,19 @@ async def test_a_stream_that_failed_or_was_cancelled_is_not_reused(
             await target.step(BATCH)
     scripted.target.hold.set()
     assert await target.step(BATCH) == RESULT
-    while scripted.target.streams > 1:  # noqa: ASYNC110 - the cancelled stream ends at the server too
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(30):
+        while scripted.target.streams > 1:  # noqa: ASYNC110 - the cancelled stream ends at the server too
+            await asyncio.sleep(0.001)
 
 
 async def test_closing_ends_the_streams(scripted: ScriptedServer) -> None:
     target = GrpcTarget(scripted.resolve)
     await target.step(BATCH)
+    assert scripted.target.streams == 1
     await target.close()
-    while scripted.target.streams:  # noqa: ASYNC110 - the servicer has no event for it
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(30):
+        while scripted.target.streams:  # noqa: ASYNC110 - the servicer has no event for it
+            await asyncio.sleep(0.001)
 
 
 async def test_the_error_of_a_target_is_raised_at_the_client(scripted: ScriptedServer, target: GrpcTarget) -> None:
