@@ -55,7 +55,7 @@ class CoordinatorServer:
         configuration = self._configuration
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(configuration.target.path))
         generation = GenerationService(
-            self._coordinator, tokenizer, configuration.limits, draft_method=configuration.draft.method
+            self._coordinator, tokenizer, configuration.limits, draft_method=configuration.draft.name
         )
         self._server.add(
             GENERATION_SERVICE,

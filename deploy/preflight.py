@@ -91,7 +91,7 @@ def model_problems(
         return
     yield from head_problems(target, configuration.target.tensor_parallel)
     if draft is not None:
-        yield from vocabulary_problems(target, draft, f"draft.{configuration.draft.method}.path")
+        yield from vocabulary_problems(target, draft, f"draft.{configuration.draft.weights_method}.path")
     yield from memory_problems(configuration, placement, resources, target, draft)
 
 
@@ -140,7 +140,7 @@ def memory_problems(
     section = configuration.draft.weights
     if draft is not None and section is not None:
         weights = weight_bytes(draft, section.dtype)
-        roles.append(("draft", f"draft.{configuration.draft.method}", placement.draft, weights, section.kv))
+        roles.append(("draft", f"draft.{configuration.draft.weights_method}", placement.draft, weights, section.kv))
     main_memory = 0
     for name, key, role, per_rank, kv in roles:
         if role.device == "cpu":

@@ -10,10 +10,11 @@ from cluster.coordinator.metrics import Metrics
 from cluster.coordinator.requests.live_request import LiveRequest
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.coordinator.requests.request_table import RequestTable
+from cluster.core.drafting import RowFaultCode
 from cluster.core.errors import InvalidRequest, NotReady, PilotfishError
 from cluster.core.ids import SequenceId
 from cluster.core.request import Commit
-from cluster.core.verification import RowFaultCode, StepResult, Verdict, VerifyRow
+from cluster.core.verification import StepResult, Verdict, VerifyRow
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.coordinator.requests.request_table import RequestTable
 from cluster.core import scheduler
 from cluster.core.config.sections import SchedulerSection
-from cluster.core.drafting import DraftBudget
+from cluster.core.drafting import DraftBudget, RowFaultCode
 from cluster.core.errors import TargetUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.scheduler import Plan, State, WantedDrafts
-from cluster.core.verification import OpenRow, RowFaultCode
+from cluster.core.verification import OpenRow
 
 
 class Planner:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from cluster.coordinator.clients.drafter_pool import DrafterPool, ProposeCalls
 from cluster.coordinator.requests.live_sequence import LiveSequence
-from cluster.core.drafting import DraftBudget, DraftRequest
+from cluster.core.drafting import DraftBudget
+from cluster.core.sequence import DraftRequest
 from cluster.speculation.controller import SpeculationController
 
 TIME_SHARE = 0.01

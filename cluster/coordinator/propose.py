@@ -15,9 +15,10 @@ from cluster.coordinator.metrics import Metrics
 from cluster.coordinator.probe import BackgroundProbes
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.core.config.sections import DraftSection
-from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftRequest
+from cluster.core.drafting import NO_DRAFT, DraftBudget
 from cluster.core.ids import SequenceId
 from cluster.core.scheduler import Plan, PlannedRow, WantedDrafts
+from cluster.core.sequence import DraftRequest
 from cluster.core.tree import TokenTree
 from cluster.core.verification import TargetInfo, VerifyRow
 from cluster.speculation.controller import SpeculationController

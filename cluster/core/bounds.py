@@ -25,6 +25,14 @@ MAX_RANKS = 4096
 
 MAX_TREE_NODES = 256
 MAX_TREE_DEPTH = 64
+MAX_EVIDENCE = 4096
+"""Most steps whose evidence one row brings."""
+MAX_TOP = 64
+"""Most tokens at one position of the evidence."""
+MAX_TAP_WIDTH = 1 << 20
+"""Most values of the hidden states at one position."""
+MAX_DISTRIBUTION_TOKENS = 256
+"""Most tokens of a truncated draft distribution."""
 
 MAX_TEMPERATURE = 2.0
 MAX_TOP_K = 1 << 20

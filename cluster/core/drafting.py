@@ -1,17 +1,38 @@
-"""Messages between coordinator and drafters: rows to draft for, budgets, proposals.
+"""Messages between coordinator, target and drafter about drafts: rows to draft for, budgets, proposals, evidence.
 
-Lengths are in tokens.
+Lengths are in tokens. A drafter sees committed tokens and, if its method asks for it, evidence: what the target's own
+forward passes showed of the sequence.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
-from cluster.core.sequence import Sequence
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from cluster.core.verification import RowFault
+
+
+class RowFaultCode(Enum):
+    """Why one row was not computed. The other rows of the batch are not affected."""
+
+    OUT_OF_SYNC = "out_of_sync"
+    """The worker does not hold the tokens before the row. Send the sequence from its start."""
+    KV_EXHAUSTED = "kv_exhausted"
+    """No block is free. Send the row again when other sequences have released theirs."""
+    INVALID = "invalid"
+    """The row is invalid, for example a token is outside the vocabulary. Only its request fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowFault:
+    """Why a row was not computed. The message is for the log."""
+
+    code: RowFaultCode
+    message: str
+    stored_len: int = 0
+    """Tokens that the worker holds of the sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +47,73 @@ NO_DRAFT = DraftBudget(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class DraftRequest:
-    """A sequence to draft for, and how large its tree may be. An empty budget only brings the drafter up to date."""
+class HiddenStates:
+    """Hidden states of the target at consecutive positions: bfloat16 `[tokens, width]`, row-major, little-endian.
 
-    sequence: Sequence
-    budget: DraftBudget
+    A row is the concatenation of the target's taps. Tap `l` is the residual stream after `l` decoder layers: tap 0 is
+    the embedding, and the last tap is the input of the final norm.
+    """
+
+    first: int
+    """Position of the first row."""
+    width: int
+    """Values per position: number of taps × hidden size."""
+    data: bytes | memoryview
+    """`tokens * width * 2` bytes."""
+
+    def __len__(self) -> int:
+        return len(self.data) // (2 * self.width)
+
+    @property
+    def end(self) -> int:
+        """Position after the last row."""
+        return self.first + len(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What one step of the target showed of a sequence, beyond the tokens that it committed."""
+
+    base_len: int
+    """Committed length before the step's tree."""
+    tree: TokenTree = EMPTY_TREE
+    """The draft tree that was verified."""
+    decisions: tuple[int, ...] = ()
+    """The target's decision after the root and after every node, `[nodes + 1]`; -1 where it has none. Empty if nothing
+    was decided, or if no method needs the decisions."""
+    top: tuple[tuple[int, ...], ...] = ()
+    """The target's most probable tokens, best first, at the root and at each accepted node. Empty if not needed."""
+    hidden: HiddenStates | None = None
+    """Hidden states of the tokens whose KV the step stored: the pending ones and the accepted ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvidenceNeeds:
+    """The evidence that a drafting method needs."""
+
+    taps: tuple[int, ...] = ()
+    """Taps of the hidden states, see `HiddenStates`. Negative numbers count from the last tap, which is -1."""
+    top: int = 0
+    """Number of most probable tokens at each accepted position. With several ranks, none are available."""
+    decisions: bool = False
+    """Whether the decisions at all nodes are needed."""
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is needed."""
+        return bool(self.taps or self.top or self.decisions)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftDistribution:
+    """The truncated distribution that a drafted token was drawn from, given its parent.
+
+    Siblings have the same distribution. They are drawn without replacement: each from what the earlier ones left.
+    """
+
+    tokens: tuple[int, ...]
+    probabilities: tuple[float, ...]
+    """One per token; their sum is 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +130,9 @@ class DraftRow:
     budget: DraftBudget
     start: SequenceStart | None = None
     """Set if `new_tokens` is the whole sequence."""
+    evidence: tuple[Evidence, ...] = ()
+    """What the target showed since the last row, oldest first. It may have gaps, because a target that finds the KV of
+    a prefix does not compute it."""
 
     @property
     def known_len(self) -> int:
@@ -67,3 +153,8 @@ class Proposal:
     Empty if the drafter has no estimate."""
     ready: int = 0
     """Number of nodes that the drafter had computed before the request arrived."""
+    distributions: tuple[DraftDistribution, ...] = ()
+    """The distribution that each node's token was drawn from, for acceptance rules that need it. Empty if every token
+    is a deterministic choice."""
+    is_prunable: bool = True
+    """Whether single nodes may be left out. Otherwise the tree is verified whole or not at all."""

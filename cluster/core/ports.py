@@ -1,4 +1,4 @@
-"""The ports from the coordinator to the workers. The gRPC clients and the fakes of the tests implement them."""
+"""The ports of the workers: to the coordinator, and from target or drafter to a drafting method."""
 
 from __future__ import annotations
 
@@ -52,4 +52,20 @@ class Target(Protocol):
 
     async def info(self) -> TargetInfo:
         """Return the description of this target. Raises `TargetUnavailable`."""
+        ...
+
+
+class DraftMethod(Protocol):
+    """Proposes drafts, on the target's rank 0 or in a process of its own. Synchronous, used by one thread."""
+
+    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        """Commit each row's new tokens and draft a tree after them. Returns one proposal per row, in order.
+
+        The rows are of distinct sequences. A row that cannot be served gets a fault and does not affect the others.
+        Repeating a row repeats its proposal.
+        """
+        ...
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """Free everything that is stored for the sequences. Unknown sequences are no error."""
         ...

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from cluster.core.drafting import DraftBudget, RowFaultCode
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
 from cluster.core.request import Commit, FinishReason, GenerationRequest, SequenceStart, Usage
-from cluster.core.verification import RowFaultCode, Verdict
+from cluster.core.verification import Verdict
 
 
 class Sequence:
@@ -121,3 +124,11 @@ class Sequence:
         if len(tokens) >= self.remaining:
             return tokens[: self.remaining], FinishReason.LENGTH
         return tokens, None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """A sequence to draft for, and how large its tree may be. An empty budget only brings the drafter up to date."""
+
+    sequence: Sequence
+    budget: DraftBudget

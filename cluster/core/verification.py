@@ -6,8 +6,8 @@ Lengths are in tokens, times in seconds. A *committed* token is one that the tar
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
+from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftDistribution, Evidence, Proposal, RowFault
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvLayout, KvOccupancy
@@ -57,6 +57,10 @@ class VerifyRow:
     decide: bool = True
     """False for a prompt chunk that is not the last. No token is decided, and the tree is empty."""
     start: SequenceStart | None = None
+    distributions: tuple[DraftDistribution, ...] = ()
+    """One per node of the tree, or none; see `Proposal.distributions`."""
+    next_budget: DraftBudget = NO_DRAFT
+    """Largest draft tree that a drafter on the target proposes after this row, for the next step."""
 
     @property
     def start_len(self) -> int:
@@ -86,27 +90,6 @@ class StepBatch:
             seen.add(row.sequence_id)
 
 
-class RowFaultCode(Enum):
-    """Why one row was not computed. The other rows of the batch are not affected."""
-
-    OUT_OF_SYNC = "out_of_sync"
-    """The worker does not hold `start_len` tokens of this sequence. Send the sequence from its start."""
-    KV_EXHAUSTED = "kv_exhausted"
-    """No block is free. Send the row again when other sequences have released theirs."""
-    INVALID = "invalid"
-    """The row is invalid, for example a token is outside the vocabulary. Only its request fails."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowFault:
-    """Why a row was not computed. The message is for the log."""
-
-    code: RowFaultCode
-    message: str
-    stored_len: int = 0
-    """Tokens that the worker holds of the sequence."""
-
-
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The target's decision on one row: the accepted path of the tree and one token of its own.
@@ -122,6 +105,10 @@ class Verdict:
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One entry per token, if requested."""
     fault: RowFault | None = None
+    evidence: Evidence | None = None
+    """For drafters in other processes. `None` if no such drafter needs any."""
+    proposal: Proposal | None = None
+    """The draft for the next step, from a drafter on the target. Its `base_len` is the length after this verdict."""
 
     @property
     def accepted(self) -> int:
@@ -138,6 +125,8 @@ class StepResult:
     kv: KvOccupancy
     step_seconds: float = 0.0
     """Time that the target spent, without the transport."""
+    draft_seconds: float = 0.0
+    """Part of `step_seconds` that the target spent on drafts for the next step."""
 
 
 @dataclass(frozen=True, slots=True)

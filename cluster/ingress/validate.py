@@ -19,7 +19,7 @@ from cluster.core.request import GenerationRequest, SamplingParameters, Stopping
 from cluster.core.verification import TargetInfo
 from cluster.ingress.answer_count import AnswerCount, answer_count
 from cluster.ingress.text.chat_template import Message
-from cluster.wire.codec_common import SamplingLimits, decode_sampling
+from cluster.wire.codec.common import SamplingLimits, decode_sampling
 from pilotfish.v1 import common_pb2, generation_pb2
 
 _SEED_BITS = 53

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from cluster.core.drafting import DraftBudget, DraftRequest, Proposal
+from cluster.core.drafting import DraftBudget, Proposal
 from cluster.core.ids import SequenceId
+from cluster.core.sequence import DraftRequest
 from cluster.core.tree import TokenTree
 from cluster.core.verification import StepSample
 from cluster.speculation.estimator import AcceptanceEstimator

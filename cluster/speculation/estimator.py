@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cluster.core.drafting import DraftRequest, Proposal
+from cluster.core.drafting import Proposal
 from cluster.core.ids import SequenceId
+from cluster.core.sequence import DraftRequest
 from cluster.core.tree import ROOT
 from cluster.speculation.acceptance import (
     AcceptanceModel,

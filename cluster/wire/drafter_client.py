@@ -11,7 +11,7 @@ import grpc
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.errors import DrafterUnavailable, InvalidRequest
 from cluster.core.ids import SequenceId
-from cluster.wire.codec_draft import decode_proposals, encode_draft_rows
+from cluster.wire.codec.draft import decode_proposals, encode_draft_rows
 from cluster.wire.connection import SHORT_CALL_SECONDS, Connection, Resolve
 from cluster.wire.stream_exchange import StreamExchange
 from pilotfish.v1 import draft_pb2, draft_pb2_grpc

@@ -10,13 +10,8 @@ import grpc
 from cluster.core.errors import DeadlineExceeded, InvalidRequest, TargetUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
-from cluster.wire.codec_target import (
-    decode_open_result,
-    decode_step_result,
-    decode_target_info,
-    encode_open_rows,
-    encode_step_batch,
-)
+from cluster.wire.codec.target import decode_open_result, decode_step_result, encode_open_rows, encode_step_batch
+from cluster.wire.codec.target_info import decode_target_info
 from cluster.wire.connection import SHORT_CALL_SECONDS, Connection, Resolve
 from cluster.wire.stream_exchange import StreamExchange
 from pilotfish.v1 import target_pb2, target_pb2_grpc

@@ -65,7 +65,7 @@ def run(settings: Settings, output: Console, notices: Console) -> None:
         status.stop()
         without = _answer(cluster, plain, output, tokenizer)
         status.start()
-    output.print(comparison(drafting.draft.method, with_drafts, without))
+    output.print(comparison(drafting.draft.name, with_drafts, without))
     output.print(conclusion(drafting.target.dtype, is_lossless, with_drafts, without))
 
 
@@ -112,7 +112,7 @@ def _demo_configuration(configuration: Configuration) -> Configuration:
 
 def _answer(cluster: ServeCluster, configuration: Configuration, output: Console, tokenizer: Tokenizer) -> TimedAnswer:
     """Stream one greedy answer to the terminal and time it."""
-    method = configuration.draft.method
+    method = configuration.draft.name
     if not cluster.is_lossless:
         output.print(f"\n{NOT_LOSSLESS}.", style="bold red")
     legend = "green" if output.is_terminal else "in brackets"

@@ -49,7 +49,7 @@ def _descriptions(configuration: Configuration) -> dict[str, str]:
     target, draft, server = configuration.target, configuration.draft, configuration.server
     return {
         "target": f"{target.path} ({target.dtype})",
-        "draft": draft.method + (f": {draft.weights.path}" if draft.weights is not None else ""),
+        "draft": draft.name + (f": {draft.weights.path}" if draft.weights is not None else ""),
         "coordinator": f"gRPC {join_host_port(server.grpc_host, server.grpc_port)}",
         "ingress": f"HTTP {join_host_port(server.http_host, server.http_port)}",
     }

@@ -11,15 +11,12 @@ from hypothesis import strategies as st
 
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.errors import InvalidRequest
-from cluster.core.ids import SequenceId
 from cluster.core.kv import KvGroup, KvLayout, KvOccupancy
 from cluster.core.request import SamplingParameters, SequenceStart, TokenLogprobs
 from cluster.core.tree import TokenTree
 from cluster.core.verification import (
     OpenResult,
     OpenRow,
-    RowFault,
-    RowFaultCode,
     StepBatch,
     StepResult,
     StepSample,
@@ -27,23 +24,21 @@ from cluster.core.verification import (
     Verdict,
     VerifyRow,
 )
-from cluster.wire.codec_draft import decode_draft_rows, decode_proposals, encode_draft_rows, encode_proposals
-from cluster.wire.codec_target import (
+from cluster.wire.codec.draft import decode_draft_rows, decode_proposals, encode_draft_rows, encode_proposals
+from cluster.wire.codec.target import (
     decode_open_result,
     decode_step_result,
-    decode_target_info,
     encode_open_result,
     encode_step_result,
-    encode_target_info,
     open_rows_from_bytes,
     open_rows_to_bytes,
     step_batch_from_bytes,
     step_batch_to_bytes,
 )
+from cluster.wire.codec.target_info import decode_target_info, encode_target_info
 from pilotfish.v1 import draft_pb2, target_pb2
+from tests.property.proposal_strategies import distributions, evidences, faults, names, proposals, tokens, trees
 
-tokens = st.integers(0, 2**31 - 1)
-names = st.text(min_size=1, max_size=30).map(SequenceId)
 logprobs = st.floats(-1e4, 0.0)
 
 
@@ -65,28 +60,22 @@ samplings = st.builds(
     logprobs=st.none() | st.integers(0, 256),
 )
 starts = st.builds(SequenceStart, prompt_len=st.integers(1, 2**20), sampling=samplings, cache_salt=st.text(max_size=20))
-trees = st.lists(st.lists(tokens, min_size=1, max_size=6), max_size=5).map(
-    lambda candidates: TokenTree.from_candidates(candidates, 24)
-)
-faults = st.builds(
-    RowFault,
-    code=st.sampled_from(RowFaultCode),
-    message=st.text(max_size=40),
-    stored_len=st.integers(0, 2**20),
-)
 
 
 @st.composite
 def verify_rows(draw: st.DrawFn) -> VerifyRow:
     pending = tuple(draw(st.lists(tokens, min_size=1, max_size=8)))
     decide = draw(st.booleans())
+    tree = draw(trees) if decide else TokenTree()
     return VerifyRow(
         sequence_id=draw(names),
         base_len=len(pending) + draw(st.integers(0, 1000)),
         pending=pending,
-        tree=draw(trees) if decide else TokenTree(),
+        tree=tree,
         decide=decide,
         start=draw(st.none() | starts),
+        distributions=tuple(draw(distributions()) for _ in tree.tokens) if draw(st.booleans()) else (),
+        next_budget=DraftBudget(draw(st.integers(0, 256)), draw(st.integers(0, 64))),
     )
 
 
@@ -107,6 +96,8 @@ def verdicts(draw: st.DrawFn) -> Verdict:
         drafted=drafted,
         logprobs=tuple(draw(entries) for _ in decided) if draw(st.booleans()) else (),
         fault=draw(st.none() | faults),
+        evidence=draw(st.none() | st.integers(1, 2**20).flatmap(evidences)),
+        proposal=draw(st.none() | proposals()),
     )
 
 
@@ -117,12 +108,15 @@ def draft_rows(draw: st.DrawFn) -> DraftRow:
     more = 0 if start is not None else draw(st.integers(0, 1000))
     if start is not None and not new:
         new = (draw(tokens),)
+    base_len = max(1, len(new) + more)
+    steps = sorted(draw(st.lists(st.integers(1, base_len), max_size=3)))
     return DraftRow(
         sequence_id=draw(names),
-        base_len=max(1, len(new) + more),
+        base_len=base_len,
         new_tokens=new,
         budget=DraftBudget(draw(st.integers(0, 256)), draw(st.integers(0, 64))),
         start=start,
+        evidence=tuple(draw(evidences(step)) for step in steps),
     )
 
 
@@ -133,21 +127,9 @@ def distinct(rows: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]
 occupancies = st.builds(
     lambda total, used: KvOccupancy(total, max(0, total - used)), st.integers(0, 2**31), st.integers(0, 100)
 )
-results = st.builds(StepResult, verdicts=distinct(verdicts()), kv=occupancies, step_seconds=real(0, 100))
-
-
-@st.composite
-def proposals(draw: st.DrawFn) -> Proposal:
-    tree = draw(trees)
-    likelihoods = tuple(1 / 2**depth for depth in tree.depths())  # floats of 32 bits hold these exactly
-    return Proposal(
-        sequence_id=draw(names),
-        base_len=draw(st.integers(1, 2**20)),
-        tree=tree,
-        fault=draw(st.none() | faults),
-        probabilities=likelihoods if draw(st.booleans()) else (),
-        ready=draw(st.integers(0, len(tree))),
-    )
+results = st.builds(
+    StepResult, verdicts=distinct(verdicts()), kv=occupancies, step_seconds=real(0, 100), draft_seconds=real(0, 1)
+)
 
 
 groups = st.one_of(

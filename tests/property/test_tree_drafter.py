@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cluster.core.config.sections import DraftSection
-from cluster.core.drafting import DraftBudget, DraftRow, Proposal
+from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import ROOT
-from cluster.core.verification import RowFaultCode
 from tests.support.fakes.fake_expander import BLOCK, FakeExpander, ranked
 from workers.draft.expansion.draft_tree import DraftTree
 from workers.draft.expansion.drafter import TreeDrafter

@@ -10,11 +10,10 @@ from pydantic import Field, model_validator
 
 from cluster.core.config.base import PluginSettings
 from cluster.core.config.sections import DraftSection, TargetSection
-from cluster.core.drafting import DraftBudget, DraftRow, Proposal
+from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFault
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from cluster.core.tree import TokenTree
-from cluster.core.verification import RowFault
 from workers.draft.registry import register
 from workers.draft.sessions import Session, Sessions
 from workers.draft.suffix_index import SuffixIndex

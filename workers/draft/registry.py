@@ -9,29 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from cluster.core.config.base import PluginSettings
 from cluster.core.config.registry import Registry
 from cluster.core.config.sections import DraftSection, TargetSection
-from cluster.core.drafting import DraftRow, Proposal
+from cluster.core.drafting import EvidenceNeeds
+from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
-
-
-class DraftMethod(Protocol):
-    """Proposes drafts. It is synchronous and always called from one thread."""
-
-    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """Commit each row's new tokens and draft a tree after them. Returns one proposal per row, in order.
-
-        The rows are of distinct sequences. A row that cannot be served gets a fault and does not affect the others.
-        Repeating a row repeats its proposal.
-        """
-        ...
-
-    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Free everything that is stored for the sequences. Unknown sequences are no error."""
-        ...
+from cluster.core.ports import DraftMethod
 
 
 @runtime_checkable
@@ -57,6 +43,10 @@ Factory = Callable[[Any, DraftSection, TargetSection], DraftMethod]
 """Makes a method from its own settings, the common settings of drafting, and the target's settings."""
 
 
+Placement = Literal["target", "drafter"]
+"""Where a method drafts: on the target's rank 0, or in a process of its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class MethodPlugin:
     """A registered drafting method."""
@@ -66,6 +56,10 @@ class MethodPlugin:
     create: Factory
     target_settings: Callable[[Any], Mapping[str, Any]] | None = None
     """Computes the settings of `target`, by dotted key, that the method needs; only a lossy method needs any."""
+    needs: Callable[[Any], EvidenceNeeds] = lambda _: EvidenceNeeds()
+    """Computes from the settings what the target must show to the method."""
+    placements: tuple[Placement, ...] = ("drafter", "target")
+    """Where the method can draft, the preferred place first."""
 
 
 METHODS: Registry[MethodPlugin] = Registry("draft.method", "workers.draft")
@@ -78,16 +72,18 @@ def register(
     name: str,
     settings: type[SettingsType],
     target_settings: Callable[[SettingsType], Mapping[str, Any]] | None = None,
+    needs: Callable[[SettingsType], EvidenceNeeds] = lambda _: EvidenceNeeds(),
+    placements: tuple[Placement, ...] = ("drafter", "target"),
 ) -> Callable[
     [Callable[[SettingsType, DraftSection, TargetSection], MethodType]],
     Callable[[SettingsType, DraftSection, TargetSection], MethodType],
 ]:
-    """Make the decorated factory known as `name`. Raises `ValueError` when the name is taken."""
+    """Make the decorated factory known as `name`; see `MethodPlugin`. Raises `ValueError` when the name is taken."""
 
     def add(
         create: Callable[[SettingsType, DraftSection, TargetSection], MethodType],
     ) -> Callable[[SettingsType, DraftSection, TargetSection], MethodType]:
-        METHODS.register(name, MethodPlugin(settings, create, target_settings))
+        METHODS.register(name, MethodPlugin(settings, create, target_settings, needs, placements))
         return create
 
     return add
@@ -100,3 +96,39 @@ def create(draft: DraftSection, target: TargetSection) -> DraftMethod:
     """
     plugin = METHODS.get(draft.method)
     return plugin.create(draft.settings(draft.method, plugin.settings), draft, target)
+
+
+def needs_of(draft: DraftSection) -> EvidenceNeeds:
+    """What the target must show to the selected methods."""
+    needs = [plugin.needs(draft.settings(name, plugin.settings)) for name, plugin in _selected(draft)]
+    taps = tuple(sorted({tap for one in needs for tap in one.taps}))
+    return EvidenceNeeds(taps, max(one.top for one in needs), any(one.decisions for one in needs))
+
+
+def placement_of(draft: DraftSection) -> Placement:
+    """Where the selected methods draft, with `auto` settled: on the target if all of them prefer it, or one must.
+
+    Raises `ConfigurationError` if a method cannot draft at the configured place.
+    """
+    selected = _selected(draft)
+    if draft.placement == "auto":
+        prefers_target = all(plugin.placements[0] == "target" for _, plugin in selected)
+        place: Placement = "target" if prefers_target or any(_only("target", one) for _, one in selected) else "drafter"
+    else:
+        place = draft.placement
+    for name, plugin in selected:
+        if place not in plugin.placements:
+            raise ConfigurationError(
+                f"draft.placement: {place} is refused; {name} drafts only on the {plugin.placements[0]}"
+            )
+    if place == "target" and draft.replicas > 1:
+        raise ConfigurationError(f"draft.replicas: {draft.replicas} is refused; on the target there is one drafter")
+    return place
+
+
+def _only(place: Placement, plugin: MethodPlugin) -> bool:
+    return plugin.placements == (place,)
+
+
+def _selected(draft: DraftSection) -> list[tuple[str, MethodPlugin]]:
+    return [(name, METHODS.get(name)) for name in draft.selected("method")]

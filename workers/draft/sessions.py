@@ -10,10 +10,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from cluster.core.drafting import DraftRow
+from cluster.core.drafting import DraftRow, RowFault, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
-from cluster.core.verification import RowFault, RowFaultCode
 
 MOST_SESSIONS = 4096
 """Most sequences. One batch has at most as many rows, so no row of a batch evicts another row of it."""

@@ -19,8 +19,9 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.core.errors import TargetUnavailable
+from cluster.core.ports import DraftMethod
 from cluster.wire.address import socket_family
-from workers.draft.registry import DraftMethod, create
+from workers.draft.registry import create
 from workers.serve.configuration import load_configuration
 from workers.serve.target_servicer import StepEngine
 from workers.serve.worker_server import WorkerHost, host_draft, host_target, set_log_level

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+from cluster.core.drafting import RowFault, RowFaultCode
 from cluster.core.errors import NotReady, PilotfishError
-from cluster.core.verification import RowFault, RowFaultCode
 
 logger = logging.getLogger(__name__)
 

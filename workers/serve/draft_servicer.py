@@ -13,14 +13,14 @@ from typing import Any
 import grpc
 
 from cluster.core.bounds import MAX_ROWS
-from cluster.core.drafting import DraftRow, Proposal
+from cluster.core.drafting import DraftRow, Proposal, RowFault
 from cluster.core.errors import PilotfishError
 from cluster.core.ids import SequenceId
-from cluster.core.verification import RowFault
-from cluster.wire.codec_common import decode_sequence_ids
-from cluster.wire.codec_draft import decode_client, decode_draft_rows, encode_proposals
+from cluster.core.ports import DraftMethod
+from cluster.wire.codec.common import decode_sequence_ids
+from cluster.wire.codec.draft import decode_client, decode_draft_rows, encode_proposals
 from pilotfish.v1 import draft_pb2, draft_pb2_grpc
-from workers.draft.registry import DraftMethod, IdleWork
+from workers.draft.registry import IdleWork
 from workers.serve.compute_thread import ComputeThread, compute_rows, count_failures
 
 logger = logging.getLogger(__name__)

@@ -9,27 +9,13 @@ from typing import Any, Protocol
 
 import grpc
 
+from cluster.core.drafting import RowFault
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
-from cluster.core.verification import (
-    OpenResult,
-    OpenRow,
-    RowFault,
-    StepBatch,
-    StepResult,
-    TargetInfo,
-    Verdict,
-    VerifyRow,
-)
-from cluster.wire.codec_common import decode_sequence_ids
-from cluster.wire.codec_target import (
-    decode_open_rows,
-    decode_step_batch,
-    encode_occupancy,
-    encode_open_result,
-    encode_step_result,
-    encode_target_info,
-)
+from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo, Verdict, VerifyRow
+from cluster.wire.codec.common import decode_sequence_ids
+from cluster.wire.codec.target import decode_open_rows, decode_step_batch, encode_open_result, encode_step_result
+from cluster.wire.codec.target_info import encode_occupancy, encode_target_info
 from pilotfish.v1 import target_pb2, target_pb2_grpc
 from workers.serve.compute_thread import ComputeThread, compute_rows, count_failures
 

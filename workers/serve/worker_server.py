@@ -8,10 +8,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from cluster.core.errors import WorkerUnavailable
+from cluster.core.ports import DraftMethod
 from cluster.wire.address import join_host_port
 from cluster.wire.server import WireServer
 from pilotfish.v1 import draft_pb2_grpc, target_pb2_grpc
-from workers.draft.registry import DraftMethod
 from workers.serve.draft_servicer import DraftServicer
 from workers.serve.target_servicer import StepEngine, TargetServicer
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.core.config.sections import TargetSection
+from cluster.core.drafting import RowFaultCode
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
@@ -19,7 +20,6 @@ from cluster.core.request import SequenceStart, TokenLogprobs
 from cluster.core.verification import (
     OpenResult,
     OpenRow,
-    RowFaultCode,
     StepBatch,
     StepResult,
     StepSample,

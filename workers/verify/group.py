@@ -23,7 +23,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
 from cluster.wire.address import join_host_port
-from cluster.wire.codec_target import (
+from cluster.wire.codec.target import (
     open_rows_from_bytes,
     open_rows_to_bytes,
     step_batch_from_bytes,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from cluster.core.drafting import RowFault, RowFaultCode
 from cluster.core.request import TokenLogprobs
-from cluster.core.verification import RowFault, RowFaultCode, Verdict, VerifyRow
+from cluster.core.verification import Verdict, VerifyRow
 from workers.sampling.acceptance import Accepted
 from workers.sampling.logprobs import token_logprobs
 from workers.verify.decider import Decisions

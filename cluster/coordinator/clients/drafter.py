@@ -11,12 +11,11 @@ from cluster.coordinator.clients.circuit_breaker import CircuitBreaker
 from cluster.coordinator.clients.release_queue import ReleaseQueue
 from cluster.coordinator.metrics import Metrics
 from cluster.core.config.sections import DraftSection
-from cluster.core.drafting import DraftRequest, DraftRow, Proposal
+from cluster.core.drafting import DraftRow, Proposal, RowFaultCode
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.ports import Drafter
-from cluster.core.sequence import Sequence
-from cluster.core.verification import RowFaultCode
+from cluster.core.sequence import DraftRequest, Sequence
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from functools import partial
 from cluster.coordinator.clients.drafter import DrafterClient, Proposals, ProposeCall
 from cluster.coordinator.metrics import Metrics
 from cluster.core.config.sections import DraftSection
-from cluster.core.drafting import NO_DRAFT, DraftRequest
+from cluster.core.drafting import NO_DRAFT
 from cluster.core.ids import SequenceId
 from cluster.core.ports import Drafter
-from cluster.core.sequence import Sequence
+from cluster.core.sequence import DraftRequest, Sequence
 
 PREFILL_TOKENS = 64
 """If a drafter lacks more tokens of a sequence than this, it prefills the sequence in the background first, so that the

@@ -9,20 +9,12 @@ from typing import TypeVar
 
 from cluster.coordinator.clients.circuit_breaker import backoff
 from cluster.coordinator.clients.release_queue import MAX_BATCH, ReleaseQueue
+from cluster.core.drafting import RowFault, RowFaultCode
 from cluster.core.errors import InvalidRequest, NotReady, PilotfishError, TargetUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
 from cluster.core.ports import Target
-from cluster.core.verification import (
-    OpenRow,
-    RowFault,
-    RowFaultCode,
-    StepBatch,
-    StepResult,
-    TargetInfo,
-    Verdict,
-    VerifyRow,
-)
+from cluster.core.verification import OpenRow, StepBatch, StepResult, TargetInfo, Verdict, VerifyRow
 
 log = logging.getLogger(__name__)
 

@@ -33,6 +33,10 @@ class PluginHost(Section):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, SerializeAsAny[InstanceOf[PluginSettings]]]
 
+    def selected(self, key: str) -> tuple[str, ...]:
+        """Names of the plug-ins that the field `key` selects."""
+        return (str(getattr(self, key)),)
+
     def settings(self, plugin: str, kind: type[Settings]) -> Settings:
         """Settings of the plug-in, or the defaults of `kind` when the section was built without plug-ins."""
         found = self.__pydantic_extra__.get(plugin)

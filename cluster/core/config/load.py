@@ -75,13 +75,15 @@ def _build_plugin_settings(values: dict[str, Any], registry: Registry[Plugin]) -
 
 
 def _check_selection(section: Any, registry: Registry[Plugin]) -> None:
-    """Raise `ConfigurationError` unless the selected plug-in exists and has all that it needs."""
-    name = getattr(section, registry.key)
-    settings = section.settings(name, registry.get(name).settings)
-    try:
-        settings.check_selected()
-    except ValueError as error:
-        raise ConfigurationError(f"{registry.section}.{name}: {error}, since {registry.selector} is {name}") from None
+    """Raise `ConfigurationError` unless the selected plug-ins exist and have all that they need."""
+    for name in section.selected(registry.key):
+        settings = section.settings(name, registry.get(name).settings)
+        try:
+            settings.check_selected()
+        except ValueError as error:
+            raise ConfigurationError(
+                f"{registry.section}.{name}: {error}, since {registry.selector} is {name}"
+            ) from None
 
 
 def _section_of(annotation: Any) -> type[Section] | None:

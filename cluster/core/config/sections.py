@@ -71,6 +71,24 @@ class KvSection(PoolSection):
         return self
 
 
+class EvidenceSection(Section):
+    """What the target shows to drafters beyond committed tokens. The selected drafting methods set it."""
+
+    taps: Annotated[tuple[Annotated[int, Field(ge=-1, le=4096)], ...], Field(max_length=16)] = ()
+    """Decoder layers after which hidden states are taken: 0 is the embedding, -1 the last layer."""
+    top: Annotated[int, Field(ge=0, le=64)] = 0
+    """Number of most probable tokens at each accepted position."""
+    decisions: bool = False
+    """Whether the decisions at all nodes of a draft tree are taken."""
+    is_sent: bool = False
+    """Whether verdicts bring the evidence, for drafters in other processes."""
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is taken."""
+        return bool(self.taps or self.top or self.decisions)
+
+
 class TargetSection(ModelSection, PluginHost):
     """The target model, which decides every token of an answer. Each acceptance rule has its own subsection."""
 
@@ -88,6 +106,8 @@ class TargetSection(ModelSection, PluginHost):
     """Longest wait for a step, in seconds; then the step counts as lost and its sequences are sent again."""
     kv: KvSection = KvSection()
     """The KV cache on each rank."""
+    evidence: EvidenceSection = EvidenceSection()
+    """What the target shows to drafters."""
 
 
 class DraftModelSection(ModelSection, PluginSettings):
@@ -109,6 +129,10 @@ class DraftSection(PluginHost):
 
     method: str = "ngram"
     """Name of the drafting method; `none` decodes without drafts."""
+    methods: Annotated[tuple[str, ...], Field(max_length=8)] = ()
+    """Several drafting methods, whose candidates share one draft tree; unset: `method` alone."""
+    placement: Literal["auto", "target", "drafter"] = "auto"
+    """`target` drafts on the target's rank 0 after each step, `drafter` in processes of their own; `auto` chooses."""
     max_nodes: Annotated[int, Field(ge=0, le=256)] = 8
     """Most drafted tokens in one draft tree."""
     max_depth: Annotated[int, Field(ge=0, le=64)] = 8
@@ -127,22 +151,52 @@ class DraftSection(PluginHost):
     @property
     def is_enabled(self) -> bool:
         """Whether a drafting method is selected."""
-        return self.method != NO_DRAFTS
+        return self.selected("method") != (NO_DRAFTS,)
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether drafts come from the target's rank 0. `auto` must be settled before."""
+        return self.is_enabled and self.placement == "target"
+
+    @property
+    def name(self) -> str:
+        """The selected methods, joined by `+`."""
+        return "+".join(self.selected("method"))
+
+    def selected(self, key: str) -> tuple[str, ...]:
+        """See `PluginHost`."""
+        return self.methods or super().selected(key)
 
     def disabled(self) -> DraftSection:
         """Return a copy of the section that selects no drafting method."""
-        return self.model_copy(update={"method": NO_DRAFTS})
+        return self.model_copy(update={"method": NO_DRAFTS, "methods": ()})
 
     @property
     def weights(self) -> DraftModelSection | None:
-        """The model that the selected method loads, or `None` for a method without a model."""
-        found = self.__pydantic_extra__.get(self.method)
+        """The model that a selected method loads in a process of its own; `None` without such a method."""
+        found = self.__pydantic_extra__.get(self.weights_method or "")
         return found if isinstance(found, DraftModelSection) else None
 
     def with_weights(self, **changes: object) -> DraftSection:
         """Return a copy with changed fields of `weights`, or this section if the method has no model."""
-        weights = self.weights
-        return self if weights is None else self.model_copy(update={self.method: weights.model_copy(update=changes)})
+        weights, name = self.weights, self.weights_method
+        if weights is None or name is None:
+            return self
+        return self.model_copy(update={name: weights.model_copy(update=changes)})
+
+    @property
+    def weights_method(self) -> str | None:
+        """The selected method that loads a model in a process of its own; `None` without such a method."""
+        sections = self.__pydantic_extra__
+        return next((n for n in self.selected("method") if isinstance(sections.get(n), DraftModelSection)), None)
+
+    @model_validator(mode="after")
+    def _check(self) -> DraftSection:
+        if len(set(self.methods)) < len(self.methods):
+            raise ValueError(f"methods ({', '.join(self.methods)}) must name each method once")
+        if len(self.methods) > 1 and NO_DRAFTS in self.methods:
+            raise ValueError(f"methods ({', '.join(self.methods)}) must not contain {NO_DRAFTS}")
+        return self
 
 
 class SchedulerSection(Section):

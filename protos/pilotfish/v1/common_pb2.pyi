@@ -355,3 +355,177 @@ class RowFault(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RowFault: _TypeAlias = RowFault  # noqa: Y015
+
+@_typing.final
+class Proposal(_message.Message):
+    """The draft of one sequence."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    BASE_LEN_FIELD_NUMBER: _builtins.int
+    TREE_FIELD_NUMBER: _builtins.int
+    FAULT_FIELD_NUMBER: _builtins.int
+    PROBABILITIES_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.str
+    """The row's sequence."""
+    base_len: _builtins.int
+    """The committed length before the tree."""
+    ready: _builtins.int
+    """Number of nodes that were drafted before the request arrived. Bound: the nodes of the tree."""
+    whole: _builtins.bool
+    """True if the tree must be verified whole or not at all."""
+    @_builtins.property
+    def tree(self) -> Global___TokenTree:
+        """The draft; may be empty."""
+
+    @_builtins.property
+    def fault(self) -> Global___RowFault:
+        """Set if the row could not be served."""
+
+    @_builtins.property
+    def probabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Estimated probability, per node, that all tokens down to the node are accepted. Bound: none, or one per node in
+        [0, 1], at most its parent's.
+        """
+
+    @_builtins.property
+    def distributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftDistribution]:
+        """The distribution that each node's token was drawn from. Bound: none, or one per node."""
+
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.str = ...,
+        base_len: _builtins.int = ...,
+        tree: Global___TokenTree | None = ...,
+        fault: Global___RowFault | None = ...,
+        probabilities: _abc.Iterable[_builtins.float] | None = ...,
+        ready: _builtins.int = ...,
+        distributions: _abc.Iterable[Global___DraftDistribution] | None = ...,
+        whole: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "tree", b"tree"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "distributions", b"distributions", "fault", b"fault", "probabilities", b"probabilities", "ready", b"ready", "sequence_id", b"sequence_id", "tree", b"tree", "whole", b"whole"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
+
+@_typing.final
+class DraftDistribution(_message.Message):
+    """The truncated distribution that a drafted token was drawn from, given its parent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PROBABILITIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Distinct tokens. Bound: 1 to 256."""
+
+    @_builtins.property
+    def probabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their probabilities. Bound: one per token in [0, 1]; the sum is 1 within 0.001."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        probabilities: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["probabilities", b"probabilities", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftDistribution: _TypeAlias = DraftDistribution  # noqa: Y015
+
+@_typing.final
+class Evidence(_message.Message):
+    """What one step of the target showed of a sequence, beyond the tokens that it committed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_LEN_FIELD_NUMBER: _builtins.int
+    TREE_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    TOP_TOKENS_FIELD_NUMBER: _builtins.int
+    TOP_COUNT_FIELD_NUMBER: _builtins.int
+    HIDDEN_FIELD_NUMBER: _builtins.int
+    base_len: _builtins.int
+    """Committed length before the step's tree. Bound: 1 to 2^20."""
+    top_count: _builtins.int
+    """Number of most probable tokens per position. Bound: 64."""
+    @_builtins.property
+    def tree(self) -> Global___TokenTree:
+        """The draft tree that was verified."""
+
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The target's decision after the root and after every node; -1 where it has none. Bound: none, or the nodes of the
+        tree and one more.
+        """
+
+    @_builtins.property
+    def top_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The target's most probable tokens, best first, at the root and at each accepted node, one position after another.
+        Bound: top_count times 1 to the depth of the tree and one more.
+        """
+
+    @_builtins.property
+    def hidden(self) -> Global___HiddenStates:
+        """Hidden states of the tokens whose KV the step stored."""
+
+    def __init__(
+        self,
+        *,
+        base_len: _builtins.int = ...,
+        tree: Global___TokenTree | None = ...,
+        decisions: _abc.Iterable[_builtins.int] | None = ...,
+        top_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        top_count: _builtins.int = ...,
+        hidden: Global___HiddenStates | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hidden", b"hidden", "tree", b"tree"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "decisions", b"decisions", "hidden", b"hidden", "top_count", b"top_count", "top_tokens", b"top_tokens", "tree", b"tree"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Evidence: _TypeAlias = Evidence  # noqa: Y015
+
+@_typing.final
+class HiddenStates(_message.Message):
+    """Hidden states of the target at consecutive positions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    """Position of the first row. Bound: 2^20."""
+    width: _builtins.int
+    """Values per position. Bound: 1 to 2^20."""
+    data: _builtins.bytes
+    """bfloat16 [positions, width], row-major, little-endian. Bound: a multiple of 2 * width."""
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        width: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "first", b"first", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HiddenStates: _TypeAlias = HiddenStates  # noqa: Y015

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pilotfish.v1 import common_pb2 as pilotfish_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pilotfish/v1/draft.proto\x12\x0cpilotfish.v1\x1a\x19pilotfish/v1/common.proto\"R\n\x1a\x44raftServiceProposeRequest\x12$\n\x04rows\x18\x01 \x03(\x0b\x32\x16.pilotfish.v1.DraftRow\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\"\x97\x01\n\x08\x44raftRow\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x12\n\nnew_tokens\x18\x03 \x03(\r\x12\x11\n\tmax_nodes\x18\x04 \x01(\r\x12\x11\n\tmax_depth\x18\x05 \x01(\r\x12*\n\x05start\x18\x06 \x01(\x0b\x32\x1b.pilotfish.v1.SequenceStart\"H\n\x1b\x44raftServiceProposeResponse\x12)\n\tproposals\x18\x01 \x03(\x0b\x32\x16.pilotfish.v1.Proposal\"\xa5\x01\n\x08Proposal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12%\n\x04tree\x18\x03 \x01(\x0b\x32\x17.pilotfish.v1.TokenTree\x12%\n\x05\x66\x61ult\x18\x04 \x01(\x0b\x32\x16.pilotfish.v1.RowFault\x12\x15\n\rprobabilities\x18\x05 \x03(\x02\x12\r\n\x05ready\x18\x06 \x01(\r\"B\n\x1a\x44raftServiceReleaseRequest\x12\x14\n\x0csequence_ids\x18\x01 \x03(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\"\x1d\n\x1b\x44raftServiceReleaseResponse2\xd2\x01\n\x0c\x44raftService\x12\x62\n\x07Propose\x12(.pilotfish.v1.DraftServiceProposeRequest\x1a).pilotfish.v1.DraftServiceProposeResponse(\x01\x30\x01\x12^\n\x07Release\x12(.pilotfish.v1.DraftServiceReleaseRequest\x1a).pilotfish.v1.DraftServiceReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pilotfish/v1/draft.proto\x12\x0cpilotfish.v1\x1a\x19pilotfish/v1/common.proto\"R\n\x1a\x44raftServiceProposeRequest\x12$\n\x04rows\x18\x01 \x03(\x0b\x32\x16.pilotfish.v1.DraftRow\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\"\xc1\x01\n\x08\x44raftRow\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x12\n\nnew_tokens\x18\x03 \x03(\r\x12\x11\n\tmax_nodes\x18\x04 \x01(\r\x12\x11\n\tmax_depth\x18\x05 \x01(\r\x12*\n\x05start\x18\x06 \x01(\x0b\x32\x1b.pilotfish.v1.SequenceStart\x12(\n\x08\x65vidence\x18\x07 \x03(\x0b\x32\x16.pilotfish.v1.Evidence\"H\n\x1b\x44raftServiceProposeResponse\x12)\n\tproposals\x18\x01 \x03(\x0b\x32\x16.pilotfish.v1.Proposal\"B\n\x1a\x44raftServiceReleaseRequest\x12\x14\n\x0csequence_ids\x18\x01 \x03(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\"\x1d\n\x1b\x44raftServiceReleaseResponse2\xd2\x01\n\x0c\x44raftService\x12\x62\n\x07Propose\x12(.pilotfish.v1.DraftServiceProposeRequest\x1a).pilotfish.v1.DraftServiceProposeResponse(\x01\x30\x01\x12^\n\x07Release\x12(.pilotfish.v1.DraftServiceReleaseRequest\x1a).pilotfish.v1.DraftServiceReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,15 +35,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTSERVICEPROPOSEREQUEST']._serialized_start=69
   _globals['_DRAFTSERVICEPROPOSEREQUEST']._serialized_end=151
   _globals['_DRAFTROW']._serialized_start=154
-  _globals['_DRAFTROW']._serialized_end=305
-  _globals['_DRAFTSERVICEPROPOSERESPONSE']._serialized_start=307
-  _globals['_DRAFTSERVICEPROPOSERESPONSE']._serialized_end=379
-  _globals['_PROPOSAL']._serialized_start=382
-  _globals['_PROPOSAL']._serialized_end=547
-  _globals['_DRAFTSERVICERELEASEREQUEST']._serialized_start=549
-  _globals['_DRAFTSERVICERELEASEREQUEST']._serialized_end=615
-  _globals['_DRAFTSERVICERELEASERESPONSE']._serialized_start=617
-  _globals['_DRAFTSERVICERELEASERESPONSE']._serialized_end=646
-  _globals['_DRAFTSERVICE']._serialized_start=649
-  _globals['_DRAFTSERVICE']._serialized_end=859
+  _globals['_DRAFTROW']._serialized_end=347
+  _globals['_DRAFTSERVICEPROPOSERESPONSE']._serialized_start=349
+  _globals['_DRAFTSERVICEPROPOSERESPONSE']._serialized_end=421
+  _globals['_DRAFTSERVICERELEASEREQUEST']._serialized_start=423
+  _globals['_DRAFTSERVICERELEASEREQUEST']._serialized_end=489
+  _globals['_DRAFTSERVICERELEASERESPONSE']._serialized_start=491
+  _globals['_DRAFTSERVICERELEASERESPONSE']._serialized_end=520
+  _globals['_DRAFTSERVICE']._serialized_start=523
+  _globals['_DRAFTSERVICE']._serialized_end=733
 # @@protoc_insertion_point(module_scope)

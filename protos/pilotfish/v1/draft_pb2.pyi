@@ -59,6 +59,7 @@ class DraftRow(_message.Message):
     MAX_NODES_FIELD_NUMBER: _builtins.int
     MAX_DEPTH_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.str
     """The sequence. Bound: 1 to 128 bytes."""
     base_len: _builtins.int
@@ -75,6 +76,10 @@ class DraftRow(_message.Message):
     def start(self) -> _common_pb2.SequenceStart:
         """Set if new_tokens is the whole sequence."""
 
+    @_builtins.property
+    def evidence(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Evidence]:
+        """What the target showed since the last row, oldest first. Bound: 4096."""
+
     def __init__(
         self,
         *,
@@ -84,10 +89,11 @@ class DraftRow(_message.Message):
         max_nodes: _builtins.int = ...,
         max_depth: _builtins.int = ...,
         start: _common_pb2.SequenceStart | None = ...,
+        evidence: _abc.Iterable[_common_pb2.Evidence] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "new_tokens", b"new_tokens", "sequence_id", b"sequence_id", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "evidence", b"evidence", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "new_tokens", b"new_tokens", "sequence_id", b"sequence_id", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -101,13 +107,13 @@ class DraftServiceProposeResponse(_message.Message):
 
     PROPOSALS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def proposals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Proposal]:
+    def proposals(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Proposal]:
         """One per row, in the order of the rows."""
 
     def __init__(
         self,
         *,
-        proposals: _abc.Iterable[Global___Proposal] | None = ...,
+        proposals: _abc.Iterable[_common_pb2.Proposal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -116,56 +122,6 @@ class DraftServiceProposeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DraftServiceProposeResponse: _TypeAlias = DraftServiceProposeResponse  # noqa: Y015
-
-@_typing.final
-class Proposal(_message.Message):
-    """The draft of one sequence."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    BASE_LEN_FIELD_NUMBER: _builtins.int
-    TREE_FIELD_NUMBER: _builtins.int
-    FAULT_FIELD_NUMBER: _builtins.int
-    PROBABILITIES_FIELD_NUMBER: _builtins.int
-    READY_FIELD_NUMBER: _builtins.int
-    sequence_id: _builtins.str
-    """The row's sequence."""
-    base_len: _builtins.int
-    """The committed length before the tree."""
-    ready: _builtins.int
-    """Number of nodes that were drafted before the request arrived. Bound: the nodes of the tree."""
-    @_builtins.property
-    def tree(self) -> _common_pb2.TokenTree:
-        """The draft; may be empty."""
-
-    @_builtins.property
-    def fault(self) -> _common_pb2.RowFault:
-        """Set if the row could not be served."""
-
-    @_builtins.property
-    def probabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Estimated probability, per node, that all tokens down to the node are accepted. Bound: none, or one per node in
-        [0, 1], at most its parent's.
-        """
-
-    def __init__(
-        self,
-        *,
-        sequence_id: _builtins.str = ...,
-        base_len: _builtins.int = ...,
-        tree: _common_pb2.TokenTree | None = ...,
-        fault: _common_pb2.RowFault | None = ...,
-        probabilities: _abc.Iterable[_builtins.float] | None = ...,
-        ready: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "tree", b"tree"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "fault", b"fault", "probabilities", b"probabilities", "ready", b"ready", "sequence_id", b"sequence_id", "tree", b"tree"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
 
 @_typing.final
 class DraftServiceReleaseRequest(_message.Message):

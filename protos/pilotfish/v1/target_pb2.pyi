@@ -149,12 +149,19 @@ class VerifyRow(_message.Message):
     TREE_FIELD_NUMBER: _builtins.int
     DECIDE_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
+    DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
+    NEXT_MAX_NODES_FIELD_NUMBER: _builtins.int
+    NEXT_MAX_DEPTH_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.str
     """The sequence. Bound: 1 to 128 bytes."""
     base_len: _builtins.int
     """Committed length, pending included. Bound: 1 to 2^20."""
     decide: _builtins.bool
     """False for a prompt chunk that is not the last. The tree is then empty."""
+    next_max_nodes: _builtins.int
+    """Most nodes of the draft that a drafter on the target proposes for the next step. Bound: 0 to 256."""
+    next_max_depth: _builtins.int
+    """Most tokens on a path of that draft. Bound: 0 to 64."""
     @_builtins.property
     def pending(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Committed tokens whose KV is not stored, ending at base_len - 1. Bound: 1 to base_len."""
@@ -167,6 +174,10 @@ class VerifyRow(_message.Message):
     def start(self) -> _common_pb2.SequenceStart:
         """Set on the first row, which creates the sequence."""
 
+    @_builtins.property
+    def distributions(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.DraftDistribution]:
+        """The distribution that each drafted token was drawn from. Bound: none, or one per node."""
+
     def __init__(
         self,
         *,
@@ -176,10 +187,13 @@ class VerifyRow(_message.Message):
         tree: _common_pb2.TokenTree | None = ...,
         decide: _builtins.bool = ...,
         start: _common_pb2.SequenceStart | None = ...,
+        distributions: _abc.Iterable[_common_pb2.DraftDistribution] | None = ...,
+        next_max_nodes: _builtins.int = ...,
+        next_max_depth: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "decide", b"decide", "pending", b"pending", "sequence_id", b"sequence_id", "start", b"start", "tree", b"tree"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "decide", b"decide", "distributions", b"distributions", "next_max_depth", b"next_max_depth", "next_max_nodes", b"next_max_nodes", "pending", b"pending", "sequence_id", b"sequence_id", "start", b"start", "tree", b"tree"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -194,8 +208,11 @@ class TargetServiceStepResponse(_message.Message):
     VERDICTS_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    DRAFT_SECONDS_FIELD_NUMBER: _builtins.int
     step_seconds: _builtins.float
     """Seconds that the target spent, without the transport."""
+    draft_seconds: _builtins.float
+    """The part of step_seconds that was spent on drafts for the next step."""
     @_builtins.property
     def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Verdict]:
         """One per row, in the order of the rows."""
@@ -210,10 +227,11 @@ class TargetServiceStepResponse(_message.Message):
         verdicts: _abc.Iterable[Global___Verdict] | None = ...,
         kv: Global___KvOccupancy | None = ...,
         step_seconds: _builtins.float = ...,
+        draft_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "step_seconds", b"step_seconds", "verdicts", b"verdicts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_seconds", b"draft_seconds", "kv", b"kv", "step_seconds", b"step_seconds", "verdicts", b"verdicts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -231,6 +249,8 @@ class Verdict(_message.Message):
     DRAFTED_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
+    PROPOSAL_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.str
     """The sequence of the row."""
     base_len: _builtins.int
@@ -249,6 +269,14 @@ class Verdict(_message.Message):
     def fault(self) -> _common_pb2.RowFault:
         """Set if the row could not be computed."""
 
+    @_builtins.property
+    def evidence(self) -> _common_pb2.Evidence:
+        """For drafters in other processes; unset if no such drafter needs it."""
+
+    @_builtins.property
+    def proposal(self) -> _common_pb2.Proposal:
+        """The draft for the next step, from a drafter on the target."""
+
     def __init__(
         self,
         *,
@@ -258,10 +286,12 @@ class Verdict(_message.Message):
         drafted: _builtins.int = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
         fault: _common_pb2.RowFault | None = ...,
+        evidence: _common_pb2.Evidence | None = ...,
+        proposal: _common_pb2.Proposal | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence", "fault", b"fault", "proposal", b"proposal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "drafted", b"drafted", "fault", b"fault", "logprobs", b"logprobs", "sequence_id", b"sequence_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "drafted", b"drafted", "evidence", b"evidence", "fault", b"fault", "logprobs", b"logprobs", "proposal", b"proposal", "sequence_id", b"sequence_id", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import DrafterUnavailable
 from cluster.core.request import SamplingParameters
-from cluster.wire.codec_common import encode_sampling
+from cluster.wire.codec.common import encode_sampling
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.target_client import GrpcTarget

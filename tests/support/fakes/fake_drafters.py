@@ -6,12 +6,11 @@ import asyncio
 import random
 from collections.abc import Sequence
 
-from cluster.core.drafting import DraftRow, Proposal
+from cluster.core.drafting import DraftRow, Proposal, RowFault, RowFaultCode
 from cluster.core.errors import DrafterUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from cluster.core.verification import RowFault, RowFaultCode
 from tests.support.fakes.fake_target import FakeTarget
 
 

@@ -13,22 +13,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from cluster.core.drafting import RowFault, RowFaultCode
 from cluster.core.errors import TargetUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvLayout, KvOccupancy
 from cluster.core.request import GenerationRequest, SamplingParameters, SequenceStart, TokenLogprobs
 from cluster.core.tree import ROOT
-from cluster.core.verification import (
-    OpenResult,
-    OpenRow,
-    RowFault,
-    RowFaultCode,
-    StepBatch,
-    StepResult,
-    TargetInfo,
-    Verdict,
-    VerifyRow,
-)
+from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo, Verdict, VerifyRow
 from tests.support.fakes.fake_memory import FakeMemory
 
 

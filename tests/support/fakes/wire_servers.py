@@ -22,16 +22,10 @@ from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo, Verdict, VerifyRow
 from cluster.wire.channel import open_channel
-from cluster.wire.codec_common import decode_sequence_ids
-from cluster.wire.codec_draft import decode_draft_rows, encode_proposals
-from cluster.wire.codec_target import (
-    decode_open_rows,
-    decode_step_batch,
-    encode_occupancy,
-    encode_open_result,
-    encode_step_result,
-    encode_target_info,
-)
+from cluster.wire.codec.common import decode_sequence_ids
+from cluster.wire.codec.draft import decode_draft_rows, encode_proposals
+from cluster.wire.codec.target import decode_open_rows, decode_step_batch, encode_open_result, encode_step_result
+from cluster.wire.codec.target_info import encode_occupancy, encode_target_info
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.server import WireServer

@@ -8,13 +8,13 @@ from cluster.coordinator.commit import is_valid
 from cluster.coordinator.quarantine import MAX_LOSSES
 from cluster.coordinator.requests.live_sequence import QUARANTINE_LOSSES, LiveSequence
 from cluster.coordinator.verify import build_rows
-from cluster.core.drafting import NO_DRAFT, DraftBudget
+from cluster.core.drafting import NO_DRAFT, DraftBudget, RowFault, RowFaultCode
 from cluster.core.ids import RequestId, SequenceId
 from cluster.core.request import GenerationRequest, StoppingCriteria
 from cluster.core.scheduler import Plan, PlannedRow
 from cluster.core.sequence import Sequence
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from cluster.core.verification import RowFault, RowFaultCode, Verdict, VerifyRow
+from cluster.core.verification import Verdict, VerifyRow
 
 ID = SequenceId("s")
 TREE = TokenTree((7, 8, 9, 10), (-1, 0, 1, -1))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.core.drafting import RowFault, RowFaultCode
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import RequestId, SequenceId
 from cluster.core.request import FinishReason, GenerationRequest, StoppingCriteria, TokenLogprobs
 from cluster.core.sequence import Sequence
-from cluster.core.verification import RowFault, RowFaultCode, Verdict
+from cluster.core.verification import Verdict
 
 ID = SequenceId("s")
 

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from cluster.core.drafting import DraftBudget, DraftRow
+from cluster.core.drafting import DraftBudget, DraftRow, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
-from cluster.core.verification import RowFaultCode
 from tests.support.engines.tree_drafter import BUDGET, PROMPT, DrafterHarness
 from tests.support.fakes.fake_expander import continued, ranked
 from workers.draft.expansion.expander import DraftedToken, ExpansionRow

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.core.drafting import DraftBudget
+from cluster.core.drafting import DraftBudget, RowFaultCode
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
-from cluster.core.verification import RowFaultCode
 from tests.support.models import tiny
 from tests.support.models.draft_model import (
     BUDGET,

@@ -11,12 +11,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from cluster.core.config.sections import DraftSection, ModelSection, TargetSection
-from cluster.core.drafting import DraftBudget, Proposal
+from cluster.core.drafting import DraftBudget, Proposal, RowFaultCode
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from cluster.core.verification import RowFaultCode
 from tests.support.models import tiny, tiny_tokenizer
 from tests.support.models.draft_model import (
     GREEDY,

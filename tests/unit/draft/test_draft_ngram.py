@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.core.config.sections import DraftSection
-from cluster.core.drafting import DraftBudget, DraftRow
+from cluster.core.drafting import DraftBudget, DraftRow, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from cluster.core.verification import RowFaultCode
 from workers.draft.ngram import LOOKS_PER_CANDIDATE, NgramDrafter, NgramSettings
 
 NAME = SequenceId("a")

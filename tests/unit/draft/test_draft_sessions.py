@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from cluster.core.drafting import DraftBudget, DraftRow
+from cluster.core.drafting import DraftBudget, DraftRow, RowFault, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
-from cluster.core.verification import RowFault, RowFaultCode
 from workers.draft.sessions import Session, Sessions
 
 BUDGET = DraftBudget(4, 4)

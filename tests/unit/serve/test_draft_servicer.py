@@ -9,13 +9,10 @@ import threading
 import pytest
 
 from cluster.core.config.sections import DraftSection
-from cluster.core.drafting import DraftBudget, DraftRow
+from cluster.core.drafting import DraftBudget, DraftRow, RowFaultCode
 from cluster.core.errors import DrafterUnavailable, InvalidRequest, NotReady
 from cluster.core.ids import SequenceId
 from cluster.core.tree import TokenTree
-from cluster.core.verification import (
-    RowFaultCode,
-)
 from tests.support.fakes.echo_workers import POISON, EchoDrafter, Gate, draft_row, drafter_at, propose, release
 from workers.draft.ngram import NgramDrafter, NgramSettings
 from workers.serve.draft_servicer import DraftServicer

@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 
 from cluster.core.config.sections import KvSection, ModelSection
+from cluster.core.drafting import RowFaultCode
 from cluster.core.errors import InvalidRequest, TargetUnavailable
 from cluster.core.ids import SequenceId
-from cluster.core.verification import (
-    RowFaultCode,
-    StepBatch,
-    StepResult,
-)
+from cluster.core.verification import StepBatch, StepResult
 from tests.support.fakes.echo_workers import KV, POISON, EchoEngine, open_row, step, target_at, verify_row
 from tests.support.models import tiny
 from workers.kv.pool import KvPool

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from cluster.core.config.sections import KvSection, TargetSection
+from cluster.core.drafting import RowFaultCode
 from cluster.core.tree import TokenTree
-from cluster.core.verification import RowFaultCode, StepBatch, VerifyRow
+from cluster.core.verification import StepBatch, VerifyRow
 from tests.support.engines.engine_sequence import (
     GREEDY,
     EngineSequence,

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from cluster.core.config.sections import KvSection, ModelSection
+from cluster.core.drafting import RowFaultCode
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from cluster.core.tree import TokenTree
-from cluster.core.verification import RowFaultCode, StepBatch, VerifyRow
+from cluster.core.verification import StepBatch, VerifyRow
 from tests.support.engines.engine_rows import PROMPT, SAMPLED, decode, first_row, open_engine, verify
 from tests.support.engines.engine_sequence import GREEDY
 from tests.support.models import tiny

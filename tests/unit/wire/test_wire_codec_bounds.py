@@ -9,15 +9,10 @@ from typing import Any
 import pytest
 
 from cluster.core.errors import InvalidRequest
-from cluster.wire.codec_common import decode_sequence_ids
-from cluster.wire.codec_draft import decode_draft_rows, decode_proposals
-from cluster.wire.codec_target import (
-    decode_open_result,
-    decode_open_rows,
-    decode_step_batch,
-    decode_step_result,
-    decode_target_info,
-)
+from cluster.wire.codec.common import decode_sequence_ids
+from cluster.wire.codec.draft import decode_draft_rows, decode_proposals
+from cluster.wire.codec.target import decode_open_result, decode_open_rows, decode_step_batch, decode_step_result
+from cluster.wire.codec.target_info import decode_target_info
 from pilotfish.v1 import common_pb2, draft_pb2, target_pb2
 
 
@@ -46,7 +41,7 @@ def verdict(**changes: Any) -> target_pb2.TargetServiceStepResponse:
 
 def proposal(**changes: Any) -> draft_pb2.DraftServiceProposeResponse:
     row: dict[str, Any] = {"sequence_id": "s", "base_len": 5, "tree": tree([1], [-1])}
-    return draft_pb2.DraftServiceProposeResponse(proposals=[draft_pb2.Proposal(**(row | changes))])
+    return draft_pb2.DraftServiceProposeResponse(proposals=[common_pb2.Proposal(**(row | changes))])
 
 
 def info(**changes: Any) -> target_pb2.TargetServiceGetInfoResponse:
@@ -62,6 +57,19 @@ def group(**changes: Any) -> target_pb2.TargetServiceGetInfoResponse:
 def opening(**changes: Any) -> target_pb2.TargetServiceOpenRequest:
     row: dict[str, Any] = {"sequence_id": "s", "tokens": [1], "start": common_pb2.SequenceStart(prompt_len=1)}
     return target_pb2.TargetServiceOpenRequest(rows=[target_pb2.OpenRow(**(row | changes))])
+
+
+def drawn_from(tokens: list[int], probabilities: list[float]) -> common_pb2.DraftDistribution:
+    return common_pb2.DraftDistribution(tokens=tokens, probabilities=probabilities)
+
+
+def evidence(**changes: Any) -> draft_pb2.DraftServiceProposeRequest:
+    return propose(evidence=[common_pb2.Evidence(**({"base_len": 3} | changes))])
+
+
+def hidden(**changes: Any) -> draft_pb2.DraftServiceProposeRequest:
+    fields: dict[str, Any] = {"first": 0, "width": 2, "data": bytes(8)}
+    return evidence(hidden=common_pb2.HiddenStates(**(fields | changes)))
 
 
 LONG = "x" * 129
@@ -92,6 +100,9 @@ REFUSED = [
     (step(tree=tree([1] * 65, list(range(-1, 64)))), "rows[0].tree.parents", "at most 64 deep"),
     (step(tree=tree([BIG], [-1])), "rows[0].tree.tokens[0]", "between 0 and 2147483647"),
     (step(tree=tree([1], [-1]), decide=False), "rows[0].tree", "empty if decide is false"),
+    (step(next_max_nodes=257), "rows[0].next_max_nodes", "between 0 and 256"),
+    (step(next_max_depth=65), "rows[0].next_max_depth", "between 0 and 64"),
+    (step(distributions=[drawn_from([1], [1.0])]), "rows[0].distributions", "between 0 and 0 entries"),
     (step(start=common_pb2.SequenceStart(prompt_len=0)), "rows[0].start.prompt_len", "between 1 and 1048576"),
     (start(temperature=-0.1), "rows[0].start.sampling.temperature", "between 0 and 2"),
     (start(temperature=math.nan), "rows[0].start.sampling.temperature", "between 0 and 2"),
@@ -176,6 +187,51 @@ REFUSED = [
     (target_pb2.TargetServiceStepResponse(step_seconds=math.nan), "step_seconds", "between 0 and 86400"),
     (proposal(base_len=0), "proposals[0].base_len", "between 1 and 1048576"),
     (proposal(tree=tree([1, 2], [0, -1])), "proposals[0].tree.parents[0]", "between -1 and -1"),
+    (proposal(distributions=[drawn_from([], [])]), "proposals[0].distributions[0].tokens", "between 1 and 256 entries"),
+    (
+        proposal(distributions=[drawn_from([1, 1], [0.5, 0.5])]),
+        "proposals[0].distributions[0].tokens",
+        "each token at most once",
+    ),
+    (
+        proposal(distributions=[drawn_from([1, 2], [1.0])]),
+        "proposals[0].distributions[0].probabilities",
+        "between 2 and 2 entries",
+    ),
+    (
+        proposal(distributions=[drawn_from([1], [1.5])]),
+        "proposals[0].distributions[0].probabilities[0]",
+        "between 0 and 1",
+    ),
+    (
+        proposal(distributions=[drawn_from([1, 2], [0.5, 0.25])]),
+        "sum of proposals[0].distributions[0].probabilities",
+        "between 0.999 and 1.001",
+    ),
+    (evidence(base_len=6), "rows[0].evidence[0].base_len", "between 1 and 5"),
+    (evidence(decisions=[1, 2]), "rows[0].evidence[0].decisions", "between 1 and 1 entries"),
+    (evidence(decisions=[-2]), "rows[0].evidence[0].decisions[0]", "between -1 and 2147483647"),
+    (evidence(top_count=65), "rows[0].evidence[0].top_count", "between 0 and 64"),
+    (evidence(top_count=2, top_tokens=[1] * 3), "rows[0].evidence[0].top_tokens", "between 0 and 2 entries"),
+    (evidence(top_count=2, top_tokens=[1]), "rows[0].evidence[0].top_tokens", "a multiple of top_count (2)"),
+    (hidden(width=0), "rows[0].evidence[0].hidden.width", "between 1 and 1048576"),
+    (hidden(data=bytes(7)), "rows[0].evidence[0].hidden.data", "a multiple of 4 bytes"),
+    (hidden(first=4), "rows[0].evidence[0].hidden", "between 0 and 5"),
+    (
+        verdict(evidence=common_pb2.Evidence()),
+        "verdicts[0].evidence.base_len",
+        "between 1 and 1048576",
+    ),
+    (
+        verdict(proposal=common_pb2.Proposal(sequence_id="s")),
+        "verdicts[0].proposal.base_len",
+        "between 1 and 1048576",
+    ),
+    (
+        target_pb2.TargetServiceStepResponse(draft_seconds=-1),
+        "draft_seconds",
+        "between 0 and 86400",
+    ),
     (info(vocabulary_size=0), "vocabulary_size", "between 1 and 2147483647"),
     (info(block_size=0), "block_size", "between 1 and 1048576"),
     (info(groups=[]), "groups", "between 1 and 256 entries"),

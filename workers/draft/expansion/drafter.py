@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from cluster.core.config.sections import DraftSection
-from cluster.core.drafting import DraftRow, Proposal
+from cluster.core.drafting import DraftRow, Proposal, RowFault
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
-from cluster.core.verification import RowFault
 from workers.draft.expansion.calibration import Calibration
 from workers.draft.expansion.expander import Expander
 from workers.draft.expansion.pass_cost import PassCost

@@ -7,12 +7,11 @@ from collections.abc import Sequence as Many
 
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
-from cluster.core.drafting import DraftRow, Proposal
+from cluster.core.drafting import DraftRow, Proposal, RowFault, RowFaultCode
 from cluster.core.errors import (
     DrafterUnavailable,
 )
 from cluster.core.ids import SequenceId
-from cluster.core.verification import RowFault, RowFaultCode
 from tests.support.fakes.fake_cluster import all_tokens, configure, read, request, serving, tokens_of, until, value_of
 from tests.support.fakes.fake_drafters import FailingDrafter, ForgetfulDrafter, PerfectDrafter, SlowDrafter
 from tests.support.fakes.fake_target import FakeTarget

@@ -7,20 +7,18 @@ from collections.abc import Sequence
 from google.protobuf.message import DecodeError
 
 from cluster.core import bounds
+from cluster.core.drafting import DraftBudget
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
-from cluster.core.kv import KvGroup, KvLayout, KvOccupancy
 from cluster.core.verification import (
     OpenResult,
     OpenRow,
     StepBatch,
     StepResult,
-    StepSample,
-    TargetInfo,
     Verdict,
     VerifyRow,
 )
-from cluster.wire.codec_common import (
+from cluster.wire.codec.common import (
     decode_fault,
     decode_logprobs,
     decode_start,
@@ -30,6 +28,15 @@ from cluster.wire.codec_common import (
     encode_start,
     encode_tree,
 )
+from cluster.wire.codec.proposal import (
+    decode_distributions,
+    decode_evidence,
+    decode_proposal,
+    encode_distributions,
+    encode_evidence,
+    encode_proposal,
+)
+from cluster.wire.codec.target_info import decode_occupancy, encode_occupancy
 from pilotfish.v1 import target_pb2 as pb
 
 
@@ -108,6 +115,9 @@ def encode_step_batch(batch: StepBatch) -> pb.TargetServiceStepRequest:
                 tree=encode_tree(row.tree),
                 decide=row.decide,
                 start=encode_start(row.start) if row.start is not None else None,
+                distributions=encode_distributions(row.distributions),
+                next_max_nodes=row.next_budget.max_nodes,
+                next_max_depth=row.next_budget.max_depth,
             )
             for row in batch.rows
         ]
@@ -132,6 +142,11 @@ def _decode_row(row: pb.VerifyRow, field: str) -> VerifyRow:
         tree=tree,
         decide=row.decide,
         start=decode_start(row.start, f"{field}.start") if row.HasField("start") else None,
+        distributions=decode_distributions(row.distributions, tree, f"{field}.distributions"),
+        next_budget=DraftBudget(
+            bounds.integer(f"{field}.next_max_nodes", row.next_max_nodes, 0, bounds.MAX_TREE_NODES),
+            bounds.integer(f"{field}.next_max_depth", row.next_max_depth, 0, bounds.MAX_TREE_DEPTH),
+        ),
     )
 
 
@@ -159,11 +174,14 @@ def encode_step_result(result: StepResult) -> pb.TargetServiceStepResponse:
                 drafted=verdict.drafted,
                 logprobs=[encode_logprobs(entry) for entry in verdict.logprobs],
                 fault=encode_fault(verdict.fault) if verdict.fault is not None else None,
+                evidence=encode_evidence(verdict.evidence) if verdict.evidence is not None else None,
+                proposal=encode_proposal(verdict.proposal) if verdict.proposal is not None else None,
             )
             for verdict in result.verdicts
         ],
         kv=encode_occupancy(result.kv),
         step_seconds=result.step_seconds,
+        draft_seconds=result.draft_seconds,
     )
 
 
@@ -174,6 +192,7 @@ def decode_step_result(message: pb.TargetServiceStepResponse) -> StepResult:
         verdicts=tuple(_decode_verdict(entry, f"verdicts[{index}]") for index, entry in enumerate(message.verdicts)),
         kv=decode_occupancy(message.kv),
         step_seconds=bounds.number("step_seconds", message.step_seconds, 0.0, bounds.MAX_STEP_SECONDS),
+        draft_seconds=bounds.number("draft_seconds", message.draft_seconds, 0.0, bounds.MAX_STEP_SECONDS),
     )
 
 
@@ -191,83 +210,6 @@ def _decode_verdict(verdict: pb.Verdict, field: str) -> Verdict:
             decode_logprobs(entry, f"{field}.logprobs[{index}]") for index, entry in enumerate(verdict.logprobs)
         ),
         fault=decode_fault(verdict.fault, f"{field}.fault") if verdict.HasField("fault") else None,
-    )
-
-
-def encode_occupancy(kv: KvOccupancy) -> pb.KvOccupancy:
-    """Encode the occupancy of the KV pool."""
-    return pb.KvOccupancy(blocks_total=kv.blocks_total, blocks_free=kv.blocks_free)
-
-
-def decode_occupancy(message: pb.KvOccupancy, field: str = "kv") -> KvOccupancy:
-    """Decode the occupancy of the KV pool. Raises `InvalidRequest`."""
-    free = bounds.integer(f"{field}.blocks_free", message.blocks_free, 0, message.blocks_total)
-    return KvOccupancy(message.blocks_total, free)
-
-
-def encode_target_info(info: TargetInfo) -> pb.TargetServiceGetInfoResponse:
-    """Encode the description of a target."""
-    return pb.TargetServiceGetInfoResponse(
-        model=info.model,
-        vocabulary_size=info.vocabulary_size,
-        max_context_len=info.max_context_len,
-        block_size=info.layout.block_size,
-        groups=[
-            pb.KvGroup(tables=group.tables, window=group.window or 0, sinks=group.sinks) for group in info.layout.groups
-        ],
-        kv=encode_occupancy(info.kv),
-        eos_token_ids=info.eos_token_ids,
-        tensor_parallel=info.tensor_parallel,
-        dtype=info.dtype,
-        epoch=info.epoch,
-        profile=[
-            pb.StepSample(rows=sample.rows, tokens=sample.tokens, seconds=sample.seconds) for sample in info.profile
-        ],
-        lossy=not info.is_lossless,
-    )
-
-
-def decode_target_info(message: pb.TargetServiceGetInfoResponse) -> TargetInfo:
-    """Decode the description of a target. Raises `InvalidRequest`."""
-    return TargetInfo(
-        model=bounds.text("model", message.model, bounds.MAX_NAME_BYTES),
-        vocabulary_size=bounds.integer("vocabulary_size", message.vocabulary_size, 1, bounds.MAX_TOKEN_ID),
-        max_context_len=bounds.integer("max_context_len", message.max_context_len, 1, bounds.MAX_TOKENS),
-        layout=_decode_layout(message),
-        kv=decode_occupancy(message.kv),
-        eos_token_ids=bounds.tokens("eos_token_ids", message.eos_token_ids, 0, bounds.MAX_EOS_TOKENS),
-        tensor_parallel=bounds.integer("tensor_parallel", message.tensor_parallel, 1, bounds.MAX_RANKS),
-        dtype=bounds.text("dtype", message.dtype, bounds.MAX_NAME_BYTES),
-        epoch=bounds.text("epoch", message.epoch, bounds.MAX_NAME_BYTES),
-        profile=_decode_profile(message),
-        is_lossless=not message.lossy,
-    )
-
-
-def _decode_profile(message: pb.TargetServiceGetInfoResponse) -> tuple[StepSample, ...]:
-    bounds.count("profile", message.profile, 0, bounds.MAX_STEP_SAMPLES)
-    samples = []
-    for index, sample in enumerate(message.profile):
-        field = f"profile[{index}]"
-        rows = bounds.integer(f"{field}.rows", sample.rows, 1, bounds.MAX_ROWS)
-        tokens = bounds.integer(f"{field}.tokens", sample.tokens, rows, bounds.MAX_TOKENS)
-        seconds = bounds.number(f"{field}.seconds", sample.seconds, 0.0, bounds.MAX_SAMPLE_SECONDS, above=True)
-        samples.append(StepSample(rows, tokens, seconds))
-    return tuple(samples)
-
-
-def _decode_layout(message: pb.TargetServiceGetInfoResponse) -> KvLayout:
-    bounds.count("groups", message.groups, 1, bounds.MAX_KV_GROUPS)
-    return KvLayout(
-        block_size=bounds.integer("block_size", message.block_size, 1, bounds.MAX_TOKENS),
-        groups=tuple(_decode_group(group, f"groups[{index}]") for index, group in enumerate(message.groups)),
-    )
-
-
-def _decode_group(message: pb.KvGroup, field: str) -> KvGroup:
-    window = bounds.integer(f"{field}.window", message.window, 0, bounds.MAX_TOKENS)
-    return KvGroup(
-        tables=bounds.integer(f"{field}.tables", message.tables, 1, bounds.MAX_KV_TABLES),
-        window=window or None,
-        sinks=bounds.integer(f"{field}.sinks", message.sinks, 0, bounds.MAX_TOKENS if window else 0),
+        evidence=decode_evidence(verdict.evidence, f"{field}.evidence") if verdict.HasField("evidence") else None,
+        proposal=decode_proposal(verdict.proposal, f"{field}.proposal") if verdict.HasField("proposal") else None,
     )

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.core import bounds
+from cluster.core.drafting import RowFault, RowFaultCode
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart, TokenLogprobs
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from cluster.core.verification import RowFault, RowFaultCode
 from pilotfish.v1 import common_pb2 as pb
 
 _FAULTS = {

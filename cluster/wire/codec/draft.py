@@ -8,15 +8,8 @@ from cluster.core import bounds
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
-from cluster.core.tree import ROOT, TokenTree
-from cluster.wire.codec_common import (
-    decode_fault,
-    decode_start,
-    decode_tree,
-    encode_fault,
-    encode_start,
-    encode_tree,
-)
+from cluster.wire.codec.common import decode_start, encode_start
+from cluster.wire.codec.proposal import decode_evidences, decode_proposal, encode_evidence, encode_proposal
 from pilotfish.v1 import draft_pb2 as pb
 
 
@@ -32,6 +25,7 @@ def encode_draft_rows(rows: Sequence[DraftRow], client: str = "") -> pb.DraftSer
                 max_nodes=row.budget.max_nodes,
                 max_depth=row.budget.max_depth,
                 start=encode_start(row.start) if row.start is not None else None,
+                evidence=[encode_evidence(evidence) for evidence in row.evidence],
             )
             for row in rows
         ],
@@ -74,49 +68,16 @@ def _decode_row(row: pb.DraftRow, field: str) -> DraftRow:
             bounds.integer(f"{field}.max_depth", row.max_depth, 0, bounds.MAX_TREE_DEPTH),
         ),
         start=decode_start(row.start, f"{field}.start") if row.HasField("start") else None,
+        evidence=decode_evidences(row.evidence, f"{field}.evidence", base_len),
     )
 
 
 def encode_proposals(proposals: Sequence[Proposal]) -> pb.DraftServiceProposeResponse:
     """Encode proposals."""
-    return pb.DraftServiceProposeResponse(
-        proposals=[
-            pb.Proposal(
-                sequence_id=proposal.sequence_id,
-                base_len=proposal.base_len,
-                tree=encode_tree(proposal.tree),
-                fault=encode_fault(proposal.fault) if proposal.fault is not None else None,
-                probabilities=proposal.probabilities,
-                ready=proposal.ready,
-            )
-            for proposal in proposals
-        ]
-    )
+    return pb.DraftServiceProposeResponse(proposals=[encode_proposal(proposal) for proposal in proposals])
 
 
 def decode_proposals(message: pb.DraftServiceProposeResponse) -> tuple[Proposal, ...]:
     """Decode proposals. Raises `InvalidRequest`."""
     bounds.count("proposals", message.proposals, 0, bounds.MAX_ROWS)
-    return tuple(_decode_proposal(entry, f"proposals[{index}]") for index, entry in enumerate(message.proposals))
-
-
-def _decode_proposal(message: pb.Proposal, field: str) -> Proposal:
-    tree = decode_tree(message.tree, f"{field}.tree")
-    return Proposal(
-        sequence_id=SequenceId(bounds.identifier(f"{field}.sequence_id", message.sequence_id)),
-        base_len=bounds.integer(f"{field}.base_len", message.base_len, 1, bounds.MAX_TOKENS),
-        tree=tree,
-        fault=decode_fault(message.fault, f"{field}.fault") if message.HasField("fault") else None,
-        probabilities=_decode_probabilities(message.probabilities, tree, f"{field}.probabilities"),
-        ready=bounds.integer(f"{field}.ready", message.ready, 0, len(tree)),
-    )
-
-
-def _decode_probabilities(values: Sequence[float], tree: TokenTree, field: str) -> tuple[float, ...]:
-    """Decode no probabilities, or one per node, at most its parent's, so that the likeliest nodes form a tree."""
-    if not values:
-        return ()
-    bounds.count(field, values, len(tree), len(tree))
-    for node, parent in enumerate(tree.parents):
-        bounds.number(f"{field}[{node}]", values[node], 0.0, 1.0 if parent == ROOT else values[parent])
-    return tuple(values)
+    return tuple(decode_proposal(entry, f"proposals[{index}]") for index, entry in enumerate(message.proposals))
