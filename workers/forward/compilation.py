@@ -32,13 +32,14 @@ def compile_layers(model: PreTrainedModel, directory: str | None) -> None:
     layers = list(decoder_layers(model))
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * count_layer_kinds(layers))
     for layer in layers:
-        layer.compile(dynamic=True, fullgraph=True)
+        # Not `layer.compile`, which compiles the layer's hooks too: hooks read hidden states between the layers.
+        layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True)
 
 
 def undo_compile(model: PreTrainedModel) -> None:
     """Undo `compile_layers`."""
     for layer in decoder_layers(model):
-        layer._compiled_call_impl = None
+        vars(layer).pop("forward", None)
 
 
 def count_layer_kinds(layers: list[nn.Module]) -> int:

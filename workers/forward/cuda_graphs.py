@@ -28,7 +28,7 @@ from workers.forward.graph_buffers import (
     graph_size,
 )
 from workers.forward.layout import RowShape, StepLayout
-from workers.forward.loaded_model import LoadedModel
+from workers.forward.loaded_model import LoadedModel, PassOutput
 from workers.kv.groups import KvCacheGroups
 from workers.kv.pool import KvPool
 
@@ -39,8 +39,8 @@ _MOST_GRAPHS = 192
 _WARM_ROWS = 64
 _WARM_TOKENS = 2048  # most tokens of a row at warm-up; longer rows are captured when they occur
 
-Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepLayout], torch.Tensor]
-"""(tokens `[1, tokens]`, positions `[1, tokens]`, selected `[selected]`, layout) → logits `[selected, vocabulary]`."""
+Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepLayout], PassOutput]
+"""(tokens `[1, tokens]`, positions `[1, tokens]`, selected `[selected]`, layout) → output of the pass."""
 Replay = Callable[[], None]
 GraphCapture = Callable[[Callable[[], None]], Replay]
 """Runs a function at least once, and returns a function that repeats it on the same tensors."""
@@ -50,7 +50,7 @@ GraphCapture = Callable[[Callable[[], None]], Replay]
 class _CapturedGraph:
     buffers: GraphBuffers
     replay: Replay
-    logits: torch.Tensor  # [selected, vocabulary], written by each replay
+    output: PassOutput  # written by each replay
 
 
 class CudaGraphRunner:
@@ -87,13 +87,14 @@ class CudaGraphRunner:
         self._times_seen: Counter[GraphSize] = Counter()
         self._captured: dict[GraphSize, _CapturedGraph] = {}
         self._logits: torch.Tensor | None = None
+        self._hidden: torch.Tensor | None = None
         self._refused: set[GraphSize] = set()
         self._given_up = False
 
     def run(
         self, rows: Sequence[RowShape], tokens: Sequence[int], positions: Sequence[int], selected: Sequence[int]
-    ) -> torch.Tensor | None:
-        """Replay a step. Returns logits `[≥ selected, vocabulary]`, valid until the next step, or `None`."""
+    ) -> PassOutput | None:
+        """Replay a step. Returns the output of at least `selected` logits, valid until the next step, or `None`."""
         self._choose()
         block_size = self._kv_groups.layout.block_size
         size = graph_size(rows, len(selected), block_size, self._bounds, self._blocks)
@@ -106,7 +107,8 @@ class CudaGraphRunner:
         captured = self._captured[size]
         captured.buffers.fill(rows, tokens, positions, selected)
         captured.replay()
-        return captured.logits
+        hidden = captured.output.hidden
+        return PassOutput(captured.output.logits, None if hidden is None else hidden[: len(tokens)])
 
     def warm_up(self, longest: int) -> None:
         """Capture the passes of plain decoding, for sequences of up to `longest` tokens."""
@@ -137,13 +139,16 @@ class CudaGraphRunner:
             self._refused.add(size)
             logger.warning("passes of %s cannot be captured and run without a CUDA graph: %r", size, error)
             return False
-        logits = self._logits_buffer(size.selected, example)
+        output = self._output_buffers(example)
 
         def write() -> None:
-            logits.copy_(self._pass(buffers))
+            found = self._pass(buffers)
+            output.logits.copy_(found.logits)
+            if output.hidden is not None and found.hidden is not None:
+                output.hidden.copy_(found.hidden)
 
         try:
-            self._captured[size] = _CapturedGraph(buffers, self._capture(write), logits)
+            self._captured[size] = _CapturedGraph(buffers, self._capture(write), output)
         except RuntimeError as error:
             self._given_up = True
             logger.warning("no further passes are captured as CUDA graphs: %s", error)
@@ -157,14 +162,21 @@ class CudaGraphRunner:
             if self._flex is not None:  # no row has more blocks than the pool
                 self._blocks = min(self._bounds.longest // self._kv_groups.layout.block_size, self._scratch)
 
-    def _pass(self, buffers: GraphBuffers) -> torch.Tensor:
+    def _pass(self, buffers: GraphBuffers) -> PassOutput:
         return self._compute(buffers.tokens, buffers.positions, buffers.selected, buffers.layout())
 
-    def _logits_buffer(self, selected: int, example: torch.Tensor) -> torch.Tensor:
-        """The buffer that all captured passes write logits to; each result is read before the next step."""
-        if self._logits is None or len(self._logits) < selected:
-            self._logits = example.new_empty(selected, *example.shape[1:])
-        return self._logits[:selected]
+    def _output_buffers(self, example: PassOutput) -> PassOutput:
+        """The buffers that all captured passes write to; each result is read before the next step."""
+        self._logits = _at_least(self._logits, example.logits)
+        if example.hidden is None:
+            return PassOutput(self._logits[: len(example.logits)])
+        self._hidden = _at_least(self._hidden, example.hidden)
+        return PassOutput(self._logits[: len(example.logits)], self._hidden[: len(example.hidden)])
+
+
+def _at_least(buffer: torch.Tensor | None, example: torch.Tensor) -> torch.Tensor:
+    """`buffer` if it has as many rows as `example`, else a new buffer."""
+    return torch.empty_like(example) if buffer is None or len(buffer) < len(example) else buffer
 
 
 class CudaGraphCapture:

@@ -10,8 +10,19 @@ import torch
 from transformers import PreTrainedModel
 
 from workers.forward.layout import RowShape
+from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.kv.pool import KvPool
 from workers.kv.spec import KvCacheSpec, LayerShape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassOutput:
+    """What one forward pass computed."""
+
+    logits: torch.Tensor
+    """`[selected, vocabulary]`."""
+    hidden: torch.Tensor | None = None
+    """Hidden states of all tokens, bfloat16 `[tokens, taps * hidden]`; `None` without taps."""
 
 
 class NativeForward(Protocol):
@@ -21,11 +32,20 @@ class NativeForward(Protocol):
         """Use this pool's blocks from now on."""
         ...
 
-    def compute(self, tokens: Sequence[int], selected: Sequence[int], rows: Sequence[RowShape]) -> torch.Tensor:
+    def compute(
+        self,
+        tokens: Sequence[int],
+        selected: Sequence[int],
+        rows: Sequence[RowShape],
+        taps: Sequence[int] = (),
+        partial: PartialPass = WHOLE,
+        inputs: torch.Tensor | None = None,
+    ) -> PassOutput:
         """Run one step over the bound pool.
 
         `tokens` are the rows' tokens, one row after another; `selected` are the indices of those whose logits are
-        wanted. Returns float32 logits `[selected, vocabulary]`.
+        wanted. `inputs` `[tokens, hidden]` enter the first layer instead of the tokens' embeddings. Returns float32
+        logits, and the hidden states of `taps`.
         """
         ...
 

@@ -34,10 +34,22 @@ def replace_linear_layers(model: PreTrainedModel, quantization: str = "none") ->
                 setattr(parent, name, _replace(child, style, quantization))
 
 
-def decoder_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
+def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
     """The decoder layers: the members of the model's longest module list."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     yield from max(lists, key=len, default=[])
+
+
+def decoder_list(model: nn.Module) -> tuple[nn.Module, str]:
+    """The module that holds the list of decoder layers, and the list's name in it."""
+    lists = [
+        (len(child), parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.ModuleList)
+    ]
+    _, parent, name = max(lists, key=lambda entry: entry[0])
+    return parent, name
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -14,8 +14,9 @@ from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.forward.attention import bind
 from workers.forward.cuda_graphs import make_graph_runner
 from workers.forward.layout import RowShape, StepLayout, build_step_layout
-from workers.forward.loaded_model import LoadedModel
+from workers.forward.loaded_model import LoadedModel, PassOutput
 from workers.forward.native.attention import NativeStep, build_native_step, load_kernel
+from workers.forward.taps import TapRecorder, check_taps
 from workers.kv.block_table import BlockTable
 from workers.kv.pool import KvPool
 from workers.kv.transfer import to_device
@@ -45,7 +46,17 @@ class ForwardRow:
 class ModelRunner:
     """Runs a loaded model over its pool. Not thread-safe."""
 
-    def __init__(self, model: LoadedModel, pool: KvPool) -> None:
+    def __init__(self, model: LoadedModel, pool: KvPool, taps: tuple[int, ...] = ()) -> None:
+        """`taps`: see `hidden`. Raises `ConfigurationError` for a tap that the model does not have."""
+        check_taps(taps, len(model.layers))
+        self._taps = taps
+        self._recorder = TapRecorder(taps)
+        self._shapes: tuple[RowShape, ...] = ()
+        self.hidden: torch.Tensor | None = None
+        """Hidden states of the last pass, bfloat16 `[tokens, taps * hidden]`; `None` without taps.
+
+        Tap `l` is the residual stream after `l` decoder layers. The tokens are those of all rows with their nodes, in
+        the order of the rows. Valid until the next pass."""
         self._model = model
         self._pool = pool
         self._paged = bind(model.module)
@@ -78,6 +89,26 @@ class ModelRunner:
         Stores the keys and values of all tokens and nodes; `commit` commits them. Returns the selected logits, row
         after row, `[selected, vocabulary (this rank's part)]`. They are valid until the next pass.
         """
+        output = self._run(rows)
+        self.hidden = output.hidden
+        return output.logits[: sum(len(row.select) for row in rows)]
+
+    def hidden_of(self, row: int, nodes: Sequence[int] = ()) -> torch.Tensor:
+        """Hidden states of a row of the last pass: its committed tokens, then the path `nodes` of its tree.
+
+        Returns bfloat16 `[committed + nodes, taps * hidden]`. Raises `ValueError` without taps.
+        """
+        if self.hidden is None:
+            raise ValueError("the last pass recorded no hidden states: the runner was made without taps")
+        first = sum(shape.width for shape in self._shapes[:row])
+        fresh = self._shapes[row].fresh
+        if all(node == depth for depth, node in enumerate(nodes)):
+            return self.hidden[first : first + fresh + len(nodes)]
+        path = [*range(first, first + fresh), *(first + fresh + node for node in nodes)]
+        return self.hidden[to_device(path, self.hidden.device)]
+
+    def _run(self, rows: Sequence[ForwardRow]) -> PassOutput:
+        """Run all rows. The output may have more logits than the rows select."""
         device = self._model.device
         shapes = [RowShape(row.table.blocks, row.table.stored_len, len(row.tokens), row.tree) for row in rows]
         tokens = [token for row in rows for token in (*row.tokens, *row.tree.tokens)]
@@ -88,35 +119,35 @@ class ModelRunner:
             first += shape.width
         if not selected:
             selected = [first - 1]  # some linear kernels reject an input of no rows
-        wanted = sum(len(row.select) for row in rows)
+        self._shapes = tuple(shapes)
         if self._model.native is not None:
-            return self._model.native.compute(tokens, selected, shapes)[:wanted]
+            return self._model.native.compute(tokens, selected, shapes, self._taps)
         positions = [position for shape in shapes for position in shape.positions()]
         if self._graphs is not None:
             replayed = self._graphs.run(shapes, tokens, positions, selected)
             if replayed is not None:
-                return replayed[:wanted]
+                return replayed
         layout = (
             build_step_layout(shapes, self._pool.kv_groups, device)
             if self._kernel is None
             else build_native_step(shapes, self._pool.kv_groups)
         )
         ids, position_ids, chosen = (to_device(values, device) for values in (tokens, positions, selected))
-        return self._compute(ids[None], position_ids[None], chosen, layout)[:wanted]
+        return self._compute(ids[None], position_ids[None], chosen, layout)
 
     def _compute(
         self, tokens: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor, layout: StepLayout | NativeStep
-    ) -> torch.Tensor:
-        """Run the model over tokens and positions `[1, tokens]`. Returns logits `[selected, vocabulary]`."""
+    ) -> PassOutput:
+        """Run the model over tokens and positions `[1, tokens]`, with logits for `selected`."""
         self._paged.layout = layout
         try:
-            output = self._model.module(
-                input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=selected
-            )
+            with self._recorder.recording(self._model.module):
+                output = self._model.module(
+                    input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=selected
+                )
         finally:
             self._paged.layout = None
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        return PassOutput(output.logits[0], self._recorder.hidden())
 
     @torch.inference_mode()
     def commit(self, row: ForwardRow, nodes: Sequence[int] = ()) -> None:

@@ -93,7 +93,10 @@ class Bench:
 
 
 def open_bench(
-    directory: Path, record: Callable[[Callable[[], None]], Callable[[], None]] | None = None, **options: object
+    directory: Path,
+    record: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
+    taps: tuple[int, ...] = (),
+    **options: object,
 ) -> Bench:
     """A bench for the model in `directory`. With `record` it replays graphs."""
     model = replace(
@@ -110,7 +113,7 @@ def open_bench(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runners, "make_graph_runner", graphed)
-        runner = ModelRunner(model, pool)
+        runner = ModelRunner(model, pool, taps)
     return Bench(pool, runner, made[0] if made else None)
 
 

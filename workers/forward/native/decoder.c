@@ -81,7 +81,16 @@ typedef struct {
     float *qkv;            /* [tokens, (heads + 2 kv_heads) * dim] */
     float *query;          /* [tokens, heads, dim] */
     void *key, *value;     /* [tokens, kv_heads, dim] as they are stored */
+    int64_t layers;        /* the first layers of the model, which are computed */
+    const uint8_t *skip;   /* [layers] parts of each layer that are not computed, or none */
+    const float *exit_norm; /* [hidden] replaces the weight of the final norm, or none */
+    const float *inputs;   /* [tokens, hidden] enter the first layer instead of the tokens' embeddings, or none */
+    const int64_t *taps;   /* [tap_count] numbers of layers after which the residual stream is copied */
+    int64_t tap_count;
+    uint16_t *hidden;      /* [tokens, tap_count, hidden] these copies, rounded to bfloat16 */
 } Pass;
+
+enum { SKIP_ATTENTION = 1, SKIP_MLP = 2 };
 
 static void wait_for_all(Barrier *barrier)
 {
@@ -371,14 +380,14 @@ static Layer attention_of(const Decoder *decoder, const DecoderLayer *own, const
                    decoder->heads, decoder->kv_heads, dim, own->table, own->window, own->sinks, decoder->scale};
 }
 
-static void one_layer(const Decoder *decoder, const DecoderLayer *own, const Pass *pass, const Step *step,
-                      Barrier *barrier)
+/* The first half of a layer: x += attention(norm(x)). */
+static void attention_part(const Decoder *decoder, const DecoderLayer *own, const Pass *pass, const Step *step,
+                           Barrier *barrier)
 {
     const int64_t tokens = step->tokens, hidden = decoder->hidden, kind = factor_kind(&own->qkv);
     const Layer layer = attention_of(decoder, own, pass);
     const Output to_qkv = {STORE, pass->qkv, NULL, own->qkv.outputs, kind};
     const Output to_residual = {ADD, pass->x, NULL, hidden, kind};
-    const Output to_gated = {GATE, NULL, pass->gated, decoder->inner, kind};
     int64_t first_tile[step->rows + 1];
     const Items items = pilotfish_items(step, &layer, barrier->team, first_tile);
 
@@ -397,6 +406,15 @@ static void one_layer(const Decoder *decoder, const DecoderLayer *own, const Pas
     }
     wait_for_all(barrier);
     multiply(&own->out, pass->input, &to_residual, tokens, barrier);
+}
+
+/* The second half of a layer: x += mlp(norm(x)). */
+static void mlp_part(const Decoder *decoder, const DecoderLayer *own, const Pass *pass, const Step *step,
+                     Barrier *barrier)
+{
+    const int64_t tokens = step->tokens, hidden = decoder->hidden, kind = factor_kind(&own->gate_up);
+    const Output to_gated = {GATE, NULL, pass->gated, decoder->inner, kind};
+    const Output to_residual = {ADD, pass->x, NULL, hidden, kind};
 #pragma omp for schedule(static) nowait
     for (int64_t t = 0; t < tokens; t++)
         normalise(pass->x + t * hidden, own->post_norm, hidden, decoder->epsilon, pass->input, kind, t * hidden);
@@ -405,11 +423,27 @@ static void one_layer(const Decoder *decoder, const DecoderLayer *own, const Pas
     multiply(&own->down, pass->gated, &to_residual, tokens, barrier);
 }
 
+/* Copy the residual stream after `layers` layers to the taps that ask for it.
+
+   No barrier is needed. What reads the stream next divides the tokens alike, and the next write follows a barrier. */
+static void copy_taps(const Decoder *decoder, const Pass *pass, const Step *step, int64_t layers)
+{
+    const int64_t hidden = decoder->hidden;
+    for (int64_t tap = 0; tap < pass->tap_count; tap++) {
+        if (pass->taps[tap] != layers) continue;
+#pragma omp for schedule(static) nowait
+        for (int64_t t = 0; t < step->tokens; t++)
+            put(pass->hidden, BFLOAT16, (t * pass->tap_count + tap) * hidden, pass->x + t * hidden, hidden);
+    }
+}
+
 static void embed(const Decoder *decoder, const Pass *pass, int64_t token)
 {
-    const int64_t hidden = decoder->hidden, from = pass->tokens[token] * hidden;
+    const int64_t hidden = decoder->hidden, from = pass->inputs ? 0 : pass->tokens[token] * hidden;
     float *to = pass->x + token * hidden;
-    if (decoder->embedding_kind == BFLOAT16)
+    if (pass->inputs)
+        memcpy(to, pass->inputs + token * hidden, (size_t)hidden * sizeof *to);
+    else if (decoder->embedding_kind == BFLOAT16)
         for (int64_t i = 0; i < hidden; i++) to[i] = widen_bfloat16(((const uint16_t *)decoder->embedding)[from + i]);
     else
         memcpy(to, (const float *)decoder->embedding + from, (size_t)hidden * sizeof *to);
@@ -430,12 +464,20 @@ void pilotfish_decode(const Decoder *decoder, const Step *step, const Pass *pass
         barrier.team = omp_get_num_threads();
 #pragma omp for schedule(static) /* the first layer divides the tokens alike, so no barrier is needed */ nowait
         for (int64_t t = 0; t < step->tokens; t++) embed(decoder, pass, t);
-        for (int64_t l = 0; l < decoder->layers; l++) one_layer(decoder, decoder->layer + l, pass, step, &barrier);
+        for (int64_t l = 0; l < pass->layers; l++) {
+            const uint8_t skip = pass->skip ? pass->skip[l] : 0;
+            copy_taps(decoder, pass, step, l);
+            if (!(skip & SKIP_ATTENTION)) attention_part(decoder, decoder->layer + l, pass, step, &barrier);
+            if (!(skip & SKIP_MLP)) mlp_part(decoder, decoder->layer + l, pass, step, &barrier);
+        }
+        copy_taps(decoder, pass, step, pass->layers);
+        if (pass->skip) wait_for_all(&barrier); /* if all parts are skipped, no other barrier follows the embedding */
         const int64_t hidden = decoder->hidden, kind = factor_kind(&decoder->head);
+        const float *norm = pass->exit_norm ? pass->exit_norm : decoder->final_norm;
         const Output to_logits = {STORE, pass->logits, NULL, decoder->head.outputs, kind};
 #pragma omp for schedule(static) nowait
         for (int64_t s = 0; s < pass->count; s++)
-            normalise(pass->x + pass->selected[s] * hidden, decoder->final_norm, hidden, decoder->epsilon, pass->input, kind, s * hidden);
+            normalise(pass->x + pass->selected[s] * hidden, norm, hidden, decoder->epsilon, pass->input, kind, s * hidden);
         wait_for_all(&barrier);
         multiply(&decoder->head, pass->input, &to_logits, pass->count, &barrier);
     }

@@ -17,10 +17,12 @@ from torch.nn.functional import pad
 
 from workers.forward.layout import RowShape
 from workers.forward.linear import quantize
+from workers.forward.loaded_model import PassOutput
 from workers.forward.native.attention import KINDS, StepHeader, build_native_step
 from workers.forward.native.build import load_library
 from workers.forward.native.decoder_shape import DecoderShape, head_norms
 from workers.forward.native.structures import Decoder, DecoderLayer, Matrix, Pass
+from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.forward.replace_linear import decoder_layers
 from workers.kv.groups import KvCacheGroups
 from workers.kv.huge_pages import CACHE_LINE, Arena, release_free_memory
@@ -84,7 +86,15 @@ class NativeDecoder:
             )
             layer.table, layer.window, layer.sinks = placement.table, placement.window.size or 0, placement.window.sinks
 
-    def compute(self, tokens: Sequence[int], selected: Sequence[int], rows: Sequence[RowShape]) -> torch.Tensor:
+    def compute(
+        self,
+        tokens: Sequence[int],
+        selected: Sequence[int],
+        rows: Sequence[RowShape],
+        taps: Sequence[int] = (),
+        partial: PartialPass = WHOLE,
+        inputs: torch.Tensor | None = None,
+    ) -> PassOutput:
         """See `NativeForward`. Raises `IndexError` for a token that the model does not have."""
         if self._kv_groups is None:
             raise RuntimeError("bind a pool before computing")
@@ -94,13 +104,21 @@ class NativeDecoder:
             raise IndexError(f"tokens {ids.min()} to {ids.max()}: the model has {len(self._embedding)}")
         self._extend_angles(step.end)
         logits = torch.empty((len(indices), self._vocabulary))
+        layers = partial.layers or len(self._layers)
+        skip = np.array(partial.skipped_parts(len(self._layers)), dtype=np.uint8)
+        floats = [None if given is None else given.float().contiguous() for given in (partial.exit_norm, inputs)]
+        tapped = np.array(taps, dtype=np.int64)
+        hidden = torch.empty((len(ids), len(taps) * self._shape.hidden), dtype=torch.bfloat16) if taps else None
         work = Pass(
             *(array.ctypes.data for array in (ids, indices)),
             *(len(indices), logits.data_ptr()),
             *self._work_buffers(len(ids), len(indices)),
+            *(layers, skip.ctypes.data if len(skip) else None),
+            *(None if given is None else given.data_ptr() for given in floats),
+            *(tapped.ctypes.data, len(taps), None if hidden is None else hidden.data_ptr()),
         )
         self._decode(ctypes.byref(self._decoder), ctypes.byref(step.header), ctypes.byref(work))
-        return logits
+        return PassOutput(logits, hidden)
 
     def _extend_angles(self, length: int) -> None:
         """Extend the rotary cosines and sines, float32 `[positions, dim]`, to at least `length` positions."""

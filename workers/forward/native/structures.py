@@ -46,4 +46,8 @@ class Pass(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("tokens", "selected")),
         ("count", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("logits", "x", "input", "gated", "qkv", "query", "key", "value")),
+        ("layers", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("skip", "exit_norm", "inputs", "taps")),
+        ("tap_count", ctypes.c_int64),
+        ("hidden", ctypes.c_void_p),
     ]

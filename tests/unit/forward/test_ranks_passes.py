@@ -1,0 +1,68 @@
+"""Every rank of a tensor-parallel group has the hidden states that one rank alone has."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import distributed
+
+from cluster.core.config.sections import KvSection, ModelSection
+from cluster.core.tree import TokenTree
+from tests.support.models import tiny
+from workers.forward.runner import ForwardRow, ModelRunner
+from workers.kv.pool import KvPool
+from workers.model.loading import load_model
+
+RANKS = 2
+TAPS = (0, 1, 2)
+TEXT = tuple((7 * index) % 90 + 3 for index in range(20))
+BRANCHING = TokenTree((7, 8, 9, 7), (-1, -1, 0, 2))
+SECONDS = 300.0
+
+
+def passes(directory: Path, rank: int = 0, ranks: int = 1) -> dict[str, torch.Tensor]:
+    """What one rank computes for two rows, one with a tree."""
+    section = ModelSection(path=str(directory), device="cpu", compile="off", native="off")
+    model = load_model(section, rank=rank, tensor_parallel=ranks)
+    pool = KvPool(model.kv_spec, KvSection(block_size=4), blocks=100)
+    runner = ModelRunner(model, pool, TAPS)
+    rows = [
+        ForwardRow(pool.new_table(), TEXT, BRANCHING, (len(TEXT) - 1,)),
+        ForwardRow(pool.new_table(), TEXT[:5], select=(4,)),
+    ]
+    for row in rows:
+        pool.reserve(row.table, row.end)
+    runner.forward(rows)
+    return {"tree": runner.hidden_of(0, (0, 2, 3)).clone(), "prompt": runner.hidden_of(1).clone()}
+
+
+def run_rank(rank: int, directory: Path, port: int) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    save_file(passes(directory, rank, RANKS), directory / f"rank-{rank}.safetensors")
+    distributed.barrier()
+    os._exit(0)
+
+
+def test_every_rank_has_the_hidden_states_of_one_rank_alone(tmp_path: Path) -> None:
+    directory = tiny.save(tmp_path, tiny.llama(num_attention_heads=4, num_key_value_heads=2), sharpness=1.5)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=run_rank, args=(rank, directory, port)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    alone = passes(directory)
+    for process in ranks:
+        process.join(SECONDS)
+        assert process.exitcode == 0
+    for rank in range(RANKS):
+        found = load_file(directory / f"rank-{rank}.safetensors")
+        for name, expected in alone.items():
+            torch.testing.assert_close(found[name], expected, rtol=2**-7, atol=2e-3)
