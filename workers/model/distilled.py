@@ -12,18 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from workers.forward.attention import ATTENTION_NAME
-from workers.model.draft_card import CARD, VOCABULARY, WEIGHTS, DraftCard, read_card
+from workers.model.draft_card import CARD, LAYERS, VOCABULARY, WEIGHTS, DraftCard, read_card
+from workers.model.target_ends import ModelOutline, check_config, outline, read_shared_ends, read_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -35,20 +30,6 @@ class DistilledDraft:
     module: PreTrainedModel
     vocabulary: torch.Tensor | None
     """The token of each row of the head, int64, ascending; `None`: all tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class _ModelOutline:
-    """A model's class, the shapes of its parameters, and the names of its embedding and head."""
-
-    kind: type[PreTrainedModel]
-    shapes: dict[str, tuple[int, ...]]
-    embedding: str
-    head: str
-
-    def is_own(self, name: str) -> bool:
-        """Whether a parameter belongs neither to the embedding nor to the head."""
-        return not name.startswith((f"{self.embedding}.", f"{self.head}."))
 
 
 def load_distilled_draft(
@@ -66,8 +47,8 @@ def load_distilled_draft(
     card, tensors, vocabulary = read_draft_files(directory, config)
     if card.target != target.name:
         logger.warning("the draft %s was distilled from %s, the target is %s", directory.name, card.target, target.name)
-    skeleton = _outline(config)
-    ends = _shared_ends(target, card)
+    skeleton = outline(config)
+    ends = {key: values for key, values in read_shared_ends(target, card).tensors.items() if key[0] != "norm"}
     config = deepcopy(config)
     config.tie_word_embeddings = not any(end == "head" for end, _ in ends)
     for (end, parameter), values in ends.items():
@@ -93,43 +74,20 @@ def read_draft_files(
     Raises `ModelLoadError`, which names the field or the tensor, if its directory does not match the draft card.
     """
     card = read_card(directory)
-    _check_config(directory, "its config.json", config, card)
-    tensors = _read_tensors(directory / WEIGHTS)
-    vocabulary = _vocabulary(directory, tensors.pop(VOCABULARY, None), card)
-    _check_own(directory, tensors, _outline(config))
+    if card.kind != LAYERS:
+        raise ModelLoadError(
+            f"draft directory {str(directory)!r}: kind is {card.kind!r} in {CARD}; it is no language model and "
+            f"needs the drafting method of its kind"
+        )
+    check_config(directory, "its config.json", config, card)
+    tensors = read_tensors(directory / WEIGHTS)
+    vocabulary = draft_vocabulary(directory, tensors.pop(VOCABULARY, None), card)
+    _check_own(directory, tensors, outline(config))
     return card, tensors, vocabulary
 
 
-def _outline(config: PreTrainedConfig) -> _ModelOutline:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    names = {module: name for name, module in model.named_modules()}
-    shapes = {name: tuple(values.shape) for name, values in model.state_dict().items()}
-    return _ModelOutline(type(model), shapes, names[model.get_input_embeddings()], names[model.get_output_embeddings()])
-
-
-def _check_config(directory: Path, what: str, config: PreTrainedConfig, card: DraftCard) -> None:
-    text = config.get_text_config()
-    for field, wanted, found in (
-        ("target_vocabulary_size", card.target_vocabulary_size, text.vocab_size),
-        ("hidden_size", card.hidden_size, text.hidden_size),
-    ):
-        if found != wanted:
-            raise ModelLoadError(
-                f"draft directory {str(directory)!r}: {field} is {wanted} in {CARD} and {found} in {what}"
-            )
-
-
-def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a file, memory-mapped."""
-    try:
-        with safe_open(file, framework="pt") as stored:
-            return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - it is no mapping
-    except (OSError, SafetensorError) as error:
-        raise ModelLoadError(f"weights {str(file)!r} cannot be read: {error}") from error
-
-
-def _vocabulary(directory: Path, tokens: torch.Tensor | None, card: DraftCard) -> torch.Tensor | None:
+def draft_vocabulary(directory: Path, tokens: torch.Tensor | None, card: DraftCard) -> torch.Tensor | None:
+    """Check the tensor `vocabulary` of a draft's file. Returns it as int64, or `None` where the card names no size."""
     if card.vocabulary_size is None and tokens is None:
         return None
     where = f"draft directory {str(directory)!r}: tensor {VOCABULARY!r}"
@@ -143,7 +101,7 @@ def _vocabulary(directory: Path, tokens: torch.Tensor | None, card: DraftCard) -
     return tokens
 
 
-def _check_own(directory: Path, tensors: dict[str, torch.Tensor], skeleton: _ModelOutline) -> None:
+def _check_own(directory: Path, tensors: dict[str, torch.Tensor], skeleton: ModelOutline) -> None:
     """Check that the file holds exactly the draft's own parameters."""
     wanted = {name: shape for name, shape in skeleton.shapes.items() if skeleton.is_own(name)}
     where = f"draft directory {str(directory)!r}: {WEIGHTS}"
@@ -153,27 +111,6 @@ def _check_own(directory: Path, tensors: dict[str, torch.Tensor], skeleton: _Mod
     for name, shape in wanted.items():
         if tuple(tensors[name].shape) != shape:
             raise ModelLoadError(f"{where}: {name} must be {list(shape)}, not {list(tensors[name].shape)}")
-
-
-def _shared_ends(target: Path, card: DraftCard) -> dict[tuple[str, str], torch.Tensor]:
-    """The target's embedding, and its head unless it is tied to the embedding, by (part, parameter)."""
-    try:
-        config = AutoConfig.from_pretrained(target, trust_remote_code=False).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"target directory {str(target)!r}: its configuration cannot be read: {error}") from error
-    _check_config(target, f"the config.json of the target {target.name!r}", config, card)
-    skeleton = _outline(config)
-    found: dict[tuple[str, str], torch.Tensor] = {}
-    for file in sorted(target.glob("*.safetensors")):
-        for name, values in _read_tensors(file).items():
-            for end, prefix in (("embedding", skeleton.embedding), ("head", skeleton.head)):
-                if name.startswith(f"{prefix}.") and tuple(values.shape) == skeleton.shapes.get(name):
-                    found[end, name.removeprefix(f"{prefix}.")] = values
-    if ("embedding", "weight") not in found:
-        raise ModelLoadError(f"target directory {str(target)!r}: its safetensors hold no {skeleton.embedding}.weight")
-    if not config.tie_word_embeddings and ("head", "weight") not in found:
-        raise ModelLoadError(f"target directory {str(target)!r}: its safetensors hold no {skeleton.head}.weight")
-    return found
 
 
 def _reduce_head(module: PreTrainedModel, vocabulary: torch.Tensor) -> None:

@@ -7,11 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from cluster.core.errors import ModelLoadError, shorten
+from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
+from workers.model.draft_shapes import SHAPES, Shape, shape_from
 
 CARD = "pilotfish_draft.json"
 """Name of the file; a directory with it holds a distilled draft."""
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Version 1 has neither `kind` nor `taps` nor `shape`: a model of its own layers."""
+LAYERS = "layers"
+"""The kind of a draft that is a language model of its own."""
 WEIGHTS = "model.safetensors"
 """Name of the file with the draft's own weights; the embedding and the head are the target's."""
 VOCABULARY = "vocabulary"
@@ -32,6 +36,12 @@ class DraftCard:
     """The target layers that initialized the draft; empty if it was initialized otherwise."""
     vocabulary_size: int | None
     """Number of tokens that the draft can propose; `None`: all of the target's."""
+    kind: str = LAYERS
+    """`layers`, `heads`, `eagle`, `block`, `exit` or `table`."""
+    taps: tuple[int, ...] = ()
+    """The hidden states of the target that it reads: residual streams after so many layers."""
+    shape: Shape | None = None
+    """The sizes of its module; `None` for the kind `layers`, whose `config.json` has them."""
 
     def write(self, directory: Path) -> None:
         """Write the card into the draft's directory."""
@@ -53,17 +63,38 @@ def read_card(directory: Path) -> DraftCard:
         raise ModelLoadError(f"draft directory {str(directory)!r}: {CARD} cannot be read: {error}") from None
     if not isinstance(card, dict):
         raise _problem(file, "it", card, "an object")
-    if card.get("format_version") != FORMAT_VERSION:
-        raise _problem(file, "format_version", card.get("format_version"), str(FORMAT_VERSION))
-    layers = card.get("layers")
-    if not isinstance(layers, list) or not all(_is_count(layer, least=0) for layer in layers):
-        raise _problem(file, "layers", layers, "a list of layer numbers")
+    version = card.get("format_version")
+    if version not in (1, FORMAT_VERSION):
+        raise _problem(file, "format_version", version, f"1 or {FORMAT_VERSION}")
     target = card.get("target")
     if not isinstance(target, str):
         raise _problem(file, "target", target, "a name")
+    layers = _numbers(file, card, "layers")
     whole, hidden = (_count(file, card, field) for field in ("target_vocabulary_size", "hidden_size"))
     reduced = None if card.get("vocabulary_size") is None else _count(file, card, "vocabulary_size", most=whole)
-    return DraftCard(target, whole, hidden, tuple(layers), reduced)
+    if version == 1:
+        return DraftCard(target, whole, hidden, layers, reduced)
+    kind, shape = _kind(file, card)
+    return DraftCard(target, whole, hidden, layers, reduced, kind, _numbers(file, card, "taps"), shape)
+
+
+def _kind(file: Path, card: dict[str, Any]) -> tuple[str, Shape | None]:
+    kind = card.get("kind")
+    if kind == LAYERS:
+        return LAYERS, None
+    if not isinstance(kind, str) or kind not in SHAPES:
+        raise _problem(file, "kind", kind, f"one of {', '.join((LAYERS, *SHAPES))}")
+    try:
+        return kind, shape_from(kind, card.get("shape"))
+    except ConfigurationError as error:
+        raise ModelLoadError(f"draft card {str(file)!r}: {error}") from None
+
+
+def _numbers(file: Path, card: dict[str, Any], field: str) -> tuple[int, ...]:
+    found = card.get(field)
+    if not isinstance(found, list) or not all(_is_count(number, least=0) for number in found):
+        raise _problem(file, field, found, "a list of layer numbers")
+    return tuple(found)
 
 
 def _count(file: Path, card: dict[str, Any], field: str, most: int | None = None) -> int:

@@ -116,7 +116,7 @@ def test_a_draft_of_another_target_is_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format_version": 2}, "format_version must be 1, not 2"),
+        ({"format_version": 3}, "format_version must be 1 or 2, not 3"),
         ({"target": None}, "target must be a name, not None"),
         ({"layers": [-1]}, "layers must be a list of layer numbers"),
         ({"hidden_size": True}, "hidden_size must be at least 1, not True"),

@@ -1,0 +1,64 @@
+"""The target's embedding, final norm and head, which every drafting module uses and none trains."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class TargetEnds(nn.Module):
+    """The frozen ends of a target. The head may be reduced to the rows of frequent tokens."""
+
+    def __init__(
+        self, embedding: Tensor, head: Tensor, norm: Tensor, epsilon: float, vocabulary: Tensor | None
+    ) -> None:
+        super().__init__()
+        self.embedding: Tensor
+        self.head: Tensor
+        self.norm: Tensor
+        self.vocabulary: Tensor | None
+        self.row_of: Tensor
+        self.epsilon = epsilon
+        """Of the RMS norm."""
+        self.register_buffer("embedding", embedding, persistent=False)  # [target vocabulary, hidden size]
+        self.register_buffer("head", head, persistent=False)  # [draft vocabulary, hidden size]
+        self.register_buffer("norm", norm, persistent=False)  # [hidden size]
+        self.register_buffer("vocabulary", vocabulary, persistent=False)  # [draft vocabulary], int64, ascending
+        self.register_buffer("row_of", _rows(vocabulary, len(embedding)), persistent=False)  # [target vocabulary]
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of the embedding and of the head."""
+        return int(self.embedding.shape[1])
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., hidden size] of token ids [...]."""
+        return self.embedding[tokens]
+
+    def normalised(self, hidden: Tensor) -> Tensor:
+        """The target's final RMS norm of a residual stream [..., hidden size], in the data type of the norm."""
+        return rms_norm(hidden, self.norm, self.epsilon)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., draft vocabulary] of hidden states [..., hidden size], which are normalised already."""
+        return nn.functional.linear(hidden, self.head)
+
+    def tokens_of(self, rows: Tensor) -> Tensor:
+        """The token ids of rows of the head."""
+        return rows if self.vocabulary is None else self.vocabulary[rows]
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMS norm over the last dimension, computed in float32 and returned in the data type of `weight`."""
+    wide = hidden.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+    return wide.to(weight.dtype) * weight
+
+
+def _rows(vocabulary: Tensor | None, size: int) -> Tensor:
+    """The row of the head of each of the target's tokens; -1 for tokens that cannot be proposed."""
+    if vocabulary is None:
+        return torch.arange(size)
+    rows = torch.full((size,), -1, dtype=torch.long)
+    rows[vocabulary.cpu()] = torch.arange(len(vocabulary))
+    return rows

@@ -1,0 +1,93 @@
+"""One Llama-like decoder layer with explicit keys and values: rotary positions, grouped queries, SwiGLU, RMS norms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from workers.model.draft_shapes import LayerShape
+from workers.model.drafting.ends import rms_norm
+
+
+class DrafterLayer(nn.Module):
+    """The weights of one layer. The owner decides what queries, keys and values are made of.
+
+    `inputs` is the width of the queries' inputs, `context` the width of the inputs of keys and values.
+    """
+
+    def __init__(self, shape: LayerShape, inputs: int, context: int) -> None:
+        super().__init__()
+        self.shape = shape
+        size, queries, keys = shape.hidden_size, shape.heads * shape.head_width, shape.kv_heads * shape.head_width
+        self.q_proj = nn.Linear(inputs, queries, bias=False)
+        self.k_proj = nn.Linear(context, keys, bias=False)
+        self.v_proj = nn.Linear(context, keys, bias=False)
+        self.o_proj = nn.Linear(queries, size, bias=False)
+        self.gate_proj = nn.Linear(size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, size, bias=False)
+        self.mlp_norm = nn.Parameter(torch.ones(size))
+
+    def queries(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        """Rotated queries [..., tokens, heads, head width] of inputs [..., tokens, inputs]; positions [..., tokens]."""
+        return self._rotated(self.q_proj(inputs), positions)
+
+    def keys_values(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values, both [..., tokens, KV heads, head width], of inputs [..., tokens, context]."""
+        values = self.v_proj(inputs)
+        return self._rotated(self.k_proj(inputs), positions), self._split(values)
+
+    def outputs(self, residual: Tensor, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """The layer's output [rows, tokens, hidden size].
+
+        `residual` [rows, tokens, hidden size] is the residual stream before the layer; `keys` and `values` are
+        [rows, context, KV heads, head width]; `mask`, bool and broadcast to [rows, tokens, context], is true where a
+        token attends to a context position. A token that attends to nothing gets the mean of all values.
+        """
+        shape = self.shape
+        group = shape.heads // shape.kv_heads
+        split = queries.view(
+            *queries.shape[:-2], shape.kv_heads, group, shape.head_width
+        )  # [rows, tokens, KV heads, group, head width]
+        scores = torch.einsum("rtkgd,rckd->rkgtc", split, keys).float() * shape.head_width**-0.5
+        scores = scores.masked_fill(~mask.unsqueeze(-3).unsqueeze(-3), -1e30)
+        found = torch.einsum("rkgtc,rckd->rtkgd", scores.softmax(dim=-1).to(values.dtype), values)
+        residual = residual + self.o_proj(found.flatten(-3))
+        inner = rms_norm(residual, self.mlp_norm, shape.norm_epsilon)
+        added: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(inner)) * self.up_proj(inner))
+        return residual + added
+
+    def _rotated(self, projected: Tensor, positions: Tensor) -> Tensor:
+        return rotate(self._split(projected), positions, self.shape.rope_theta)
+
+    def _split(self, projected: Tensor) -> Tensor:
+        return projected.view(*projected.shape[:-1], -1, self.shape.head_width)
+
+
+def rotate(states: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotary positions (Su et al. 2021) of [..., tokens, heads, head width], halves paired as in Llama.
+
+    `positions` [..., tokens] are integers.
+    """
+    half = states.shape[-1] // 2
+    steps = torch.arange(half, device=states.device, dtype=torch.float32)
+    angles = positions.float().unsqueeze(-1) * theta ** (-steps / half)  # [..., tokens, half]
+    sine, cosine = angles.sin().unsqueeze(-2), angles.cos().unsqueeze(-2)
+    low, high = states[..., :half].float(), states[..., half:].float()
+    return torch.cat([low * cosine - high * sine, high * cosine + low * sine], dim=-1).to(states.dtype)
+
+
+class TapFusion(nn.Module):
+    """`W [norm(tap 1) | norm(tap 2) | ...]`: one vector of the hidden size from several taps of a position."""
+
+    def __init__(self, taps: int, hidden_size: int, epsilon: float) -> None:
+        super().__init__()
+        self.taps, self.hidden_size, self.epsilon = taps, hidden_size, epsilon
+        self.norm = nn.Parameter(torch.ones(taps, hidden_size))
+        self.proj = nn.Linear(taps * hidden_size, hidden_size, bias=False)
+
+    def forward(self, taps: Tensor) -> Tensor:
+        """Fused vectors [..., hidden size] of taps [..., taps x hidden size]."""
+        parts = taps.reshape(*taps.shape[:-1], self.taps, self.hidden_size)
+        fused: Tensor = self.proj(rms_norm(parts, self.norm, self.epsilon).flatten(-2))
+        return fused

@@ -1,0 +1,105 @@
+"""Reads the parts of a target that a distilled draft shares with it: embedding, head, final norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from cluster.core.errors import ModelLoadError
+from workers.model.draft_card import CARD, DraftCard
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutline:
+    """A model's class, the shapes of its parameters, and the names of its embedding, head and final norm."""
+
+    kind: type[PreTrainedModel]
+    shapes: dict[str, tuple[int, ...]]
+    embedding: str
+    head: str
+    norm: str | None
+    """`None` where the final norm is not a plain RMS norm."""
+
+    def is_own(self, name: str) -> bool:
+        """Whether a parameter belongs neither to the embedding nor to the head."""
+        return not name.startswith((f"{self.embedding}.", f"{self.head}."))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedEnds:
+    """A target's shared parameters, memory-mapped."""
+
+    outline: ModelOutline
+    config: PreTrainedConfig
+    tensors: dict[tuple[str, str], torch.Tensor]
+    """By (`embedding`, `head` or `norm`, parameter). The head is absent if it is tied to the embedding."""
+
+
+def outline(config: PreTrainedConfig) -> ModelOutline:
+    """The outline of a model with this configuration. No weights are made."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    names = {module: name for name, module in model.named_modules()}
+    shapes = {name: tuple(values.shape) for name, values in model.state_dict().items()}
+    norm = getattr(model.get_decoder(), "norm", None)
+    # Gemma's norm multiplies by one plus its weight.
+    is_plain = norm is not None and type(norm).__name__.endswith("RMSNorm") and "Gemma" not in type(norm).__name__
+    return ModelOutline(
+        type(model),
+        shapes,
+        names[model.get_input_embeddings()],
+        names[model.get_output_embeddings()],
+        names[norm] if is_plain else None,
+    )
+
+
+def read_shared_ends(target: Path, card: DraftCard) -> SharedEnds:
+    """Read the parts that a draft with this card shares with its target. Raises `ModelLoadError`."""
+    try:
+        config = AutoConfig.from_pretrained(target, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"target directory {str(target)!r}: its configuration cannot be read: {error}") from error
+    check_config(target, f"the config.json of the target {target.name!r}", config, card)
+    found = outline(config)
+    ends = [("embedding", found.embedding), ("head", found.head), ("norm", found.norm)]
+    tensors: dict[tuple[str, str], torch.Tensor] = {}
+    for file in sorted(target.glob("*.safetensors")):
+        for name, values in read_tensors(file).items():
+            for end, prefix in ends:
+                if (
+                    prefix is not None
+                    and name.startswith(f"{prefix}.")
+                    and tuple(values.shape) == found.shapes.get(name)
+                ):
+                    tensors[end, name.removeprefix(f"{prefix}.")] = values
+    if ("embedding", "weight") not in tensors:
+        raise ModelLoadError(f"target directory {str(target)!r}: its safetensors hold no {found.embedding}.weight")
+    if not config.tie_word_embeddings and ("head", "weight") not in tensors:
+        raise ModelLoadError(f"target directory {str(target)!r}: its safetensors hold no {found.head}.weight")
+    return SharedEnds(found, config, tensors)
+
+
+def check_config(directory: Path, what: str, config: PreTrainedConfig, card: DraftCard) -> None:
+    """Raise `ModelLoadError` unless a configuration has the sizes that the card names."""
+    text = config.get_text_config()
+    for field, wanted, found in (
+        ("target_vocabulary_size", card.target_vocabulary_size, text.vocab_size),
+        ("hidden_size", card.hidden_size, text.hidden_size),
+    ):
+        if found != wanted:
+            raise ModelLoadError(
+                f"draft directory {str(directory)!r}: {field} is {wanted} in {CARD} and {found} in {what}"
+            )
+
+
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a file, memory-mapped. Raises `ModelLoadError`."""
+    try:
+        with safe_open(file, framework="pt") as stored:
+            return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - it is no mapping
+    except (OSError, SafetensorError) as error:
+        raise ModelLoadError(f"weights {str(file)!r} cannot be read: {error}") from error
