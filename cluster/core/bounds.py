@@ -44,6 +44,10 @@ MAX_BIAS = 100.0
 MAX_LOGPROBS = 256
 MIN_LOGPROB = -1e30
 MAX_LENGTH_PENALTY = 10.0
+MAX_STOP_TOKENS = 1024
+"""Most stop tokens of a request, without the model's own end-of-sequence tokens."""
+MAX_END_TOKENS = MAX_STOP_TOKENS + MAX_EOS_TOKENS
+MAX_PREDICTION_TOKENS = 1 << 16
 
 MAX_KV_GROUPS = 256
 MAX_KV_TABLES = 4096

@@ -39,6 +39,10 @@ class SamplingParameters:
     """Unsigned, 64 bits. The noise is a pure function of the seed, the position and the token."""
     logprobs: int | None = None
     """Number of most probable tokens to report beside the sampled one; `None` reports nothing."""
+    end_token_ids: tuple[int, ...] = ()
+    """Tokens that end the answer. Draft tokens after one of them are not accepted."""
+    min_tokens: int = 0
+    """No token of `end_token_ids` is sampled before the answer has this many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,8 @@ class SequenceStart:
     sampling: SamplingParameters
     cache_salt: str = ""
     """Only sequences with the same salt share KV blocks, so tenants cannot detect each other's prompts."""
+    prediction: tuple[int, ...] = ()
+    """The answer that the client expects. Drafts may be taken from it; the answer does not depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +128,8 @@ class GenerationRequest:
     """Parameters of a beam search, whose `n` best beams are the answers; `n` is at most its width. `None` samples."""
     max_draft_tokens: int | None = None
     """Most nodes of a draft tree; 0 turns speculation off for this request, `None` takes the server's bound."""
+    prediction: tuple[int, ...] = ()
+    """See `SequenceStart`."""
 
 
 @dataclass(frozen=True, slots=True)

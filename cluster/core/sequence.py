@@ -57,7 +57,7 @@ class Sequence:
     @property
     def start(self) -> SequenceStart:
         """The parameters of the sequence for its first row on a worker."""
-        return SequenceStart(self.prompt_len, self.request.sampling, self.request.cache_salt)
+        return SequenceStart(self.prompt_len, self.request.sampling, self.request.cache_salt, self.request.prediction)
 
     def usage(self) -> Usage:
         """Token and step counts of the answer so far."""

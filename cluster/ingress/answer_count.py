@@ -27,6 +27,7 @@ _INCOMPATIBLE_WITH_BEAMS = (
     "frequency_penalty",
     "logit_bias",
     "logprobs",
+    "min_tokens",
 )
 """Parameters that beam search refuses: they change the probabilities, or report them per sampled token."""
 

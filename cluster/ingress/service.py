@@ -102,7 +102,8 @@ class GenerationService:
         valid = validate.validate(message, info, self._limits, info.eos_token_ids or self._tokenizer.eos_token_ids)
         with self._reserved(valid.request_id):
             prompt = await self._encode(valid.prompt, info)
-            request = validate.fit_to_context(valid, prompt, info, self._limits, deadline)
+            prediction = await self._encode_prediction(valid.prediction)
+            request = validate.fit_to_context(valid, prompt, prediction, info, self._limits, deadline)
             started: Started | None = Started(request.request_id, info.model, request.sampling.seed, len(prompt))
             async with aclosing(self._returned(request, valid)) as events:
                 async for event in events:
@@ -218,3 +219,11 @@ class GenerationService:
         if len(text) > info.max_context_len * self._tokenizer.longest_token_chars:
             raise validate.prompt_too_long(prompt.field, len(text), "characters", info)
         return await asyncio.to_thread(self._tokenizer.encode, text, special)
+
+    async def _encode_prediction(self, prediction: str | tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tokens of the prediction. A text beyond the bound is refused without tokenizing it."""
+        if not isinstance(prediction, str):
+            return prediction
+        if len(prediction) > self._limits.max_prediction_tokens * self._tokenizer.longest_token_chars:
+            raise validate.prediction_too_long(len(prediction), "characters", self._limits)
+        return await asyncio.to_thread(self._tokenizer.encode, prediction, False)

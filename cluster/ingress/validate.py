@@ -68,6 +68,8 @@ class ValidatedRequest:
     answers: AnswerCount
     cache_salt: str
     max_draft_tokens: int | None
+    prediction: str | tuple[int, ...]
+    """The expected answer, as text that is not yet tokenized or as tokens; empty if there is none."""
 
 
 def validate(
@@ -80,8 +82,12 @@ def validate(
     check_model(request.model if request.HasField("model") else None, info)
     request_id = _request_id(request)
     prompt = _prompt(request, info, limits)
-    sampling = _sampling(request.sampling, info, limits)
     stopping = _stopping(request.stopping, info, limits, eos_token_ids)
+    sampling = replace(
+        _sampling(request.sampling, info, limits),
+        end_token_ids=tuple(sorted(stopping.stop_token_ids)),
+        min_tokens=bounds.integer("min_tokens", request.stopping.min_tokens, 0, limits.max_output_tokens),
+    )
     return ValidatedRequest(
         request_id=request_id,
         prompt=prompt,
@@ -95,13 +101,22 @@ def validate(
         max_draft_tokens=bounds.integer("max_draft_tokens", request.max_draft_tokens, 0, bounds.MAX_TREE_NODES)
         if request.HasField("max_draft_tokens")
         else None,
+        prediction=_prediction(request, info, limits),
     )
 
 
 def fit_to_context(
-    request: ValidatedRequest, prompt: tuple[int, ...], info: TargetInfo, limits: LimitsSection, deadline: float
+    request: ValidatedRequest,
+    prompt: tuple[int, ...],
+    prediction: tuple[int, ...],
+    info: TargetInfo,
+    limits: LimitsSection,
+    deadline: float,
 ) -> GenerationRequest:
-    """Check prompt and answer against the context. Set `max_tokens` if the client did not. Raises `InvalidRequest`."""
+    """Check prompt, answer and prediction against the context and the limits. Set `max_tokens` if the client did not.
+
+    Raises `InvalidRequest`.
+    """
     context = info.max_context_len
     if not prompt:
         raise InvalidRequest(request.prompt.field, (), "of at least one token")
@@ -119,6 +134,10 @@ def fit_to_context(
             max_tokens,
             f"at most {available}: the context holds {context} tokens and the prompt takes {len(prompt)}",
         )
+    if request.sampling.min_tokens > max_tokens:
+        raise InvalidRequest("min_tokens", request.sampling.min_tokens, f"at most max_tokens, which is {max_tokens}")
+    if len(prediction) > limits.max_prediction_tokens:
+        raise prediction_too_long(len(prediction), "tokens", limits)
     return GenerationRequest(
         request_id=request.request_id,
         prompt=prompt,
@@ -129,6 +148,7 @@ def fit_to_context(
         n=request.answers.engine_n,
         beam=request.answers.beam,
         max_draft_tokens=request.max_draft_tokens,
+        prediction=prediction if request.answers.beam is None else (),  # beams are not drafted for
     )
 
 
@@ -140,6 +160,11 @@ def prompt_too_long(field: str, length: int, unit: str, info: TargetInfo) -> Inv
         f"{length} {unit}",
         f"at most {most} tokens: the context holds {info.max_context_len}, one of them the answer's",
     )
+
+
+def prediction_too_long(length: int, unit: str, limits: LimitsSection) -> InvalidRequest:
+    """Return the error for a prediction with too many tokens, or with too many characters for that many tokens."""
+    return InvalidRequest("prediction", f"{length} {unit}", f"at most {limits.max_prediction_tokens} tokens")
 
 
 def check_model(name: str | None, info: TargetInfo) -> None:
@@ -202,6 +227,17 @@ def _prompt(request: generation_pb2.GenerateRequest, info: TargetInfo, limits: L
             raise InvalidRequest("prompt", "", "of at least one character")
         return TextPrompt(request.text)
     raise InvalidRequest("prompt", None, "given: as text, tokens or messages")
+
+
+def _prediction(
+    request: generation_pb2.GenerateRequest, info: TargetInfo, limits: LimitsSection
+) -> str | tuple[int, ...]:
+    if request.WhichOneof("prediction") != "prediction_token_ids":
+        return request.prediction_text
+    ids = request.prediction_token_ids.ids
+    if len(ids) > limits.max_prediction_tokens:
+        raise prediction_too_long(len(ids), "tokens", limits)
+    return bounds.tokens("prediction", ids, 0, limits.max_prediction_tokens, info.vocabulary_size)
 
 
 def _sampling(message: common_pb2.SamplingParameters, info: TargetInfo, limits: LimitsSection) -> SamplingParameters:

@@ -58,8 +58,16 @@ samplings = st.builds(
     logit_bias=st.lists(st.tuples(tokens, real(-100, 100)), max_size=4, unique_by=lambda pair: pair[0]).map(tuple),
     seed=st.integers(0, 2**64 - 1),
     logprobs=st.none() | st.integers(0, 256),
+    end_token_ids=st.lists(tokens, max_size=4).map(tuple),
+    min_tokens=st.integers(0, 2**20),
 )
-starts = st.builds(SequenceStart, prompt_len=st.integers(1, 2**20), sampling=samplings, cache_salt=st.text(max_size=20))
+starts = st.builds(
+    SequenceStart,
+    prompt_len=st.integers(1, 2**20),
+    sampling=samplings,
+    cache_salt=st.text(max_size=20),
+    prediction=st.lists(tokens, max_size=8).map(tuple),
+)
 
 
 @st.composite

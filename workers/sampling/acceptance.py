@@ -8,7 +8,7 @@ settings are the section `target.<name>`. These files do not import torch, since
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -29,6 +29,13 @@ class Accepted:
     """Indices of the accepted nodes, from the root's child downwards; empty when no drafted token is accepted."""
     tokens: tuple[int, ...]
     """The nodes' tokens and one more: the correction after a rejection, or the bonus token below a leaf."""
+
+    def until(self, ends: Collection[int]) -> Accepted:
+        """Return this path cut after the first token that is one of `ends`, which is then the last token."""
+        for count, token in enumerate(self.tokens[:-1]):
+            if token in ends:
+                return Accepted(self.nodes[:count], self.tokens[: count + 1])
+        return self
 
 
 @dataclass(frozen=True, slots=True)

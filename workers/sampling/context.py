@@ -35,6 +35,13 @@ class DecisionContext:
         return self.sampling.temperature < GREEDY_BELOW
 
     @property
+    def excluded_tokens(self) -> tuple[int, ...]:
+        """Tokens that cannot be chosen: those that end the answer, while it has fewer tokens than its minimum."""
+        sampling = self.sampling
+        is_short = sampling.min_tokens and len(self.tokens) - self.prompt_len < sampling.min_tokens
+        return sampling.end_token_ids if is_short else ()
+
+    @property
     def is_truncated(self) -> bool:
         """Whether top-k, top-p or min-p exclude some tokens."""
         sampling = self.sampling

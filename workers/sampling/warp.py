@@ -1,9 +1,9 @@
 """The logits processors: from the target's logits to the distribution that tokens are sampled from.
 
 They are applied in this order: repetition penalty; presence and frequency penalties and bias (one sum per token);
-temperature; top-k; top-p; min-p. All compute in float32. The bits of a row's result depend on its own logits and
-context alone, not on the rest of the batch: sums over the vocabulary are sums of integers, and everything else is
-element by element.
+exclusion of tokens that end the answer before its minimal length; temperature; top-k; top-p; min-p. All compute in
+float32. The bits of a row's result depend on its own logits and context alone, not on the rest of the batch: sums over
+the vocabulary are sums of integers, and everything else is element by element.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def warp(
     returned themselves where no processor applies. NaN counts as −inf. Penalties and bias ignore tokens without a
     logit. top-k, top-p and min-p are correct only over the whole vocabulary. Among equal logits the lowest token counts
     as the most probable, so top-k keeps exactly k tokens, and top-p the fewest that reach its mass, at least one. Only
-    penalties and bias apply to a greedy row. Raises `ValueError` unless there is one context per row.
+    penalties, bias and the minimal length apply to a greedy row. Raises `ValueError` unless there is one context per
+    row.
     """
     warped = untruncated(logits, contexts, offset, vocabulary)
     truncate(warped, [(row, context.sampling) for row, context in enumerate(contexts) if context.is_truncated])
@@ -63,7 +64,7 @@ def untruncated(
 
 def _changes_nothing(context: DecisionContext) -> bool:
     sampling = context.sampling
-    if sampling.repetition_penalty != 1.0 or _adds(sampling):
+    if sampling.repetition_penalty != 1.0 or _adds(sampling) or context.excluded_tokens:
         return False
     return context.is_greedy or (sampling.temperature == 1.0 and not context.is_truncated)
 
@@ -95,7 +96,7 @@ def _columns(vocabulary: Tensor) -> dict[int, int]:
 
 
 def _penalise(logits: Tensor, contexts: Sequence[DecisionContext], column: _Column) -> None:
-    """Apply penalties and bias in place."""
+    """Apply penalties, bias and the minimal length in place."""
 
     def divide(values: Tensor, penalties: Tensor) -> Tensor:
         return torch.where(values > 0, values / penalties, values * penalties)
@@ -114,6 +115,10 @@ def _penalise(logits: Tensor, contexts: Sequence[DecisionContext], column: _Colu
         for token, amount in _additions(context).items()
     ]
     _update(logits, added, column, torch.add)
+    excluded = [
+        (row, token, -math.inf) for row, context in enumerate(contexts) for token in set(context.excluded_tokens)
+    ]
+    _update(logits, excluded, column, lambda _, minus_infinity: minus_infinity)
 
 
 def _additions(context: DecisionContext) -> dict[int, float]:

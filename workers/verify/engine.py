@@ -235,6 +235,7 @@ class TargetEngine:
                 stored = len(sequence.tokens)
                 self._pool.truncate(sequence.table, stored)
                 return fault_verdict(row, RowFaultCode.INVALID, "all logits of the model are NaN or -inf here", stored)
+            accepted = accepted.until(sequence.start.sampling.end_token_ids)
             logprobs = path_logprobs(decisions, indices, accepted, sequence.start.sampling.logprobs)
         self._runner.commit(entry.forward, accepted.nodes)
         verdict = Verdict(row.sequence_id, row.base_len, accepted.tokens, len(row.tree), logprobs)

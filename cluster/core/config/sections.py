@@ -223,12 +223,14 @@ class LimitsSection(Section):
     """Most stop strings in one request; OpenAI's own bound is 4."""
     max_stop_string_chars: Positive = 256
     """Longest stop string, in characters."""
-    max_stop_token_ids: Annotated[int, Field(ge=0)] = 64
+    max_stop_token_ids: Annotated[int, Field(ge=0, le=1024)] = 64
     """Most stop token ids in one request."""
     max_logprobs: Annotated[int, Field(ge=0, le=20)] = 20
     """Most alternatives with log probabilities per token."""
     max_logit_bias: Annotated[int, Field(ge=0, le=1024)] = 1024
     """Most tokens with a logit bias in one request."""
+    max_prediction_tokens: Annotated[int, Field(ge=0, le=65536)] = 8192
+    """Most tokens of a request's `prediction`."""
     max_prompts: Positive = 64
     """Most prompts in one completions request."""
     max_n: Annotated[int, Field(ge=1, le=128)] = 16

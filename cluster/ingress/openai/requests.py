@@ -78,6 +78,20 @@ class Speculation(StrictModel):
     max_draft_tokens: UInt32 | None = None
 
 
+class Prediction(StrictModel):
+    """The answer that a client expects, as text or as text parts, which are joined without a separator."""
+
+    type: Literal["content"]
+    content: Text
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _join_parts(cls, value: object) -> object:
+        if not isinstance(value, list):
+            return value
+        return "".join(_part_text(f"prediction.content[{position}]", part) for position, part in enumerate(value))
+
+
 class Parameters(StrictModel):
     """The parameters of both endpoints."""
 
@@ -113,11 +127,15 @@ class Parameters(StrictModel):
     min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool = False
+    min_tokens: UInt32 | None = None
+    """Fewest tokens of the answer; nothing ends it before."""
     stop_token_ids: UInt32s = []
     max_draft_tokens: UInt32 | None = None
     """Most draft tokens that are verified at once; 0 turns speculation off."""
     speculation: Speculation | None = None
     """Turns speculation on or off, or bounds its draft tokens as `max_draft_tokens` does."""
+    prediction: Prediction | None = None
+    """The answer that the client expects. Drafts may be taken from it; the text does not depend on it."""
     return_token_ids: bool = False
     """Report the token ids of each chunk, and how many of them are accepted draft tokens."""
 

@@ -42,6 +42,7 @@ def completion_requests(
             stopping=stopping,
             cache_salt=body.cache_salt,
             max_draft_tokens=draft_tokens,
+            prediction_text=_prediction_text(body),
             **answers,
         )
         if isinstance(prompt, str):
@@ -69,6 +70,7 @@ def chat_request(body: ChatRequest, request_id: str, seed: int) -> generation_pb
         stopping=_stopping(body, _chat_max_tokens(body)),
         cache_salt=body.cache_salt,
         max_draft_tokens=_max_draft_tokens(body),
+        prediction_text=_prediction_text(body),
         **_answer_fields(body),
     )
 
@@ -158,5 +160,13 @@ def _sampling(body: Parameters, seed: int, logprobs: int | None) -> common_pb2.S
 
 def _stopping(body: Parameters, max_tokens: int | None) -> generation_pb2.StoppingCriteria:
     return generation_pb2.StoppingCriteria(
-        max_tokens=max_tokens, stop=body.stop, stop_token_ids=body.stop_token_ids, ignore_eos=body.ignore_eos
+        max_tokens=max_tokens,
+        stop=body.stop,
+        stop_token_ids=body.stop_token_ids,
+        ignore_eos=body.ignore_eos,
+        min_tokens=body.min_tokens,
     )
+
+
+def _prediction_text(body: Parameters) -> str:
+    return "" if body.prediction is None else body.prediction.content

@@ -16,6 +16,7 @@ class OutputProcessor:
         "_drafted",
         "_index",
         "_matcher",
+        "_min_tokens",
         "_prompt_len",
         "_steps",
         "_detokenizer",
@@ -28,6 +29,7 @@ class OutputProcessor:
         self._index = index
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(request.stopping.stop_strings)
+        self._min_tokens = request.sampling.min_tokens
         self._prompt_len = len(request.prompt)
         self._tokens = 0
         self._drafted = 0
@@ -37,14 +39,14 @@ class OutputProcessor:
     def process(self, commit: Commit) -> tuple[Delta | Finished, ...]:
         """Return the events of one commit; none once the answer has ended.
 
-        A stop string cuts the commit after the token that completes the string. A stop token counts as a token of
-        the answer and adds no text.
+        A stop string cuts the commit after the token that completes the string, unless that is one of the first
+        `min_tokens` tokens. A stop token counts as a token of the answer and adds no text.
         """
         if self.finished is not None:
             return ()
         text, count, stop = self._read(commit)
         if stop is None and commit.finish is not None:
-            last = self._matcher.push(self._detokenizer.flush())
+            last = self._matcher.push(self._detokenizer.flush(), self._tokens + count > self._min_tokens)
             text += last.text
             stop = last.stop
             if stop is None:
@@ -61,7 +63,8 @@ class OutputProcessor:
         with_text = len(commit.tokens) - 1 if commit.finish is FinishReason.STOP else len(commit.tokens)
         texts: list[str] = []
         for position, token in enumerate(commit.tokens[:with_text]):
-            matched = self._matcher.push(self._detokenizer.push(token))
+            may_end = self._tokens + position >= self._min_tokens
+            matched = self._matcher.push(self._detokenizer.push(token), may_end)
             texts.append(matched.text)
             if matched.stop is not None:
                 return "".join(texts), position + 1, matched.stop

@@ -27,10 +27,13 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._held = ""
 
-    def push(self, text: str) -> Matched:
-        """Add a part of the text, and return the text that may be sent. Do not call it again after a match."""
+    def push(self, text: str, may_end: bool = True) -> Matched:
+        """Add a part of the text, and return the text that may be sent. Do not call it again after a match.
+
+        Without `may_end`, a stop string that this part completes is not a match; it is text like any other.
+        """
         held = self._held + text
-        found = self._first(held)
+        found = self._first(held, len(self._held)) if may_end else None
         if found is not None:
             start, stop = found
             self._held = ""
@@ -44,8 +47,13 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _first(self, text: str) -> tuple[int, str] | None:
-        ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+    def _first(self, text: str, seen: int) -> tuple[int, str] | None:
+        """Return start and string of the first stop string that ends after the first `seen` characters."""
+        ends = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := text.find(stop, max(0, seen - len(stop) + 1))) >= 0
+        ]
         if not ends:
             return None
         _, start, stop = min(ends)

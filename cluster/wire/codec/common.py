@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.core import bounds
 from cluster.core.drafting import RowFault, RowFaultCode
@@ -22,7 +22,10 @@ _FAULT_NUMBERS = {code: number for number, code in _FAULTS.items()}
 
 
 def encode_sampling(sampling: SamplingParameters) -> pb.SamplingParameters:
-    """Encode sampling parameters. All fields are set, so workers need no defaults."""
+    """Encode the sampling parameters that clients may set. All fields are set, so workers need no defaults.
+
+    `encode_start` encodes `end_token_ids` and `min_tokens`, which follow from the stopping criteria.
+    """
     return pb.SamplingParameters(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -98,16 +101,25 @@ def _decode_logit_bias(
 def encode_start(start: SequenceStart) -> pb.SequenceStart:
     """Encode the parameters of a sequence."""
     return pb.SequenceStart(
-        prompt_len=start.prompt_len, sampling=encode_sampling(start.sampling), cache_salt=start.cache_salt
+        prompt_len=start.prompt_len,
+        sampling=encode_sampling(start.sampling),
+        cache_salt=start.cache_salt,
+        end_token_ids=start.sampling.end_token_ids,
+        min_tokens=start.sampling.min_tokens,
+        prediction=start.prediction,
     )
 
 
 def decode_start(message: pb.SequenceStart, field: str) -> SequenceStart:
     """Decode the parameters of a sequence. Raises `InvalidRequest`."""
+    sampling = decode_sampling(message.sampling, f"{field}.sampling.")
+    ends = bounds.tokens(f"{field}.end_token_ids", message.end_token_ids, 0, bounds.MAX_END_TOKENS)
+    min_tokens = bounds.integer(f"{field}.min_tokens", message.min_tokens, 0, bounds.MAX_TOKENS)
     return SequenceStart(
         prompt_len=bounds.integer(f"{field}.prompt_len", message.prompt_len, 1, bounds.MAX_TOKENS),
-        sampling=decode_sampling(message.sampling, f"{field}.sampling."),
+        sampling=replace(sampling, end_token_ids=ends, min_tokens=min_tokens),
         cache_salt=bounds.text(f"{field}.cache_salt", message.cache_salt, bounds.MAX_SALT_BYTES),
+        prediction=bounds.tokens(f"{field}.prediction", message.prediction, 0, bounds.MAX_PREDICTION_TOKENS),
     )
 
 

@@ -303,13 +303,26 @@ class SequenceStart(_message.Message):
     PROMPT_LEN_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     prompt_len: _builtins.int
     """Number of prompt tokens at the start. Bound: 1 to 2^20."""
     cache_salt: _builtins.str
     """Only sequences with the same salt share KV blocks. Bound: 256 bytes."""
+    min_tokens: _builtins.int
+    """Fewest tokens of the answer before one that ends it. Bound: 0 to 2^20."""
     @_builtins.property
     def sampling(self) -> Global___SamplingParameters:
         """Sampling parameters, seed included."""
+
+    @_builtins.property
+    def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that end the answer. They cannot be drawn before the answer has min_tokens tokens. Bound: 2048."""
+
+    @_builtins.property
+    def prediction(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The answer that the client expects; drafts may be taken from it. Bound: 65536."""
 
     def __init__(
         self,
@@ -317,10 +330,13 @@ class SequenceStart(_message.Message):
         prompt_len: _builtins.int = ...,
         sampling: Global___SamplingParameters | None = ...,
         cache_salt: _builtins.str = ...,
+        end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        min_tokens: _builtins.int = ...,
+        prediction: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "prompt_len", b"prompt_len", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "end_token_ids", b"end_token_ids", "min_tokens", b"min_tokens", "prediction", b"prediction", "prompt_len", b"prompt_len", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

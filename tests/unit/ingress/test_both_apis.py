@@ -98,9 +98,35 @@ async def test_both_apis_bound_the_drafts_of_a_request(
     assert [request.max_draft_tokens for request in apis.engine.requests] == [most, most]
 
 
+PARTS = [{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}]
+
+
+@pytest.mark.parametrize("content", ["hello world", PARTS], ids=["text", "parts"])
+@pytest.mark.parametrize("prompt", [{"prompt": "hi"}, {"messages": HI}], ids=["completion", "chat"])
+async def test_both_apis_take_a_prediction_and_a_minimal_length(
+    apis: BothApis, prompt: dict[str, Any], content: object
+) -> None:
+    parameters = {"prediction": {"type": "content", "content": content}, "min_tokens": 2, "seed": 1}
+    assert await apis.over_http({**prompt, **parameters}) == ("hello the world", "")
+    stopping = generation_pb2.StoppingCriteria(min_tokens=2)
+    message = Request(text="hi", prediction_text="hello world", stopping=stopping, sampling=Sampling(seed=1))
+    assert await apis.over_grpc(message) == ("hello the world", "")
+    over_http, over_grpc = apis.engine.requests
+    assert (over_http.prediction, over_http.sampling) == (over_grpc.prediction, over_grpc.sampling)
+    assert over_http.prediction and over_http.sampling.min_tokens == 2
+
+
 @pytest.mark.parametrize(
     ("parameters", "field"),
     [
+        ({"prediction": "hello"}, "prediction"),
+        ({"prediction": {"type": "text", "content": "hello"}}, "prediction.type"),
+        ({"prediction": {"type": "content"}}, "prediction.content"),
+        ({"prediction": {"type": "content", "content": 5}}, "prediction.content"),
+        ({"prediction": {"type": "content", "content": [{"type": "text"}]}}, "prediction.content[0].text"),
+        ({"prediction": {"type": "content", "content": [{"type": "image_url"}]}}, "prediction.content[0].type"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"speculation": {"max_draft_tokens": -1}}, "speculation.max_draft_tokens"),
         ({"speculation": {"max_draft_tokens": 1.5}}, "speculation.max_draft_tokens"),
         ({"speculation": {"enabled": 1}}, "speculation.enabled"),
@@ -112,7 +138,7 @@ async def test_both_apis_bound_the_drafts_of_a_request(
         ({"speculation": {"enabled": True}, "max_draft_tokens": 0}, "speculation.enabled"),
     ],
 )
-async def test_contradictory_draft_parameters_are_refused_by_name(
+async def test_wrong_or_contradictory_parameters_are_refused_by_name(
     apis: BothApis, parameters: dict[str, Any], field: str
 ) -> None:
     assert (await apis.over_http({"prompt": "hi", **parameters}))[1] == field

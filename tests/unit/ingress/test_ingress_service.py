@@ -86,6 +86,29 @@ async def test_a_stop_string_cuts_the_tokens_after_it_and_frees_the_answer(tmp_p
     assert engine.freed.get_nowait() == "r"
 
 
+@pytest.mark.parametrize("block", [1, 4, 20])
+async def test_a_stop_string_within_the_minimal_length_does_not_end_the_answer(tmp_path: Path, block: int) -> None:
+    generation, _, tokenizer = fake_service(tmp_path, "hello END and END of", block=block)
+    first = next(n for n in range(99) if "END" in tokenizer.decode(tokenizer.encode("hello END and END of")[:n]))
+    for min_tokens, text in ((first - 1, "hello "), (first, "hello END and ")):
+        stopping = Stopping(stop=["END"], min_tokens=min_tokens)
+        events = await events_of(generation, Request(text="hi", stopping=stopping))
+        assert (text_of(events), len(tokens_of(events)) > min_tokens) == (text, True)
+
+
+async def test_a_prediction_is_tokenized_without_special_tokens(tmp_path: Path) -> None:
+    limits = LimitsSection(max_prediction_tokens=8)
+    generation, engine, tokenizer = fake_service(tmp_path, limits=limits)
+    await events_of(generation, Request(text="hi", prediction_text="hello world"))
+    await events_of(generation, Request(text="hi", prediction_token_ids=common_pb2.TokenIds(ids=[5, 6])))
+    await events_of(generation, Request(text="hi"))
+    expected = [tokenizer.encode("hello world", add_special_tokens=False), (5, 6), ()]
+    assert [request.prediction for request in engine.requests] == expected
+    for text, shown in (("qqqqqqqqq", "9 tokens"), ("q" * 5000, "5000 characters")):
+        with pytest.raises(InvalidRequest, match=f"prediction: '{shown}' is refused; it must be at most 8 tokens"):
+            await events_of(generation, Request(text="hi", prediction_text=text))
+
+
 async def test_the_engine_is_freed_before_the_last_event_is_read(tmp_path: Path) -> None:
     generation, engine, _ = fake_service(tmp_path, "hello the world")
     async with aclosing(generation.generate(Request(text="hi", stopping=Stopping(stop=["the"])))) as events:

@@ -55,6 +55,24 @@ def test_a_stop_string_may_begin_within_a_prefix_that_did_not_match() -> None:
     assert read(["aa", "b"], ["ab"]) == Matched("a", "ab")
 
 
+def test_a_stop_string_that_is_complete_too_early_is_text() -> None:
+    matcher = StopMatcher(["END", "N"])
+    assert matcher.push("an END", may_end=False) == Matched("an END")
+    assert matcher.push("ING") == Matched("I", "N")
+
+
+def test_a_stop_string_may_begin_too_early_and_be_complete_later() -> None:
+    matcher = StopMatcher(["END", "X"])
+    assert matcher.push("XEN", may_end=False) == Matched("X")
+    assert matcher.push("D") == Matched("", "END")
+
+
+def test_a_stop_string_within_the_beginning_of_another_is_not_found_later() -> None:
+    matcher = StopMatcher(["abcd", "bc"])
+    assert matcher.push("abc", may_end=False) == Matched("")
+    assert matcher.push("x") == Matched("abcx")
+
+
 @given(texts, stops, st.data())
 def test_the_result_does_not_depend_on_how_the_text_is_split(text: str, stops: list[str], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))

@@ -18,7 +18,13 @@ from pilotfish.v1 import common_pb2, generation_pb2
 
 INFO = TargetInfo("tiny", 100, 32, KvLayout(16), KvOccupancy(8, 8), (2,), 1, "float32")
 LIMITS = LimitsSection(
-    max_output_tokens=20, max_stop_strings=2, max_stop_token_ids=2, max_logit_bias=2, max_messages=2, max_n=8
+    max_output_tokens=20,
+    max_stop_strings=2,
+    max_stop_token_ids=2,
+    max_logit_bias=2,
+    max_messages=2,
+    max_n=8,
+    max_prediction_tokens=3,
 )
 Sampling = common_pb2.SamplingParameters
 Stopping = generation_pb2.StoppingCriteria
@@ -49,7 +55,7 @@ def bias(*pairs: tuple[int, float]) -> Request:
 def test_unset_takes_the_defaults_of_the_schema() -> None:
     valid = validate(Request(text="hi"), INFO, LIMITS, INFO.eos_token_ids)
     assert valid.prompt == TextPrompt("hi")
-    assert valid.sampling == SamplingParameters(seed=valid.sampling.seed)
+    assert valid.sampling == SamplingParameters(seed=valid.sampling.seed, end_token_ids=(2,))
     assert valid.stopping.stop_token_ids == {2}
     assert valid.max_tokens is None
 
@@ -124,6 +130,9 @@ USER = generation_pb2.ChatMessage(role="user", content="hi")
         (stopped(stop=["x" * 257]), "stop"),
         (stopped(stop_token_ids=[1, 2, 3]), "stop_token_ids"),
         (stopped(stop_token_ids=[100]), "stop_token_ids[0]"),
+        (stopped(min_tokens=21), "min_tokens"),
+        (Request(text="hi", prediction_token_ids=common_pb2.TokenIds(ids=[1, 2, 3, 4])), "prediction"),
+        (Request(text="hi", prediction_token_ids=common_pb2.TokenIds(ids=[1, 100])), "prediction[1]"),
     ],
 )
 def test_values_out_of_bounds_are_refused_by_name(request_: Request, field: str) -> None:
@@ -180,8 +189,31 @@ def test_answer_counts_and_beams_out_of_bounds_are_refused_by_name(request_: Req
     assert caught.value.field == field
 
 
-def admitted(request: Request) -> GenerationRequest:
-    return fit_to_context(validate(request, INFO, LIMITS, INFO.eos_token_ids), (1, 2), INFO, LIMITS, 0.0)
+def admitted(request: Request, prediction: tuple[int, ...] = ()) -> GenerationRequest:
+    valid = validate(request, INFO, LIMITS, INFO.eos_token_ids)
+    return fit_to_context(valid, (1, 2), prediction, INFO, LIMITS, 0.0)
+
+
+def test_sampling_has_the_tokens_that_end_the_answer_and_its_minimal_length() -> None:
+    sampling = admitted(stopped(stop_token_ids=[7, 5], min_tokens=4)).sampling
+    assert (sampling.end_token_ids, sampling.min_tokens) == ((2, 5, 7), 4)
+    assert admitted(stopped(stop_token_ids=[7, 5], ignore_eos=True)).sampling.end_token_ids == (5, 7)
+
+
+def test_the_minimal_length_is_at_most_the_largest() -> None:
+    assert admitted(stopped(max_tokens=6, min_tokens=6)).sampling.min_tokens == 6
+    with pytest.raises(InvalidRequest, match="min_tokens: 7 is refused; it must be at most max_tokens, which is 6"):
+        admitted(stopped(max_tokens=6, min_tokens=7))
+
+
+def test_a_prediction_of_too_many_tokens_is_refused() -> None:
+    assert admitted(Request(text="hi"), (1, 2, 3)).prediction == (1, 2, 3)
+    with pytest.raises(InvalidRequest, match="prediction: '4 tokens' is refused; it must be at most 3 tokens"):
+        admitted(Request(text="hi"), (1, 2, 3, 4))
+
+
+def test_beams_have_no_prediction() -> None:
+    assert admitted(beams(4), (1, 2, 3)).prediction == ()
 
 
 def test_the_default_is_one_answer_without_salt() -> None:
@@ -221,25 +253,25 @@ def test_the_error_for_an_unknown_model_names_the_served_one() -> None:
 
 def test_unset_max_tokens_is_what_context_and_limits_allow() -> None:
     valid = validate(Request(text="hi"), INFO, LIMITS, ())
-    assert fit_to_context(valid, (1,) * 5, INFO, LIMITS, 0.0).stopping.max_tokens == 20
-    assert fit_to_context(valid, (1,) * 25, INFO, LIMITS, 0.0).stopping.max_tokens == 7
-    assert fit_to_context(valid, (1,) * 31, INFO, LIMITS, 0.0).stopping.max_tokens == 1
+    assert fit_to_context(valid, (1,) * 5, (), INFO, LIMITS, 0.0).stopping.max_tokens == 20
+    assert fit_to_context(valid, (1,) * 25, (), INFO, LIMITS, 0.0).stopping.max_tokens == 7
+    assert fit_to_context(valid, (1,) * 31, (), INFO, LIMITS, 0.0).stopping.max_tokens == 1
 
 
 def test_prompt_and_answer_must_fit_the_context() -> None:
     valid = validate(stopped(max_tokens=8), INFO, LIMITS, ())
-    assert fit_to_context(valid, (1,) * 24, INFO, LIMITS, 0.0).stopping.max_tokens == 8
+    assert fit_to_context(valid, (1,) * 24, (), INFO, LIMITS, 0.0).stopping.max_tokens == 8
     with pytest.raises(InvalidRequest, match="max_tokens: 8 is refused; it must be at most 7"):
-        fit_to_context(valid, (1,) * 25, INFO, LIMITS, 0.0)
+        fit_to_context(valid, (1,) * 25, (), INFO, LIMITS, 0.0)
     with pytest.raises(InvalidRequest, match="prompt: '32 tokens' is refused; it must be at most 31"):
-        fit_to_context(valid, (1,) * 32, INFO, LIMITS, 0.0)
+        fit_to_context(valid, (1,) * 32, (), INFO, LIMITS, 0.0)
     with pytest.raises(InvalidRequest, match="at least one token"):
-        fit_to_context(valid, (), INFO, LIMITS, 0.0)
+        fit_to_context(valid, (), (), INFO, LIMITS, 0.0)
 
 
 def test_a_default_length_fits_into_a_pool_smaller_than_the_context() -> None:
     small = replace(INFO, max_context_len=1000, kv=KvOccupancy(10, 10))
     message = Request(text="hi")
     limits = LimitsSection()
-    admitted = fit_to_context(validate(message, small, limits, ()), (1, 2, 3), small, limits, deadline=1.0)
+    admitted = fit_to_context(validate(message, small, limits, ()), (1, 2, 3), (), small, limits, deadline=1.0)
     assert admitted.stopping.max_tokens == 157

@@ -10,7 +10,7 @@ from cluster.core.config.base import PluginSettings
 from cluster.core.config.sections import TargetSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from workers.sampling.acceptance import RULES, RootPosition, create_rule, register_rule
+from workers.sampling.acceptance import RULES, Accepted, RootPosition, create_rule, register_rule
 from workers.sampling.rules.coupled import Coupled, walk
 from workers.sampling.rules.synthetic import Synthetic, synthetic_token
 from workers.serve.configuration import load_configuration
@@ -42,6 +42,14 @@ def test_a_second_sibling_is_followed_as_well_as_the_first() -> None:
 
 def test_decisions_off_the_path_do_not_matter() -> None:
     assert walk(TREE, [5, 1, 5, 5, 5, 5]) == walk(TREE, [5, 1, 9, 9, 9, 9])
+
+
+def test_a_path_is_cut_after_the_first_token_that_ends_the_answer() -> None:
+    accepted = Accepted((0, 2, 3), (5, 6, 7, 8))
+    assert accepted.until((6, 8)) == Accepted((0,), (5, 6))
+    assert accepted.until((5,)) == Accepted((), (5,))
+    assert accepted.until((8, 9)) == accepted
+    assert accepted.until(()) == accepted
 
 
 def test_every_node_needs_a_decision() -> None:

@@ -30,6 +30,8 @@ SAMPLINGS = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.5]),
     frequency_penalty=st.sampled_from([0.0, 0.3]),
     logit_bias=st.sampled_from([(), ((3, 2.0), (11, -100.0))]),
+    end_token_ids=st.sampled_from([(), (3, 12)]),
+    min_tokens=st.sampled_from([0, 4]),
     seed=st.integers(0, 2**64 - 1),
 )
 TOKENS = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=8)

@@ -31,6 +31,8 @@ SHARDABLE = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.5]),
     frequency_penalty=st.sampled_from([0.0, 0.3]),
     logit_bias=st.sampled_from([(), ((3, 2.0), (11, -100.0))]),
+    end_token_ids=st.sampled_from([(), (3, 12)]),
+    min_tokens=st.sampled_from([0, 4]),
     seed=SEEDS,
 )
 ANY = st.builds(
@@ -188,6 +190,10 @@ def test_truncation_requires_the_whole_vocabulary_unless_greedy(change: dict[str
     assert is_shardable(replace(drawn, temperature=0.0))
     with pytest.raises(ValueError, match="row 0"):
         shard_winners(torch.zeros(1, 4), [DecisionContext(drawn, (0,), 1)], 0)
+
+
+def test_a_minimal_length_is_shardable() -> None:
+    assert is_shardable(SamplingParameters(end_token_ids=(3,), min_tokens=5))
 
 
 def test_penalties_are_shardable_and_logprobs_are_not() -> None:

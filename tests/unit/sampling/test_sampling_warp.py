@@ -11,9 +11,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cluster.core.request import SamplingParameters
+from cluster.core.tree import TokenTree
 from tests.support.models.sampling_reference import nucleus_is_near_its_edge, probabilities, shifted
 from workers.sampling import truncate
-from workers.sampling.context import DecisionContext
+from workers.sampling.context import DecisionContext, tree_contexts
 from workers.sampling.warp import warp
 
 INF = math.inf
@@ -62,6 +63,22 @@ def test_frequency_counts_each_occurrence_in_the_answer() -> None:
 def test_bias_is_added_after_penalties() -> None:
     decision = context((0,), 1, repetition_penalty=2.0, logit_bias=((0, 4.0), (1, -1.0)))
     assert warped([2.0, 2.0], decision) == [5.0, 1.0]
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"temperature": 0.5, "top_k": 1}], ids=str)
+def test_tokens_that_end_the_answer_are_excluded_before_its_minimal_length(sampling: dict[str, float]) -> None:
+    limits = {"end_token_ids": (0, 3, 99), "min_tokens": 2, **sampling}
+    for answer, best in (((), 1), ((1,), 1), ((1, 1), 0), ((1, 1, 1), 0)):
+        row = warped([3.0, 2.0, 1.0, 2.5], context((5, *answer), 1, **limits))
+        assert row.index(max(row)) == best
+        assert (row[0] == -INF) == (best == 1)
+    assert warped([3.0, 2.0, 1.0, 2.5], context((5,), 1, end_token_ids=(0,))) == [3.0, 2.0, 1.0, 2.5]
+
+
+def test_the_minimal_length_holds_at_each_node_of_a_draft_tree() -> None:
+    sampling = SamplingParameters(temperature=0.0, end_token_ids=(0,), min_tokens=3)
+    contexts = tree_contexts(sampling, (7, 8, 9), 2, TokenTree((1, 1, 1, 2), (-1, 0, 1, -1)))  # one answer token
+    assert [context.excluded_tokens for context in contexts] == [(0,), (0,), (), (), (0,)]
 
 
 def test_temperature_divides() -> None:

@@ -33,6 +33,7 @@ SETTINGS = {
     "sampled, parts suffice": SamplingParameters(temperature=0.9, seed=4, presence_penalty=0.4),
     "sampled, whole needed": SamplingParameters(temperature=0.9, seed=4, top_k=30, top_p=0.9, min_p=0.01),
     "logprobs": SamplingParameters(temperature=0.9, seed=4, logprobs=2),
+    "minimal length": SamplingParameters(temperature=0.9, seed=4, end_token_ids=tuple(range(40, 60)), min_tokens=4),
 }
 QUANTIZATIONS = ("none", "int8")
 """The kinds of groups. The same processes form one group after the other."""

@@ -104,6 +104,21 @@ REFUSED = [
     (step(next_max_depth=65), "rows[0].next_max_depth", "between 0 and 64"),
     (step(distributions=[drawn_from([1], [1.0])]), "rows[0].distributions", "between 0 and 0 entries"),
     (step(start=common_pb2.SequenceStart(prompt_len=0)), "rows[0].start.prompt_len", "between 1 and 1048576"),
+    (
+        step(start=common_pb2.SequenceStart(prompt_len=1, end_token_ids=[1] * 2049)),
+        "rows[0].start.end_token_ids",
+        "between 0 and 2048 entries",
+    ),
+    (
+        step(start=common_pb2.SequenceStart(prompt_len=1, min_tokens=2**20 + 1)),
+        "rows[0].start.min_tokens",
+        "between 0 and 1048576",
+    ),
+    (
+        propose(base_len=2, start=common_pb2.SequenceStart(prompt_len=1, prediction=[1] * 65537)),
+        "rows[0].start.prediction",
+        "between 0 and 65536 entries",
+    ),
     (start(temperature=-0.1), "rows[0].start.sampling.temperature", "between 0 and 2"),
     (start(temperature=math.nan), "rows[0].start.sampling.temperature", "between 0 and 2"),
     (start(temperature=math.inf), "rows[0].start.sampling.temperature", "between 0 and 2"),
