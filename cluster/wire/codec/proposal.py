@@ -122,7 +122,8 @@ def _decode_distribution(message: pb.DraftDistribution, field: str) -> DraftDist
     for index, value in enumerate(message.probabilities):
         bounds.number(f"{field}.probabilities[{index}]", value, 0.0, 1.0)
     total = sum(message.probabilities)
-    bounds.number(f"sum of {field}.probabilities", total, 1 - _SUM_TOLERANCE, 1 + _SUM_TOLERANCE)
+    if not abs(total - 1) <= _SUM_TOLERANCE:
+        raise InvalidRequest(f"{field}.probabilities", f"a sum of {total:g}", f"a sum of 1 ± {_SUM_TOLERANCE}")
     return DraftDistribution(tokens, tuple(message.probabilities))
 
 

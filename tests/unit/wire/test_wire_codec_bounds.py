@@ -220,8 +220,8 @@ REFUSED = [
     ),
     (
         proposal(distributions=[drawn_from([1, 2], [0.5, 0.25])]),
-        "sum of proposals[0].distributions[0].probabilities",
-        "between 0.999 and 1.001",
+        "proposals[0].distributions[0].probabilities",
+        "a sum of 1 ± 0.001",
     ),
     (evidence(base_len=6), "rows[0].evidence[0].base_len", "between 1 and 5"),
     (evidence(decisions=[1, 2]), "rows[0].evidence[0].decisions", "between 1 and 1 entries"),
