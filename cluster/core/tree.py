@@ -105,6 +105,10 @@ class TokenTree:
                 return candidate
         return None
 
+    def children(self, node: int) -> tuple[int, ...]:
+        """Return the children of `node` (or of `ROOT`), in order."""
+        return tuple(child for child in range(node + 1, len(self.tokens)) if self.parents[child] == node)
+
     def leaves(self) -> tuple[int, ...]:
         """Return the nodes without children, in order."""
         inner = set(self.parents)

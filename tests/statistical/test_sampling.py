@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy
 import pytest
@@ -20,14 +18,23 @@ from scipy import stats
 
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from tests.support.models.sampling_reference import probabilities
+from tests.support.models.enumerable import (
+    BAR,
+    LENGTH,
+    PROMPT,
+    SETTINGS,
+    TABLE,
+    VOCABULARY,
+    Answers,
+    p_value,
+    pair_after,
+)
 from workers.sampling.acceptance import Accepted
 from workers.sampling.context import Branch, DecisionContext, tree_contexts
 from workers.sampling.decide import decide
 from workers.sampling.noise import gumbel
 from workers.sampling.rules.coupled import walk
 
-BAR = 1e-4
 SEEDS = 20_000
 
 # --- the noise --------------------------------------------------------------------------------
@@ -83,33 +90,10 @@ def test_decisions_over_equal_logits_are_uniform_and_independent_between_positio
     assert stats.chisquare(pairs).pvalue > BAR
 
 
-# --- a language model small enough to enumerate ---------------------------------------------------
-
-VOCABULARY = 5
-LENGTH = 3
-"""Tokens of an answer whose joint distribution is checked."""
-PROMPT = (2, 4)
-TABLE = torch.randn(VOCABULARY**2, VOCABULARY, generator=torch.Generator().manual_seed(20)) * 1.5
-"""Logits after each pair of tokens: float32 [pairs, vocabulary]."""
+# --- the speculation loop -----------------------------------------------------------------------
 
 Decide = Callable[[torch.Tensor, Sequence[DecisionContext]], list[int]]
 Walk = Callable[[TokenTree, Sequence[int]], Accepted]
-
-
-def pair_after(tokens: Sequence[int]) -> int:
-    return tokens[-2] * VOCABULARY + tokens[-1]
-
-
-SETTINGS = {
-    "plain": SamplingParameters(),
-    "temperature": SamplingParameters(temperature=0.6),
-    "top-k": SamplingParameters(temperature=1.3, top_k=3),
-    "top-p": SamplingParameters(top_p=0.8),
-    "min-p": SamplingParameters(temperature=1.5, min_p=0.15),
-    "penalties": SamplingParameters(
-        temperature=0.9, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.5, logit_bias=((1, 0.7),)
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +145,6 @@ DRAFTS: dict[str, Draft] = {
     "random chain": Drafter.random_chain,
     "random tree": Drafter.random_tree,
 }
-Answers = list[tuple[int, ...]]
 
 
 def speculate(
@@ -197,29 +180,6 @@ def plain_answers(sampling: SamplingParameters, seeds: int) -> Answers:
 
 def drafters_for(plain: Answers) -> list[Drafter]:
     return [Drafter(answer, seed) for seed, answer in enumerate(plain)]
-
-
-def p_value(sampling: SamplingParameters, answers: Answers) -> float:
-    """Chi-square of the answers against the product of the warped probabilities; 0 for an impossible one."""
-    expected: dict[tuple[int, ...], float] = {}
-    for answer in product(range(VOCABULARY), repeat=LENGTH):
-        tokens, probability = [*PROMPT], 1.0
-        for token in answer:
-            logits = TABLE[pair_after(tokens)].tolist()
-            probability *= probabilities(logits, sampling, tokens, len(PROMPT))[token]
-            tokens.append(token)
-        expected[answer] = probability * len(answers)
-    seen = Counter(answers)
-    if any(expected[answer] == 0 for answer in seen):
-        return 0.0
-    cells = [answer for answer, count in expected.items() if count >= 5]
-    counts = [seen[answer] for answer in cells]
-    means = [expected[answer] for answer in cells]
-    rest = len(answers) - sum(means)
-    if rest > 1e-6 * len(answers):  # rare answers share a cell
-        counts.append(len(answers) - sum(counts))
-        means.append(rest)
-    return float(stats.chisquare(counts, means, sum_check=False).pvalue)
 
 
 # --- the loop ---------------------------------------------------------------------------------

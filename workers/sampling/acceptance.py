@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from cluster.core.config.base import PluginSettings
 from cluster.core.config.registry import Registry
 from cluster.core.config.sections import TargetSection
-from cluster.core.tree import TokenTree
+from cluster.core.drafting import DraftDistribution
+from cluster.core.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +49,19 @@ class RootPosition:
     position: int = 0
     """The absolute position in the sequence. A node at depth `d` (1 below the root) has the position `position + d`."""
     vocabulary_size: int = 1
+    is_greedy: bool = False
+    """Whether every decision is the most probable token, without sampling."""
+
+
+class DrawnDrafts(Enum):
+    """Which drafts a rule accepts more of if their tokens are drawn at random and their distributions are known."""
+
+    NONE = "none"
+    """No drafts: the rule does not read the distributions."""
+    CHAIN = "chain"
+    """Chains. The rule reads only the first child of each node."""
+    TREE = "tree"
+    """Trees."""
 
 
 class AcceptanceRule(Protocol):
@@ -66,15 +81,22 @@ class AcceptanceRule(Protocol):
         ...
 
     def accept(
-        self, tree: TokenTree, decisions: Sequence[int], root: RootPosition, log_probabilities: Tensor | None
+        self,
+        tree: TokenTree,
+        decisions: Sequence[int],
+        root: RootPosition,
+        log_probabilities: Tensor | None,
+        distributions: Sequence[DraftDistribution],
     ) -> Accepted:
         """Accept a path of `tree`, which has `n` nodes.
 
         `decisions` are the target's tokens: `decisions[0]` after the root, `decisions[i + 1]` after node `i`. A
         decision is -1 where all logits are NaN or −inf; an accepted -1 fails the row. `log_probabilities`,
         float32 `[n + 1, vocabulary]` in the same order, are those of the distribution that the decisions are drawn
-        from (after penalties, temperature, top-k, top-p and min-p); `None` unless the rule needs them. Raises
-        `ValueError` for a number of decisions other than `n + 1`.
+        from (after penalties, temperature, top-k, top-p and min-p), or `None` unless the rule needs them. In a greedy
+        row they are those at temperature 1. `distributions` are those that the nodes' tokens were drawn from by the
+        drafter: one per node, or none if all tokens are deterministic. Raises `ValueError` for a number of decisions
+        other than `n + 1`, and for missing log-probabilities.
         """
         ...
 
@@ -90,6 +112,7 @@ class RulePlugin:
     settings: type[PluginSettings]
     """Class of the section `target.<name>`."""
     create: Factory
+    drawn_drafts: DrawnDrafts = DrawnDrafts.NONE
 
 
 RULES: Registry[RulePlugin] = Registry("target.acceptance", "workers.sampling.rules")
@@ -99,12 +122,12 @@ RuleType = TypeVar("RuleType", bound=AcceptanceRule)
 
 
 def register_rule(
-    name: str, settings: type[SettingsType]
+    name: str, settings: type[SettingsType], drawn_drafts: DrawnDrafts = DrawnDrafts.NONE
 ) -> Callable[[Callable[[SettingsType], RuleType]], Callable[[SettingsType], RuleType]]:
     """Make the decorated factory known as `name`. Raises `ValueError` when the name is taken."""
 
     def add(create: Callable[[SettingsType], RuleType]) -> Callable[[SettingsType], RuleType]:
-        RULES.register(name, RulePlugin(settings, create))
+        RULES.register(name, RulePlugin(settings, create, drawn_drafts))
         return create
 
     return add
@@ -120,3 +143,20 @@ def check_decisions(tree: TokenTree, decisions: Sequence[int]) -> None:
     """Raise `ValueError` unless there is one decision for the root and one for each node."""
     if len(decisions) != len(tree) + 1:
         raise ValueError(f"{len(decisions)} decisions for a tree of {len(tree)} nodes and its root")
+
+
+def check_log_probabilities(log_probabilities: Tensor | None) -> Tensor:
+    """Return the log-probabilities. Raises `ValueError` if there are none."""
+    if log_probabilities is None:
+        raise ValueError("log_probabilities: the rule needs them, found None")
+    return log_probabilities
+
+
+def longest_path(tree: TokenTree, is_accepted: Sequence[bool]) -> tuple[int, ...]:
+    """The longest path from the root whose nodes are all accepted; among equally long ones the first in the tree."""
+    lengths: list[int] = []  # of the accepted path down to each node; 0 if it is not accepted
+    for node, parent in enumerate(tree.parents):
+        above = 1 if parent == ROOT else lengths[parent] + 1 if lengths[parent] else 0
+        lengths.append(above if is_accepted[node] else 0)
+    longest = max(lengths, default=0)
+    return tree.path(lengths.index(longest)) if longest else ()

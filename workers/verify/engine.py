@@ -32,7 +32,7 @@ from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.block_table import BlockTable
 from workers.kv.pool import KvPool
 from workers.sampling.acceptance import AcceptanceRule, Accepted, RootPosition, create_rule
-from workers.sampling.context import Branch, DecisionContext, tree_contexts
+from workers.sampling.context import GREEDY_BELOW, Branch, DecisionContext, tree_contexts
 from workers.verify.decider import Decider, Decisions
 from workers.verify.step_profile import profile_steps
 from workers.verify.verdicts import fault_verdict, path_logprobs, row_problem
@@ -227,16 +227,18 @@ class TargetEngine:
         accepted = Accepted(nodes=(), tokens=())
         logprobs: tuple[TokenLogprobs, ...] = ()
         if row.decide:
-            root = RootPosition(sequence.start.sampling.seed, row.base_len, self._model.vocabulary_size)
+            sampling = sequence.start.sampling
+            is_greedy = sampling.temperature < GREEDY_BELOW
+            root = RootPosition(sampling.seed, row.base_len, self._model.vocabulary_size, is_greedy)
             own = slice(indices.start, indices.stop)
             distribution = None if decisions.log_probabilities is None else decisions.log_probabilities[own]
-            accepted = self._rule.accept(row.tree, decisions.tokens[own], root, distribution)
+            accepted = self._rule.accept(row.tree, decisions.tokens[own], root, distribution, row.distributions)
             if -1 in accepted.tokens:
                 stored = len(sequence.tokens)
                 self._pool.truncate(sequence.table, stored)
                 return fault_verdict(row, RowFaultCode.INVALID, "all logits of the model are NaN or -inf here", stored)
-            accepted = accepted.until(sequence.start.sampling.end_token_ids)
-            logprobs = path_logprobs(decisions, indices, accepted, sequence.start.sampling.logprobs)
+            accepted = accepted.until(sampling.end_token_ids)
+            logprobs = path_logprobs(decisions, indices, accepted, sampling.logprobs)
         self._runner.commit(entry.forward, accepted.nodes)
         verdict = Verdict(row.sequence_id, row.base_len, accepted.tokens, len(row.tree), logprobs)
         sequence.last_row, sequence.last_verdict = row, verdict

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.core.config.base import PluginSettings
+from cluster.core.drafting import DraftDistribution
 from cluster.core.tree import ROOT, TokenTree
 from workers.sampling.acceptance import Accepted, RootPosition, check_decisions, register_rule
 
@@ -31,6 +32,7 @@ class Coupled:
         decisions: Sequence[int],
         root: RootPosition,  # noqa: ARG002 - part of the interface
         log_probabilities: Tensor | None = None,  # noqa: ARG002 - part of the interface
+        distributions: Sequence[DraftDistribution] = (),  # noqa: ARG002 - part of the interface
     ) -> Accepted:
         """See `AcceptanceRule` and `walk`."""
         return walk(tree, decisions)

@@ -5,17 +5,17 @@ This measures the gain from a draft of a given quality and speed before such a d
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
 from cluster.core.config.base import PluginSettings, Rate
+from cluster.core.drafting import DraftDistribution
 from cluster.core.tree import ROOT, TokenTree
 from workers.sampling.acceptance import Accepted, RootPosition, check_decisions, register_rule
+from workers.sampling.uniform import random_bits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,13 +56,14 @@ class Synthetic:
         decisions: Sequence[int],
         root: RootPosition,
         log_probabilities: Tensor | None = None,  # noqa: ARG002 - part of the interface
+        distributions: Sequence[DraftDistribution] = (),  # noqa: ARG002 - part of the interface
     ) -> Accepted:
         """Accept first children at random, then add one decided or synthetic token. See `AcceptanceRule`."""
         check_decisions(tree, decisions)
         nodes: list[int] = []
         node = ROOT
         while self._accepts(root, len(nodes)):
-            child = _first_child(tree, node)
+            child = next(iter(tree.children(node)), None)
             if child is None:
                 last = synthetic_token(root.seed, root.position + len(nodes), root.vocabulary_size)
                 break
@@ -74,7 +75,7 @@ class Synthetic:
 
     def _accepts(self, root: RootPosition, depth: int) -> bool:
         rate = self.rates[min(depth, len(self.rates) - 1)]
-        return _hash(b"acceptance", root.seed, root.position + depth) < rate * 2.0**64
+        return random_bits(b"acceptance", root.seed, root.position + depth) < rate * 2.0**64
 
 
 @register_rule("synthetic", SyntheticRuleSettings)
@@ -85,15 +86,4 @@ def create_synthetic_rule(settings: SyntheticRuleSettings) -> Synthetic:
 
 def synthetic_token(seed: int, position: int, vocabulary_size: int) -> int:
     """The token that the synthetic drafter drafts at a position, whatever precedes it."""
-    return _hash(b"guess", seed, position) % vocabulary_size
-
-
-def _hash(purpose: bytes, seed: int, position: int) -> int:
-    """64 bits, independent of the noise that decisions are drawn with."""
-    digest = blake2b(struct.pack("<QQ", seed, position), digest_size=8, person=purpose).digest()
-    return int.from_bytes(digest, "little")
-
-
-def _first_child(tree: TokenTree, node: int) -> int | None:
-    """The most probable child of `node`: drafters put it before its siblings."""
-    return next((index for index in range(node + 1, len(tree)) if tree.parents[index] == node), None)
+    return random_bits(b"guess", seed, position) % vocabulary_size

@@ -1,0 +1,89 @@
+"""Block verification: accepts a prefix of a drafted chain by a joint test of all its tokens.
+
+The rule of Sun et al. 2024, "Block Verification Accelerates Speculative Decoding". On chains it never accepts fewer
+tokens in expectation than `rejection`. In a tree, only the chain of first children is verified; other nodes are
+ignored.
+
+The output has the target's own distribution, but it is not the text of plain decoding with the same seed. The
+conditions of `rejection` apply. In addition, a drafter that draws uses new random numbers in each round: this rule looks
+at tokens behind the accepted prefix, so the same numbers at the same position of the next round would not be random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cluster.core.config.base import PluginSettings
+from cluster.core.drafting import DraftDistribution
+from cluster.core.tree import ROOT, TokenTree
+from workers.sampling.acceptance import (
+    Accepted,
+    DrawnDrafts,
+    RootPosition,
+    check_decisions,
+    check_log_probabilities,
+    register_rule,
+)
+from workers.sampling.rules.coupled import walk
+from workers.sampling.uniform import uniform
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Accepts a prefix of the chain of first children. At temperature 0 it is the rule `coupled`."""
+
+    is_lossless: bool = True
+    needs_distribution: bool = True
+
+    def accept(
+        self,
+        tree: TokenTree,
+        decisions: Sequence[int],
+        root: RootPosition,
+        log_probabilities: Tensor | None,
+        distributions: Sequence[DraftDistribution] = (),
+    ) -> Accepted:
+        """See `AcceptanceRule`. The random numbers depend on (seed, position of the root, depth) alone."""
+        from workers.sampling.residual import draft_probabilities, draw, residual
+
+        if root.is_greedy:
+            return walk(tree, decisions)
+        check_decisions(tree, decisions)
+        targets = check_log_probabilities(log_probabilities)
+        chain = tuple(_first_children(tree))
+        joint = 1.0  # min(1, p / q) of the tokens so far together: the probability that at least these are accepted
+        accepted, left = 0, targets[0]
+        for depth, node in enumerate((ROOT, *chain)):
+            target = targets[node + 1].double().exp()
+            draft = draft_probabilities(tree, chain[depth], distributions) if depth < len(chain) else {}
+            # What the token after this prefix is drawn from if the prefix is accepted and nothing longer.
+            weights = residual(target * joint, draft) if draft else target
+            mass = float(weights.sum())
+            threshold = mass / (mass + 1.0 - joint) if draft and mass > 0.0 else joint if not draft else 0.0
+            if depth == 0 or uniform(b"block", root.seed, root.position, depth) < threshold:
+                accepted, left = depth, weights if mass > 0.0 else target
+            if draft:
+                token = tree.tokens[chain[depth]]
+                proposed = draft.get(token, 0.0)
+                joint = min(1.0, joint * float(target[token]) / proposed) if proposed > 0.0 else 0.0
+        last = draw(left, uniform(b"block residual", root.seed, root.position))
+        return Accepted(chain[:accepted], (*(tree.tokens[node] for node in chain[:accepted]), last))
+
+
+def _first_children(tree: TokenTree) -> Iterator[int]:
+    """The first child of the root, its first child, and so on."""
+    children = tree.children(ROOT)
+    while children:
+        yield children[0]
+        children = tree.children(children[0])
+
+
+@register_rule("block", PluginSettings, DrawnDrafts.CHAIN)
+def create_block(settings: PluginSettings) -> Block:  # noqa: ARG001 - the rule has no settings
+    """Create the rule `block`."""
+    return Block()
