@@ -117,18 +117,6 @@ class DraftDistribution:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftDistribution:
-    """The truncated distribution that a drafted token was drawn from, given its parent.
-
-    Siblings have the same distribution. They are drawn without replacement: each from what the earlier ones left.
-    """
-
-    tokens: tuple[int, ...]
-    probabilities: tuple[float, ...]
-    """One per token; their sum is 1."""
-
-
-@dataclass(frozen=True, slots=True)
 class DraftRow:
     """A request for a draft after `base_len` committed tokens, with the tokens committed since the last one.
 

@@ -58,8 +58,30 @@ async def statements(directory: Path, target: dict[str, Any]) -> dict[str, bool]
 
 @pytest.mark.parametrize(
     ("target", "is_lossless"),
-    [({}, True), ({"kv": {"window": 16}}, False), ({"quantization": "int8"}, True)],
-    ids=["plain", "window", "int8"],
+    [
+        ({}, True),
+        ({"kv": {"window": 16}}, False),
+        ({"quantization": "int8"}, True),
+        ({"acceptance": "rejection"}, True),
+        ({"acceptance": "block"}, True),
+        ({"acceptance": "blockwise"}, True),
+        ({"acceptance": "typical"}, False),
+        ({"acceptance": "blockwise", "blockwise": {"top_k": 2}}, False),
+        ({"acceptance": "blockwise", "blockwise": {"distance": 1}}, False),
+        ({"acceptance": "blockwise", "blockwise": {"minimum_block": 2}}, False),
+    ],
+    ids=[
+        "plain",
+        "window",
+        "int8",
+        "rejection",
+        "block",
+        "strict blockwise",
+        "typical",
+        "blockwise by rank",
+        "blockwise by distance",
+        "blockwise by length",
+    ],
 )
 async def test_every_api_says_whether_answers_are_lossless(
     directory: Path, target: dict[str, Any], is_lossless: bool

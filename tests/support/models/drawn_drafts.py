@@ -13,7 +13,7 @@ from cluster.core.drafting import DraftDistribution
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
 from tests.support.models.enumerable import LENGTH, PROMPT, TABLE, VOCABULARY, Answers, pair_after
-from workers.sampling.acceptance import Accepted, AcceptanceRule, RootPosition
+from workers.sampling.acceptance import AcceptanceRule, Accepted, RootPosition
 from workers.sampling.context import DecisionContext
 from workers.sampling.distribution import log_distribution
 from workers.sampling.noise import gumbel
@@ -26,8 +26,6 @@ TABLES = {
     "opposite": -TABLE,
 }
 """Logits of draft models after each pair of tokens: float32 [pairs, vocabulary]."""
-KEPT = 4
-"""Tokens of a truncated draft distribution."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,11 @@ class Draft:
 
 Drafter = Callable[[Sequence[int], int], Draft]
 """Makes the draft after these tokens for a sequence with this seed."""
-NO_DRAFT: Drafter = lambda tokens, seed: Draft()  # noqa: ARG005, E731
+
+
+def no_draft(tokens: Sequence[int], seed: int) -> Draft:
+    """Plain decoding."""
+    return Draft()
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Drawing:
     widths: tuple[int, ...]
     is_renewed: bool = True
     """Whether each round has new random numbers; otherwise they depend on the position only."""
+    kept: int = 4
+    """Tokens of the truncated distributions."""
 
     def __call__(self, tokens: Sequence[int], seed: int) -> Draft:
         drawn: list[int] = []
@@ -61,7 +65,7 @@ class Drawing:
             below: list[tuple[int, tuple[int, ...]]] = []
             for parent, path in level:
                 stated = self.distribution(pair_after(path))
-                source = random.Random(f"{seed}/{len(tokens) if self.is_renewed else 0}/{len(path)}/{path[len(tokens) :]}")
+                source = random.Random(f"{seed}/{len(tokens) if self.is_renewed else 0}/{len(path)}")
                 for token in without_replacement(stated, width, source):
                     below.append((len(drawn), (*path, token)))
                     drawn.append(token)
@@ -71,12 +75,12 @@ class Drawing:
         return Draft(TokenTree(tuple(drawn), tuple(parents)), tuple(distributions))
 
     def distribution(self, pair: int) -> DraftDistribution:
-        return _truncated(tuple(self.table[pair].tolist()))
+        return _truncated(tuple(self.table[pair].tolist()), self.kept)
 
 
 @cache
-def _truncated(logits: tuple[float, ...]) -> DraftDistribution:
-    best = torch.tensor(logits).softmax(dim=0).topk(KEPT)
+def _truncated(logits: tuple[float, ...], kept: int) -> DraftDistribution:
+    best = torch.tensor(logits).softmax(dim=0).topk(kept)
     return DraftDistribution(tuple(best.indices.tolist()), tuple((best.values / best.values.sum()).tolist()))
 
 
@@ -104,9 +108,7 @@ class WithSharedNoise:
         return Draft(TokenTree.chain(path[len(tokens) :]))
 
 
-def write(
-    rule: AcceptanceRule, sampling: SamplingParameters, drafter: Drafter, seeds: int
-) -> tuple[Answers, float]:
+def write(rule: AcceptanceRule, sampling: SamplingParameters, drafter: Drafter, seeds: int) -> tuple[Answers, float]:
     """The answers for the first `seeds` seeds, and the mean number of accepted tokens in the first round."""
 
     @cache

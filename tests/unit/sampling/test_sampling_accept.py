@@ -145,7 +145,8 @@ def test_the_synthetic_rule_brings_its_settings_and_is_not_lossless() -> None:
 
 def test_an_unknown_rule_is_refused_with_the_nearest_name() -> None:
     message = (
-        r"target\.acceptance: 'couple' is unknown; it must be one of coupled, synthetic \(the nearest is coupled\)"
+        r"target\.acceptance: 'couple' is unknown; it must be one of block, blockwise, coupled, rejection, synthetic, "
+        r"typical \(the nearest is coupled\)"
     )
     with pytest.raises(ConfigurationError, match=message):
         create_rule(TargetSection(acceptance="couple"))

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from cluster.core.config.base import PluginSettings
+from cluster.core.drafting import DraftDistribution
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
@@ -49,7 +50,12 @@ class Threshold:
     needs_distribution: bool = True
 
     def accept(
-        self, tree: TokenTree, decisions: Sequence[int], root: RootPosition, log_probabilities: Tensor | None
+        self,
+        tree: TokenTree,
+        decisions: Sequence[int],
+        root: RootPosition,
+        log_probabilities: Tensor | None,
+        distributions: Sequence[DraftDistribution],
     ) -> Accepted:
         self.seen.append(log_probabilities)
         assert log_probabilities is not None
@@ -96,15 +102,20 @@ def expected_distribution(directory: Path, sampling: SamplingParameters) -> list
     return [probabilities(logits[end - 1].tolist(), sampling, tokens[:end], len(PROMPT)) for end in ends]
 
 
-@pytest.mark.parametrize("sampling", [SAMPLED, SamplingParameters(temperature=0.0)], ids=["sampled", "greedy"])
+@pytest.mark.parametrize(
+    ("sampling", "drawn_from"),
+    [(SAMPLED, SAMPLED), (SamplingParameters(temperature=0.0), SamplingParameters(temperature=1.0))],
+    ids=["sampled", "greedy"],
+)
 def test_a_rule_gets_the_distribution_at_every_node(
-    directory: Path, seen: list[Tensor | None], sampling: SamplingParameters
+    directory: Path, seen: list[Tensor | None], sampling: SamplingParameters, drawn_from: SamplingParameters
 ) -> None:
+    """In a greedy row they are those at temperature 1, because the greedy distribution shows only the decision."""
     verify(engine_with(directory, acceptance="threshold"), sampling)
     distribution = seen[-1]
     assert distribution is not None
     assert distribution.shape == (len(CHAIN) + 1, tiny.VOCABULARY)
-    expected = torch.tensor(expected_distribution(directory, sampling))
+    expected = torch.tensor(expected_distribution(directory, drawn_from))
     torch.testing.assert_close(distribution.exp(), expected, atol=1e-4, rtol=1e-3)
 
 

@@ -5,8 +5,8 @@ tokens in expectation than `rejection`. In a tree, only the chain of first child
 ignored.
 
 The output has the target's own distribution, but it is not the text of plain decoding with the same seed. The
-conditions of `rejection` apply. In addition, a drafter that draws uses new random numbers in each round: this rule looks
-at tokens behind the accepted prefix, so the same numbers at the same position of the next round would not be random.
+conditions of `rejection` apply. In addition, a drafter that draws uses new random numbers in each round: this rule
+looks at tokens behind the accepted prefix, so the same numbers would not be random in the next round.
 """
 
 from __future__ import annotations
