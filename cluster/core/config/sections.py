@@ -99,8 +99,8 @@ class TargetSection(ModelSection, PluginHost):
     max_context_len: Positive | None = None
     """Longest sequence of prompt and answer, in tokens; unset takes the model's own bound."""
     acceptance: str = "coupled"
-    """Name of the acceptance rule. `coupled` accepts what the target decides, so drafts change no token. `rejection` and
-    `block` keep the distribution, but for the same seed the text depends on the drafts. Other rules may be LOSSY."""
+    """Name of the acceptance rule. `coupled` accepts what the target decides, so drafts change no token. `rejection`
+    and `block` keep the distribution, but for one seed the text depends on the drafts. Other rules may be LOSSY."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Intra-op threads of each rank on CPU; 0 lets the placement choose."""
     step_timeout_seconds: Seconds = 120.0

@@ -1,8 +1,9 @@
-"""The lossy rules `typical` and `blockwise`: which drafted tokens they accept, and that they say that they are lossy."""
+"""The lossy rules `typical` and `blockwise`: which drafted tokens they accept, and that they say they are lossy."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -146,10 +147,7 @@ def test_missing_log_probabilities_are_refused() -> None:
         Typical(0.09, 0.3).accept(EMPTY_TREE, [1], SAMPLED, None)
 
 
-def test_rules_and_their_settings_are_read_without_torch(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
+def test_rules_and_their_settings_are_read_without_torch() -> None:
     program = "import sys; from workers.sampling.acceptance import RULES; RULES.names(); print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
