@@ -29,6 +29,7 @@ from workers.forward.graph_buffers import (
 )
 from workers.forward.layout import RowShape, StepLayout
 from workers.forward.loaded_model import LoadedModel, PassOutput
+from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.kv.groups import KvCacheGroups
 from workers.kv.pool import KvPool
 
@@ -39,11 +40,14 @@ _MOST_GRAPHS = 192
 _WARM_ROWS = 64
 _WARM_TOKENS = 2048  # most tokens of a row at warm-up; longer rows are captured when they occur
 
-Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepLayout], PassOutput]
-"""(tokens `[1, tokens]`, positions `[1, tokens]`, selected `[selected]`, layout) → output of the pass."""
+Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepLayout, PartialPass], PassOutput]
+"""(tokens `[1, tokens]`, positions `[1, tokens]`, selected `[selected]`, layout, parts) → output of the pass."""
 Replay = Callable[[], None]
 GraphCapture = Callable[[Callable[[], None]], Replay]
 """Runs a function at least once, and returns a function that repeats it on the same tensors."""
+
+
+_Key = tuple[GraphSize, PartialPass]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +88,20 @@ class CudaGraphRunner:
         self._blocks = 0
         """Blocks per row, fixed for all sizes, if FlexAttention is used; else 0."""
         self._has_chosen = False
-        self._times_seen: Counter[GraphSize] = Counter()
-        self._captured: dict[GraphSize, _CapturedGraph] = {}
+        self._times_seen: Counter[_Key] = Counter()
+        self._captured: dict[_Key, _CapturedGraph] = {}
         self._logits: torch.Tensor | None = None
         self._hidden: torch.Tensor | None = None
-        self._refused: set[GraphSize] = set()
+        self._refused: set[_Key] = set()
         self._given_up = False
 
     def run(
-        self, rows: Sequence[RowShape], tokens: Sequence[int], positions: Sequence[int], selected: Sequence[int]
+        self,
+        rows: Sequence[RowShape],
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        selected: Sequence[int],
+        partial: PartialPass = WHOLE,
     ) -> PassOutput | None:
         """Replay a step. Returns the output of at least `selected` logits, valid until the next step, or `None`."""
         self._choose()
@@ -100,11 +109,12 @@ class CudaGraphRunner:
         size = graph_size(rows, len(selected), block_size, self._bounds, self._blocks)
         if size is None:
             return None
-        if size not in self._captured:
-            self._times_seen[size] += 1
-            if self._times_seen[size] < self._capture_after or not self.capture(size):
+        key = size, partial
+        if key not in self._captured:
+            self._times_seen[key] += 1
+            if self._times_seen[key] < self._capture_after or not self.capture(size, partial):
                 return None
-        captured = self._captured[size]
+        captured = self._captured[key]
         captured.buffers.fill(rows, tokens, positions, selected)
         captured.replay()
         hidden = captured.output.hidden
@@ -125,30 +135,31 @@ class CudaGraphRunner:
                 logger.info("captured %d of %d decoding passes in %.1f s", number, len(sizes), seconds)
 
     @torch.inference_mode()
-    def capture(self, size: GraphSize) -> bool:
+    def capture(self, size: GraphSize, partial: PartialPass = WHOLE) -> bool:
         """Capture a pass of this size over padding only. Returns whether it is captured."""
-        if size in self._captured:
+        key = size, partial
+        if key in self._captured:
             return True
-        if self._given_up or size in self._refused or len(self._captured) >= _MOST_GRAPHS:
+        if self._given_up or key in self._refused or len(self._captured) >= _MOST_GRAPHS:
             return False
         buffers = GraphBuffers(size, self._kv_groups, self._scratch, self._device, self._flex)
         buffers.fill((), (), (), ())
         try:
-            example = self._pass(buffers)
+            example = self._pass(buffers, partial)
         except Exception as error:  # the compiler may raise anything
-            self._refused.add(size)
+            self._refused.add(key)
             logger.warning("passes of %s cannot be captured and run without a CUDA graph: %r", size, error)
             return False
         output = self._output_buffers(example)
 
         def write() -> None:
-            found = self._pass(buffers)
+            found = self._pass(buffers, partial)
             output.logits.copy_(found.logits)
             if output.hidden is not None and found.hidden is not None:
                 output.hidden.copy_(found.hidden)
 
         try:
-            self._captured[size] = _CapturedGraph(buffers, self._capture(write), output)
+            self._captured[key] = _CapturedGraph(buffers, self._capture(write), output)
         except RuntimeError as error:
             self._given_up = True
             logger.warning("no further passes are captured as CUDA graphs: %s", error)
@@ -162,8 +173,8 @@ class CudaGraphRunner:
             if self._flex is not None:  # no row has more blocks than the pool
                 self._blocks = min(self._bounds.longest // self._kv_groups.layout.block_size, self._scratch)
 
-    def _pass(self, buffers: GraphBuffers) -> PassOutput:
-        return self._compute(buffers.tokens, buffers.positions, buffers.selected, buffers.layout())
+    def _pass(self, buffers: GraphBuffers, partial: PartialPass) -> PassOutput:
+        return self._compute(buffers.tokens, buffers.positions, buffers.selected, buffers.layout(), partial)
 
     def _output_buffers(self, example: PassOutput) -> PassOutput:
         """The buffers that all captured passes write to; each result is read before the next step."""

@@ -36,7 +36,7 @@ class PartialPass:
     exit_norm: torch.Tensor | None = None
     """`[hidden]` replaces the weight of the final norm, which is trained for the last layer's output."""
 
-    def check(self, layers: int, hidden: int) -> None:
+    def check(self, layers: int, hidden: int, device: torch.device) -> None:
         """Raise `ConfigurationError` if a model of `layers` layers and `hidden` numbers per token has no such part."""
         if self.layers is not None and not 1 <= self.layers <= layers:
             raise ConfigurationError(f"layers: {self.layers} is refused; it must be between 1 and {layers}")
@@ -48,6 +48,8 @@ class PartialPass:
             raise ConfigurationError(
                 f"exit_norm: the shape {tuple(self.exit_norm.shape)} is refused; it must be ({hidden},)"
             )
+        if self.exit_norm is not None and self.exit_norm.device != device:
+            raise ConfigurationError(f"exit_norm: the device {self.exit_norm.device} is refused; it must be {device}")
 
     def skipped_parts(self, layers: int) -> list[int]:
         """For each layer the sum of `SKIP_ATTENTION` and `SKIP_MLP` where the part is skipped; empty if none is."""
@@ -65,6 +67,9 @@ WHOLE = PartialPass()
 @contextmanager
 def only_parts(module: nn.Module, partial: PartialPass) -> Iterator[None]:
     """Inside, a model of `transformers` computes these parts only. Raises `ConfigurationError` if it has none such."""
+    if partial is WHOLE:
+        yield
+        return
     with ExitStack() as stack:
         layers = list(decoder_layers(module))
         for index, skipped in enumerate(partial.skipped_parts(len(layers))):
@@ -75,8 +80,8 @@ def only_parts(module: nn.Module, partial: PartialPass) -> Iterator[None]:
             stack.enter_context(_replaced(parent, name, nn.ModuleList(layers[: partial.layers])))
         if partial.exit_norm is not None:
             norm = _part(decoder_list(module)[0], _NORM_NAMES)
-            weight = partial.exit_norm.to(norm.weight.device, norm.weight.dtype)  # type: ignore[arg-type]
-            stack.enter_context(_replaced(norm, "weight", nn.Parameter(weight, requires_grad=False)))
+            weight = nn.Parameter(partial.exit_norm.to(norm.weight.dtype), requires_grad=False)  # type: ignore[arg-type]
+            stack.enter_context(_replaced(norm, "weight", weight))
         yield
 
 

@@ -16,6 +16,7 @@ from workers.forward.cuda_graphs import make_graph_runner
 from workers.forward.layout import RowShape, StepLayout, build_step_layout
 from workers.forward.loaded_model import LoadedModel, PassOutput
 from workers.forward.native.attention import NativeStep, build_native_step, load_kernel
+from workers.forward.partial_pass import WHOLE, PartialPass, only_parts
 from workers.forward.taps import TapRecorder, check_taps
 from workers.kv.block_table import BlockTable
 from workers.kv.pool import KvPool
@@ -36,11 +37,19 @@ class ForwardRow:
     tree: TokenTree = EMPTY_TREE
     select: tuple[int, ...] = ()
     """Indices within the row of the tokens whose logits are returned: committed tokens first, then the tree's nodes."""
+    uncommitted: int = 0
+    """Positions between the table's stored ones and this row's tokens, whose keys and values an earlier pass wrote
+    and nobody committed. So a draft grows token by token, and `KvPool.truncate` to `stored_len` forgets it."""
+
+    @property
+    def shape(self) -> RowShape:
+        """The row as the layout sees it."""
+        return RowShape(self.table.blocks, self.table.stored_len + self.uncommitted, len(self.tokens), self.tree)
 
     @property
     def end(self) -> int:
         """Length to reserve before the forward pass."""
-        return self.table.stored_len + len(self.tokens) + len(self.tree)
+        return self.shape.end
 
 
 class ModelRunner:
@@ -83,13 +92,22 @@ class ModelRunner:
             self._graphs.warm_up(self._model.max_context_len)
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[ForwardRow]) -> torch.Tensor:
+    def forward(
+        self, rows: Sequence[ForwardRow], partial: PartialPass = WHOLE, inputs: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Compute all rows in one pass. Each row's table must have room for `row.end` tokens.
 
         Stores the keys and values of all tokens and nodes; `commit` commits them. Returns the selected logits, row
         after row, `[selected, vocabulary (this rank's part)]`. They are valid until the next pass.
+
+        A `partial` pass stores keys and values of the layers that it computes only. The next whole pass over the same
+        positions overwrites them, so such a pass is not committed. It records no hidden states. Give the same object
+        each time: each one has its own CUDA graphs. `inputs` `[tokens of all rows with their nodes, hidden]` replace
+        the tokens' embeddings. Raises `ConfigurationError` if the model has no such parts, `ValueError` for inputs of
+        another shape.
         """
-        output = self._run(rows)
+        self._check(rows, partial, inputs)
+        output = self._run(rows, partial, inputs)
         self.hidden = output.hidden
         return output.logits[: sum(len(row.select) for row in rows)]
 
@@ -107,10 +125,19 @@ class ModelRunner:
         path = [*range(first, first + fresh), *(first + fresh + node for node in nodes)]
         return self.hidden[to_device(path, self.hidden.device)]
 
-    def _run(self, rows: Sequence[ForwardRow]) -> PassOutput:
+    def _check(self, rows: Sequence[ForwardRow], partial: PartialPass, inputs: torch.Tensor | None) -> None:
+        if partial is WHOLE and inputs is None:
+            return
+        hidden = int(self._model.module.config.get_text_config().hidden_size)
+        partial.check(len(self._model.layers), hidden, self._model.device)
+        expected = sum(len(row.tokens) + len(row.tree) for row in rows), hidden
+        if inputs is not None and inputs.shape != expected:
+            raise ValueError(f"inputs: the shape {tuple(inputs.shape)} is refused; it must be {expected}")
+
+    def _run(self, rows: Sequence[ForwardRow], partial: PartialPass, inputs: torch.Tensor | None) -> PassOutput:
         """Run all rows. The output may have more logits than the rows select."""
         device = self._model.device
-        shapes = [RowShape(row.table.blocks, row.table.stored_len, len(row.tokens), row.tree) for row in rows]
+        shapes = [row.shape for row in rows]
         tokens = [token for row in rows for token in (*row.tokens, *row.tree.tokens)]
         selected: list[int] = []
         first = 0
@@ -121,10 +148,11 @@ class ModelRunner:
             selected = [first - 1]  # some linear kernels reject an input of no rows
         self._shapes = tuple(shapes)
         if self._model.native is not None:
-            return self._model.native.compute(tokens, selected, shapes, self._taps)
+            taps = self._taps if partial is WHOLE else ()
+            return self._model.native.compute(tokens, selected, shapes, taps, partial, inputs)
         positions = [position for shape in shapes for position in shape.positions()]
-        if self._graphs is not None:
-            replayed = self._graphs.run(shapes, tokens, positions, selected)
+        if self._graphs is not None and inputs is None:
+            replayed = self._graphs.run(shapes, tokens, positions, selected, partial)
             if replayed is not None:
                 return replayed
         layout = (
@@ -133,28 +161,44 @@ class ModelRunner:
             else build_native_step(shapes, self._pool.kv_groups)
         )
         ids, position_ids, chosen = (to_device(values, device) for values in (tokens, positions, selected))
-        return self._compute(ids[None], position_ids[None], chosen, layout)
+        return self._compute(ids[None], position_ids[None], chosen, layout, partial, inputs)
 
     def _compute(
-        self, tokens: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor, layout: StepLayout | NativeStep
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        selected: torch.Tensor,
+        layout: StepLayout | NativeStep,
+        partial: PartialPass = WHOLE,
+        inputs: torch.Tensor | None = None,
     ) -> PassOutput:
         """Run the model over tokens and positions `[1, tokens]`, with logits for `selected`."""
+        module = self._model.module
+        embeddings = None if inputs is None else inputs[None].to(self._model.device, self._model.dtype)
+        recorder = self._recorder if partial is WHOLE else TapRecorder(())
         self._paged.layout = layout
         try:
-            with self._recorder.recording(self._model.module):
-                output = self._model.module(
-                    input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=selected
+            with only_parts(module, partial), recorder.recording(module):
+                output = module(
+                    input_ids=tokens if embeddings is None else None,
+                    inputs_embeds=embeddings,
+                    position_ids=positions,
+                    use_cache=False,
+                    logits_to_keep=selected,
                 )
         finally:
             self._paged.layout = None
-        return PassOutput(output.logits[0], self._recorder.hidden())
+        return PassOutput(output.logits[0], recorder.hidden())
 
     @torch.inference_mode()
     def commit(self, row: ForwardRow, nodes: Sequence[int] = ()) -> None:
         """Commit the row's tokens and the accepted path `nodes`, and free the blocks of the rest of the tree.
 
-        The keys and values of the path move to the positions after the committed tokens.
+        The keys and values of the path move to the positions after the committed tokens. Raises `ValueError` for a row
+        with uncommitted positions before its tokens.
         """
+        if row.uncommitted:
+            raise ValueError(f"a row after {row.uncommitted} uncommitted positions cannot be committed")
         if any(node != depth for depth, node in enumerate(nodes)):
             self._pool.move(row.table, row.table.stored_len + len(row.tokens), nodes)
         self._pool.commit(row.table, (*row.tokens, *(row.tree.tokens[node] for node in nodes)))

@@ -100,7 +100,7 @@ class NativeDecoder:
             raise RuntimeError("bind a pool before computing")
         step = build_native_step(rows, self._kv_groups)
         ids, indices = np.array(tokens, dtype=np.int64), np.array(selected, dtype=np.int64)
-        if not 0 <= ids.min() <= ids.max() < len(self._embedding):
+        if inputs is None and not 0 <= ids.min() <= ids.max() < len(self._embedding):
             raise IndexError(f"tokens {ids.min()} to {ids.max()}: the model has {len(self._embedding)}")
         self._extend_angles(step.end)
         logits = torch.empty((len(indices), self._vocabulary))
