@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishError
+from deploy.commands.bench import bench
 from deploy.commands.demo import demo
 from deploy.commands.distill import distill
 from deploy.commands.generate import generate
@@ -61,6 +62,7 @@ def common_options(
 cli.command("plan")(plan_command)
 for command in (prepare, serve, generate, demo, distill):
     cli.command()(command)
+cli.add_typer(bench, name="bench")
 
 
 if __name__ == "__main__":

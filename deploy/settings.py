@@ -106,6 +106,17 @@ def read_values(config: str) -> dict[str, Any]:
     return values
 
 
+def read_list(file: Path) -> list[Any]:
+    """Read a YAML file that holds a list. Raises `ConfigurationError`."""
+    try:
+        found = _parse(str(file), file.expanduser().read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{file}: needed a readable YAML file; {error}") from None
+    if not isinstance(found, list):
+        raise ConfigurationError(f"{file}: needed a list, found {type(found).__name__}")
+    return found
+
+
 def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
     """Parse `["target.dtype=bfloat16"]` into dotted overrides. Values are YAML. Raises `ConfigurationError`."""
     overrides: dict[str, Any] = {}

@@ -1,9 +1,10 @@
 """Prompts for the target, from JSONL files. The keys of each line determine its format.
 
 The formats are Spec-Bench (`turns`), GSM8K (`question`), Self-Instruct (`instruction` with `instances`), conversations
-(`messages`) and plain prompts (`prompt`). Answers in the files are ignored, because the target writes its own. For a
-line with a system message alone (`system`, null for none), the target writes the question as well: a model that was
-tuned on conversations writes questions like those that it was tuned on (Magpie, Xu et al. 2024).
+(`messages`), HumanEval (`entry_point` with `prompt`) and plain prompts (`prompt`). Answers in the files are ignored,
+because the target writes its own. For a line with a system message alone (`system`, null for none), the target writes
+the question as well: a model that was tuned on conversations writes questions like those that it was tuned on (Magpie,
+Xu et al. 2024).
 """
 
 from __future__ import annotations
@@ -185,6 +186,11 @@ def _plain(row: Mapping[str, Any], where: str) -> list[_Turns]:
     return [(None, [_text(row["prompt"], f"{where}: prompt")])]
 
 
+def _function(row: Mapping[str, Any], where: str) -> list[_Turns]:
+    beginning = _text(row.get("prompt"), f"{where}: prompt").strip("\n")
+    return [(None, [f"Complete this Python function. Write the whole function.\n\n```python\n{beginning}\n```"])]
+
+
 def _instruction(row: Mapping[str, Any], where: str) -> list[_Turns]:
     instruction = _text(row["instruction"], f"{where}: instruction")
     instances = row.get("instances", [])
@@ -237,6 +243,7 @@ _FORMS: dict[str, Callable[[Mapping[str, Any], str], list[_Turns]]] = {
     "messages": _messages,
     "instruction": _instruction,
     "question": _question,
+    "entry_point": _function,
     "prompt": _plain,
     "system": _system_only,
 }

@@ -1,0 +1,94 @@
+"""What one pass of a race records: every answer with its tokens, the arrival of each commit, and the draft counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class RacePrompt:
+    """One prompt of a task."""
+
+    tokens: tuple[int, ...]
+    """The conversation, rendered by the target's chat template. Empty for an endpoint, which renders its own."""
+    text: str
+    """The user's message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Tokens that arrived together: one commit of the target."""
+
+    seconds: float
+    """Time since the request was sent, in seconds."""
+    tokens: int
+    accepted: int = 0
+    """How many of the tokens are accepted draft tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class RaceAnswer:
+    """One answer."""
+
+    tokens: tuple[int, ...]
+    """Empty where an endpoint reports no token ids."""
+    arrivals: tuple[Arrival, ...]
+    completion_tokens: int
+    drafted: int = 0
+    """Draft tokens that were verified."""
+    steps: int = 0
+    """Forward passes of the target that decided tokens; 0 where they are unknown."""
+    is_lossless: bool = True
+    text: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Time from the request to the last token, in seconds."""
+        return self.arrivals[-1].seconds if self.arrivals else 0.0
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """Time from the request to the first token (TTFT), in seconds; `None` for an empty answer."""
+        return self.arrivals[0].seconds if self.arrivals else None
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Time per output token after the first commit (TPOT), in seconds; `None` if nothing came after it."""
+        later = self.completion_tokens - (self.arrivals[0].tokens if self.arrivals else 0)
+        return (self.seconds - self.arrivals[0].seconds) / later if later > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class RacePass:
+    """One pass through the prompts of a task, with a number of requests in flight."""
+
+    answers: tuple[RaceAnswer, ...]
+    seconds: float
+    counters: Mapping[str, float] = field(default_factory=dict)
+    """Increase of the coordinator's counters during the pass (see `deploy.race.local_contestant`)."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in all answers."""
+        return sum(answer.completion_tokens for answer in self.answers)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of the whole pass; 0 for a pass that took no time."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PassRequest:
+    """What a pass asks for."""
+
+    prompts: Sequence[RacePrompt]
+    batch: int
+    """Requests in flight."""
+    temperature: float
+    seed: int
+    """Seed of the first prompt; the seed of each next prompt is one higher."""
+    max_tokens: int
+    salt: str = ""
+    """Separates the pass from all others: no KV block and no stored text of another pass is reused."""

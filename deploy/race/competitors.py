@@ -1,0 +1,138 @@
+"""The drafting configurations that take part in a race: all registered methods that can run, and those of the user."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.core.config.sections import NO_DRAFTS, Configuration, DraftModelSection
+from cluster.core.errors import ConfigurationError, PilotfishError, shorten
+from deploy.models import DRAFTS, resolve_models
+from deploy.race.options import RaceOptions
+from deploy.settings import Settings, load_settings, parse_assignments, read_list
+from workers.draft.registry import METHODS, MethodPlugin
+
+FREE_PORTS = ("server.http_port=0", "server.grpc_port=0")
+_NEXT_KEY = re.compile(r",(?=[A-Za-z_][\w.]*=)")
+"""A comma that is followed by a key; other commas belong to a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Competitor:
+    """One drafting configuration."""
+
+    name: str
+    configuration: Configuration
+    """With resolved model paths and free ports."""
+    assignments: tuple[str, ...] = ()
+    """The settings that distinguish it, as `key=value`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A competitor that does not run."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RaceSettings:
+    """Builds the configuration of each competitor from the settings of the command line."""
+
+    config: str | None
+    assignments: tuple[str, ...]
+    """`--set`; a competitor's own settings take precedence."""
+
+    def plain(self) -> Settings:
+        """The settings without drafts. Raises `PilotfishError`."""
+        return self.settings((f"draft.method={NO_DRAFTS}",))
+
+    def settings(self, own: Sequence[str]) -> Settings:
+        """The settings of one competitor, with models as local directories. Raises `PilotfishError`."""
+        found = load_settings(self.config, [*FREE_PORTS, *self.assignments, *own])
+        models = resolve_models(found.configuration, found.cache_directory, lambda _: None)
+        return Settings(models.configuration, found.cache_directory, found.ray_address)
+
+
+def find_competitors(
+    options: RaceOptions, race_settings: RaceSettings
+) -> tuple[tuple[Competitor, ...], tuple[Skipped, ...]]:
+    """The competitors in order, and those that cannot run with the reason.
+
+    Raises `ConfigurationError` for an unknown method and for a configuration that cannot be read.
+    """
+    wanted: dict[str, tuple[str, ...]] = {}
+    named = options.method_names
+    if not named and not options.configuration:
+        named = tuple(method for method, plugin in METHODS.items() if _is_default(method, plugin))
+    for method in named:
+        wanted[method] = (f"draft.method={method}", *_shipped_draft(method, METHODS.get(method), race_settings))
+    for text in options.configuration:
+        for name, assignments in read_configurations(text).items():
+            if name in wanted:
+                raise ConfigurationError(f"--configuration: {name!r} is named twice; each name must be unique")
+            wanted[name] = assignments
+    found: list[Competitor] = []
+    skipped: list[Skipped] = []
+    for name, assignments in wanted.items():
+        try:
+            found.append(Competitor(name, race_settings.settings(assignments).configuration, assignments))
+        except PilotfishError as error:
+            skipped.append(Skipped(name, str(error)))
+    return tuple(found), tuple(skipped)
+
+
+def read_configurations(text: str) -> dict[str, tuple[str, ...]]:
+    """The settings of each competitor in `NAME=KEY=VALUE,KEY=VALUE`, or in a YAML file with a list of `name` and `set`.
+
+    Raises `ConfigurationError`.
+    """
+    if text.endswith((".yaml", ".yml")):
+        return dict(_entry(text, entry) for entry in read_list(Path(text)))
+    name, _, assignments = text.partition("=")
+    parts = tuple(part.strip() for part in _NEXT_KEY.split(assignments))
+    if not name.strip() or not all("=" in part for part in parts):
+        raise ConfigurationError(f"--configuration {text}: needed NAME=KEY=VALUE, as in lookup=draft.method=ngram")
+    parse_assignments(parts)
+    return {name.strip(): parts}
+
+
+def _entry(file: str, entry: Any) -> tuple[str, tuple[str, ...]]:
+    if (
+        not isinstance(entry, Mapping)
+        or set(entry) != {"name", "set"}
+        or not isinstance(entry["name"], str)
+        or not isinstance(entry["set"], Mapping)
+    ):
+        raise ConfigurationError(
+            f"--configuration {file}: each entry needs a `name` and a mapping `set`, found {shorten(entry)}"
+        )
+    return entry["name"], tuple(f"{key}={_as_yaml(value)}" for key, value in entry["set"].items())
+
+
+def _as_yaml(value: Any) -> str:
+    """A value as it is written after `--set key=`: YAML in one line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
+
+
+def _is_default(method: str, plugin: MethodPlugin) -> bool:
+    """Whether a method takes part unless the user chooses. Those that change the target's answers do not."""
+    return method != NO_DRAFTS and plugin.target_settings is None
+
+
+def _shipped_draft(method: str, plugin: MethodPlugin, race_settings: RaceSettings) -> tuple[str, ...]:
+    """The shipped draft of the target in the target's dtype, for a method whose draft model is not set."""
+    if not issubclass(plugin.settings, DraftModelSection) or "path" not in plugin.settings.model_fields:
+        return ()
+    found = load_settings(race_settings.config, race_settings.assignments).configuration
+    dtype = (f"draft.{method}.dtype={found.target.dtype}",)
+    if found.draft.settings(method, plugin.settings).path:
+        return ()
+    shipped = [draft for draft, target in DRAFTS.items() if target == found.target.path.partition("@")[0]]
+    return (f"draft.{method}.path={shipped[0]}", *dtype) if shipped else dtype

@@ -1,0 +1,190 @@
+"""The results of a race as Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deploy.race import measures
+from deploy.race.answers import RacePass
+from deploy.race.exactness import Exactness
+from deploy.race.results import CellResult, Entry, RaceResults, over_tasks
+
+_MIB = 2**20
+_UNKNOWN = "–"
+PLAIN = "plain"
+
+
+def markdown(results: RaceResults) -> str:
+    """The whole report: what ran where, speed, speed by task, latency, cost, and what did not run."""
+    settings = list(dict.fromkeys((found.cell.batch, found.cell.temperature) for found in results.cells))
+    parts = [f"# Race of drafting methods\n\n{results.title}"]
+    if results.stretch:
+        parts.append(f"**{results.stretch}**")
+    parts.append(_machine(results))
+    for batch, temperature in settings:
+        where = f"batch {batch}, temperature {temperature:g}"
+        note = f" ({results.stretch})" if results.stretch else ""
+        parts.append(f"## Speed, {where}{note}\n\n{_speed(results, batch, temperature)}")
+        parts.append(f"## Speed by task, ÷ plain, {where}{note}\n\n{_by_task(results, batch, temperature)}")
+        parts.append(f"## Latency in milliseconds, {where}{note}\n\n{_latency(results, batch, temperature)}")
+    parts.append(f"## Settings and memory\n\n{_costs(results)}")
+    parts.append(_skipped(results))
+    parts.append(f"Command:\n\n```sh\n{results.command}\n```")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _machine(results: RaceResults) -> str:
+    machine = results.machine
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    gpus = f", {', '.join(machine['gpus'])}" if machine["gpus"] else ""
+    return (
+        f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads, {machine['instructions']}"
+        f"{gpus}, {machine['memory_bytes'] / 2**30:.0f} GiB, load {machine['load'][0]} at the start; {versions}; "
+        f"{machine['time']}"
+    )
+
+
+_SPEED_COLUMNS = (
+    *("competitor", "tokens/s", "÷ plain", "÷ plain, per device", "plain ÷ plain", "τ", "drafted, accepted"),
+    *("accepted at position 1, 2, …", "target passes per token", "GFLOP per token", "equal / explained / wrong"),
+)
+_SPEED_NOTE = (
+    "tokens/s and ÷ plain: all tasks in turn. Plain runs before and after every pass, and plain ÷ plain compares two "
+    "plain passes that follow each other. τ: committed tokens per target step. Accepted at a position: share of all "
+    "target steps. Passes and FLOP leave out prompts; FLOP are those of the matrices, and the draft model's are "
+    "estimated from the number of proposed tokens. Explained: the first tokens that differ have logits closer than "
+    "rounding may change them."
+)
+
+
+def _speed(results: RaceResults, batch: int, temperature: float) -> str:
+    rows: list[list[str]] = []
+    plain = _plain_passes(results, batch, temperature)
+    if plain:
+        rate, tau = measures.spread([found.rate for found in plain]), measures.committed_per_step(plain)
+        rows.append([PLAIN, _or_unknown(rate), "1", "1", _UNKNOWN, _number(tau), *[_UNKNOWN] * 5])
+    for entry in results.entries:
+        found = results.of(entry.name, batch=batch, temperature=temperature)
+        if found:
+            rows.append([_label(entry, found), *_speed_figures(entry, found)])
+    return f"{_table(_SPEED_COLUMNS, rows)}\n\n{_SPEED_NOTE}"
+
+
+def _speed_figures(entry: Entry, found: Sequence[CellResult]) -> list[str]:
+    plain, passes = over_tasks(found)
+    ratio = measures.spread(measures.speed_ratios(plain, passes))
+    per_device = measures.spread([value / entry.cost.devices for value in measures.speed_ratios(plain, passes)])
+    drafted, accepted = measures.drafted_tokens(passes)
+    positions = " ".join(f"{share:.2f}" for share in measures.acceptance_by_position(passes, 8))
+    costs = measures.per_committed_token(passes)
+    return [
+        _or_unknown(measures.spread([found.rate for found in passes])),
+        _or_unknown(ratio),
+        _or_unknown(per_device),
+        _or_unknown(measures.spread(measures.drift(plain))),
+        _number(measures.committed_per_step(passes)),
+        f"{drafted}, {accepted}",
+        positions or _UNKNOWN,
+        _UNKNOWN if costs is None else f"{costs[0]:.2f}",
+        _UNKNOWN if costs is None or not entry.cost.target_flops else f"{flops_per_token(entry, passes) / 1e9:.2f}",
+        str(sum((result.exactness for result in found), Exactness())),
+    ]
+
+
+def flops_per_token(entry: Entry, passes: Sequence[RacePass]) -> float:
+    """Floating-point operations of target and draft model per token of the answers, without prompts."""
+    costs = measures.per_committed_token(passes)
+    tokens = sum(found.tokens for found in passes)
+    if costs is None or not tokens:
+        return 0.0
+    proposed = sum(found.counters.get("proposed_tokens", 0.0) for found in passes)
+    return entry.cost.target_flops * costs[1] + entry.cost.draft_flops * proposed / tokens
+
+
+def _label(entry: Entry, found: Sequence[CellResult]) -> str:
+    return entry.name if all(result.is_lossless for result in found) else f"{entry.name} (NOT LOSSLESS)"
+
+
+def _by_task(results: RaceResults, batch: int, temperature: float) -> str:
+    tasks = list(dict.fromkeys(found.cell.task for found in results.cells))
+    rows: list[list[str]] = []
+    for entry in results.entries:
+        ratios = [
+            measures.spread(measures.speed_ratios(*over_tasks(found)))
+            if (found := results.of(entry.name, task=task, batch=batch, temperature=temperature))
+            else None
+            for task in tasks
+        ]
+        if any(ratio is not None for ratio in ratios):
+            rows.append([entry.name, *map(_or_unknown, ratios)])
+    return _table(("competitor", *tasks), rows)
+
+
+def _plain_passes(results: RaceResults, batch: int, temperature: float) -> list[RacePass]:
+    """The plain passes around all competitors."""
+    found = [results.of(entry.name, batch=batch, temperature=temperature) for entry in results.entries]
+    return [plain for cells in found for plain in over_tasks(cells)[0]]
+
+
+def _latency(results: RaceResults, batch: int, temperature: float) -> str:
+    names = [f"{figure} p{100 * share:.0f}" for figure in ("TTFT", "TPOT") for share in measures.QUANTILES]
+    rows: list[list[str]] = []
+    measured = [(PLAIN, _plain_passes(results, batch, temperature))]
+    measured += [
+        (entry.name, over_tasks(results.of(entry.name, batch=batch, temperature=temperature))[1])
+        for entry in results.entries
+    ]
+    for name, passes in measured:
+        if passes:
+            values = [*measures.first_token_percentiles(passes), *measures.per_token_percentiles(passes)]
+            rows.append([name, *(_number(None if value is None else 1e3 * value) for value in values)])
+    note = "TTFT: from the request to the first token. TPOT: per token after the first commit, a mean for each answer."
+    return f"{_table(('competitor', *names), rows)}\n\n{note}"
+
+
+def _costs(results: RaceResults) -> str:
+    rows = [
+        [
+            entry.name,
+            "`" + " ".join(entry.assignments) + "`" if entry.assignments else _UNKNOWN,
+            *(f"{value / _MIB:.0f}" if value else _UNKNOWN for value in _memory(entry)),
+        ]
+        for entry in results.entries
+    ]
+    columns = ("competitor", "settings", "target weights, MiB", "draft weights, MiB", "growth of the process, MiB")
+    return _table(columns, rows)
+
+
+def _memory(entry: Entry) -> tuple[int, int, int]:
+    return entry.cost.target_bytes, entry.cost.draft_bytes, entry.cost.resident_bytes
+
+
+def _skipped(results: RaceResults) -> str:
+    rows = [[skipped.name, skipped.reason] for skipped in results.skipped]
+    rows += [
+        [
+            f"{found.competitor}, {found.cell.task}, batch {found.cell.batch}, temperature {found.cell.temperature:g}",
+            reason,
+        ]
+        for found in results.cells
+        if (reason := found.skipped)
+    ]
+    own = [entry.name for entry in results.entries if entry.is_plain_own]
+    notes = (
+        f"\n\nPlain decoding was measured in the same cluster, with speculation off: {', '.join(own)}." if own else ""
+    )
+    return (f"## Not run\n\n{_table(('competitor', 'reason'), rows)}" if rows else "") + notes
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(columns)} |", f"|---{'|---:' * (len(columns) - 1)}|"]
+    cells = ([cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows)
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
+
+
+def _or_unknown(value: object) -> str:
+    return _UNKNOWN if value is None else str(value)
+
+
+def _number(value: float | None) -> str:
+    return _UNKNOWN if value is None else f"{value:.2f}"

@@ -1,0 +1,121 @@
+"""Which configurations take part in a race, and what a user writes to add one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.core.errors import ConfigurationError
+from deploy.race.competitors import RaceSettings, find_competitors, read_configurations
+from deploy.race.options import RaceOptions
+from deploy.race.results import Cell
+from deploy.race.runner import plan_cells
+from deploy.race.tasks import read_tasks
+from tests.support.models import tiny, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_tokenizer.byte_level(tiny.save(tmp_path_factory.mktemp("race") / "target", tiny.llama(vocab_size=320)))
+
+
+def options(**changes: object) -> RaceOptions:
+    return RaceOptions(prompts=(Path("prompts.jsonl"),), out=Path("out"), **changes)  # type: ignore[arg-type]
+
+
+def test_a_configuration_has_a_name_and_settings() -> None:
+    text = "wide=draft.method=ngram,draft.ngram.candidates=4,draft.synthetic.acceptance=[0.9,0.8]"
+    assert read_configurations(text) == {
+        "wide": ("draft.method=ngram", "draft.ngram.candidates=4", "draft.synthetic.acceptance=[0.9,0.8]")
+    }
+
+
+def test_a_file_lists_configurations(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("- name: deep\n  set: {draft.method: ngram, draft.max_depth: 16}\n- name: none\n  set: {}\n")
+    assert read_configurations(str(file)) == {"deep": ("draft.method=ngram", "draft.max_depth=16"), "none": ()}
+
+
+@pytest.mark.parametrize("text", ["lookup", "lookup=ngram", "=draft.method=ngram"])
+def test_a_configuration_without_name_or_settings_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="needed NAME=KEY=VALUE"):
+        read_configurations(text)
+
+
+def test_all_methods_that_keep_the_answers_take_part_and_the_others_are_named(target: Path) -> None:
+    competitors, skipped = find_competitors(options(), RaceSettings(None, (f"target.path={target}",)))
+    names = {competitor.name for competitor in competitors}
+    assert "ngram" in names and not names & {"none", "synthetic"}
+    assert any(entry.name == "model" and "path must be set" in entry.reason for entry in skipped)
+
+
+def test_chosen_methods_and_configurations_take_part(target: Path) -> None:
+    chosen = options(methods="none", configuration=("deep=draft.method=ngram,draft.max_depth=16",))
+    competitors, skipped = find_competitors(chosen, RaceSettings(None, (f"target.path={target}",)))
+    assert [competitor.name for competitor in competitors] == ["none", "deep"] and not skipped
+    assert competitors[1].configuration.draft.max_depth == 16
+
+
+def test_an_unknown_method_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="'medussa' is unknown"):
+        find_competitors(options(methods="medussa"), RaceSettings(None, ()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batches": (0,)}, "--batches"),
+        ({"temperatures": (3.0,)}, "--temperatures"),
+        ({"repeats": 0}, "--repeats: 0 is refused"),
+        ({"endpoint": "http://localhost:8000"}, "--endpoint and --model"),
+        ({"plain_endpoint": "http://localhost:8000"}, "--plain-endpoint"),
+    ],
+)
+def test_an_option_out_of_bounds_is_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        options(**changes)
+
+
+def test_every_task_runs_at_every_batch_and_temperature() -> None:
+    cells = plan_cells({"qa": (), "mathematics": ()}, options(batches=(1, 8), temperatures=(0.0, 1.0)))
+    assert len(cells) == 8
+    assert cells[:3] == (Cell("qa", 1, 0.0), Cell("mathematics", 1, 0.0), Cell("qa", 1, 1.0))
+
+
+class TestTasks:
+    """Prompts of several formats."""
+
+    def write(self, file: Path, *rows: dict[str, object]) -> Path:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return file
+
+    def test_a_task_is_the_category_or_the_name_of_the_file(self, tmp_path: Path) -> None:
+        bench = self.write(
+            tmp_path / "bench.jsonl",
+            {"turns": ["One?", "More?"], "category": "writing"},
+            {"turns": ["Two?"], "category": "math_reasoning"},
+            {"turns": ["Three?"], "category": "coding"},
+        )
+        plain = self.write(tmp_path / "gsm8k.jsonl", {"question": "Four?"}, {"question": "Five?"})
+        tasks = read_tasks([bench, plain], (), 1, None, None)
+        assert {name: [prompt.text for prompt in prompts] for name, prompts in tasks.items()} == {
+            "conversation": ["One?"],
+            "mathematics": ["Two?"],
+            "gsm8k": ["Four?"],
+        }
+        assert list(read_tasks([bench, plain], ["gsm8k"], 8, None, None)) == ["gsm8k"]
+        with pytest.raises(ConfigurationError, match="chess is not in the prompts; there are conversation, math"):
+            read_tasks([bench], ["chess"], 1, None, None)
+
+    def test_a_function_of_humaneval_becomes_a_request(self, tmp_path: Path) -> None:
+        row = {
+            "task_id": "HumanEval/0",
+            "prompt": "def f(x):\n",
+            "entry_point": "f",
+            "test": "",
+            "canonical_solution": "",
+        }
+        (prompt,) = read_tasks([self.write(tmp_path / "humaneval.jsonl", row)], (), 8, None, None)["humaneval"]
+        assert prompt.text.startswith("Complete this Python function.") and "```python\ndef f(x):\n```" in prompt.text

@@ -1,0 +1,55 @@
+"""Counts the weights of a model on disk, from the headers of its safetensors files."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from cluster.core.errors import ModelLoadError
+from workers.model.draft_card import is_distilled, read_card
+
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_positions.weight", "wpe.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCounts:
+    """Sizes of a model."""
+
+    parameters: int
+    """All stored parameters. A tied tensor counts once."""
+    multiply_adds: int
+    """Multiply-adds of the matrices per token: all matrices, with the head and without embeddings. Attention over
+    stored keys and values is left out."""
+
+
+def count_weights(directory: Path) -> WeightCounts:
+    """Count the weights of a model directory, also of a distilled draft, whose head is the target's.
+
+    Raises `ModelLoadError` if a file cannot be read.
+    """
+    shapes = tensor_shapes(directory)
+    matrices = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 2}
+    lookups = sum(count for name, count in matrices.items() if name.endswith(_EMBEDDINGS))
+    tied = next((count for name, count in matrices.items() if name.endswith(_EMBEDDINGS[:2])), 0)
+    head = tied if not any(name.endswith(_HEADS) for name in matrices) else 0
+    if is_distilled(directory):
+        card = read_card(directory)
+        head = (card.vocabulary_size or card.target_vocabulary_size) * card.hidden_size
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    return WeightCounts(parameters, sum(matrices.values()) - lookups + head)
+
+
+def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in the safetensors of a directory. Raises `ModelLoadError`."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as stored:
+                shapes.update({name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()})  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ModelLoadError(f"weights {str(file)!r} cannot be read: {error}") from error
+    return shapes
