@@ -16,6 +16,8 @@ from deploy.settings import Settings, load_settings, parse_assignments, read_lis
 from workers.draft.registry import METHODS, MethodPlugin
 
 FREE_PORTS = ("server.http_port=0", "server.grpc_port=0")
+_MODEL = "model"
+"""The drafting method with an independent draft model."""
 _NEXT_KEY = re.compile(r",(?=[A-Za-z_][\w.]*=)")
 """A comma that is followed by a key; other commas belong to a value."""
 
@@ -49,7 +51,7 @@ class RaceSettings:
 
     def plain(self) -> Settings:
         """The settings without drafts. Raises `PilotfishError`."""
-        return self.settings((f"draft.method={NO_DRAFTS}",))
+        return self.settings(_selecting(NO_DRAFTS))
 
     def settings(self, own: Sequence[str]) -> Settings:
         """The settings of one competitor, with models as local directories. Raises `PilotfishError`."""
@@ -70,7 +72,7 @@ def find_competitors(
     if not named and not options.configuration:
         named = tuple(method for method, plugin in METHODS.items() if _is_default(method, plugin))
     for method in named:
-        wanted[method] = (f"draft.method={method}", *_shipped_draft(method, METHODS.get(method), race_settings))
+        wanted[method] = (*_selecting(method), *_shipped_draft(method, METHODS.get(method), race_settings))
     for text in options.configuration:
         for name, assignments in read_configurations(text).items():
             if name in wanted:
@@ -84,6 +86,15 @@ def find_competitors(
         except PilotfishError as error:
             skipped.append(Skipped(name, str(error)))
     return tuple(found), tuple(skipped)
+
+
+def draft_model_directory(race_settings: RaceSettings) -> Path:
+    """The directory of the configured draft model, or of the target's shipped one. Raises `PilotfishError`."""
+    own = (*_selecting(_MODEL), *_shipped_draft(_MODEL, METHODS.get(_MODEL), race_settings))
+    weights = race_settings.settings(own).configuration.draft.weights
+    if weights is None:
+        raise ConfigurationError("draft.model.path must be set to a draft model")
+    return Path(weights.path)
 
 
 def read_configurations(text: str) -> dict[str, tuple[str, ...]]:
@@ -119,6 +130,10 @@ def _as_yaml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "null" if value is None else str(value)
+
+
+def _selecting(method: str) -> tuple[str, ...]:
+    return (f"draft.method={method}", "draft.methods=[]")
 
 
 def _is_default(method: str, plugin: MethodPlugin) -> bool:

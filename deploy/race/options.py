@@ -11,7 +11,7 @@ import typer
 from cluster.core.errors import ConfigurationError
 from deploy.dataclass_options import number_list
 
-_POSITIVE = ("prompts_per_task", "max_tokens", "repeats")
+_POSITIVE = ("prompts_per_task", "max_tokens", "repeats", "devices")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +69,7 @@ class RaceOptions:
     plain_endpoint: Annotated[
         str | None, typer.Option(metavar="URL", help="The same model without drafts, to compare --endpoint with.")
     ] = None
+    devices: Annotated[int, typer.Option(help="Devices behind --endpoint; --plain-endpoint counts as one.")] = 1
     model: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name at the endpoints.")] = None
     seed: Annotated[int, typer.Option(help="Seed of the first prompt of a task; the next prompt's is one higher.")] = 0
 

@@ -15,11 +15,12 @@ from cluster.core.errors import ConfigurationError
 from cluster.ingress.text.tokenizer import Tokenizer
 from deploy.models import served_name
 from deploy.progress import ProgressReporter
-from deploy.race.competitors import RaceSettings, find_competitors
+from deploy.race.competitors import RaceSettings, draft_model_directory, find_competitors
 from deploy.race.costs import describe_machine
 from deploy.race.options import RaceOptions
+from deploy.race.peers import PEERS
 from deploy.race.results import RaceResults, write_results
-from deploy.race.runner import RaceSession, race_clusters
+from deploy.race.runner import RaceSession, Report, race_clusters, race_endpoints
 from deploy.race.tables import markdown
 from deploy.race.tasks import RaceTasks, read_tasks
 from deploy.terminal import notices
@@ -28,25 +29,46 @@ from deploy.terminal import notices
 def run(options: RaceOptions, race_settings: RaceSettings) -> RaceResults:
     """Run the race and write `race.json`, `race.md` and the plots into `options.out`. Raises `PilotfishError`."""
     transformers_logging.disable_progress_bar()
+    return _run_endpoints(options) if options.endpoint else _run_clusters(options, race_settings)
+
+
+def _run_clusters(options: RaceOptions, race_settings: RaceSettings) -> RaceResults:
     plain = race_settings.plain().configuration
     directory = Path(plain.target.path)
     longest = _context_len(plain, directory) - options.max_tokens
-    tasks = read_tasks(
-        options.prompts, options.task_names, options.prompts_per_task, Tokenizer.load(directory), longest
-    )
+    tokenizer = Tokenizer.load(directory)
+    tasks = read_tasks(options.prompts, options.task_names, options.prompts_per_task, tokenizer, longest)
     competitors, skipped = find_competitors(options, race_settings)
-    title = f"{served_name(plain)} in {plain.target.dtype}; {describe_tasks(tasks, options.max_tokens)}"
-    results = RaceResults(title, describe_machine(), shlex.join(["pilotfish", *sys.argv[1:]]))
-    results.skipped.extend(skipped)
-    if not competitors:
+    peers = PEERS if options.peers else ()
+    if not competitors and not peers:
         raise ConfigurationError(f"--methods: no competitor can run; {'; '.join(entry.reason for entry in skipped)}")
+    title = f"{served_name(plain)} in {plain.target.dtype}; {describe_tasks(tasks, options.max_tokens)}"
+    results = _empty(title)
+    results.skipped.extend(skipped)
     with ProgressReporter(notices, "race") as report:
-        session = RaceSession(
-            options, tasks, results, report, lambda found: write(found, options.out), len(competitors)
-        )
-        asyncio.run(race_clusters(session, plain, competitors))
+        session = _session(options, tasks, results, report, len(competitors) + len(peers))
+        asyncio.run(race_clusters(session, plain, competitors, peers, lambda: draft_model_directory(race_settings)))
     write(results, options.out)
     return results
+
+
+def _run_endpoints(options: RaceOptions) -> RaceResults:
+    url, model = options.endpoint or "", options.model or ""
+    tasks = read_tasks(options.prompts, options.task_names, options.prompts_per_task, None, None)
+    results = _empty(f"{model} at {url}; {sum(map(len, tasks.values()))} prompts from {len(tasks)} tasks")
+    with ProgressReporter(notices, "race") as report:
+        session = _session(options, tasks, results, report, 1)
+        asyncio.run(race_endpoints(session, url, options.plain_endpoint, model))
+    write(results, options.out)
+    return results
+
+
+def _empty(title: str) -> RaceResults:
+    return RaceResults(title, describe_machine(), shlex.join(["pilotfish", *sys.argv[1:]]))
+
+
+def _session(options: RaceOptions, tasks: RaceTasks, results: RaceResults, report: Report, total: int) -> RaceSession:
+    return RaceSession(options, tasks, results, report, lambda found: write(found, options.out), total)
 
 
 def write(results: RaceResults, directory: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import psutil
 
@@ -14,10 +15,11 @@ from deploy.race.answers import PassRequest, RacePass
 from deploy.race.competitors import Competitor, Skipped
 from deploy.race.contestant import Contestant
 from deploy.race.costs import configuration_cost, resident_bytes
+from deploy.race.endpoint import endpoint_contestant
 from deploy.race.exactness import ROUNDING, Exactness, Gap, compare
 from deploy.race.local_contestant import LocalContestant, local_contestant
 from deploy.race.options import RaceOptions
-from deploy.race.results import Cell, CellResult, Entry, RaceResults
+from deploy.race.results import Cell, CellResult, Cost, Entry, RaceResults
 from deploy.race.tasks import RaceTasks
 
 _ROOM = 2.5
@@ -68,6 +70,10 @@ class RaceSession:
         self.started += 1
         self.save(self.results)
 
+    def announce(self, text: str) -> None:
+        """Report what happens between measurements."""
+        self.report(self.started / max(1, self.total), text)
+
     def skip(self, name: str, reason: str) -> None:
         """Record a competitor that cannot run."""
         self.results.skipped.append(Skipped(name, reason))
@@ -80,7 +86,8 @@ class RaceSession:
             warming = Cell("", batch, self.options.temperatures[0])
             some = (prompts * (2 * batch))[: max(2, 2 * batch)]
             for runner in filter(None, (plain, contestant)):
-                await runner.answer(replace(self._request(warming), prompts=some))
+                with suppress(PilotfishError):  # every cell reports the reason again
+                    await runner.answer(replace(self._request(warming), prompts=some))
 
     async def _cell(
         self, name: str, cell: Cell, contestant: Contestant, plain: Contestant | None, bound: float
@@ -116,21 +123,72 @@ def has_room_for_two(configuration: Configuration, weight_bytes: int) -> bool:
     return configuration.target.device == "cuda" or psutil.virtual_memory().available > _ROOM * weight_bytes
 
 
-async def race_clusters(session: RaceSession, plain: Configuration, competitors: Sequence[Competitor]) -> None:
-    """Measure clusters in this process. Raises `PilotfishError` if plain decoding cannot start."""
+async def race_clusters(
+    session: RaceSession,
+    plain: Configuration,
+    competitors: Sequence[Competitor],
+    peers: Sequence[str] = (),
+    find_draft: Callable[[], Path] | None = None,
+) -> None:
+    """Measure clusters in this process, then the methods `peers` of `transformers`.
+
+    `find_draft` finds the draft model of assisted generation. Raises `PilotfishError` if plain decoding cannot start.
+    """
     async with _plain_cluster(plain) as baseline:
         for competitor in competitors:
             try:
-                async with AsyncExitStack() as stack:
-                    before = resident_bytes()
-                    session.report(session.started / max(1, session.total), f"starting {competitor.name}")
-                    contestant = await stack.enter_async_context(local_contestant(competitor.configuration))
-                    cost = configuration_cost(competitor.configuration, resident_bytes() - before)
-                    below = baseline or contestant.without_drafts()
-                    entry = Entry(competitor.name, "cluster", competitor.assignments, cost, baseline is None)
-                    await session.measure(entry, contestant, below, ROUNDING[plain.target.dtype])
+                await _race_cluster(session, plain, competitor, baseline)
             except PilotfishError as error:
                 session.skip(competitor.name, str(error))
+        if peers and baseline is None:
+            for name in peers:
+                session.skip(f"transformers: {name}", "memory does not hold the target twice")
+        elif peers:
+            await _race_peers(session, plain, peers, baseline, find_draft)
+
+
+async def _race_cluster(
+    session: RaceSession, plain: Configuration, competitor: Competitor, baseline: LocalContestant | None
+) -> None:
+    before = resident_bytes()
+    session.announce(f"starting {competitor.name}")
+    async with local_contestant(competitor.configuration) as contestant:
+        cost = configuration_cost(competitor.configuration, resident_bytes() - before)
+        entry = Entry(competitor.name, "cluster", competitor.assignments, cost, baseline is None)
+        await session.measure(entry, contestant, baseline or contestant.without_drafts(), ROUNDING[plain.target.dtype])
+
+
+async def _race_peers(
+    session: RaceSession,
+    plain: Configuration,
+    peers: Sequence[str],
+    baseline: LocalContestant | None,
+    find_draft: Callable[[], Path] | None,
+) -> None:
+    """Measure the decoding methods of `transformers`, one after another, with one copy of the target."""
+    from deploy.race.peers import ASSISTED, TransformersPeer, load_assistant, load_target
+
+    before = resident_bytes()
+    model = load_target(plain)
+    cost = replace(configuration_cost(plain, resident_bytes() - before), target_flops=0.0)
+    bound = ROUNDING[plain.target.dtype]
+    for name in peers:
+        try:
+            assistant = None
+            if name == ASSISTED and find_draft is not None:
+                assistant = load_assistant(find_draft(), Path(plain.target.path), model)
+            entry = Entry(f"transformers: {name}", "peer", (), cost)
+            await session.measure(entry, TransformersPeer(model, name, assistant), baseline, bound)
+        except PilotfishError as error:
+            session.skip(f"transformers: {name}", str(error))
+
+
+async def race_endpoints(session: RaceSession, url: str, plain_url: str | None, model: str) -> None:
+    """Measure an OpenAI-compatible server, against another one without drafts if there is one."""
+    async with AsyncExitStack() as stack:
+        contestant = await stack.enter_async_context(endpoint_contestant(url, model))
+        plain = None if plain_url is None else await stack.enter_async_context(endpoint_contestant(plain_url, model))
+        await session.measure(Entry(url, "endpoint", (), Cost(devices=session.options.devices)), contestant, plain, 0.0)
 
 
 @asynccontextmanager

@@ -1,0 +1,60 @@
+"""An OpenAI-compatible server is measured by its streamed answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.core.errors import WorkerUnavailable
+from deploy.race.answers import PassRequest, RacePrompt
+from deploy.race.endpoint import EndpointContestant, StreamReader
+
+
+def events(*bodies: dict[str, Any]) -> str:
+    return "".join(f"data: {json.dumps(body)}\n\n" for body in bodies) + "data: [DONE]\n\n"
+
+
+def chunk(text: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"content": text}}]}
+
+
+async def test_a_pass_asks_with_a_seed_for_each_prompt_and_reads_the_usage() -> None:
+    bodies: list[dict[str, Any]] = []
+
+    def serve(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        details = {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 2}
+        usage = {"completion_tokens": 5, "completion_tokens_details": details}
+        return httpx.Response(200, text=events(chunk("Hel"), chunk("lo"), {"choices": [], "usage": usage}))
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(serve)) as client:
+        contestant = EndpointContestant(client, "http://server:8000/v1/", "small")
+        prompts = (RacePrompt((), "One?"), RacePrompt((), "Two?"))
+        found = await contestant.answer(PassRequest(prompts, 1, 0.5, 7, 16))
+    assert [(body["messages"][0]["content"], body["seed"], body["temperature"]) for body in bodies] == [
+        ("One?", 7, 0.5),
+        ("Two?", 8, 0.5),
+    ]
+    answer = found.answers[0]
+    assert (answer.text, answer.completion_tokens, answer.drafted, answer.steps) == ("Hello", 5, 5, 2)
+    assert [arrival.tokens for arrival in answer.arrivals] == [2, 3]
+    assert found.tokens == 10
+
+
+def test_a_server_without_counts_of_drafts_has_no_steps() -> None:
+    reader = StreamReader()
+    for line in events(chunk("a"), chunk("b")).splitlines():
+        reader.line(line)
+    assert (reader.answer().completion_tokens, reader.answer().steps) == (2, 0)
+
+
+async def test_an_error_of_the_server_names_its_address() -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(404, text="no such model"))
+    async with httpx.AsyncClient(transport=transport) as client:
+        with pytest.raises(WorkerUnavailable, match=r"http://server/v1/chat/completions answered 404: no such model"):
+            await EndpointContestant(client, "http://server", "m").answer(
+                PassRequest((RacePrompt((), "One?"),), 1, 0.0, 0, 4)
+            )
