@@ -23,7 +23,7 @@ def race(options: RaceOptions, config: ConfigOption = None, assignments: SetOpti
     """Run drafting methods against plain decoding on the same prompts: methods, tasks, batches, temperatures."""
     from deploy.race.competitors import RaceSettings
     from deploy.race.race import run  # imports torch, once all options are checked
-    from deploy.race.tables import markdown
+    from deploy.race.report.tables import markdown
 
     results = run(options, RaceSettings(config, tuple(assignments or ())))
     output.print(markdown(results), markup=False)

@@ -66,7 +66,7 @@ class RacePass:
     answers: tuple[RaceAnswer, ...]
     seconds: float
     counters: Mapping[str, float] = field(default_factory=dict)
-    """Increase of the coordinator's counters during the pass (see `deploy.race.local_contestant`)."""
+    """Increase of the coordinator's counters during the pass (see `deploy.race.contestants.local`)."""
 
     @property
     def tokens(self) -> int:

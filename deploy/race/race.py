@@ -16,12 +16,12 @@ from cluster.ingress.text.tokenizer import Tokenizer
 from deploy.models import served_name
 from deploy.progress import ProgressReporter
 from deploy.race.competitors import RaceSettings, draft_model_directory, find_competitors
+from deploy.race.contestants.peers import PEERS
 from deploy.race.costs import describe_machine
 from deploy.race.options import RaceOptions
-from deploy.race.peers import PEERS
+from deploy.race.report.tables import markdown
 from deploy.race.results import RaceResults, write_results
 from deploy.race.runner import RaceSession, Report, race_clusters, race_endpoints
-from deploy.race.tables import markdown
 from deploy.race.tasks import RaceTasks, read_tasks
 from deploy.terminal import notices
 

@@ -13,11 +13,11 @@ from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError
 from deploy.race.answers import PassRequest, RacePass
 from deploy.race.competitors import Competitor, Skipped
-from deploy.race.contestant import Contestant
+from deploy.race.contestants.contestant import Contestant
+from deploy.race.contestants.endpoint import endpoint_contestant
+from deploy.race.contestants.local import LocalContestant, local_contestant
 from deploy.race.costs import configuration_cost, resident_bytes
-from deploy.race.endpoint import endpoint_contestant
 from deploy.race.exactness import ROUNDING, Exactness, Gap, compare
-from deploy.race.local_contestant import LocalContestant, local_contestant
 from deploy.race.options import RaceOptions
 from deploy.race.results import Cell, CellResult, Cost, Entry, RaceResults
 from deploy.race.tasks import RaceTasks
@@ -166,7 +166,7 @@ async def _race_peers(
     find_draft: Callable[[], Path] | None,
 ) -> None:
     """Measure the decoding methods of `transformers`, one after another, with one copy of the target."""
-    from deploy.race.peers import ASSISTED, TransformersPeer, load_assistant, load_target
+    from deploy.race.contestants.peers import ASSISTED, TransformersPeer, load_assistant, load_target
 
     before = resident_bytes()
     model = load_target(plain)

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.core.errors import WorkerUnavailable
 from deploy.race.answers import PassRequest, RacePrompt
-from deploy.race.endpoint import EndpointContestant, StreamReader
+from deploy.race.contestants.endpoint import EndpointContestant, StreamReader
 
 
 def events(*bodies: dict[str, Any]) -> str:
