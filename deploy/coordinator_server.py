@@ -16,7 +16,7 @@ from cluster.ingress.service import GenerationService
 from cluster.ingress.text.tokenizer import Tokenizer
 from cluster.wire.connection import Resolve
 from cluster.wire.server import WireServer
-from deploy.lossless import NOT_LOSSLESS
+from deploy.implied_settings import NOT_LOSSLESS
 from pilotfish.v1 import generation_pb2_grpc, operations_pb2_grpc
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cluster.core.config.sections import Configuration
+from workers.draft.registry import placement_of
 
 Device = Literal["cpu", "cuda"]
 
@@ -46,7 +47,10 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class RolePlacement:
-    """The device, bundles and threads of one role. There is one bundle per rank of a target, and one per drafter."""
+    """The device, bundles and threads of one role. There is one bundle per rank of a target, and one per drafter.
+
+    A drafter on the target has no bundle.
+    """
 
     role: str
     device: Device
@@ -95,7 +99,8 @@ def plan(configuration: Configuration, resources: Resources) -> Placement:
     draft_device = _device(draft.weights.device, gpus_left // draft.replicas) if draft.weights is not None else "cpu"
 
     drafts_on_cpu = draft.weights is not None and draft_device == "cpu"
-    helpers = 2 if draft.weights is not None else 2 + draft.replicas
+    drafters = 0 if placement_of(draft) == "target" else draft.replicas
+    helpers = 2 if draft.weights is not None else 2 + drafters
     cpus_left = max(0.0, resources.cpus - helpers * HELPER_CPUS)
     draft_bundle = Bundle(HELPER_CPUS)
     if draft.weights is not None:
@@ -109,7 +114,7 @@ def plan(configuration: Configuration, resources: Resources) -> Placement:
     draft_threads = draft.threads or (_threads(draft_cores, draft.replicas) if drafts_on_cpu else 1)
     return Placement(
         target=RolePlacement("target", target_device, (target_bundle,) * ranks, target_threads),
-        draft=RolePlacement("draft", draft_device, (draft_bundle,) * draft.replicas, draft_threads),
+        draft=RolePlacement("draft", draft_device, (draft_bundle,) * drafters, draft_threads),
         coordinator=RolePlacement("coordinator", "cpu", (Bundle(HELPER_CPUS),), 1),
         ingress=RolePlacement("ingress", "cpu", (Bundle(HELPER_CPUS),), 1),
     )

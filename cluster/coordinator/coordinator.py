@@ -13,6 +13,7 @@ from typing import Self
 from cluster.coordinator.admit import AdmissionController
 from cluster.coordinator.clients.drafter_pool import DrafterPool
 from cluster.coordinator.clients.target import TargetClient
+from cluster.coordinator.clients.target_drafts import TargetDrafts
 from cluster.coordinator.commit import Committer
 from cluster.coordinator.emit import Emitter
 from cluster.coordinator.loop import Loop
@@ -54,8 +55,8 @@ class Coordinator:
         self._emitter = Emitter(table, metrics, clock, wakeup.notify)
         self._admission = AdmissionController(table, self._emitter, limits, metrics, clock, wakeup.notify)
         self._target = TargetClient(target, configuration.target.step_timeout_seconds, wakeup.notify)
-        pool = DrafterPool(drafters, draft, metrics, clock)
-        self._proposer = Proposer(pool, draft, limits.max_sequences, table.running, metrics, clock)
+        source = TargetDrafts(metrics) if draft.is_colocated else DrafterPool(drafters, draft, metrics, clock)
+        self._proposer = Proposer(source, draft, limits.max_sequences, table.running, metrics, clock)
         quarantine = Quarantine(table, self._emitter.fail)
         self._loop = Loop(
             table,

@@ -121,18 +121,19 @@ class Loop:
         """Propose, verify, commit and emit one plan."""
         plan, next_half = self._proposer.split(plan)
         drafts = await self._proposer.propose(plan)
-        rows = self._verifier.rows(plan, drafts.trees)
+        rows = self._verifier.rows(plan, drafts.proposals, self._proposer.next_budgets(plan))
         if not rows:
             return
         timer.step_begins()
         self._proposer.work_during_step(next_half)
         step = await self._verifier.verify(rows)
         timer.step_ends()
+        self._proposer.receive(rows, step)
         result = self._committer.commit(rows, step)
         self._emitter.emit(result.commits)
         await self._repair(rows, result)
         seconds = timer.total_seconds()
-        self._proposer.observe_round(rows, drafts, seconds, sum(len(verdict.tokens) for verdict in step.verdicts))
+        self._proposer.observe_round(rows, drafts, seconds, step)
         self._metrics.round(
             tokens=sum(row.width for row in rows),
             total=seconds,

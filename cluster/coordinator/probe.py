@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cluster.coordinator.clients.drafter_pool import DrafterPool, ProposeCalls
+from cluster.coordinator.clients.draft_source import DraftCalls, DraftSource
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.core.drafting import DraftBudget
 from cluster.core.sequence import DraftRequest
@@ -29,7 +29,7 @@ MAX_PAUSE_FACTOR = 8.0
 class _DutyCycle:
     """Keeps background calls within `TIME_SHARE`: after each call, a pause in proportion to its time."""
 
-    calls: ProposeCalls | None = None
+    calls: DraftCalls | None = None
     """The calls under way."""
     _resume_at: float = float("-inf")
 
@@ -37,7 +37,7 @@ class _DutyCycle:
         """Whether calls may start."""
         return self.calls is None and now >= self._resume_at
 
-    def take_ended(self, now: float, pause_factor: float) -> ProposeCalls | None:
+    def take_ended(self, now: float, pause_factor: float) -> DraftCalls | None:
         """The calls under way if they have ended; the pause starts now."""
         ended = self.calls
         if ended is None or not ended.done:
@@ -52,7 +52,7 @@ class BackgroundProbes:
 
     def __init__(
         self,
-        pool: DrafterPool,
+        pool: DraftSource,
         controller: SpeculationController,
         max_draft: DraftBudget,
         clock: Callable[[], float],
@@ -82,7 +82,7 @@ class BackgroundProbes:
         candidates = [*candidates[first:], *candidates[:first]]
         prefilled = [live for live in candidates if self._pool.is_prefilled(live.sequence)]
         if prefilled and self._probes.allows(self._clock()):
-            calls = self._pool.propose(
+            calls = self._pool.probe(
                 {
                     live.id: DraftRequest(live.sequence, live.largest_draft(self._max_draft))
                     for live in prefilled[:PROBED_SEQUENCES]

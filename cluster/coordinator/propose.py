@@ -10,17 +10,16 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.coordinator.clients.drafter_pool import DrafterPool, ProposeCalls
+from cluster.coordinator.clients.draft_source import DraftCalls, DraftSource
 from cluster.coordinator.metrics import Metrics
 from cluster.coordinator.probe import BackgroundProbes
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.core.config.sections import DraftSection
-from cluster.core.drafting import NO_DRAFT, DraftBudget
+from cluster.core.drafting import NO_DRAFT, DraftBudget, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.scheduler import Plan, PlannedRow, WantedDrafts
 from cluster.core.sequence import DraftRequest
-from cluster.core.tree import TokenTree
-from cluster.core.verification import TargetInfo, VerifyRow
+from cluster.core.verification import StepResult, TargetInfo, VerifyRow
 from cluster.speculation.controller import SpeculationController
 
 
@@ -28,8 +27,8 @@ from cluster.speculation.controller import SpeculationController
 class RoundDrafts:
     """The drafts of one round."""
 
-    trees: Mapping[SequenceId, TokenTree]
-    """The trees to verify."""
+    proposals: Mapping[SequenceId, Proposal]
+    """The drafts to verify."""
     asked: int = 0
     """Number of sequences that were drafted for."""
     waited: float = 0.0
@@ -43,14 +42,14 @@ class Proposer:
 
     def __init__(
         self,
-        pool: DrafterPool,
+        source: DraftSource,
         section: DraftSection,
         max_sequences: int,
         running: Mapping[SequenceId, LiveSequence],
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
-        self._pool = pool
+        self._source = source
         self._max_sequences = max_sequences
         self._running = running
         self._metrics = metrics
@@ -60,30 +59,31 @@ class Proposer:
         has_controller = section.controller == "auto" and self.max_draft.max_nodes > 0
         self._controller = SpeculationController(self.max_draft) if has_controller else None
         self._probes = (
-            None if self._controller is None else BackgroundProbes(pool, self._controller, self.max_draft, clock)
+            None if self._controller is None else BackgroundProbes(source, self._controller, self.max_draft, clock)
         )
-        self._alternates = section.alternate == "on"
-        self._next_calls: ProposeCalls | None = None
+        self._is_colocated = section.is_colocated
+        self._alternates = section.alternate == "on" and not section.is_colocated
+        self._next_calls: DraftCalls | None = None
         self._wanted = WantedDrafts({}, None)
         self._deciding: frozenset[SequenceId] = frozenset()
         self._expected_rows = 1
 
     def start(self, info: TargetInfo) -> None:
         """Start to draft for a target that was reached for the first time or again."""
-        self._pool.start(info.vocabulary_size)
+        self._source.start(info.vocabulary_size)
         if self._controller is not None:
             self._controller.start(info.profile)
 
     def release(self, sequence_ids: Iterable[SequenceId]) -> None:
         """Release sequences that have ended."""
         sequence_ids = tuple(sequence_ids)
-        self._pool.release(sequence_ids)
+        self._source.release(sequence_ids)
         if self._controller is not None:
             self._controller.forget(sequence_ids)
 
     async def close(self, timeout_seconds: float) -> None:
         """Cancel the calls under way and send the queued releases."""
-        await self._pool.close(timeout_seconds)
+        await self._source.close(timeout_seconds)
 
     # --- before the plan ---
 
@@ -145,15 +145,46 @@ class Proposer:
         for proposal in proposals.values():
             self._metrics.proposed(len(proposal.tree), proposal.ready)
         if controller is None:
-            trees = {sequence_id: proposal.tree for sequence_id, proposal in proposals.items()}
-            return RoundDrafts(trees, asked, waited)
-        if proposals or not calls.done:  # an immediate refusal does not show how long proposals take
+            return RoundDrafts(proposals, asked, waited)
+        if self._is_colocated:
+            waited = controller.propose_seconds(asked, calls.depth)  # the step spends it on the next drafts
+        elif proposals or not calls.done:  # an immediate refusal does not show how long proposals take
             controller.observe_wait(len(proposals) or asked, calls.depth, waited)
         rows, tokens = sum(row.decide for row in plan.rows), sum(row.pending for row in plan.rows)
         pruned = controller.prune(calls.requests, proposals, rows=rows, tokens=tokens, waited=waited)
         for sequence_id in proposals:
-            self._metrics.pruned(len(pruned.trees.get(sequence_id, ())))
-        return RoundDrafts(pruned.trees, asked, waited, pruned.step_seconds)
+            kept = pruned.proposals.get(sequence_id)
+            self._metrics.pruned(0 if kept is None else len(kept.tree))
+        return RoundDrafts(pruned.proposals, asked, waited, pruned.step_seconds)
+
+    def next_budgets(self, plan: Plan) -> Mapping[SequenceId, DraftBudget]:
+        """The largest trees that a drafter on the target may propose with this step, for the next round.
+
+        Empty if drafts come from elsewhere.
+        """
+        if not self._is_colocated:
+            return {}
+        controller = self._controller
+        planned = {} if controller is None else controller.planned_budgets
+        starts = controller is None or not controller.is_idle
+        wanted: dict[SequenceId, DraftBudget] = {}
+        for row in plan.rows:
+            live = self._running.get(row.sequence_id)
+            if live is None or not row.decide:
+                continue
+            largest = live.largest_draft(self.max_draft)
+            budget = planned.get(row.sequence_id)
+            if budget is not None:
+                wanted[live.id] = DraftBudget(
+                    min(budget.max_nodes, largest.max_nodes), min(budget.max_depth, largest.max_depth)
+                )
+            elif starts and (controller is None or row.pending > 1):
+                wanted[live.id] = largest  # the sequence has not been sized yet, because it did not decide
+        return self._source.next_budgets({name: budget for name, budget in wanted.items() if budget.max_nodes})
+
+    def receive(self, rows: Sequence[VerifyRow], step: StepResult) -> None:
+        """Take what a step brought for drafting: the drafts of the target, or evidence for drafters."""
+        self._source.receive(rows, step)
 
     def work_during_step(self, later: Plan) -> None:
         """Draft for the next round, prefill drafters and probe while the target computes.
@@ -163,25 +194,35 @@ class Proposer:
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, self._work_during_step, later)
 
-    def observe_round(self, rows: Sequence[VerifyRow], drafts: RoundDrafts, seconds: float, committed: int) -> None:
-        """Learn from a round that took `seconds` seconds and committed `committed` tokens.
+    def observe_round(self, rows: Sequence[VerifyRow], drafts: RoundDrafts, seconds: float, step: StepResult) -> None:
+        """Learn from a round that took `seconds` seconds.
 
         Rounds with prompts are left out, because they cannot be compared with others.
         """
-        if self._controller is None or any(len(row.pending) > 1 for row in rows):
+        controller = self._controller
+        if controller is None:
             return
-        tokens, unwaited = sum(row.width for row in rows), max(0.0, seconds - drafts.waited)
-        self._controller.observe_round(len(rows), tokens, unwaited, waited=drafts.waited, committed=committed)
+        waited = drafts.waited
+        if self._is_colocated:
+            asked = [row.next_budget.max_depth for row in rows if row.next_budget.max_nodes]
+            waited = step.draft_seconds if asked else 0.0
+            if asked:
+                controller.observe_wait(len(asked), max(asked), waited)
+        if any(len(row.pending) > 1 for row in rows):
+            return
+        tokens, unwaited = sum(row.width for row in rows), max(0.0, seconds - waited)
+        committed = sum(len(verdict.tokens) for verdict in step.verdicts)
+        controller.observe_round(len(rows), tokens, unwaited, waited=waited, committed=committed)
         if drafts.expected_step_seconds is not None:
             self._metrics.predicted_round(drafts.expected_step_seconds + drafts.waited, seconds)
 
-    def _call(self, rows: Iterable[PlannedRow]) -> ProposeCalls | None:
+    def _call(self, rows: Iterable[PlannedRow]) -> DraftCalls | None:
         requests = {
             row.sequence_id: DraftRequest(live.sequence, row.draft)
             for row in rows
             if _wants_draft(row) and (live := self._running.get(row.sequence_id)) is not None
         }
-        return self._pool.propose(requests) if requests else None
+        return self._source.propose(requests) if requests else None
 
     # --- while the target computes ---
 
@@ -190,7 +231,7 @@ class Proposer:
         drafted = [live for live in self._running.values() if live.largest_draft(self.max_draft).max_nodes]
         controller = self._controller
         if controller is None or not controller.is_idle:
-            self._pool.prefill(live.sequence for live in drafted if self._is_worth_prefilling(live))
+            self._source.prefill(live.sequence for live in drafted if self._is_worth_prefilling(live))
         if controller is None or self._probes is None:
             return
         controller.learn()
@@ -202,7 +243,7 @@ class Proposer:
         """Whether drafts for the sequence will save more time than its drafter needs to prefill it."""
         if self._controller is None:
             return True
-        seconds = self._pool.prefill_seconds(live.sequence)
+        seconds = self._source.prefill_seconds(live.sequence)
         return self._controller.is_worth_prefilling(seconds, self._expected_rows, live.sequence.remaining)
 
 

@@ -6,7 +6,8 @@ forward passes showed of the sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from cluster.core.ids import SequenceId
@@ -158,3 +159,15 @@ class Proposal:
     is a deterministic choice."""
     is_prunable: bool = True
     """Whether single nodes may be left out. Otherwise the tree is verified whole or not at all."""
+
+    def subset(self, nodes: Sequence[int]) -> Proposal:
+        """Return the proposal of `nodes`, which ascend. Raises `InvalidRequest` if a parent is not among them."""
+        if len(nodes) == len(self.tree):
+            return self
+        return replace(
+            self,
+            tree=self.tree.subset(nodes),
+            probabilities=tuple(self.probabilities[node] for node in nodes) if self.probabilities else (),
+            distributions=tuple(self.distributions[node] for node in nodes) if self.distributions else (),
+            ready=min(self.ready, len(nodes)),
+        )

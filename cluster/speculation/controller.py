@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from cluster.core.drafting import DraftBudget, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.sequence import DraftRequest
-from cluster.core.tree import TokenTree
 from cluster.core.verification import StepSample
 from cluster.speculation.estimator import AcceptanceEstimator
 from cluster.speculation.goodput import TreeSizes, budget_for, prune_trees, size_trees
@@ -49,9 +48,9 @@ _LEARNED_TREES = 8
 
 @dataclass(frozen=True, slots=True)
 class PrunedDrafts:
-    """The trees to verify, and the expected time of their step."""
+    """The proposals to verify, and the expected time of their step."""
 
-    trees: dict[SequenceId, TokenTree] = field(default_factory=dict)
+    proposals: dict[SequenceId, Proposal] = field(default_factory=dict)
     step_seconds: float = 0.0
 
 
@@ -117,6 +116,15 @@ class SpeculationController:
         if self._drafted_rounds % FULL_ROUNDS == 0:
             return dict.fromkeys(self._budgets, self._max_draft)
         return self._budgets
+
+    @property
+    def planned_budgets(self) -> Mapping[SequenceId, DraftBudget]:
+        """The budgets of the last sizing, also in rounds that go without drafts to measure plain decoding."""
+        return {} if self._is_suspended else self._budgets
+
+    def propose_seconds(self, rows: int, depth: int) -> float:
+        """Expected time of proposals for `rows` sequences, in seconds; 0 if nothing was measured."""
+        return self._propose_latency.seconds(rows, depth) if self._propose_latency.has_samples else 0.0
 
     def is_worth_prefilling(self, seconds: float, rows: int, remaining: int) -> bool:
         """Whether drafts save more time than the `seconds` that a drafter takes to prefill the sequence.
@@ -188,12 +196,12 @@ class SpeculationController:
             self._acceptance.expect_verdicts(drafts[self._pruned_rounds % every :: every])
         self._pruned_rounds += 1
         pruned = prune_trees([draft.probabilities for draft in drafts], self._step_latency, rows, tokens, waited)
-        trees = {
-            draft.request.sequence.id: draft.proposal.tree.subset(nodes)
+        kept = {
+            draft.request.sequence.id: draft.proposal.subset(nodes) if draft.proposal.is_prunable else draft.proposal
             for draft, nodes in zip(drafts, pruned.nodes, strict=True)
             if nodes
         }
-        return PrunedDrafts(trees, pruned.seconds)
+        return PrunedDrafts(kept, pruned.seconds)
 
     # --- after the step: learning ---
 

@@ -16,7 +16,7 @@ from cluster.core.errors import WorkerUnavailable
 from cluster.ingress.text.tokenizer import Tokenizer
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.commands.streamed_answer import MarkedPrinter, TimedAnswer, measure, stream_chat
-from deploy.lossless import NOT_LOSSLESS
+from deploy.implied_settings import NOT_LOSSLESS
 from deploy.models import resolve_models, served_name
 from deploy.settings import Settings, load_settings
 from deploy.signals import raise_on_signals

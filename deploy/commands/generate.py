@@ -17,7 +17,7 @@ from cluster.wire.address import join_host_port
 from cluster.wire.generation_client import GenerationClient
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.coordinator_server import fixed_address
-from deploy.lossless import NOT_LOSSLESS
+from deploy.implied_settings import NOT_LOSSLESS
 from deploy.settings import Settings, load_settings
 from deploy.terminal import notify, write_text
 from pilotfish.v1 import common_pb2, generation_pb2

@@ -8,7 +8,7 @@ import sys
 from cluster.core.config.sections import Configuration
 from cluster.wire.address import http_url, join_host_port
 from deploy.commands.options import ConfigOption, SetOption
-from deploy.lossless import NOT_LOSSLESS
+from deploy.implied_settings import NOT_LOSSLESS
 from deploy.models import served_name
 from deploy.settings import load_settings
 from deploy.signals import raise_on_signals, wait_for_signal

@@ -21,7 +21,7 @@ from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import CoordinatorServer, fixed_address
-from deploy.lossless import with_acceptance
+from deploy.implied_settings import with_implied_settings
 from workers.draft.registry import create
 from workers.serve.worker_server import host_draft, host_target
 from workers.verify.build import build_engine
@@ -67,20 +67,19 @@ class LocalCluster:
         await self._stack.aclose()
 
     async def _start(self) -> None:
-        configuration = with_acceptance(self._configuration)
+        configuration = with_implied_settings(self._configuration)
         if configuration.target.tensor_parallel > 1:
             raise ConfigurationError(
                 f"target.tensor_parallel: needed 1 in one process, found {configuration.target.tensor_parallel}; "
                 "use `pilotfish serve`"
             )
         enter = self._stack.enter_async_context
-        engine = await asyncio.to_thread(build_engine, configuration.target)
-        target = await enter(host_target(LOOPBACK, engine))
         draft = configuration.draft
-        hosts = [
-            await enter(host_draft(LOOPBACK, await asyncio.to_thread(create, draft, configuration.target)))
-            for _ in range(draft.replicas)
-        ]
+        methods = [await asyncio.to_thread(create, draft, configuration.target) for _ in range(draft.replicas)]
+        colocated = methods.pop() if draft.is_colocated else None
+        engine = await asyncio.to_thread(build_engine, configuration.target, method=colocated)
+        target = await enter(host_target(LOOPBACK, engine))
+        hosts = [await enter(host_draft(LOOPBACK, method)) for method in methods]
         step_timeout = configuration.target.step_timeout_seconds
         target_client = GrpcTarget(fixed_address(target.address), step_timeout_seconds=step_timeout)
         draft_clients = [GrpcDrafter(fixed_address(host.address)) for host in hosts]

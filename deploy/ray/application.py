@@ -16,7 +16,7 @@ from ray import serve
 from ray.serve import Application
 
 from cluster.core.config.sections import Configuration
-from deploy.lossless import with_acceptance
+from deploy.implied_settings import with_implied_settings
 from deploy.machine import local_resources
 from deploy.models import resolve_models
 from deploy.placement import STRATEGY, Placement, Resources, RolePlacement, plan
@@ -52,7 +52,7 @@ def bind(configuration: Configuration, placement: Placement, worker_host: str | 
 
     Workers listen on `worker_host`, or on their node's address if it is `None`.
     """
-    configuration = with_acceptance(configuration)
+    configuration = with_implied_settings(configuration)
     # A process that claims no GPU may still see all GPUs, so its device is set explicitly.
     planned = {
         "target": configuration.target.model_copy(update={"device": placement.target.device}),
@@ -65,13 +65,13 @@ def bind(configuration: Configuration, placement: Placement, worker_host: str | 
         placement_group_strategy=STRATEGY,
         ray_actor_options=actor_options(placement.target, worker_host),
         **_supervision(configuration),
-    )(TargetReplica).bind(values["target"], placement.target.threads, worker_host)
+    )(TargetReplica).bind(values["target"], values["draft"], placement.target.threads, worker_host)
     # Each drafter is a deployment of its own, because Serve cannot address single replicas of a deployment.
     drafts = [
         serve.deployment(
             name=name, ray_actor_options=actor_options(placement.draft, worker_host), **_supervision(configuration)
         )(DraftReplica).bind(values["draft"], values["target"], placement.draft.threads, worker_host)
-        for name in draft_names(configuration.draft.replicas)
+        for name in draft_names(0 if configuration.draft.is_colocated else configuration.draft.replicas)
     ]
     coordinator = serve.deployment(
         name="Coordinator",
@@ -88,7 +88,7 @@ def bind(configuration: Configuration, placement: Placement, worker_host: str | 
 
 def draft_names(replicas: int) -> tuple[str, ...]:
     """The names of the drafters' deployments."""
-    return ("Draft", *(f"Draft{number}" for number in range(2, replicas + 1)))
+    return ("Draft", *(f"Draft{number}" for number in range(2, replicas + 1)))[:replicas]
 
 
 def cluster_resources() -> Resources:

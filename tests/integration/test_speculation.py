@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from cluster.core.config.sections import Configuration
 from cluster.core.request import SamplingParameters
 from deploy.commands.generate import Prompt, answer_prompt
-from deploy.lossless import NOT_LOSSLESS
+from deploy.implied_settings import NOT_LOSSLESS
 from deploy.settings import load_settings
 from tests.support.clusters.restartable_drafters import TIMEOUT_SECONDS, FullAnswer, SamplingCase, restartable_cluster
 from tests.support.models import tiny, tiny_tokenizer
@@ -138,6 +138,39 @@ async def test_restarted_drafters_change_no_token(
         assert answers[NO_DRAFTS].drafted == 0
     if drafting.get("controller") == "off":
         assert sum(answer.drafted for answer in undisturbed) > sum(answer.accepted for answer in undisturbed) > 0
+
+
+ON_THE_TARGET: list[dict[str, Any]] = [
+    {"method": "ngram", "controller": "off"},
+    {"method": "ngram", "controller": "auto"},
+    {"method": "model", "mode": "serial", "controller": "off"},
+    {"method": "model", "mode": "serial", "controller": "auto"},
+]
+
+
+@pytest.mark.parametrize("drafting", ON_THE_TARGET, ids=lambda drafting: " ".join(drafting.values()))
+async def test_drafts_of_the_target_change_no_token_even_when_it_restarts(
+    drafting: dict[str, Any],
+    target: Path,
+    draft: Path,
+    expected: list[tuple[int, ...]],
+    logprobs: list[tuple[float, ...]],
+) -> None:
+    configuration = configure(target, draft, placement="target", **drafting)
+    async with asyncio.timeout(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
+        assert not cluster.drafters
+        answers = [await cluster.answer_all(CASES)]
+        running = asyncio.create_task(cluster.answer_all(CASES))
+        await asyncio.sleep(0.1)
+        await cluster.target.stop()
+        await cluster.target.start()
+        answers += [await running, await cluster.answer_all(CASES)]
+    for disturbed in answers:
+        assert [answer.tokens for answer in disturbed] == expected
+        assert [answer.logprobs for answer in disturbed] == logprobs
+        assert disturbed[NO_DRAFTS].drafted == 0
+        if drafting["controller"] == "off":
+            assert sum(answer.drafted for answer in disturbed) > sum(answer.accepted for answer in disturbed) > 0
 
 
 async def test_a_restarted_drafter_is_used_again(target: Path, draft: Path, expected: list[tuple[int, ...]]) -> None:

@@ -55,10 +55,16 @@ class WorkerRank:
 
 
 class TargetReplica:
-    """The driver rank: starts the worker ranks, loads its own part, serves `TargetService` at an address of its own."""
+    """The driver rank: starts the worker ranks, loads its own part, serves `TargetService` at an address of its own.
 
-    def __init__(self, section: Mapping[str, Any], threads: int, address: str | None) -> None:
-        self._section = load_configuration({"target": section}).target
+    It also drafts, if `draft_section` places the drafting method on the target.
+    """
+
+    def __init__(
+        self, section: Mapping[str, Any], draft_section: Mapping[str, Any], threads: int, address: str | None
+    ) -> None:
+        configuration = load_configuration({"target": section, "draft": draft_section})
+        self._section, self._draft = configuration.target, configuration.draft
         self._threads = threads
         self._address = address or node_address()
         self._worker_ranks: dict[asyncio.Future[None], int] = {}
@@ -111,11 +117,12 @@ class TargetReplica:
         from workers.verify.group import DriverRank, join_group
 
         set_threads(self._threads)
-        if self._section.tensor_parallel == 1:
-            self._engine = build_engine(self._section)
-        else:
+        if self._section.tensor_parallel > 1:
             join_group(self._section, 0, self._address, rendezvous)
-            self._engine = self._driver = DriverRank(build_engine(self._section))
+        method = create(self._draft, self._section) if self._draft.is_colocated else None
+        engine = self._engine = build_engine(self._section, method=method)
+        if self._section.tensor_parallel > 1:
+            self._engine = self._driver = DriverRank(engine)
         return self._engine
 
     def _spawn_worker_ranks(self, rendezvous: int) -> dict[asyncio.Future[None], int]:

@@ -7,6 +7,7 @@ from torch import distributed
 
 from cluster.core.config.sections import TargetSection
 from cluster.core.errors import ConfigurationError
+from cluster.core.ports import DraftMethod
 from workers.kv.pool import KvPool, blocks_that_fit
 from workers.model.loading import load_model
 from workers.sampling.acceptance import create_rule
@@ -15,8 +16,9 @@ from workers.verify.engine import TargetEngine
 from workers.verify.group_decider import GroupDecider
 
 
-def build_engine(section: TargetSection, rank: int = 0) -> TargetEngine:
+def build_engine(section: TargetSection, rank: int = 0, method: DraftMethod | None = None) -> TargetEngine:
     """Load this rank's part of the target and warm it up. With several ranks, call `join_group` on each of them first.
+    `method` drafts on this rank after each step.
 
     Raises `ModelLoadError`, `ConfigurationError`.
     """
@@ -34,7 +36,8 @@ def build_engine(section: TargetSection, rank: int = 0) -> TargetEngine:
     if section.tensor_parallel > 1:
         blocks = _fewest_of_all_ranks(blocks)
         decider = GroupDecider(model, rank)
-    engine = TargetEngine(model, KvPool(model.kv_spec, section.kv, blocks), decider, section.served_name, rule)
+    pool = KvPool(model.kv_spec, section.kv, blocks)
+    engine = TargetEngine(model, pool, decider, section.served_name, rule, method, section.evidence)
     try:
         engine.warm_up()
     except BaseException:

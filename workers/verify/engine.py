@@ -9,14 +9,17 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from cluster.core.config.sections import TargetSection
-from cluster.core.drafting import RowFaultCode
+import torch
+
+from cluster.core.config.sections import EvidenceSection, TargetSection
+from cluster.core.drafting import Proposal, RowFaultCode
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
-from cluster.core.request import SequenceStart, TokenLogprobs
+from cluster.core.ports import DraftMethod
+from cluster.core.request import TokenLogprobs
 from cluster.core.verification import (
     OpenResult,
     OpenRow,
@@ -29,48 +32,15 @@ from cluster.core.verification import (
 )
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import ForwardRow, ModelRunner
-from workers.kv.block_table import BlockTable
 from workers.kv.pool import KvPool
 from workers.sampling.acceptance import AcceptanceRule, Accepted, RootPosition, create_rule
-from workers.sampling.context import GREEDY_BELOW, Branch, DecisionContext, tree_contexts
+from workers.sampling.context import GREEDY_BELOW, DecisionContext
+from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 from workers.verify.decider import Decider, Decisions
+from workers.verify.evidence import EvidenceCollector
+from workers.verify.sequence_state import ReadyRow, SequenceState
 from workers.verify.step_profile import profile_steps
 from workers.verify.verdicts import fault_verdict, path_logprobs, row_problem
-
-
-@dataclass(slots=True)
-class _SequenceState:
-    """What the engine stores for one sequence."""
-
-    start: SequenceStart
-    table: BlockTable
-    last_row: VerifyRow | None = None
-    """The row that was computed last."""
-    last_verdict: Verdict | None = None
-    """The verdict on `last_row`, which is returned again when the row is repeated."""
-
-    @property
-    def tokens(self) -> list[int]:
-        """The tokens whose KV is stored."""
-        return self.table.tokens
-
-
-@dataclass(frozen=True, slots=True)
-class _ReadyRow:
-    """A row whose blocks are reserved, ready for the forward pass."""
-
-    row: VerifyRow
-    sequence: _SequenceState
-    forward: ForwardRow
-
-    def contexts(self) -> tuple[DecisionContext, ...]:
-        """One context per decision: at the last pending token, then at every node of the tree."""
-        if not self.row.decide:
-            return ()
-        start = self.sequence.start
-        return tree_contexts(
-            start.sampling, Branch(self.sequence.tokens, self.row.pending), start.prompt_len, self.row.tree
-        )
 
 
 class TargetEngine:
@@ -83,14 +53,20 @@ class TargetEngine:
         decider: Decider,
         served_name: str | None = None,
         rule: AcceptanceRule | None = None,
+        method: DraftMethod | None = None,
+        evidence: EvidenceSection | None = None,
     ) -> None:
+        """`method` drafts on this rank after each step. `evidence` says what it, or drafters elsewhere, need."""
         self._model = model
         self._pool = pool
+        self._evidence = evidence or EvidenceSection()
         self._runner = ModelRunner(model, pool)
+        self._collector = EvidenceCollector(self._evidence, self._runner, model.tensor_parallel == 1)
         self._decider = decider
         self._rule = rule or create_rule(TargetSection())
+        self._drafter = ColocatedDrafter(method) if method is not None else None
         self._name = served_name or model.name
-        self._sequences: dict[SequenceId, _SequenceState] = {}
+        self._sequences: dict[SequenceId, SequenceState] = {}
         self._epoch = secrets.token_hex(8)
         self._profile: tuple[StepSample, ...] = ()
 
@@ -131,6 +107,8 @@ class TargetEngine:
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
         """Free the sequences' blocks; unknown ids are no error."""
+        if self._drafter is not None:
+            self._drafter.release(sequence_ids)
         for sequence_id in sequence_ids:
             sequence = self._sequences.pop(sequence_id, None)
             if sequence is not None:
@@ -147,7 +125,7 @@ class TargetEngine:
         parent = parent or self._sequences.get(row.sequence_id)
         table = self._pool.open(row.tokens, row.start.cache_salt, parent.table if parent is not None else None)
         self.release([row.sequence_id])
-        self._sequences[row.sequence_id] = _SequenceState(row.start, table)
+        self._sequences[row.sequence_id] = SequenceState(row.start, table)
         return table.stored_len
 
     # --- steps --------------------------------------------------------------------------------
@@ -156,10 +134,10 @@ class TargetEngine:
         """Verify the rows in one forward pass. A row that cannot be served gets a fault; the others are verified."""
         begun = time.perf_counter()
         verdicts: dict[SequenceId, Verdict] = {}
-        ready: list[_ReadyRow] = []
+        ready: list[ReadyRow] = []
         for row in batch.rows:
             prepared = self._prepare(row)
-            if isinstance(prepared, _ReadyRow):
+            if isinstance(prepared, ReadyRow):
                 ready.append(prepared)
             else:
                 verdicts[row.sequence_id] = prepared
@@ -172,16 +150,19 @@ class TargetEngine:
                 for entry in ready:
                     self._pool.truncate(entry.sequence.table, len(entry.sequence.tokens))
                 raise
-        seconds = time.perf_counter() - begun
+        verified = time.perf_counter()
         if ready:
-            self._note_compute([entry.row for entry in ready], seconds)
+            self._note_compute([entry.row for entry in ready], verified - begun)
+            self._draft(ready, verdicts)
+        finished = time.perf_counter()
         return StepResult(
             verdicts=tuple(verdicts[row.sequence_id] for row in batch.rows),
             kv=self._pool.occupancy(),
-            step_seconds=seconds,
+            step_seconds=finished - begun,
+            draft_seconds=finished - verified if self._drafter is not None else 0.0,
         )
 
-    def _prepare(self, row: VerifyRow) -> _ReadyRow | Verdict:
+    def _prepare(self, row: VerifyRow) -> ReadyRow | Verdict:
         """Check the row and reserve its blocks. Returns a verdict for a row that needs no forward pass."""
         problem = row_problem(row, self._model.vocabulary_size, self._model.max_context_len)
         if problem is not None:
@@ -191,7 +172,7 @@ class TargetEngine:
             return sequence.last_verdict  # messages are idempotent
         if row.start is not None and row.start_len == 0:
             self.release([row.sequence_id])
-            sequence = _SequenceState(row.start, self._pool.new_table(row.start.cache_salt))
+            sequence = SequenceState(row.start, self._pool.new_table(row.start.cache_salt))
             self._sequences[row.sequence_id] = sequence
         if sequence is None or row.start_len != len(sequence.tokens):
             stored = 0 if sequence is None else len(sequence.tokens)
@@ -206,31 +187,33 @@ class TargetEngine:
             if stored == 0:
                 self.release([row.sequence_id])
             return fault_verdict(row, RowFaultCode.KV_EXHAUSTED, str(error), stored)
-        return _ReadyRow(row, sequence, forward)
+        return ReadyRow(row, sequence, forward)
 
-    def _verify(self, ready: Sequence[_ReadyRow]) -> list[Verdict]:
+    def _verify(self, ready: Sequence[ReadyRow]) -> list[Verdict]:
         """Run the forward pass, decide at every node, and accept one path of each tree."""
         logits = self._runner.forward([entry.forward for entry in ready])
         contexts = [context for entry in ready for context in entry.contexts()]  # while a GPU computes
         decisions = self._decider.decide(logits, contexts, self._rule.needs_distribution)
         verdicts: list[Verdict] = []
         first = 0
-        for entry in ready:
-            count = len(entry.forward.select)
-            verdicts.append(self._accept(entry, decisions, range(first, first + count)))
-            first += count
+        for index, entry in enumerate(ready):
+            indices = range(first, first + len(entry.forward.select))
+            verdicts.append(self._accept(index, entry, decisions, indices, logits))
+            first = indices.stop
         return verdicts
 
-    def _accept(self, entry: _ReadyRow, decisions: Decisions, indices: range) -> Verdict:
+    def _accept(
+        self, index: int, entry: ReadyRow, decisions: Decisions, indices: range, logits: torch.Tensor
+    ) -> Verdict:
         """Accept a path of the row's tree and commit it. `indices` are those of the row's decisions."""
         row, sequence = entry.row, entry.sequence
+        own = slice(indices.start, indices.stop)
         accepted = Accepted(nodes=(), tokens=())
         logprobs: tuple[TokenLogprobs, ...] = ()
         if row.decide:
             sampling = sequence.start.sampling
             is_greedy = sampling.temperature < GREEDY_BELOW
             root = RootPosition(sampling.seed, row.base_len, self._model.vocabulary_size, is_greedy)
-            own = slice(indices.start, indices.stop)
             distribution = None if decisions.log_probabilities is None else decisions.log_probabilities[own]
             accepted = self._rule.accept(row.tree, decisions.tokens[own], root, distribution, row.distributions)
             if -1 in accepted.tokens:
@@ -239,10 +222,39 @@ class TargetEngine:
                 return fault_verdict(row, RowFaultCode.INVALID, "all logits of the model are NaN or -inf here", stored)
             accepted = accepted.until(sampling.end_token_ids)
             logprobs = path_logprobs(decisions, indices, accepted, sampling.logprobs)
+        evidence = self._collector.collect(index, row, accepted, decisions.tokens[own], logits[own])
         self._runner.commit(entry.forward, accepted.nodes)
-        verdict = Verdict(row.sequence_id, row.base_len, accepted.tokens, len(row.tree), logprobs)
+        verdict = Verdict(row.sequence_id, row.base_len, accepted.tokens, len(row.tree), logprobs, evidence=evidence)
         sequence.last_row, sequence.last_verdict = row, verdict
         return verdict
+
+    def _draft(self, ready: Sequence[ReadyRow], verdicts: dict[SequenceId, Verdict]) -> None:
+        """Let the drafter on this rank propose the next trees, and put them into the verdicts.
+
+        Evidence stays in a verdict only if drafters in other processes need it.
+        """
+        if not self._evidence.any and self._drafter is None:
+            return
+        rows = [(entry, verdict) for entry in ready if (verdict := verdicts[entry.row.sequence_id]).fault is None]
+        proposals: dict[SequenceId, Proposal] = {}
+        if self._drafter is not None:
+            proposals = self._drafter.draft(
+                [
+                    VerifiedRow(
+                        entry.row,
+                        entry.sequence.start,
+                        entry.sequence.tokens,
+                        verdict.tokens[-1:],
+                        verdict.evidence,
+                    )
+                    for entry, verdict in rows
+                ]
+            )
+        for entry, verdict in rows:
+            sequence_id = entry.row.sequence_id
+            sent = verdict.evidence if self._evidence.is_sent else None
+            verdict = replace(verdict, evidence=sent, proposal=proposals.get(sequence_id))
+            verdicts[sequence_id] = entry.sequence.last_verdict = verdict
 
     def _note_compute(self, rows: Sequence[VerifyRow], seconds: float) -> None:
         """Report the cost of computing to the pool, which compares it with the cost of loading blocks.

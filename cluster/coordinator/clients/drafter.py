@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cluster.coordinator.clients.circuit_breaker import CircuitBreaker
+from cluster.coordinator.clients.draft_source import Proposals
+from cluster.coordinator.clients.proposal_check import checked
 from cluster.coordinator.clients.release_queue import ReleaseQueue
 from cluster.coordinator.metrics import Metrics
 from cluster.core.config.sections import DraftSection
-from cluster.core.drafting import DraftRow, Proposal, RowFaultCode
+from cluster.core.drafting import DraftRow, Evidence, Proposal, RowFaultCode
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.ports import Drafter
@@ -24,8 +26,6 @@ LATE_CALL_FACTOR = 20
 may be prefilling a long prompt, and later calls use the result."""
 LATE_CALL_TOKENS = 512
 """Number of new tokens above which a late call may continue for a proportionally longer time."""
-
-Proposals = dict[SequenceId, Proposal]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,17 @@ class DrafterClient:
         """Number of tokens of the sequence that the drafter has not been sent."""
         return len(sequence) - self._synced_lens.get(sequence.id, 0)
 
-    def start(self, requests: Iterable[DraftRequest], vocabulary_size: int) -> ProposeCall:
-        """Start a call in the background, for sequences that are not busy."""
-        rows = tuple(self._row(request) for request in requests)
+    def start(
+        self,
+        requests: Iterable[DraftRequest],
+        vocabulary_size: int,
+        take_evidence: Callable[[SequenceId], tuple[Evidence, ...]] = lambda _: (),
+    ) -> ProposeCall:
+        """Start a call in the background, for sequences that are not busy.
+
+        `take_evidence` returns what the target showed of a sequence since the last call.
+        """
+        rows = tuple(self._row(request, take_evidence(request.sequence.id)) for request in requests)
         call = asyncio.create_task(self._run(rows, vocabulary_size), name="propose")
         self._calls[call] = frozenset(row.sequence_id for row in rows)
         if not _wants_drafts(rows):
@@ -113,11 +121,11 @@ class DrafterClient:
         self._flush()
         await self._releases.close(timeout_seconds)
 
-    def _row(self, request: DraftRequest) -> DraftRow:
+    def _row(self, request: DraftRequest, evidence: tuple[Evidence, ...]) -> DraftRow:
         sequence = request.sequence
         synced = self._synced_lens.setdefault(sequence.id, 0)
         start = sequence.start if synced == 0 else None
-        return DraftRow(sequence.id, len(sequence), tuple(sequence.tokens[synced:]), request.budget, start)
+        return DraftRow(sequence.id, len(sequence), tuple(sequence.tokens[synced:]), request.budget, start, evidence)
 
     async def _run(self, rows: tuple[DraftRow, ...], vocabulary_size: int) -> ProposeResult:
         begun = self._clock()
@@ -144,23 +152,11 @@ class DrafterClient:
 
     def _valid(self, row: DraftRow, proposal: Proposal | None, vocabulary_size: int) -> Proposal:
         """Return the valid part of a proposal, and record how many tokens of the sequence the drafter has now."""
-        nothing = Proposal(row.sequence_id, row.base_len)
         if proposal is None or proposal.base_len != row.base_len:
             self._metrics.stale_proposal()
-            return nothing
+            return Proposal(row.sequence_id, row.base_len)
         self._note_synced(row, proposal)
-        tree = proposal.tree
-        if proposal.fault is not None or not all(0 <= token < vocabulary_size for token in tree.tokens):
-            return nothing
-        nodes = tree.within(row.budget.max_nodes, row.budget.max_depth)
-        probabilities = proposal.probabilities
-        if len(probabilities) != len(tree):
-            probabilities = ()
-        elif len(nodes) < len(tree):
-            probabilities = tuple(probabilities[node] for node in nodes)
-        return replace(
-            proposal, tree=tree.subset(nodes), probabilities=probabilities, ready=min(proposal.ready, len(nodes))
-        )
+        return checked(proposal, row.budget, vocabulary_size)
 
     def _note_synced(self, row: DraftRow, proposal: Proposal) -> None:
         if row.sequence_id not in self._synced_lens:

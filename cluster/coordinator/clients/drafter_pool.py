@@ -7,13 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 
-from cluster.coordinator.clients.drafter import DrafterClient, Proposals, ProposeCall
+from cluster.coordinator.clients.draft_source import Proposals
+from cluster.coordinator.clients.drafter import DrafterClient, ProposeCall
+from cluster.coordinator.clients.evidence_store import EvidenceStore
 from cluster.coordinator.metrics import Metrics
 from cluster.core.config.sections import DraftSection
-from cluster.core.drafting import NO_DRAFT
+from cluster.core.drafting import NO_DRAFT, DraftBudget
 from cluster.core.ids import SequenceId
 from cluster.core.ports import Drafter
 from cluster.core.sequence import DraftRequest, Sequence
+from cluster.core.verification import StepResult, VerifyRow
 
 PREFILL_TOKENS = 64
 """If a drafter lacks more tokens of a sequence than this, it prefills the sequence in the background first, so that the
@@ -106,6 +109,7 @@ class DrafterPool:
         self._loads = Counter[DrafterClient]()
         self._prefilling: dict[DrafterClient, ProposeCall] = {}
         self._prefill_tokens = self._prefill_seconds_sum = 0.0
+        self._evidence = EvidenceStore()
 
     @property
     def is_idle(self) -> bool:
@@ -115,6 +119,20 @@ class DrafterPool:
     def start(self, vocabulary_size: int) -> None:
         """Set the size of the target's vocabulary, within which all drafted tokens must be."""
         self._vocabulary_size = vocabulary_size
+
+    def next_budgets(self, wanted: Mapping[SequenceId, DraftBudget]) -> Mapping[SequenceId, DraftBudget]:  # noqa: ARG002
+        """Return none: these drafters are not on the target."""
+        return {}
+
+    def receive(self, rows: Iterable[VerifyRow], step: StepResult) -> None:  # noqa: ARG002 - part of the interface
+        """Keep the evidence of a step until the drafters' next calls."""
+        for verdict in step.verdicts:
+            if verdict.evidence is not None:
+                self._evidence.add(verdict.sequence_id, verdict.evidence)
+
+    def probe(self, requests: Mapping[SequenceId, DraftRequest]) -> ProposeCalls:
+        """See `propose`."""
+        return self.propose(requests)
 
     def propose(self, requests: Mapping[SequenceId, DraftRequest]) -> ProposeCalls:
         """Request drafts from each sequence's drafter, except for sequences that are busy, refused or not prefilled."""
@@ -134,7 +152,7 @@ class DrafterPool:
                 parts.setdefault(client, []).append(request)
         for reason in sorted(reasons):
             self._metrics.drafter_fallback(reason)
-        calls = {client: client.start(part, self._vocabulary_size) for client, part in parts.items()}
+        calls = {client: self._start(client, part) for client, part in parts.items()}
         return ProposeCalls(requests, calls, self._timeout, self._metrics)
 
     def is_prefilled(self, sequence: Sequence) -> bool:
@@ -159,7 +177,7 @@ class DrafterPool:
             if client not in self._prefilling and tokens[client] < MAX_PREFILL_TOKENS:
                 tokens[client] += client.unsynced(sequence)
                 parts.setdefault(client, []).append(request)
-        calls = {client: client.start(part, self._vocabulary_size) for client, part in parts.items()}
+        calls = {client: self._start(client, part) for client, part in parts.items()}
         for client, call in calls.items():
             call.add_done_callback(partial(self._measure_prefill, tokens[client]))
         self._prefilling |= calls
@@ -178,12 +196,16 @@ class DrafterPool:
         sequence_ids = tuple(sequence_ids)
         for sequence_id in sequence_ids:
             self._unassign(sequence_id)
+            self._evidence.take(sequence_id)
         for client in self._clients:
             client.release(sequence_ids)
 
     async def close(self, timeout_seconds: float) -> None:
         """Cancel the calls under way and send the queued releases."""
         await asyncio.gather(*(client.close(timeout_seconds) for client in self._clients))
+
+    def _start(self, client: DrafterClient, requests: Iterable[DraftRequest]) -> ProposeCall:
+        return client.start(requests, self._vocabulary_size, self._evidence.take)
 
     def _measure_prefill(self, tokens: int, call: ProposeCall) -> None:
         if _has_result(call) and call.result().proposals is not None:
@@ -210,7 +232,7 @@ class DrafterPool:
                 continue
             served = [request for request in requests if not client.refuses(request.sequence.id)]
             if served:
-                client.start(served if len(self._clients) == 1 else served[-1:], self._vocabulary_size)
+                self._start(client, served if len(self._clients) == 1 else served[-1:])
 
     def _unassign(self, sequence_id: SequenceId) -> None:
         assigned = self._assigned.pop(sequence_id, None)

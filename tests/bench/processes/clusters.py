@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from cluster.core.config.sections import Configuration
-from deploy.lossless import with_acceptance
+from deploy.implied_settings import with_implied_settings
 from tests.bench.processes.role_process import Role
 from tests.support.clusters.json_process import JsonProcess
 
@@ -54,19 +54,19 @@ class RoleProcess:
 
 def target(configuration: Configuration, cores: Sequence[int]) -> RoleProcess:
     """A target with a thread per core."""
-    values = with_acceptance(configuration).model_dump_json()
+    values = with_implied_settings(configuration).model_dump_json()
     return RoleProcess(Role("target", values, tuple(cores), len(cores)))
 
 
 def draft(configuration: Configuration, cores: Sequence[int]) -> RoleProcess:
     """A drafter with a thread per core."""
-    values = with_acceptance(configuration).model_dump_json()
+    values = with_implied_settings(configuration).model_dump_json()
     return RoleProcess(Role("draft", values, tuple(cores), len(cores)))
 
 
 def coordinator(configuration: Configuration, target: RoleProcess, draft: RoleProcess) -> RoleProcess:
     """A coordinator with its public services, on any core."""
-    values = with_acceptance(configuration).model_dump_json()
+    values = with_implied_settings(configuration).model_dump_json()
     return RoleProcess(Role("coordinator", values, tuple(all_cores()), 1, target.address, (draft.address,)))
 
 

@@ -10,7 +10,7 @@ import statistics
 from contextlib import ExitStack
 
 from cluster.core.config.sections import Configuration
-from deploy.lossless import NOT_LOSSLESS
+from deploy.implied_settings import NOT_LOSSLESS
 from tests.bench import drafting, theory
 from tests.bench.client import RequestOptions
 from tests.bench.drafting import Passes, TaskPrompts

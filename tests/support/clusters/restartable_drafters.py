@@ -1,4 +1,4 @@
-"""A cluster in this process whose drafters can be stopped and started again while requests run.
+"""A cluster in this process whose target and drafters can be stopped and started again while requests run.
 
 Target, drafters and coordinator are the real ones and communicate over gRPC.
 """
@@ -12,14 +12,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from cluster.core.config.sections import Configuration
-from cluster.core.errors import DrafterUnavailable
+from cluster.core.errors import DrafterUnavailable, TargetUnavailable
 from cluster.core.request import SamplingParameters
 from cluster.wire.codec.common import encode_sampling
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import CoordinatorServer, fixed_address
-from deploy.lossless import with_acceptance
+from deploy.implied_settings import with_implied_settings
 from pilotfish.v1 import common_pb2, generation_pb2
 from workers.draft.registry import create
 from workers.serve.worker_server import WorkerHost, host_draft, host_target
@@ -97,11 +97,40 @@ class RestartableDrafter:
 
 
 @dataclass
+class RestartableTarget:
+    """A target, with the drafting method if it drafts itself. A restart loses all sequences."""
+
+    configuration: Configuration
+    host: WorkerHost | None = None
+
+    async def resolve(self) -> str:
+        """Return the target's address. Raises `TargetUnavailable` while the target is stopped."""
+        if self.host is None:
+            raise TargetUnavailable("the target is stopped")
+        return self.host.address
+
+    async def start(self) -> None:
+        """Build a new engine and listen."""
+        draft, target = self.configuration.draft, self.configuration.target
+        method = await asyncio.to_thread(create, draft, target) if draft.is_colocated else None
+        host = host_target(LOOPBACK, await asyncio.to_thread(build_engine, target, method=method))
+        await host.start()
+        self.host = host
+
+    async def stop(self) -> None:
+        """Close its port at once."""
+        host, self.host = self.host, None
+        if host is not None:
+            await host.stop()
+
+
+@dataclass
 class RestartableCluster:
     """A running cluster, its drafters, and a client of it."""
 
     address: str
     client: GenerationClient
+    target: RestartableTarget
     drafters: list[RestartableDrafter] = field(default_factory=list)
 
     async def answer_all(self, cases: Sequence[SamplingCase]) -> list[FullAnswer]:
@@ -121,13 +150,15 @@ class RestartableCluster:
 @asynccontextmanager
 async def restartable_cluster(configuration: Configuration) -> AsyncIterator[RestartableCluster]:
     """A cluster whose drafters run. Model paths in the configuration are local directories."""
-    configuration = with_acceptance(configuration)
+    configuration = with_implied_settings(configuration)
     async with AsyncExitStack() as stack:
-        engine = await asyncio.to_thread(build_engine, configuration.target)
-        host = await stack.enter_async_context(host_target(LOOPBACK, engine))
-        target = GrpcTarget(fixed_address(host.address))
+        restartable = RestartableTarget(configuration)
+        await restartable.start()
+        stack.push_async_callback(restartable.stop)
+        target = GrpcTarget(restartable.resolve)
         stack.push_async_callback(target.close)
-        drafters = [RestartableDrafter(configuration) for _ in range(configuration.draft.replicas)]
+        count = 0 if configuration.draft.is_colocated else configuration.draft.replicas
+        drafters = [RestartableDrafter(configuration) for _ in range(count)]
         clients: list[GrpcDrafter] = []
         for drafter in drafters:
             await drafter.start()
@@ -140,7 +171,7 @@ async def restartable_cluster(configuration: Configuration) -> AsyncIterator[Res
         await coordinator.wait_until_ready()
         client = GenerationClient(fixed_address(address))
         stack.push_async_callback(client.close)
-        yield RestartableCluster(address, client, drafters)
+        yield RestartableCluster(address, client, restartable, drafters)
 
 
 async def _answer(client: GenerationClient, case: SamplingCase) -> FullAnswer:

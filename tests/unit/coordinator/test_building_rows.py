@@ -8,7 +8,7 @@ from cluster.coordinator.commit import is_valid
 from cluster.coordinator.quarantine import MAX_LOSSES
 from cluster.coordinator.requests.live_sequence import QUARANTINE_LOSSES, LiveSequence
 from cluster.coordinator.verify import build_rows
-from cluster.core.drafting import NO_DRAFT, DraftBudget, RowFault, RowFaultCode
+from cluster.core.drafting import NO_DRAFT, DraftBudget, Proposal, RowFault, RowFaultCode
 from cluster.core.ids import RequestId, SequenceId
 from cluster.core.request import GenerationRequest, StoppingCriteria
 from cluster.core.scheduler import Plan, PlannedRow
@@ -17,7 +17,7 @@ from cluster.core.tree import EMPTY_TREE, TokenTree
 from cluster.core.verification import Verdict, VerifyRow
 
 ID = SequenceId("s")
-TREE = TokenTree((7, 8, 9, 10), (-1, 0, 1, -1))
+DRAFT = Proposal(ID, 5, TokenTree((7, 8, 9, 10), (-1, 0, 1, -1)))
 
 
 def live_sequence(parent: LiveSequence | None = None) -> LiveSequence:
@@ -42,21 +42,21 @@ def test_the_first_row_of_a_sequence_carries_its_start() -> None:
 
 def test_a_tree_is_cut_to_what_the_plan_allows() -> None:
     live = live_sequence()
-    (row,) = build_rows(planned(5, decide=True, draft=DraftBudget(3, 2)), {ID: live}, {ID: TREE})
+    (row,) = build_rows(planned(5, decide=True, draft=DraftBudget(3, 2)), {ID: live}, {ID: DRAFT})
     assert row.tree == TokenTree((7, 8, 10), (-1, 0, -1))
-    (undecided,) = build_rows(planned(4, decide=False), {ID: live}, {ID: TREE})
+    (undecided,) = build_rows(planned(4, decide=False), {ID: live}, {ID: DRAFT})
     assert undecided.tree == EMPTY_TREE
 
 
 def test_a_sequence_that_has_left_has_no_row() -> None:
-    assert build_rows(planned(5, decide=True), {}, {ID: TREE}) == ()
+    assert build_rows(planned(5, decide=True), {}, {ID: DRAFT}) == ()
 
 
 def test_building_rows_changes_nothing() -> None:
     parent = live_sequence()
     parent.mark_sent()
     live = live_sequence(parent)
-    build_rows(planned(5, decide=True), {ID: live}, {ID: TREE})
+    build_rows(planned(5, decide=True), {ID: live}, {ID: DRAFT})
     assert (live.is_open, live.has_been_open, live.kv_source) == (False, False, parent)
     assert (live.sequence.stored_len, live.sequence.tokens) == (0, [1, 2, 3, 4, 5])
     live.mark_sent()
@@ -84,7 +84,7 @@ def test_a_sequence_is_quarantined_before_it_is_given_up() -> None:
     ids=str,
 )
 def test_a_verdict_has_one_token_more_than_the_accepted_path(verdict: Verdict, valid: bool) -> None:
-    assert is_valid(VerifyRow(ID, 5, (5,), TREE), verdict) is valid
+    assert is_valid(VerifyRow(ID, 5, (5,), DRAFT.tree), verdict) is valid
 
 
 def test_a_verdict_on_a_prompt_chunk_has_no_tokens() -> None:

@@ -14,7 +14,7 @@ from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, Verdict, VerifyRow
 from deploy.commands.demo import conclusion
 from deploy.commands.streamed_answer import TimedAnswer
-from deploy.lossless import NOT_LOSSLESS, with_acceptance
+from deploy.implied_settings import NOT_LOSSLESS, with_implied_settings
 from tests.support.models import tiny
 from workers.sampling.acceptance import create_rule
 from workers.sampling.rules.synthetic import Synthetic, synthetic_token
@@ -81,12 +81,12 @@ def configured(**draft: object) -> Configuration:
 
 def test_a_synthetic_drafter_makes_its_target_accept_at_random() -> None:
     plain, experiment = configured(method="ngram"), configured(method="synthetic", synthetic={"acceptance": (0.9, 0.6)})
-    assert with_acceptance(plain) == plain
-    settled = with_acceptance(experiment)
+    assert with_implied_settings(plain) == plain
+    settled = with_implied_settings(experiment)
     assert settled.target.acceptance == "synthetic"
     assert create_rule(settled.target) == Synthetic((0.9, 0.6))
     assert not create_rule(settled.target).is_lossless
-    assert with_acceptance(settled) == settled
+    assert with_implied_settings(settled) == settled
 
 
 def test_the_demo_does_not_compare_answers_that_are_not_lossless() -> None:
@@ -103,4 +103,4 @@ def test_the_demo_does_not_compare_answers_that_are_not_lossless() -> None:
 )
 def test_no_other_method_may_use_synthetic_acceptance(target: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match=r"is refused; draft\.method=synthetic sets it"):
-        with_acceptance(load_configuration({"target": target}))
+        with_implied_settings(load_configuration({"target": target}))

@@ -53,7 +53,7 @@ async def test_a_replica_closes_its_engine_when_it_ends(
     monkeypatch.setattr(actors, "free_port", lambda _: 0)
     monkeypatch.setattr(actors, "set_threads", lambda _: None)
     kv = {"pool_bytes": 1 << 20, "disk_directory": str(tmp_path)}
-    replica = actors.TargetReplica({"path": str(directory), "device": "cpu", "kv": kv}, 1, host)
+    replica = actors.TargetReplica({"path": str(directory), "device": "cpu", "kv": kv}, {}, 1, host)
     with pytest.raises(ConfigurationError) if host == "256.0.0.1" else nullcontext():
         await replica.reconfigure({"log_level": "warning"})
     assert entries(tmp_path)

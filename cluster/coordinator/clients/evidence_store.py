@@ -1,0 +1,39 @@
+"""Keeps what the target showed of each sequence until its drafter is called."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from cluster.core.drafting import Evidence
+from cluster.core.ids import SequenceId
+
+MAX_STEPS = 256
+"""Most steps of one sequence whose evidence is kept; the oldest go first. Drafters cope with gaps."""
+MAX_BYTES = 16 * 1024 * 1024
+"""Most bytes of hidden states that are kept of one sequence; the oldest go first."""
+
+
+class EvidenceStore:
+    """Evidence by sequence, oldest first, within bounds."""
+
+    def __init__(self) -> None:
+        self._kept: dict[SequenceId, deque[Evidence]] = {}
+        self._bytes: dict[SequenceId, int] = {}
+
+    def add(self, sequence_id: SequenceId, evidence: Evidence) -> None:
+        """Append the evidence of one step."""
+        kept = self._kept.setdefault(sequence_id, deque())
+        kept.append(evidence)
+        size = self._bytes.get(sequence_id, 0) + _size(evidence)
+        while len(kept) > MAX_STEPS or (size > MAX_BYTES and kept):
+            size -= _size(kept.popleft())
+        self._bytes[sequence_id] = size
+
+    def take(self, sequence_id: SequenceId) -> tuple[Evidence, ...]:
+        """Remove and return the evidence of a sequence."""
+        self._bytes.pop(sequence_id, None)
+        return tuple(self._kept.pop(sequence_id, ()))
+
+
+def _size(evidence: Evidence) -> int:
+    return 0 if evidence.hidden is None else len(evidence.hidden.data)

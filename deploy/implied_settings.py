@@ -1,0 +1,53 @@
+"""Settings that follow from the drafting methods: the target's settings, its evidence, and where drafts are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any
+
+from cluster.core.config.sections import Configuration
+from cluster.core.errors import ConfigurationError, shorten
+from workers.draft.registry import METHODS, needs_of, placement_of
+from workers.serve.configuration import load_configuration
+
+NOT_LOSSLESS = (
+    "NOT LOSSLESS: answers differ from what the model alone writes, because of target.acceptance or target.kv.window"
+)
+"""The notice that is printed when a target reports that it is not lossless (`TargetInfo.is_lossless`)."""
+
+
+def with_implied_settings(configuration: Configuration) -> Configuration:
+    """The configuration with the settings that the drafting methods imply. Applying it again changes nothing.
+
+    `draft.placement` is then `target` or `drafter`. Raises `ConfigurationError` if a setting that a drafting method
+    implies is chosen without it, or if a method cannot draft where `draft.placement` says.
+    """
+    draft = configuration.draft
+    needs, place = needs_of(draft), placement_of(draft)
+    implied: dict[str, Any] = {
+        "draft.placement": place,
+        "target.evidence.taps": needs.taps,
+        "target.evidence.top": needs.top,
+        "target.evidence.decisions": needs.decisions,
+        "target.evidence.is_sent": needs.any and place == "drafter",
+    }
+    values = configuration.model_dump(mode="json")
+    defaults = load_configuration({}).model_dump(mode="json")
+    for name, plugin in METHODS.items():
+        if plugin.target_settings is None:
+            continue
+        settings = plugin.target_settings(draft.settings(name, plugin.settings))
+        settings = {f"target.{key}": value for key, value in settings.items()}
+        if name in draft.selected("method"):
+            implied |= settings
+            continue
+        for key in settings:
+            if _at(values, key) != _at(defaults, key):
+                raise ConfigurationError(f"{key}: {shorten(_at(values, key))} is refused; draft.method={name} sets it")
+    return load_configuration(values, implied)
+
+
+def _at(values: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted key."""
+    return reduce(lambda section, name: section[name], key.split("."), values)

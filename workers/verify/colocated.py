@@ -1,0 +1,103 @@
+"""Drafts on the target's rank 0: after each step, the drafting method proposes trees for the next one.
+
+The verdict brings the proposal, so no message is sent for it and no round waits for another process. The method is the
+same as in a process of its own; it sees the same rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.core.drafting import NO_DRAFT, DraftRow, Evidence, Proposal, RowFaultCode
+from cluster.core.ids import SequenceId
+from cluster.core.ports import DraftMethod
+from cluster.core.request import SequenceStart
+from cluster.core.verification import VerifyRow
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedRow:
+    """A row of the step that has just been verified."""
+
+    row: VerifyRow
+    start: SequenceStart
+    stored_tokens: Sequence[int]
+    """The committed tokens whose KV is stored."""
+    last_token: tuple[int, ...]
+    """The last committed token, whose KV is not stored; empty after a row that decides nothing."""
+    evidence: Evidence | None
+
+
+class ColocatedDrafter:
+    """Brings the method up to date after every step and asks it for the next drafts.
+
+    A method that raises costs drafts, never a verdict: its state is dropped, and every sequence is sent to it anew.
+    """
+
+    def __init__(self, method: DraftMethod) -> None:
+        self._method = method
+        self._synced_lens: dict[SequenceId, int] = {}
+        self._refused: set[SequenceId] = set()
+
+    def draft(self, verified: Sequence[VerifiedRow]) -> dict[SequenceId, Proposal]:
+        """Propose trees for the rows whose `next_budget` is not empty.
+
+        Rows without a budget are passed on if they bring evidence, which would be lost otherwise.
+        """
+        rows = [
+            self._row(one)
+            for one in verified
+            if (one.row.next_budget.max_nodes or one.evidence is not None) and one.row.sequence_id not in self._refused
+        ]
+        if not rows:
+            return {}
+        try:
+            proposals = self._method.propose(rows)
+        except Exception:
+            logger.exception("the drafter on the target failed: the next step has no drafts")
+            self.release([row.sequence_id for row in rows])
+            return {}
+        found: dict[SequenceId, Proposal] = {}
+        for row, proposal in zip(rows, proposals, strict=True):
+            self._note(row, proposal)
+            if row.budget.max_nodes and proposal.fault is None:
+                found[row.sequence_id] = proposal
+        return found
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """Free what the method stores for the sequences. Unknown sequences are no error."""
+        known = [sequence_id for sequence_id in sequence_ids if sequence_id in self._synced_lens]
+        for sequence_id in sequence_ids:
+            self._synced_lens.pop(sequence_id, None)
+            self._refused.discard(sequence_id)
+        if known:
+            try:
+                self._method.release(known)
+            except Exception:
+                logger.exception("the drafter on the target could not release %d sequences", len(known))
+
+    def _row(self, one: VerifiedRow) -> DraftRow:
+        sequence_id = one.row.sequence_id
+        synced = self._synced_lens.setdefault(sequence_id, 0)
+        return DraftRow(
+            sequence_id,
+            len(one.stored_tokens) + len(one.last_token),
+            (*one.stored_tokens[synced:], *one.last_token),
+            one.row.next_budget if one.row.decide else NO_DRAFT,
+            one.start if synced == 0 else None,
+            () if one.evidence is None else (one.evidence,),
+        )
+
+    def _note(self, row: DraftRow, proposal: Proposal) -> None:
+        fault = proposal.fault
+        if fault is None:
+            self._synced_lens[row.sequence_id] = row.base_len
+        elif fault.code is RowFaultCode.INVALID:
+            logger.warning("the drafter on the target cannot serve %s: %s", row.sequence_id, fault.message)
+            self._refused.add(row.sequence_id)
+        else:
+            self._synced_lens[row.sequence_id] = 0

@@ -1,0 +1,50 @@
+"""Takes evidence from a step for drafting methods: hidden states, decisions, most probable tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cluster.core.config.sections import EvidenceSection
+from cluster.core.drafting import Evidence, HiddenStates
+from cluster.core.verification import VerifyRow
+from workers.forward.runner import ModelRunner
+from workers.sampling.acceptance import Accepted
+
+
+class EvidenceCollector:
+    """Takes what the configuration asks for from the last forward pass of a runner."""
+
+    def __init__(self, section: EvidenceSection, runner: ModelRunner, has_whole_vocabulary: bool) -> None:
+        self._section = section
+        self._runner = runner
+        self._top = section.top if has_whole_vocabulary else 0
+
+    def collect(
+        self, index: int, row: VerifyRow, accepted: Accepted, decisions: Sequence[int], logits: torch.Tensor
+    ) -> Evidence | None:
+        """Take the evidence of row `index` of the pass; `None` if nothing is asked for.
+
+        `decisions` and `logits` `[nodes + 1, vocabulary]` are those at the root and at every node, or empty for a row
+        that decides nothing. Call this before the next pass.
+        """
+        if not self._section.any:
+            return None
+        top: tuple[tuple[int, ...], ...] = ()
+        if self._top and row.decide:
+            path = [0, *(node + 1 for node in accepted.nodes)]
+            best = logits[path].topk(min(self._top, logits.shape[1])).indices
+            top = tuple(tuple(tokens) for tokens in best.tolist())
+        return Evidence(
+            base_len=row.base_len,
+            tree=row.tree,
+            decisions=tuple(decisions) if self._section.decisions else (),
+            top=top,
+            hidden=self._hidden(index, row, accepted) if self._section.taps else None,
+        )
+
+    def _hidden(self, index: int, row: VerifyRow, accepted: Accepted) -> HiddenStates:
+        states = self._runner.hidden_of(index, accepted.nodes)  # [pending + accepted, width] bfloat16
+        data = states.cpu().contiguous().view(torch.int16).numpy()
+        return HiddenStates(row.start_len, states.shape[1], memoryview(data).cast("B"))

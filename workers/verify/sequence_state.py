@@ -1,0 +1,46 @@
+"""The records of the target's engine: what it stores for a sequence, and a row that is ready for the forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.core.request import SequenceStart
+from cluster.core.verification import Verdict, VerifyRow
+from workers.forward.runner import ForwardRow
+from workers.kv.block_table import BlockTable
+from workers.sampling.context import Branch, DecisionContext, tree_contexts
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """What the engine stores for one sequence."""
+
+    start: SequenceStart
+    table: BlockTable
+    last_row: VerifyRow | None = None
+    """The row that was computed last."""
+    last_verdict: Verdict | None = None
+    """The verdict on `last_row`, which is returned again when the row is repeated."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens whose KV is stored."""
+        return self.table.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyRow:
+    """A row whose blocks are reserved, ready for the forward pass."""
+
+    row: VerifyRow
+    sequence: SequenceState
+    forward: ForwardRow
+
+    def contexts(self) -> tuple[DecisionContext, ...]:
+        """One context per decision: at the last pending token, then at every node of the tree."""
+        if not self.row.decide:
+            return ()
+        start = self.sequence.start
+        return tree_contexts(
+            start.sampling, Branch(self.sequence.tokens, self.row.pending), start.prompt_len, self.row.tree
+        )
