@@ -6,14 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.core.config.sections import Configuration, ModelSection
+from cluster.core.config.sections import Configuration, DraftSection, ModelSection
 from cluster.core.errors import ModelLoadError
+from workers.model.draft_card import is_distilled
 
 COMPILED = "compiled"
 """Folder of the cache for code compiled on this machine."""
 
-DRAFTS = {"smollm2-135m-draft": "smollm2-135m-instruct"}
-"""Packaged draft models: from the name of a draft to the name of its target, which is also its folder's name."""
+DRAFTS = {
+    "smollm2-135m-draft": "smollm2-135m-instruct",
+    "smollm2-135m-heads": "smollm2-135m-heads",
+    "smollm2-135m-block": "smollm2-135m-block",
+    "smollm2-135m-eagle": "smollm2-135m-eagle",
+    "smollm2-135m-exit": "smollm2-135m-exit",
+    "smollm2-135m-table": "smollm2-135m-table",
+}
+"""Packaged drafts: from the name of a draft to its folder."""
 
 ReportProgress = Callable[[str], None]
 """Called with a short description at the start of every stage of long work."""
@@ -36,6 +44,7 @@ def served_name(configuration: Configuration) -> str:
 
 def resolve_models(configuration: Configuration, cache_directory: Path, report: ReportProgress) -> Models:
     """Find, fetch or convert the configured models. Raises `ModelLoadError` with a remedy."""
+    configuration = configuration.model_copy(update={"draft": _with_modules(configuration.draft)})
     target = _resolve(configuration.target, cache_directory, report)
     draft = None
     if configuration.draft.weights is not None:
@@ -55,9 +64,21 @@ def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgres
 
 def _shipped(name: str) -> Path:
     directory = Path(__file__).parent / "drafts" / DRAFTS[name]
-    if not (directory / "config.json").is_file():
+    if not is_distilled(directory):
         raise ModelLoadError(f"model {name!r}: its files are not in {str(directory)!r}; install Pilotfish again")
     return directory
+
+
+def _with_modules(draft: DraftSection) -> DraftSection:
+    """The section with a directory for each drafting module. Raises `ModelLoadError`."""
+    for method, section in draft.modules.items():
+        directory = _shipped(section.path) if section.path in DRAFTS else Path(section.path).expanduser()
+        if not is_distilled(directory):
+            raise ModelLoadError(
+                f"draft.{method}.path: {section.path!r} holds no drafting module; packaged ones are {', '.join(DRAFTS)}"
+            )
+        draft = draft.with_module(method, path=str(directory.resolve()))
+    return draft
 
 
 def _with_paths(configuration: Configuration, target: Path, draft: Path | None, compiled: str) -> Configuration:

@@ -37,7 +37,7 @@ from workers.sampling.acceptance import AcceptanceRule, Accepted, RootPosition, 
 from workers.sampling.context import GREEDY_BELOW, DecisionContext
 from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 from workers.verify.decider import Decider, Decisions
-from workers.verify.evidence import EvidenceCollector
+from workers.verify.evidence import EvidenceCollector, resolve_taps
 from workers.verify.sequence_state import ReadyRow, SequenceState
 from workers.verify.step_profile import profile_steps
 from workers.verify.verdicts import fault_verdict, path_logprobs, row_problem
@@ -60,7 +60,7 @@ class TargetEngine:
         self._model = model
         self._pool = pool
         self._evidence = evidence or EvidenceSection()
-        self._runner = ModelRunner(model, pool)
+        self._runner = ModelRunner(model, pool, resolve_taps(self._evidence.taps, len(model.layers)))
         self._collector = EvidenceCollector(self._evidence, self._runner, model.tensor_parallel == 1)
         self._decider = decider
         self._rule = rule or create_rule(TargetSection())

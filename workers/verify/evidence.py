@@ -13,6 +13,11 @@ from workers.forward.runner import ModelRunner
 from workers.sampling.acceptance import Accepted
 
 
+def resolve_taps(taps: Sequence[int], layers: int) -> tuple[int, ...]:
+    """Replace negative taps, which count from the last one (-1 is tap `layers`)."""
+    return tuple(tap + layers + 1 if tap < 0 else tap for tap in taps)
+
+
 class EvidenceCollector:
     """Takes what the configuration asks for from the last forward pass of a runner."""
 
@@ -46,5 +51,5 @@ class EvidenceCollector:
 
     def _hidden(self, index: int, row: VerifyRow, accepted: Accepted) -> HiddenStates:
         states = self._runner.hidden_of(index, accepted.nodes)  # [pending + accepted, width] bfloat16
-        data = states.cpu().contiguous().view(torch.int16).numpy()
-        return HiddenStates(row.start_len, states.shape[1], memoryview(data).cast("B"))
+        data = states.cpu().contiguous().view(torch.uint8).numpy()
+        return HiddenStates(row.start_len, states.shape[1], data.data.cast("B"))

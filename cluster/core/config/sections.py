@@ -125,6 +125,20 @@ class DraftModelSection(ModelSection, PluginSettings):
             raise ValueError("path must be set to a draft model with the target's tokenizer")
 
 
+class DraftModuleSection(PluginSettings):
+    """Settings of a drafting method that loads a trained module, which reads the target's hidden states."""
+
+    path: str = ""
+    """A module that was distilled from the target: a local directory, or the name of a packaged one."""
+    taps: Annotated[tuple[Annotated[int, Field(ge=-1, le=4096)], ...], Field(max_length=16)] = ()
+    """Layers after which hidden states are taken; unset: those of the module's card."""
+
+    def check_selected(self) -> None:
+        """Raise `ValueError` when `path` is not set."""
+        if not self.path:
+            raise ValueError("path must be set to a module that was distilled from the target")
+
+
 class DraftSection(PluginHost):
     """The drafter: its method, and the settings that all methods share. Each method has its own subsection."""
 
@@ -177,6 +191,16 @@ class DraftSection(PluginHost):
         """The model that a selected method loads in a process of its own; `None` without such a method."""
         found = self.__pydantic_extra__.get(self.weights_method or "")
         return found if isinstance(found, DraftModelSection) else None
+
+    @property
+    def modules(self) -> dict[str, DraftModuleSection]:
+        """The selected methods that load a module, with their settings."""
+        sections = {name: self.__pydantic_extra__.get(name) for name in self.selected("method")}
+        return {name: found for name, found in sections.items() if isinstance(found, DraftModuleSection)}
+
+    def with_module(self, method: str, **changes: object) -> DraftSection:
+        """Return a copy with changed fields of the settings of `method`, one of `modules`."""
+        return self.model_copy(update={method: self.modules[method].model_copy(update=changes)})
 
     def with_weights(self, **changes: object) -> DraftSection:
         """Return a copy with changed fields of `weights`, or this section if the method has no model."""

@@ -1,0 +1,48 @@
+"""Reads the hidden states in evidence: the columns of one method's taps, and which positions are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from cluster.core.config.sections import TargetSection
+from cluster.core.drafting import Evidence
+from cluster.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class TapReader:
+    """Selects a method's own taps from the hidden states of all taps that the target takes."""
+
+    def __init__(self, taps: Sequence[int], target: TargetSection, hidden_size: int) -> None:
+        """`taps` are in the order that the method wants, as it named them in its `EvidenceNeeds`.
+
+        Raises `ConfigurationError` for a tap that the target does not take.
+        """
+        taken = target.evidence.taps
+        missing = [tap for tap in taps if tap not in taken]
+        if missing:
+            raise ConfigurationError(f"target.evidence.taps: {list(taken)} lacks {missing}, which the drafter reads")
+        self._columns = [taken.index(tap) for tap in taps]
+        self._taken = len(taken)
+        self._hidden_size = hidden_size
+
+    def read(self, evidence: Evidence) -> tuple[int, Tensor] | None:
+        """Position of the first row, and bfloat16 `[tokens, taps, hidden size]`; `None` without hidden states.
+
+        Raises `ValueError` for hidden states of another width than the target's taps have.
+        """
+        import torch
+
+        hidden = evidence.hidden
+        if hidden is None or not len(hidden):
+            return None
+        if hidden.width != self._taken * self._hidden_size:
+            raise ValueError(
+                f"hidden states: {hidden.width} values per position must be {self._taken} taps of {self._hidden_size}"
+            )
+        data = bytearray(hidden.data) if isinstance(hidden.data, bytes) else hidden.data
+        values = torch.frombuffer(data, dtype=torch.bfloat16).view(len(hidden), self._taken, self._hidden_size)
+        return hidden.first, values[:, self._columns]
