@@ -64,7 +64,7 @@ def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgres
 
 def _shipped(name: str) -> Path:
     directory = Path(__file__).parent / "drafts" / DRAFTS[name]
-    if not is_distilled(directory):
+    if not directory.is_dir():
         raise ModelLoadError(f"model {name!r}: its files are not in {str(directory)!r}; install Pilotfish again")
     return directory
 
