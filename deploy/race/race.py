@@ -19,11 +19,13 @@ from deploy.race.competitors import RaceSettings, draft_model_directory, find_co
 from deploy.race.contestants.peers import PEERS
 from deploy.race.costs import describe_machine
 from deploy.race.options import RaceOptions
+from deploy.race.report.charts import speedup_by_task, throughput_by_batch
 from deploy.race.report.tables import markdown
 from deploy.race.results import RaceResults, write_results
 from deploy.race.runner import RaceSession, Report, race_clusters, race_endpoints
 from deploy.race.tasks import RaceTasks, read_tasks
 from deploy.terminal import notices
+from workers.model.stretch import read_stretch
 
 
 def run(options: RaceOptions, race_settings: RaceSettings) -> RaceResults:
@@ -44,6 +46,7 @@ def _run_clusters(options: RaceOptions, race_settings: RaceSettings) -> RaceResu
         raise ConfigurationError(f"--methods: no competitor can run; {'; '.join(entry.reason for entry in skipped)}")
     title = f"{served_name(plain)} in {plain.target.dtype}; {describe_tasks(tasks, options.max_tokens)}"
     results = _empty(title)
+    results.stretch = str(read_stretch(directory) or "")
     results.skipped.extend(skipped)
     with ProgressReporter(notices, "race") as report:
         session = _session(options, tasks, results, report, len(competitors) + len(peers))
@@ -75,6 +78,9 @@ def write(results: RaceResults, directory: Path) -> None:
     """Write the results so far into the directory: JSON, tables and plots."""
     write_results(results, directory)
     (directory / "race.md").write_text(markdown(results), encoding="utf-8")
+    for name, picture in (("speedup.png", speedup_by_task(results)), ("throughput.png", throughput_by_batch(results))):
+        if picture is not None:
+            (directory / name).write_bytes(picture)
 
 
 def describe_tasks(tasks: RaceTasks, max_tokens: int) -> str:

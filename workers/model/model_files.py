@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from cluster.core.errors import ModelLoadError
 from workers.model.quantized import FORMATS, dequantize, quantization_of
+from workers.model.stretch import StretchRequest, parse_stretch, stretch_model
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*"]
 _HUB_TOKENIZER_FILES = ["special_tokens_map.json", "vocab.json", "merges.txt", "*.jinja"]
@@ -61,12 +62,16 @@ def resolve_model_directory(path: str, cache_directory: Path, revision: str | No
     """A local directory with `config.json`, safetensors and a tokenizer for `path`.
 
     `path` is a directory, a `.gguf` file, a packaged model's name or a hub id. A GGUF file, or a checkpoint with
-    GPTQ, AWQ or compressed-tensors weights, is de-quantized once into `cache_directory`. Raises `ModelLoadError`,
-    which says what to do.
+    GPTQ, AWQ or compressed-tensors weights, is de-quantized once into `cache_directory`. `path@x10` is the model of
+    `path` at 10 times its cost with the same function (see `workers.model.stretch`). Raises `ModelLoadError`, which
+    says what to do.
     """
     directory = Path(path).expanduser()
     if directory.is_dir():
         return _plain_weights(_checked(directory), cache_directory)
+    stretch = parse_stretch(path)
+    if stretch is not None:
+        return _stretched(stretch, cache_directory, revision)
     if path in PACKAGED_MODELS:
         return _converted(
             lambda building, scratch: _convert_gguf(_packaged_file(path, scratch), building), cache_directory / path
@@ -86,6 +91,16 @@ def resolve_model_directory(path: str, cache_directory: Path, revision: str | No
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelLoadError(f"model path {path!r}: it cannot be downloaded from the model hub: {error}") from error
     return _plain_weights(_checked(Path(found)), cache_directory)
+
+
+def _stretched(request: StretchRequest, cache_directory: Path, revision: str | None) -> Path:
+    """The stretched copy of a model, made once."""
+    original = resolve_model_directory(request.path, cache_directory, revision)
+    identity = _identity(sorted(original.glob("*.safetensors")))
+    return _converted(
+        lambda building, _: stretch_model(original, building, request.kind, request.factor),
+        cache_directory / f"{original.name}-{request.kind}-x{request.factor}-{identity}",
+    )
 
 
 def _checked(directory: Path) -> Path:

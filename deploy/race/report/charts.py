@@ -1,0 +1,97 @@
+"""The plots of a race: speed-up by task, and throughput by batch."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from deploy.race import measures
+from deploy.race.results import RaceResults, over_tasks
+
+_WIDTH = 0.8
+"""Width of all bars of a task together, in units of the distance between two tasks."""
+
+
+def speedup_by_task(results: RaceResults) -> bytes | None:
+    """Bars of ÷ plain for each task and competitor, at the first batch and temperature, as a PNG.
+
+    `None` without matplotlib, which is optional, or without ratios.
+    """
+    cells = [found.cell for found in results.cells if found.passes and found.plain]
+    if not cells:
+        return None
+    first = cells[0]
+    tasks = list(dict.fromkeys(cell.task for cell in cells))
+    heights = {
+        entry.name: [_ratio(results, entry.name, task, first.batch, first.temperature) for task in tasks]
+        for entry in results.entries
+    }
+    bars = {name: values for name, values in heights.items() if any(value is not None for value in values)}
+    title = f"÷ plain decoding, batch {first.batch}, temperature {first.temperature:g}"
+    plot = _plot(results, title, max(7.0, 0.25 * len(tasks) * len(bars) + 3))
+    if plot is None:
+        return None
+    figure, axes = plot
+    width = _WIDTH / max(1, len(bars))
+    for index, (name, values) in enumerate(bars.items()):
+        places = [place - _WIDTH / 2 + (index + 0.5) * width for place in range(len(tasks))]
+        axes.bar(places, [value or 0.0 for value in values], width, label=name)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(tasks)), tasks, rotation=20, ha="right")
+    return _png(figure, axes)
+
+
+def throughput_by_batch(results: RaceResults) -> bytes | None:
+    """Lines of tokens per second over the batch, all tasks in turn, at the first temperature, as a PNG.
+
+    `None` without matplotlib, which is optional, or without measurements.
+    """
+    measured = [found.cell for found in results.cells if found.passes]
+    if not measured:
+        return None
+    temperature = measured[0].temperature
+    batches = sorted({cell.batch for cell in measured})
+    plot = _plot(results, f"tokens per second, temperature {temperature:g}", 7.0)
+    if plot is None:
+        return None
+    figure, axes = plot
+    for entry in results.entries:
+        points = []
+        for batch in batches:
+            _, passes = over_tasks(results.of(entry.name, batch=batch, temperature=temperature))
+            if passes:
+                points.append((batch, statistics.median(found.rate for found in passes)))
+        axes.plot([batch for batch, _ in points], [rate for _, rate in points], "o-", label=entry.name)
+    axes.set_xlabel("requests in flight")
+    axes.set_xticks(batches)
+    axes.set_ylim(bottom=0)
+    return _png(figure, axes)
+
+
+def _ratio(results: RaceResults, name: str, task: str, batch: int, temperature: float) -> float | None:
+    found = results.of(name, task=task, batch=batch, temperature=temperature)
+    ratios: Sequence[float] = measures.speed_ratios(*over_tasks(found)) if found else ()
+    return statistics.median(ratios) if ratios else None
+
+
+def _plot(results: RaceResults, title: str, width: float) -> tuple[Any, Any] | None:
+    """An empty figure and its axes; `None` without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    figure = Figure(figsize=(width, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_title("\n".join(filter(None, (results.title, results.stretch, title))), fontsize=8, wrap=True)
+    return figure, axes
+
+
+def _png(figure: Any, axes: Any) -> bytes:
+    axes.legend(fontsize=7)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=100, metadata={"Software": None})
+    return picture.getvalue()
