@@ -20,7 +20,7 @@ class ModelSection(Section):
     """A model: its weights and how they are loaded."""
 
     path: str = "smollm2-135m-instruct"
-    """Source of the weights: a local directory, hub id, `.gguf` file, or packaged name; `…@x10`: at 10 times its cost."""
+    """Source of the weights: a directory, hub id, `.gguf` file or packaged name; `…@x10`: at 10 times the cost."""
     revision: str | None = None
     """Hub revision of `path`; unset takes the default branch. It has no effect on local files."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
