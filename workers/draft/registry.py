@@ -1,43 +1,23 @@
 """The interface of drafting methods, and the registry of all methods.
 
-A method is one file of this package: a settings class and a factory decorated with `@register(name, settings)`.
-`draft.method` selects it, and its settings are the section `draft.<name>`. Files of this package import torch only
-inside their factories, so that reading the settings stays fast.
+A method is one file of `workers.draft.methods`: a settings class and a factory decorated with
+`@register(name, settings)`. `draft.method` selects it, and its settings are the section `draft.<name>`. Files of that
+package import torch only inside their factories, so that reading the settings stays fast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, TypeVar
 
 from cluster.core.config.base import PluginSettings
 from cluster.core.config.registry import Registry
 from cluster.core.config.sections import DraftSection, TargetSection
 from cluster.core.drafting import EvidenceNeeds
 from cluster.core.errors import ConfigurationError
-from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftMethod
-
-
-@runtime_checkable
-class IdleWork(Protocol):
-    """Optional work of a `DraftMethod` between calls. Each piece is short, so that the next call hardly waits."""
-
-    def catch_up(self, sequence_ids: Sequence[SequenceId]) -> bool:
-        """Compute some committed tokens of these sequences that `propose` has not computed yet.
-
-        Returns false when nothing is left or there is no room. Unknown sequences are no error.
-        """
-        ...
-
-    def run_ahead(self) -> bool:
-        """Do one piece of work that makes the next proposals ready sooner.
-
-        Returns false when there is none left before the next `propose`.
-        """
-        ...
-
+from workers.draft.combination import combined
 
 Factory = Callable[[Any, DraftSection, TargetSection], DraftMethod]
 """Makes a method from its own settings, the common settings of drafting, and the target's settings."""
@@ -62,7 +42,7 @@ class MethodPlugin:
     """Where the method can draft, the preferred place first."""
 
 
-METHODS: Registry[MethodPlugin] = Registry("draft.method", "workers.draft")
+METHODS: Registry[MethodPlugin] = Registry("draft.method", "workers.draft.methods")
 
 SettingsType = TypeVar("SettingsType", bound=PluginSettings)
 MethodType = TypeVar("MethodType", bound=DraftMethod)
@@ -90,12 +70,13 @@ def register(
 
 
 def create(draft: DraftSection, target: TargetSection) -> DraftMethod:
-    """Create the method that `draft.method` selects. This is slow where it loads weights.
+    """Create the methods that `draft.method` or `draft.methods` selects. This is slow where it loads weights.
 
-    Raises `ConfigurationError` for an unknown name, and the errors of the factory.
+    Raises `ConfigurationError` for an unknown name, and the errors of the factories.
     """
-    plugin = METHODS.get(draft.method)
-    return plugin.create(draft.settings(draft.method, plugin.settings), draft, target)
+    return combined(
+        [plugin.create(draft.settings(name, plugin.settings), draft, target) for name, plugin in _selected(draft)]
+    )
 
 
 def needs_of(draft: DraftSection) -> EvidenceNeeds:

@@ -8,7 +8,7 @@ from cluster.core.drafting import DraftBudget
 from tests.support.engines.tree_drafter import DrafterHarness
 from tests.support.fakes.fake_expander import continued
 from workers.draft.expansion.lookup_acceptance import Agreement, LookupAcceptance
-from workers.draft.suffix_index import SuffixIndex
+from workers.draft.lookup.suffix_index import SuffixIndex
 
 PHRASE = (1, 2, 3, 4, 5, 6, 0)
 

@@ -14,7 +14,8 @@ from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from workers.draft.registry import METHODS, IdleWork, create, register
+from workers.draft.idle_work import IdleWork
+from workers.draft.registry import METHODS, create, register
 from workers.serve.configuration import load_configuration
 
 

@@ -11,8 +11,8 @@ from workers.draft.expansion.draft_node import DraftNode
 from workers.draft.expansion.draft_tree import DraftTree
 from workers.draft.expansion.expander import BranchMemory, ExpansionRow
 from workers.draft.expansion.pass_cost import PassCost
+from workers.draft.lookup.suffix_index import SuffixIndex
 from workers.draft.sessions import Session
-from workers.draft.suffix_index import SuffixIndex
 from workers.kv.block_table import BlockTable
 from workers.sampling.context import GREEDY_BELOW
 

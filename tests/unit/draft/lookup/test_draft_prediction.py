@@ -13,7 +13,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.draft.lookup.drafter import LookupDrafter
-from workers.draft.prediction import PredictionSession, PredictionSettings, create_prediction
+from workers.draft.methods.prediction import PredictionSession, PredictionSettings, create_prediction
 from workers.serve.configuration import load_configuration
 
 NAME = SequenceId("a")

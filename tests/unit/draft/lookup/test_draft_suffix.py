@@ -13,7 +13,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.draft.lookup.drafter import LookupDrafter
-from workers.draft.suffix import SuffixSession, SuffixSettings, create_suffix
+from workers.draft.methods.suffix import SuffixSession, SuffixSettings, create_suffix
 from workers.sampling.noise import gumbel
 from workers.sampling.noise_numbers import gumbel_number
 from workers.serve.configuration import load_configuration

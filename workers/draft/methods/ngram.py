@@ -14,9 +14,9 @@ from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFault
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from cluster.core.tree import TokenTree
+from workers.draft.lookup.suffix_index import SuffixIndex
 from workers.draft.registry import register
 from workers.draft.sessions import Session, Sessions
-from workers.draft.suffix_index import SuffixIndex
 
 LOOKS_PER_CANDIDATE = 8
 """Earlier occurrences of one suffix that are examined per requested candidate; most of them are alike."""
