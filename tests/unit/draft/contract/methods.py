@@ -1,0 +1,80 @@
+"""What the contract needs to know of single drafting methods. A method without an entry has default settings.
+
+A method that loads weights needs an entry whose settings name tiny weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.models import tiny, tiny_tokenizer
+from workers.draft.registry import METHODS
+
+VOCABULARY = 320
+HIDDEN = 48
+
+
+@dataclass(frozen=True)
+class Directories:
+    """A tiny target, and a draft model that often agrees with it."""
+
+    target: Path
+    draft: Path
+    others: Path
+    """An empty directory, for weights that single methods need."""
+
+
+@dataclass(frozen=True)
+class MethodCase:
+    """What is special about one method."""
+
+    settings: Callable[[Directories], Mapping[str, Any]] = lambda _: {}
+    """Computes the section `draft.<name>`."""
+    drafts: bool = True
+    """Whether the method drafts at all."""
+    finds_repetitions: bool = True
+    """Whether it drafts the right tokens once the target repeats one token for ever."""
+    is_lossless: bool = True
+    """Whether answers are those of the target alone."""
+
+
+def _draft_model(directories: Directories) -> Mapping[str, Any]:
+    return {"path": str(directories.draft), "device": "cpu", "compile": "off", "kv": {"pool_bytes": 4 << 20}}
+
+
+CASES = {
+    "model": MethodCase(_draft_model),
+    "none": MethodCase(drafts=False),
+    "synthetic": MethodCase(lambda _: {"acceptance": (0.7,), "seconds": 0.0}, is_lossless=False),
+}
+NAMES = METHODS.names()
+PLACES = [(name, place) for name in NAMES for place in METHODS.get(name).placements]
+
+
+def case_of(name: str) -> MethodCase:
+    """The entry of a method, or the defaults."""
+    return CASES.get(name, MethodCase())
+
+
+def values(name: str, directories: Directories, **drafting: Any) -> dict[str, Any]:
+    """A configuration that selects the method."""
+    method = {name: dict(case_of(name).settings(directories))}
+    target = {"path": str(directories.target), "served_name": "tiny", "device": "cpu", "compile": "off"}
+    return {
+        "target": target | {"kv": {"pool_bytes": 8 << 20, "block_size": 4}},
+        "draft": {"method": name, "max_nodes": 8, "max_depth": 5, "controller": "off", "timeout_seconds": 10.0}
+        | drafting
+        | method,
+        "scheduler": {"max_sequences": 8, "max_step_tokens": 128},
+        "server": {"grpc_port": 0, "http_port": 0},
+    }
+
+
+def make_directories(root: Path) -> Directories:
+    """Save the models in subdirectories of `root`."""
+    target = tiny.save(tiny_tokenizer.byte_level(root / "target"), tiny.llama(vocab_size=VOCABULARY))
+    (root / "others").mkdir()
+    return Directories(target, tiny.blur(target, root / "draft", noise=0.05), root / "others")

@@ -1,0 +1,170 @@
+"""The contract of every drafting method, row by row: valid proposals, faults of bad rows, complete releases."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from types import CellType, FunctionType
+from typing import Any
+
+import pytest
+
+from cluster.core.config.sections import DraftSection
+from cluster.core.drafting import DraftBudget, DraftRow, EvidenceNeeds, RowFaultCode
+from cluster.core.ids import SequenceId
+from tests.unit.draft.contract.methods import NAMES, Directories, values
+from tests.unit.draft.contract.rounds import SAMPLINGS, SimulatedSequence, check_proposal, restarted
+from workers.draft.registry import DraftMethod, create, needs_of
+from workers.draft.sessions import Sessions
+from workers.kv.allocator import BlockAllocator
+from workers.kv.pool import KvPool
+from workers.serve.configuration import load_configuration
+
+ROOMY = DraftBudget(8, 5)
+BUDGETS = (ROOMY, ROOMY, DraftBudget(3, 5), DraftBudget(5, 1), DraftBudget(1, 1), DraftBudget(0, 5), DraftBudget(4, 0))
+
+
+class Subject:
+    """A method and the evidence that it needs."""
+
+    def __init__(self, method: DraftMethod, draft: DraftSection) -> None:
+        self.method = method
+        self.needs: EvidenceNeeds = needs_of(draft)
+
+    def sequences(self, seed: int = 0) -> list[SimulatedSequence]:
+        """Sequences with different sampling parameters."""
+        return [
+            SimulatedSequence(f"s{number}", random.Random(seed * 10 + number), self.needs, sampling)
+            for number, sampling in enumerate(SAMPLINGS)
+        ]
+
+    def propose(self, *pairs: tuple[SimulatedSequence, DraftRow]) -> None:
+        """Send rows in one batch, check the proposals, and let the target verify them."""
+        proposals = self.method.propose([row for _, row in pairs])
+        assert len(proposals) == len(pairs)
+        for (sequence, row), proposal in zip(pairs, proposals, strict=True):
+            check_proposal(row, proposal)
+            sequence.sent_len = row.base_len
+            sequence.verify(proposal.tree)
+
+    def fault_of(self, row: DraftRow) -> RowFaultCode | None:
+        """The fault of a row. A method that stores nothing may answer any row with the empty tree."""
+        proposal = self.method.propose([row])[0]
+        assert not proposal.tree.tokens
+        return None if proposal.fault is None else proposal.fault.code
+
+
+@pytest.fixture(params=NAMES)
+def subject(request: pytest.FixtureRequest, directories: Directories) -> Subject:
+    configuration = load_configuration(values(request.param, directories))
+    method = create(configuration.draft, configuration.target)
+    if hasattr(method, "bind"):
+        pytest.skip("it computes with the target's own layers; the streams of a cluster cover it")
+    return Subject(method, configuration.draft)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_proposal_is_valid_whatever_rows_come(subject: Subject, seed: int) -> None:
+    draw = random.Random(seed)
+    sequences = subject.sequences(seed)
+    for _ in range(12):
+        batch = [sequence for sequence in sequences if draw.random() < 0.8]  # the others have several steps at once
+        for sequence in sequences:
+            if sequence not in batch:
+                sequence.verify(sequence_tree(subject, sequence))
+            elif draw.random() < 0.15:
+                sequence.replace_end()
+        rows = [(sequence, sequence.row(draw.choice(BUDGETS))) for sequence in batch]
+        if draw.random() < 0.2:
+            rows = [(sequence, restarted(row, sequence)) for sequence, row in rows]
+        subject.propose(*rows)
+
+
+def sequence_tree(subject: Subject, sequence: SimulatedSequence) -> Any:
+    """The tree of a proposal that came too late, or the empty tree."""
+    return subject.method.propose([restarted(sequence.row(ROOMY), sequence)])[0].tree
+
+
+def test_a_repeated_row_repeats_its_proposal(subject: Subject) -> None:
+    sequence = subject.sequences()[0]
+    subject.propose((sequence, sequence.row(ROOMY)))
+    row = sequence.row(ROOMY)
+    first = subject.method.propose([row])[0]
+    assert subject.method.propose([row])[0].tree == first.tree
+    check_proposal(row, first)
+
+
+def test_a_row_after_a_gap_is_refused_until_the_sequence_is_sent_again(subject: Subject) -> None:
+    sequence, beside, _ = subject.sequences()
+    subject.propose((sequence, sequence.row(ROOMY)))
+    sequence.verify(sequence_tree(subject, sequence))
+    sequence.sent_len = len(sequence.tokens)
+    sequence.tokens += [4, 5]
+    gap = DraftRow(SequenceId(sequence.name), len(sequence.tokens) + 9, (4,), ROOMY)
+    assert subject.fault_of(gap) in (RowFaultCode.OUT_OF_SYNC, None)
+    sequence.sent_len = 0
+    subject.propose((sequence, sequence.row(ROOMY)), (beside, beside.row(ROOMY)))
+
+
+def test_a_row_that_contradicts_itself_is_refused_and_the_others_are_served(subject: Subject) -> None:
+    sequence, beside, _ = subject.sequences()
+    good = sequence.row(ROOMY)
+    wrong = [
+        DraftRow(SequenceId("bad"), 1, (4, 5), ROOMY, sequence.start),
+        DraftRow(SequenceId("bad"), 9, (4, 5), ROOMY, sequence.start),
+        replace(good, sequence_id=SequenceId("bad"), start=replace(sequence.start, prompt_len=good.base_len + 1)),
+    ]
+    for row in wrong:
+        assert subject.fault_of(row) in (RowFaultCode.INVALID, None)
+        refused, served = subject.method.propose([row, restarted(beside.row(ROOMY), beside)])
+        assert not refused.tree.tokens and served.fault is None
+    subject.propose((sequence, good))
+
+
+def test_a_late_row_of_an_earlier_length_is_answered_for_its_own_length(subject: Subject) -> None:
+    sequence = subject.sequences()[1]
+    early = sequence.row(ROOMY)
+    subject.propose((sequence, early))
+    subject.propose((sequence, sequence.row(ROOMY)))
+    late = subject.method.propose([early])[0]
+    check_proposal(early, late)
+    sequence.sent_len = early.base_len
+    sequence.evidence.clear()
+    subject.propose((sequence, sequence.row(ROOMY)))
+
+
+def test_a_release_frees_everything(subject: Subject) -> None:
+    sequences = subject.sequences()
+    for _ in range(3):
+        subject.propose(*((sequence, sequence.row(ROOMY)) for sequence in sequences))
+    subject.method.release([SequenceId("unknown"), *(SequenceId(one.name) for one in sequences)])
+    subject.method.release([SequenceId(sequences[0].name)])
+    for stored in reachable(subject.method):
+        match stored:
+            case Sessions():
+                assert len(stored) == 0
+            case KvPool() | BlockAllocator():
+                assert stored.blocks_free == stored.blocks_total
+    assert subject.fault_of(sequences[0].row(ROOMY)) in (RowFaultCode.OUT_OF_SYNC, None)
+
+
+def reachable(root: object) -> Iterator[object]:
+    """Objects that the root holds, through objects of this project, containers and closures."""
+    seen = {id(root)}
+    queue = [root]
+    while queue:
+        one = queue.pop()
+        yield one
+        for held in gc.get_referents(one):
+            if id(held) not in seen and _may_hold_state(held):
+                seen.add(id(held))
+                queue.append(held)
+
+
+def _may_hold_state(one: object) -> bool:
+    if isinstance(one, dict):
+        return "__builtins__" not in one  # the globals of a module
+    is_ours = type(one).__module__.startswith(("workers.", "cluster."))
+    return is_ours or isinstance(one, list | tuple | FunctionType | CellType)
