@@ -50,24 +50,34 @@ CASES = {
     "none": MethodCase(drafts=False),
     "synthetic": MethodCase(lambda _: {"acceptance": (0.7,), "seconds": 0.0}, is_lossless=False),
 }
-NAMES = METHODS.names()
-PLACES = [(name, place) for name in NAMES for place in METHODS.get(name).placements]
+COMBINATIONS = ("ngram+prediction", "model+suffix+prediction")
+NAMES = (*METHODS.names(), *COMBINATIONS)
+"""Every registered method, and some that share a tree, joined by `+`."""
 
 
-def case_of(name: str) -> MethodCase:
-    """The entry of a method, or the defaults."""
-    return CASES.get(name, MethodCase())
+def cases_of(name: str) -> list[MethodCase]:
+    """The entries of the joined methods; a method without an entry has the defaults."""
+    return [CASES.get(one, MethodCase()) for one in name.split("+")]
+
+
+def places_of(name: str) -> list[str]:
+    """Where all of the joined methods can draft."""
+    return [place for place in _PLACES if all(place in METHODS.get(one).placements for one in name.split("+"))]
+
+
+_PLACES = ("drafter", "target")
+NAMES_AND_PLACES = [(name, place) for name in NAMES for place in places_of(name)]
 
 
 def values(name: str, directories: Directories, **drafting: Any) -> dict[str, Any]:
-    """A configuration that selects the method."""
-    method = {name: dict(case_of(name).settings(directories))}
+    """A configuration that selects the joined methods."""
+    methods = name.split("+")
+    sections = {one: dict(case.settings(directories)) for one, case in zip(methods, cases_of(name), strict=True)}
     target = {"path": str(directories.target), "served_name": "tiny", "device": "cpu", "compile": "off"}
+    draft = {"methods": methods, "max_nodes": 8, "max_depth": 5, "controller": "off", "timeout_seconds": 10.0}
     return {
         "target": target | {"kv": {"pool_bytes": 8 << 20, "block_size": 4}},
-        "draft": {"method": name, "max_nodes": 8, "max_depth": 5, "controller": "off", "timeout_seconds": 10.0}
-        | drafting
-        | method,
+        "draft": draft | drafting | sections,
         "scheduler": {"max_sequences": 8, "max_step_tokens": 128},
         "server": {"grpc_port": 0, "http_port": 0},
     }
