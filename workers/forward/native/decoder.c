@@ -449,6 +449,26 @@ static void embed(const Decoder *decoder, const Pass *pass, int64_t token)
         memcpy(to, (const float *)decoder->embedding + from, (size_t)hidden * sizeof *to);
 }
 
+/* One product: x [rows, inputs] → to [rows, outputs]. `narrow` [rows, inputs] receives x as bfloat16 if the product
+   multiplies bfloat16; else it is not used. */
+void pilotfish_linear(const Matrix *matrix, const float *x, uint16_t *narrow, float *to, int64_t rows)
+{
+    const int64_t inputs = matrix->inputs, kind = factor_kind(matrix);
+    const Output output = {STORE, to, NULL, matrix->outputs, kind};
+    Barrier barrier = {0};
+#pragma omp parallel
+    {
+#pragma omp single
+        barrier.team = omp_get_num_threads();
+        if (kind == BFLOAT16) {
+#pragma omp for schedule(static) nowait
+            for (int64_t r = 0; r < rows; r++) put(narrow, BFLOAT16, r * inputs, x + r * inputs, inputs);
+            wait_for_all(&barrier);
+        }
+        multiply(matrix, kind == BFLOAT16 ? (const void *)narrow : x, &output, rows, &barrier);
+    }
+}
+
 /* The number of outputs per block of a packed matrix. */
 int64_t pilotfish_columns(void)
 {

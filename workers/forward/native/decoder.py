@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.functional import pad
 
 from workers.forward.layout import RowShape
 from workers.forward.linear import quantize
@@ -21,6 +20,7 @@ from workers.forward.loaded_model import PassOutput
 from workers.forward.native.attention import KINDS, StepHeader, build_native_step
 from workers.forward.native.build import load_library
 from workers.forward.native.decoder_shape import DecoderShape, head_norms
+from workers.forward.native.packed_linear import block_columns, pack_blocks, pad_rows
 from workers.forward.native.structures import Decoder, DecoderLayer, Matrix, Pass
 from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.forward.replace_linear import decoder_layers
@@ -41,8 +41,7 @@ class NativeDecoder:
         self._decode = library.pilotfish_decode
         self._decode.argtypes = [ctypes.POINTER(Decoder), ctypes.POINTER(StepHeader), ctypes.POINTER(Pass)]
         self._decode.restype = None
-        library.pilotfish_columns.restype = ctypes.c_int64
-        self._columns = int(library.pilotfish_columns())
+        self._columns = block_columns(library)
         """Outputs per block of a packed matrix: two vector registers of this processor."""
         self._shape = shape
         self._dtype = dtype
@@ -162,17 +161,17 @@ class NativeDecoder:
         packed = weight.detach()
         if self._quantization == "int8":
             packed, scales = quantize(packed)
-            scale = self._vector(_padded(scales.float(), self._columns))
-        packed = self._arena.store(_blocks(packed, self._columns))
+            scale = self._vector(pad_rows(scales.float(), self._columns))
+        packed = self._arena.store(pack_blocks(packed, self._columns))
         return Matrix(
             *(KINDS[packed.dtype], inputs, outputs, packed.shape[0], packed.data_ptr(), scale),
-            None if bias is None else self._vector(_padded(bias, self._columns)),
+            None if bias is None else self._vector(pad_rows(bias, self._columns)),
         )
 
     def _interleave(self, gates: torch.Tensor, ups: torch.Tensor) -> torch.Tensor:
         """Interleave the rows: each block has a vector of gates, then its vector of ups. Returns `[2 * padded, …]`."""
         lanes = self._columns // 2
-        pairs = [_padded(part, lanes).view(-1, lanes, *part.shape[1:]) for part in (gates.detach(), ups.detach())]
+        pairs = [pad_rows(part, lanes).view(-1, lanes, *part.shape[1:]) for part in (gates.detach(), ups.detach())]
         return torch.stack(pairs, dim=1).flatten(0, 2)
 
     def _biases(self, mlp: Any) -> torch.Tensor | None:
@@ -207,19 +206,3 @@ def _free_weights(layer: nn.Module) -> None:
     """Free the weights of a packed layer, so that memory never holds the model twice."""
     for module in layer.modules():
         module._parameters.clear()
-
-
-def _padded(values: torch.Tensor, grain: int) -> torch.Tensor:
-    """Pad `[out, …]` with zeros to a multiple of `grain` rows."""
-    missing = -len(values) % grain
-    widths: Sequence[int] = (*(0, 0) * (values.dim() - 1), 0, missing)
-    return pad(values, widths) if missing else values
-
-
-def _blocks(weight: torch.Tensor, columns: int) -> torch.Tensor:
-    """`[out, in]` → `[blocks, in, columns]`, for bfloat16 `[blocks, in / 2, columns, 2]`, as the kernels read."""
-    padded = _padded(weight, columns)
-    blocks = padded.reshape(-1, columns, padded.shape[1])  # [blocks, columns, in]
-    if weight.dtype is torch.bfloat16:
-        return blocks.view(*blocks.shape[:2], -1, 2).permute(0, 2, 1, 3).contiguous()
-    return blocks.permute(0, 2, 1).contiguous()

@@ -1,0 +1,99 @@
+"""Packed weights multiply as torch does, with the same bits for a row whatever the other rows are."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from workers.forward.linear import quantize
+from workers.forward.native import build, packed_linear
+from workers.forward.native.packed_linear import PackedLinear
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+SHAPES = ((64, 48), (1, 2), (99, 84), (33, 250))
+"""[out, in]. Not all fill the blocks of packed weights."""
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of compiled kernels, for all tests of this file."""
+    return tmp_path_factory.mktemp("code")
+
+
+def values(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def expected(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    """The product with the weights as the dtype represents them."""
+    if dtype is torch.int8:
+        integers, scale = quantize(weight)
+        stored = integers.float() * scale[:, None]
+    else:
+        stored = weight.to(dtype).float()
+    return torch.nn.functional.linear(x.double(), stored.double(), None if bias is None else bias.double()).float()
+
+
+def check(dtype: torch.dtype, code: Path) -> None:
+    for outputs, inputs in SHAPES:
+        weight, bias = values(outputs, inputs), values(outputs)
+        for given in (None, bias):
+            packed = PackedLinear(weight, dtype, given, str(code))
+            for rows in (0, 1, 2, 7, 9, 20):
+                # Exact in bfloat16, so that rounding the rows changes nothing.
+                x = values(rows, inputs).bfloat16().float()
+                wanted = expected(weight, given, dtype, x)
+                # torch returns a product of bfloat16 numbers rounded to bfloat16.
+                tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-4
+                torch.testing.assert_close(packed.multiply(x), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("width", [(), ("-DLANES=8", "-DREGISTERS=16"), ("-DLANES=16", "-DREGISTERS=32")], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_weights_multiply_as_torch_does(
+    dtype: torch.dtype, width: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Portable C covers widths that this processor lacks."""
+    if width:
+        monkeypatch.setattr(build, "_FLAGS", ["-O2", "-fPIC", "-fopenmp", *width])
+    check(dtype, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_without_a_compiler_torch_multiplies(dtype: torch.dtype, code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear, "load_library", lambda _: None)
+    check(dtype, code)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_bit_of_a_row_depends_on_the_other_rows(dtype: torch.dtype, code: Path) -> None:
+    packed = PackedLinear(values(99, 84), dtype, directory=str(code))
+    x = values(20, 84)
+    together = packed.multiply(x)
+    for row in range(len(x)):
+        assert torch.equal(packed.multiply(x[row : row + 1])[0], together[row])
+
+
+def test_an_odd_number_of_inputs_is_multiplied(code: Path) -> None:
+    weight, x = values(5, 7), values(3, 7).bfloat16().float()
+    for dtype in DTYPES:
+        torch.testing.assert_close(
+            PackedLinear(weight, dtype, directory=str(code)).multiply(x),
+            expected(weight, None, dtype, x),
+            rtol=1e-2,
+            atol=2e-2,
+        )
+
+
+def test_other_dtypes_and_shapes_are_refused(code: Path) -> None:
+    with pytest.raises(ValueError, match=r"torch\.float16 on cpu are refused"):
+        PackedLinear(values(4, 4), torch.float16)
+    packed = PackedLinear(values(4, 6), directory=str(code))
+    for x in (values(2, 4), values(6), values(2, 6).bfloat16()):
+        with pytest.raises(ValueError, match=r"it must be float32 \[rows, 6\]"):
+            packed.multiply(x)

@@ -1,0 +1,106 @@
+"""A product with packed weights, for the small matrices of drafting modules. See decoder.c.
+
+A drafting module multiplies few rows with small matrices, so calls cost as much as arithmetic. The kernel takes
+float32 rows, rounds them as it needs, and returns float32 rows, in one call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import linear, pad
+
+from workers.forward.linear import Int8Kernel, quantize
+from workers.forward.native.attention import KINDS
+from workers.forward.native.build import load_library
+from workers.forward.native.structures import Matrix
+
+
+class PackedLinear:
+    """Weights `[out, in]` of one dtype, packed for the CPU kernels, and an optional bias `[out]`. Not thread-safe.
+
+    `dtype` is float32, bfloat16 or int8 (symmetric, one scale per output). In bfloat16 the rows are rounded to bfloat16
+    before the product, if the processor multiplies bfloat16. Without a compiler, or with an odd number of inputs in
+    bfloat16, torch multiplies. `directory` keeps the compiled kernels between starts. Raises `ValueError` for another
+    dtype or a weight that is not on CPU.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        dtype: torch.dtype = torch.bfloat16,
+        bias: torch.Tensor | None = None,
+        directory: str | None = None,
+    ) -> None:
+        if dtype not in KINDS or weight.device.type != "cpu":
+            raise ValueError(f"weights of {dtype} on {weight.device} are refused; only {[*KINDS]} on CPU are packed")
+        self.outputs, self.inputs = weight.shape
+        self._weight, scale = quantize(weight.detach().float()) if dtype is torch.int8 else (weight.to(dtype), None)
+        self._scale = scale
+        self._bias = None if bias is None else bias.detach().float()
+        self._library = None if dtype is torch.bfloat16 and self.inputs % 2 else load_library(directory)
+        if self._library is not None:
+            self._pack(self._library)
+
+    def _pack(self, library: ctypes.CDLL) -> None:
+        columns = block_columns(library)
+        self._weight = pack_blocks(self._weight.detach(), columns)
+        self._scale, self._bias = (
+            None if values is None else pad_rows(values, columns).contiguous().clone()
+            for values in (self._scale, self._bias)
+        )
+        self._matrix = Matrix(
+            *(KINDS[self._weight.dtype], self.inputs, self.outputs, len(self._weight), self._weight.data_ptr()),
+            *(None if values is None else values.data_ptr() for values in (self._scale, self._bias)),
+        )
+        self._address = ctypes.addressof(self._matrix)
+        self._narrow = torch.empty(self.inputs, dtype=torch.bfloat16)
+        self._multiply = library.pilotfish_linear
+        self._multiply.argtypes = [*[ctypes.c_void_p] * 4, ctypes.c_int64]
+        self._multiply.restype = None
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` float32 `[rows, in]` → float32 `[rows, out]`. Raises `ValueError` for another shape or dtype."""
+        if x.dim() != 2 or x.shape[1] != self.inputs or x.dtype is not torch.float32:
+            raise ValueError(f"{x.dtype} {tuple(x.shape)} is refused; it must be float32 [rows, {self.inputs}]")
+        if not len(x):
+            return x.new_empty((0, self.outputs))
+        if self._library is None:
+            return self._multiply_with_torch(x)
+        x = x.contiguous()
+        rows = len(x)
+        product = torch.empty((rows, self.outputs))
+        if self._narrow.numel() < x.numel():
+            self._narrow = torch.empty(x.numel(), dtype=torch.bfloat16)
+        self._multiply(self._address, x.data_ptr(), self._narrow.data_ptr(), product.data_ptr(), rows)
+        return product
+
+    def _multiply_with_torch(self, x: torch.Tensor) -> torch.Tensor:
+        if self._scale is not None:
+            return Int8Kernel(self._weight, self._scale, self._bias).multiply(x)
+        product = linear(x.to(self._weight.dtype), self._weight).float()
+        return product if self._bias is None else product + self._bias
+
+
+def block_columns(library: ctypes.CDLL) -> int:
+    """Outputs per block of a packed matrix: two vector registers of this processor."""
+    library.pilotfish_columns.restype = ctypes.c_int64
+    return int(library.pilotfish_columns())
+
+
+def pad_rows(values: torch.Tensor, grain: int) -> torch.Tensor:
+    """Pad `[out, …]` with zeros to a multiple of `grain` rows."""
+    missing = -len(values) % grain
+    widths: Sequence[int] = (*(0, 0) * (values.dim() - 1), 0, missing)
+    return pad(values, widths) if missing else values
+
+
+def pack_blocks(weight: torch.Tensor, columns: int) -> torch.Tensor:
+    """`[out, in]` → `[blocks, in, columns]`, for bfloat16 `[blocks, in / 2, columns, 2]`, as the kernels read."""
+    padded = pad_rows(weight, columns)
+    blocks = padded.reshape(-1, columns, padded.shape[1])  # [blocks, columns, in]
+    if weight.dtype is torch.bfloat16:
+        return blocks.view(*blocks.shape[:2], -1, 2).permute(0, 2, 1, 3).contiguous()
+    return blocks.permute(0, 2, 1).contiguous()
