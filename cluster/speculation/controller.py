@@ -195,9 +195,11 @@ class SpeculationController:
             every = -(-len(drafts) // _LEARNED_TREES)
             self._acceptance.expect_verdicts(drafts[self._pruned_rounds % every :: every])
         self._pruned_rounds += 1
-        pruned = prune_trees([draft.probabilities for draft in drafts], self._step_latency, rows, tokens, waited)
+        whole = {index for index, draft in enumerate(drafts) if not draft.proposal.is_prunable}
+        trees = [draft.probabilities for draft in drafts]
+        pruned = prune_trees(trees, self._step_latency, rows, tokens, waited, whole)
         kept = {
-            draft.request.sequence.id: draft.proposal.subset(nodes) if draft.proposal.is_prunable else draft.proposal
+            draft.request.sequence.id: draft.proposal.subset(nodes)
             for draft, nodes in zip(drafts, pruned.nodes, strict=True)
             if nodes
         }

@@ -7,7 +7,7 @@ probable than its parent, so the most probable nodes of a tree form a tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from cluster.core.drafting import DraftBudget
@@ -98,31 +98,47 @@ class PrunedTrees:
 
 
 def prune_trees(
-    trees: Sequence[Sequence[float]], step_latency: LatencyModel, rows: int, tokens: int, waited: float
+    trees: Sequence[Sequence[float]],
+    step_latency: LatencyModel,
+    rows: int,
+    tokens: int,
+    waited: float,
+    whole: Collection[int] = (),
 ) -> PrunedTrees:
     """Keep the nodes that raise goodput.
 
     `trees` holds each node's acceptance probability, parents before children and never below them. `rows` sequences
     decide in a step that has `tokens` tokens without trees. `waited` seconds of the round have passed. The time that
-    prompts take in the step is not counted: they must be computed in any case, and every draft would seem cheap.
+    prompts take in the step is not counted: they must be computed in any case, and every draft would seem cheap. Trees
+    whose indices are in `whole` are kept with all their nodes or none.
     """
-    ranked = sorted(
-        (
-            (-probability, node, index)
-            for index, probabilities in enumerate(trees)
-            for node, probability in enumerate(probabilities)
-        )
-    )
-    seconds = step_latency.seconds_upto(rows, tokens, tokens + len(ranked))
+    parts = _ranked_parts(trees, whole)
+    most = sum(map(len, trees))
+    seconds = step_latency.seconds_upto(rows, tokens, tokens + most)
     waited -= seconds[0] - step_latency.seconds(rows, rows) if tokens > rows else 0.0
     expected = best_expected = float(rows)
-    best_goodput, best_count = expected / (waited + seconds[0]), 0
-    for count, (negative, _, _) in enumerate(ranked, start=1):
-        expected -= negative
+    best_goodput, best_parts, best_count, count = expected / (waited + seconds[0]), 0, 0, 0
+    for number, (_, index, nodes) in enumerate(parts, start=1):
+        expected += sum(trees[index][node] for node in nodes)
+        count += len(nodes)
         goodput = expected / (waited + seconds[count])
         if goodput > best_goodput:
-            best_goodput, best_count, best_expected = goodput, count, expected
-    nodes: list[list[int]] = [[] for _ in trees]
-    for _, node, index in ranked[:best_count]:
-        nodes[index].append(node)
-    return PrunedTrees(tuple(tuple(sorted(kept)) for kept in nodes), best_expected, seconds[best_count])
+            best_goodput, best_parts, best_count, best_expected = goodput, number, count, expected
+    kept: list[list[int]] = [[] for _ in trees]
+    for _, index, nodes in parts[:best_parts]:
+        kept[index] += nodes
+    return PrunedTrees(tuple(tuple(sorted(nodes)) for nodes in kept), best_expected, seconds[best_count])
+
+
+def _ranked_parts(trees: Sequence[Sequence[float]], whole: Collection[int]) -> list[tuple[float, int, range]]:
+    """Minus the mean probability, the tree and the nodes of each part: a node, or a whole tree. The best come first."""
+    parts = [
+        (-probability, node, index, range(node, node + 1))
+        for index, probabilities in enumerate(trees)
+        if index not in whole
+        for node, probability in enumerate(probabilities)
+    ]
+    parts += [
+        (-sum(trees[index]) / len(trees[index]), 0, index, range(len(trees[index]))) for index in whole if trees[index]
+    ]
+    return [(negative, index, nodes) for negative, _, index, nodes in sorted(parts, key=lambda part: part[:3])]

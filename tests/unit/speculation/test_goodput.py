@@ -99,6 +99,19 @@ def test_all_nodes_stay_where_they_are_free_and_none_where_they_cost_what_they_g
     assert prune_trees(trees, STEEP, rows=2, tokens=2, waited=0.0).nodes == ((), ())
 
 
+def test_a_whole_tree_stays_only_if_all_its_nodes_together_pay() -> None:
+    trees = [[0.6, 0.4], [0.9, 0.01, 0.01, 0.01]]
+    assert prune_trees(trees, FLAT, rows=2, tokens=2, waited=0.0, whole={1}).nodes == ((0, 1), (0, 1, 2, 3))
+    costly = known(lambda rows, tokens: 0.010 + 0.001 * tokens)
+    assert prune_trees(trees, costly, rows=2, tokens=2, waited=0.0).nodes == ((0, 1), (0,))
+    pruned = prune_trees(trees, costly, rows=2, tokens=2, waited=0.0, whole={1})
+    assert pruned.nodes == ((0, 1), (0, 1, 2, 3))
+    assert pruned.seconds == pytest.approx(costly.seconds(2, 8))
+    assert pruned.expected == pytest.approx(3.93)
+    steeper = known(lambda rows, tokens: 0.002 + 0.001 * tokens)
+    assert prune_trees(trees, steeper, rows=2, tokens=2, waited=0.0, whole={1}).nodes == ((0,), ())
+
+
 def test_more_nodes_stay_after_a_longer_wait() -> None:
     trees = [[0.5 * 0.8**node for node in range(8)]] * 4
     steps = known(cpu_step)

@@ -1,0 +1,83 @@
+"""The window of lookahead decoding: guessed tokens at the next positions, which each pass of the target improves.
+
+Jacobi iteration replaces every guess by the target's decision given the guesses before it. The window keeps the last
+few iterations, so each of its columns is an n-gram in the making (Fu et al. 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from cluster.core.drafting import Evidence
+from cluster.core.tree import ROOT
+
+
+class JacobiWindow:
+    """Columns of several tokens, one column per position.
+
+    As a tree, the first tokens of the columns are the trunk, and the rest of a column is a chain below its trunk node.
+    """
+
+    __slots__ = ("_columns", "_first")
+
+    def __init__(self) -> None:
+        self._columns: dict[int, tuple[int, ...]] = {}
+        """Position of a column's first token → its tokens."""
+        self._first: int | None = None
+        """Position of the first column while the target has not decided after the columns; `None` then."""
+
+    def place(self, first: int, width: int, guess: Callable[[int, int | None], tuple[int, ...]]) -> None:
+        """Move the window to `width` columns from position `first`.
+
+        `guess` gives the tokens of a new column from its position and the trunk's token before it, if there is one.
+        """
+        held = self._columns
+        before: int | None = None
+        self._columns = {}
+        for position in range(first, first + width):
+            column = held.get(position) or guess(position, before)
+            self._columns[position] = column
+            before = column[0]
+        self._columns |= {position: held[position] for position in sorted(held) if position >= first + width}
+        self._first = first
+
+    def clear(self) -> None:
+        """Drop all columns."""
+        self._columns.clear()
+        self._first = None
+
+    def paths(self, width: int) -> list[tuple[int, ...]]:
+        """The tokens from the first position along the trunk to the end of each of the first `width` columns."""
+        return [(*trunk, *column) for _, trunk, column in self._walk(width)]
+
+    def observe(self, evidence: Evidence) -> list[tuple[int, ...]]:
+        """Advance the columns that the target's step decided after. Returns the n-grams that the decisions complete.
+
+        Such a column gets the decision and drops its first token, so that it begins one position later. Evidence of a
+        step after other tokens is ignored, and so are columns that were not in the step's tree.
+        """
+        if evidence.base_len != self._first or not evidence.decisions:
+            return []
+        tree = evidence.tree
+        children = {edge: node for node, edge in enumerate(zip(tree.parents, tree.tokens, strict=True))}
+        found: list[tuple[int, ...]] = []
+        kept: dict[int, tuple[int, ...]] = {}
+        for position, trunk, column in self._walk(len(self._columns)):
+            node: int | None = ROOT
+            for token in (*trunk, *column):
+                node = None if node is None else children.get((node, token))
+            if node is None or evidence.decisions[node + 1] < 0:
+                kept.setdefault(position, column)
+            else:
+                ngram = (*column, evidence.decisions[node + 1])
+                found.append(ngram)
+                kept[position + 1] = ngram[1:]
+        self._columns, self._first = kept, None
+        return found
+
+    def _walk(self, width: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """Position, trunk before it, and tokens of each of the first `width` columns."""
+        trunk: tuple[int, ...] = ()
+        for position, column in list(self._columns.items())[:width]:
+            yield position, trunk, column
+            trunk = (*trunk, column[0])
