@@ -108,6 +108,7 @@ DRAFTING: list[dict[str, Any]] = [
     {"mode": "run_ahead", "controller": "auto", "replicas": 2},
     {"mode": "enumerate", "controller": "off", "alternate": "on", "replicas": 2},
     {"mode": "enumerate", "controller": "auto"},
+    {"method": "lookahead", "placement": "drafter", "controller": "off", "max_nodes": 12},
 ]
 
 
@@ -145,10 +146,12 @@ ON_THE_TARGET: list[dict[str, Any]] = [
     {"method": "ngram", "controller": "auto"},
     {"method": "model", "mode": "serial", "controller": "off"},
     {"method": "model", "mode": "serial", "controller": "auto"},
+    {"method": "lookahead", "controller": "off", "max_nodes": 12},
+    {"method": "lookahead", "controller": "auto", "max_nodes": 24},
 ]
 
 
-@pytest.mark.parametrize("drafting", ON_THE_TARGET, ids=lambda drafting: " ".join(drafting.values()))
+@pytest.mark.parametrize("drafting", ON_THE_TARGET, ids=lambda drafting: " ".join(map(str, drafting.values())))
 async def test_drafts_of_the_target_change_no_token_even_when_it_restarts(
     drafting: dict[str, Any],
     target: Path,
