@@ -62,8 +62,13 @@ def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgres
     return resolve_model_directory(section.path, cache_directory, section.revision)
 
 
+def packaged_directories() -> dict[str, Path]:
+    """The directory of each packaged draft, also of one whose files are missing."""
+    return {name: Path(__file__).parent / "drafts" / folder for name, folder in DRAFTS.items()}
+
+
 def _shipped(name: str) -> Path:
-    directory = Path(__file__).parent / "drafts" / DRAFTS[name]
+    directory = packaged_directories()[name]
     if not directory.is_dir():
         raise ModelLoadError(f"model {name!r}: its files are not in {str(directory)!r}; install Pilotfish again")
     return directory

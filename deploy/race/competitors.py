@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.core.config.sections import NO_DRAFTS, Configuration, DraftModelSection
+from cluster.core.config.sections import NO_DRAFTS, Configuration
 from cluster.core.errors import ConfigurationError, PilotfishError, shorten
-from deploy.models import DRAFTS, resolve_models
+from deploy.models import packaged_directories, resolve_models
 from deploy.race.options import RaceOptions
 from deploy.settings import Settings, load_settings, parse_assignments, read_list
 from workers.draft.registry import METHODS, MethodPlugin
+from workers.model.draft_card import LAYERS, is_distilled, read_card
 
 FREE_PORTS = ("server.http_port=0", "server.grpc_port=0")
 _MODEL = "model"
 """The drafting method with an independent draft model."""
+_KINDS = {_MODEL: LAYERS, "medusa": "heads", "blockwise": "heads"}
+"""The kind of draft that a method loads, where it is not the method's name."""
 _NEXT_KEY = re.compile(r",(?=[A-Za-z_][\w.]*=)")
 """A comma that is followed by a key; other commas belong to a value."""
 
@@ -142,12 +145,23 @@ def _is_default(method: str, plugin: MethodPlugin) -> bool:
 
 
 def _shipped_draft(method: str, plugin: MethodPlugin, race_settings: RaceSettings) -> tuple[str, ...]:
-    """The shipped draft of the target in the target's dtype, for a method whose draft model is not set."""
-    if not issubclass(plugin.settings, DraftModelSection) or "path" not in plugin.settings.model_fields:
+    """The packaged draft of the target, and the target's dtype, for a method whose weights are not set."""
+    fields = plugin.settings.model_fields
+    if "path" not in fields:
         return ()
     found = load_settings(race_settings.config, race_settings.assignments).configuration
-    dtype = (f"draft.{method}.dtype={found.target.dtype}",)
-    if found.draft.settings(method, plugin.settings).path:
+    if getattr(found.draft.settings(method, plugin.settings), "path", ""):
         return ()
-    shipped = [draft for draft, target in DRAFTS.items() if target == found.target.path.partition("@")[0]]
-    return (f"draft.{method}.path={shipped[0]}", *dtype) if shipped else dtype
+    own = (f"draft.{method}.dtype={found.target.dtype}",) if "dtype" in fields else ()
+    path = packaged_draft(_KINDS.get(method, method), found.target.path.partition("@")[0])
+    return own if path is None else (f"draft.{method}.path={path}", *own)
+
+
+def packaged_draft(kind: str, target: str) -> str | None:
+    """The name of the packaged draft of a kind for a target; `None` if there is none."""
+    for name, directory in packaged_directories().items():
+        if is_distilled(directory):
+            card = read_card(directory)
+            if (card.kind, card.target) == (kind, Path(target).name):
+                return name
+    return None

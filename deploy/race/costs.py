@@ -29,13 +29,19 @@ def configuration_cost(configuration: Configuration, grown_bytes: int = 0) -> Co
     """The cost of a configuration whose paths are local directories. Raises `ModelLoadError`."""
     target = count_weights(Path(configuration.target.path))
     weights = configuration.draft.weights
-    draft = None if weights is None else count_weights(Path(weights.path))
+    modules = [count_weights(Path(section.path)) for section in configuration.draft.modules.values()]
+    draft_bytes = sum(_BYTES[configuration.target.dtype] * module.parameters for module in modules)
+    draft_flops = sum(2.0 * module.multiply_adds for module in modules)
+    if weights is not None:
+        draft = count_weights(Path(weights.path))
+        draft_bytes += _weight_bytes(weights, draft)
+        draft_flops += 2.0 * draft.multiply_adds
     return Cost(
         target_bytes=_weight_bytes(configuration.target, target),
-        draft_bytes=0 if weights is None or draft is None else _weight_bytes(weights, draft),
+        draft_bytes=draft_bytes,
         resident_bytes=max(0, grown_bytes),
         target_flops=2.0 * target.multiply_adds,
-        draft_flops=0.0 if draft is None else 2.0 * draft.multiply_adds,
+        draft_flops=draft_flops,
     )
 
 

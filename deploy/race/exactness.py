@@ -57,12 +57,24 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | Non
     return None if len(expected) == len(found) else min(len(expected), len(found))
 
 
-async def compare(request: PassRequest, plain: RacePass, found: RacePass, gap: Gap | None, bound: float) -> Exactness:
-    """Classify the answers of a pass, of a contestant whose decisions are the target's own.
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """How the answers of one contestant are compared."""
+
+    bound: float
+    """See `ROUNDING`."""
+    shares_noise: bool = True
+    """Whether sampled answers come from the same random numbers as those of plain decoding."""
+
+
+async def compare(request: PassRequest, plain: RacePass, found: RacePass, gap: Gap | None, judge: Judge) -> Exactness:
+    """Classify the answers of a pass.
 
     A token is the target's choice by its logit, plus the noise of its position times the temperature (see
     `workers.sampling.noise`). `gap` is `None` where logits are unknown; then a difference is wrong.
     """
+    if request.temperature > 0 and not judge.shares_noise:
+        return Exactness(not_compared=len(found.answers))
     total = Exactness()
     for number, (prompt, expected, answer) in enumerate(
         zip(request.prompts, plain.answers, found.answers, strict=True)
@@ -79,7 +91,7 @@ async def compare(request: PassRequest, plain: RacePass, found: RacePass, gap: G
             context, tokens = (*prompt.tokens, *expected.tokens[:index]), (expected.tokens[index], answer.tokens[index])
             logits = await gap(context, *tokens)
             noise = request.temperature * noise_gap(request.seed + number, len(context), *tokens)
-            total += _explained(None if logits is None else abs(logits + noise), bound)
+            total += _explained(None if logits is None else abs(logits + noise), judge.bound)
     return total
 
 

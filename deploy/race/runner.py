@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -17,13 +18,18 @@ from deploy.race.contestants.contestant import Contestant
 from deploy.race.contestants.endpoint import endpoint_contestant
 from deploy.race.contestants.local import LocalContestant, local_contestant
 from deploy.race.costs import configuration_cost, resident_bytes
-from deploy.race.exactness import ROUNDING, Exactness, Gap, compare
+from deploy.race.exactness import ROUNDING, Exactness, Gap, Judge, compare
 from deploy.race.options import RaceOptions
 from deploy.race.results import Cell, CellResult, Cost, Entry, RaceResults
 from deploy.race.tasks import RaceTasks
 
+logger = logging.getLogger(__name__)
+
 _ROOM = 2.5
 """A second cluster with the target's weights is started only where this many times their bytes are free."""
+
+_COUPLED = "coupled"
+"""The acceptance rule with which sampled answers equal those of plain decoding."""
 
 Report = Callable[[float, str], None]
 Save = Callable[[RaceResults], None]
@@ -58,7 +64,7 @@ class RaceSession:
         """See `plan_cells`."""
         return plan_cells(self.tasks, self.options)
 
-    async def measure(self, entry: Entry, contestant: Contestant, plain: Contestant | None, bound: float) -> None:
+    async def measure(self, entry: Entry, contestant: Contestant, plain: Contestant | None, judge: Judge) -> None:
         """Measure one competitor in all cells, and save the results."""
         self.results.entries.append(entry)
         cells = self.cells
@@ -66,7 +72,7 @@ class RaceSession:
         for number, cell in enumerate(cells):
             done = (self.started + number / len(cells)) / max(1, self.total)
             self.report(done, f"{entry.name}, {cell}")
-            self.results.cells.append(await self._cell(entry.name, cell, contestant, plain, bound))
+            self.results.cells.append(await self._cell(entry.name, cell, contestant, plain, judge))
         self.started += 1
         self.save(self.results)
 
@@ -90,7 +96,7 @@ class RaceSession:
                     await runner.answer(replace(self._request(warming), prompts=some))
 
     async def _cell(
-        self, name: str, cell: Cell, contestant: Contestant, plain: Contestant | None, bound: float
+        self, name: str, cell: Cell, contestant: Contestant, plain: Contestant | None, judge: Judge
     ) -> CellResult:
         own: list[RacePass] = []
         try:
@@ -103,7 +109,7 @@ class RaceSession:
         gap: Gap | None = plain.gap if isinstance(plain, LocalContestant) else None
         total = Exactness()
         for found in own if below else ():
-            total += await compare(self._request(cell), below[0], found, gap, bound)
+            total += await compare(self._request(cell), below[0], found, gap, judge)
         return CellResult(name, cell, tuple(below), tuple(own), total)
 
     async def _around(self, cell: Cell, plain: Contestant | None) -> list[RacePass]:
@@ -138,8 +144,9 @@ async def race_clusters(
         for competitor in competitors:
             try:
                 await _race_cluster(session, plain, competitor, baseline)
-            except PilotfishError as error:
-                session.skip(competitor.name, str(error))
+            except Exception as error:  # a method may raise anything; the others are measured all the same
+                logger.exception("%s does not run", competitor.name)
+                session.skip(competitor.name, str(error) or repr(error))
         if peers and baseline is None:
             for name in peers:
                 session.skip(f"transformers: {name}", "memory does not hold the target twice")
@@ -150,12 +157,14 @@ async def race_clusters(
 async def _race_cluster(
     session: RaceSession, plain: Configuration, competitor: Competitor, baseline: LocalContestant | None
 ) -> None:
+    shares_noise = competitor.configuration.target.acceptance == _COUPLED
+    judge = Judge(ROUNDING[plain.target.dtype], shares_noise)
     before = resident_bytes()
     session.announce(f"starting {competitor.name}")
     async with local_contestant(competitor.configuration) as contestant:
         cost = configuration_cost(competitor.configuration, resident_bytes() - before)
         entry = Entry(competitor.name, "cluster", competitor.assignments, cost, baseline is None)
-        await session.measure(entry, contestant, baseline or contestant.without_drafts(), ROUNDING[plain.target.dtype])
+        await session.measure(entry, contestant, baseline or contestant.without_drafts(), judge)
 
 
 async def _race_peers(
@@ -171,14 +180,14 @@ async def _race_peers(
     before = resident_bytes()
     model = load_target(plain)
     cost = replace(configuration_cost(plain, resident_bytes() - before), target_flops=0.0)
-    bound = ROUNDING[plain.target.dtype]
+    judge = Judge(ROUNDING[plain.target.dtype], shares_noise=False)
     for name in peers:
         try:
             assistant = None
             if name == ASSISTED and find_draft is not None:
                 assistant = load_assistant(find_draft(), Path(plain.target.path), model)
             entry = Entry(f"transformers: {name}", "peer", (), cost)
-            await session.measure(entry, TransformersPeer(model, name, assistant), baseline, bound)
+            await session.measure(entry, TransformersPeer(model, name, assistant), baseline, judge)
         except PilotfishError as error:
             session.skip(f"transformers: {name}", str(error))
 
@@ -188,7 +197,9 @@ async def race_endpoints(session: RaceSession, url: str, plain_url: str | None, 
     async with AsyncExitStack() as stack:
         contestant = await stack.enter_async_context(endpoint_contestant(url, model))
         plain = None if plain_url is None else await stack.enter_async_context(endpoint_contestant(plain_url, model))
-        await session.measure(Entry(url, "endpoint", (), Cost(devices=session.options.devices)), contestant, plain, 0.0)
+        await session.measure(
+            Entry(url, "endpoint", (), Cost(devices=session.options.devices)), contestant, plain, Judge(0.0)
+        )
 
 
 @asynccontextmanager

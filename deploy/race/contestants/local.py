@@ -25,6 +25,8 @@ COUNTERS = {
     "pilotfish:drafter_fallback_total": "missing_drafts",
 }
 """The coordinator's counters that a pass records: from the metric's name to the name in the results."""
+_PREDICTION = "prediction"
+"""The drafting method that drafts from the request's prediction."""
 _ALTERNATIVES = 20
 """Number of most probable tokens that `LocalContestant.gap` requests."""
 
@@ -32,11 +34,17 @@ _ALTERNATIVES = 20
 class LocalContestant:
     """Sends the requests of a pass to a cluster and counts what it reports."""
 
-    def __init__(self, client: GenerationClient, timeout_seconds: float, *, drafts: bool = True) -> None:
-        """Without `drafts`, every request turns speculation off."""
+    def __init__(
+        self, client: GenerationClient, timeout_seconds: float, *, drafts: bool = True, predicts: bool = False
+    ) -> None:
+        """Without `drafts`, every request turns speculation off. With `predicts`, the prompt's text is the prediction.
+
+        A prediction (see `GenerateRequest`) suits tasks whose answers repeat much of the prompt.
+        """
         self._client = client
         self._timeout_seconds = timeout_seconds
         self._drafts = drafts
+        self._predicts = predicts
 
     def without_drafts(self) -> LocalContestant:
         """The same cluster, with speculation off in every request."""
@@ -82,6 +90,8 @@ class LocalContestant:
             cache_salt=request.salt,
             max_draft_tokens=None if self._drafts else 0,
         )
+        if self._predicts:
+            message.prediction_text = prompt.text
         tokens: list[int] = []
         arrivals: list[Arrival] = []
         usage = generation_pb2.Usage()
@@ -117,11 +127,12 @@ class LocalContestant:
 
 
 @asynccontextmanager
-async def local_contestant(configuration: Configuration, *, drafts: bool = True) -> AsyncIterator[LocalContestant]:
+async def local_contestant(configuration: Configuration) -> AsyncIterator[LocalContestant]:
     """Start a cluster in this process. Raises `PilotfishError`."""
     async with LocalCluster(configuration) as cluster:
         client = GenerationClient(fixed_address(cluster.grpc_address))
+        predicts = _PREDICTION in configuration.draft.selected("method")
         try:
-            yield LocalContestant(client, configuration.limits.max_timeout_seconds, drafts=drafts)
+            yield LocalContestant(client, configuration.limits.max_timeout_seconds, predicts=predicts)
         finally:
             await client.close()

@@ -83,7 +83,7 @@ def _speed_figures(entry: Entry, found: Sequence[CellResult]) -> list[str]:
         _or_unknown(per_device),
         _or_unknown(measures.spread(measures.drift(plain))),
         _number(measures.committed_per_step(passes)),
-        f"{drafted}, {accepted}",
+        f"{drafted if drafted or not accepted else _UNKNOWN}, {accepted}",
         positions or _UNKNOWN,
         _UNKNOWN if costs is None else f"{costs[0]:.2f}",
         _UNKNOWN if costs is None or not entry.cost.target_flops else f"{flops_per_token(entry, passes) / 1e9:.2f}",

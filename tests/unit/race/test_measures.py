@@ -6,7 +6,7 @@ import pytest
 
 from deploy.race import measures
 from deploy.race.answers import Arrival, PassRequest, RaceAnswer, RacePass, RacePrompt
-from deploy.race.exactness import Exactness, compare, first_difference, noise_gap
+from deploy.race.exactness import Exactness, Judge, compare, first_difference, noise_gap
 
 
 def answer(*arrivals: tuple[float, int, int], drafted: int = 0) -> RaceAnswer:
@@ -87,14 +87,14 @@ class TestExactness:
         return RacePass((RaceAnswer(tokens, (), len(tokens), text=text),), 1.0)
 
     async def classify(
-        self, plain: RacePass, found: RacePass, gap: float | None, temperature: float = 0.0
+        self, plain: RacePass, found: RacePass, gap: float | None, temperature: float = 0.0, shares_noise: bool = True
     ) -> Exactness:
         async def asked(context: tuple[int, ...], expected: int, other: int) -> float | None:
             assert (context, expected, other) == ((9, 1, 2), 3, 4)
             return gap
 
         request = PassRequest((RacePrompt((9,), "nine"),), 1, temperature, 0, 3)
-        return await compare(request, plain, found, asked, 0.5)
+        return await compare(request, plain, found, asked, Judge(0.5, shares_noise=shares_noise))
 
     async def test_the_same_tokens_are_equal(self) -> None:
         assert await self.classify(self.one(1, 2, 3), self.one(1, 2, 3), None) == Exactness(equal=1)
@@ -116,6 +116,10 @@ class TestExactness:
         assert close.explained == 1 and close.largest_gap == pytest.approx(0.25)
         far = await self.classify(self.one(1, 2, 3), self.one(1, 2, 4), 0.75 - noise, temperature=1.0)
         assert far.wrong == 1
+
+    async def test_samples_of_other_random_numbers_are_not_compared(self) -> None:
+        plain, found = self.one(1, 2, 3), self.one(5, 6)
+        assert await self.classify(plain, found, None, 1.0, shares_noise=False) == Exactness(not_compared=1)
 
     async def test_texts_without_tokens_are_equal_or_not_compared(self) -> None:
         assert await self.classify(self.one(text="a"), self.one(text="a"), None) == Exactness(equal=1)

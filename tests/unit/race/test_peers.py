@@ -1,0 +1,60 @@
+"""The decoding methods of transformers, as contestants on a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.core.config.sections import Configuration, TargetSection
+from cluster.core.errors import WorkerUnavailable
+from cluster.core.request import SamplingParameters
+from deploy.race.answers import PassRequest, RacePass, RacePrompt
+from deploy.race.contestants.peers import ASSISTED, GENERATE, PROMPT_LOOKUP, TransformersPeer, load_target
+from deploy.race.measures import committed_per_step
+from tests.support.models import tiny
+from tests.support.models.plain_generation import write_alone
+
+PROMPTS = ((5, 6, 7, 8, 5, 6, 7, 8, 5, 6), (9, 10, 11))
+TOKENS = 12
+END = 2
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("peer") / "target", tiny.llama())
+
+
+async def answers(directory: Path, method: str, batch: int) -> RacePass:
+    model = load_target(Configuration(target=TargetSection(path=str(directory), device="cpu")))
+    assistant = load_target(Configuration(target=TargetSection(path=str(directory), device="cpu")))
+    peer = TransformersPeer(model, method, assistant)
+    return await peer.answer(PassRequest(tuple(RacePrompt(p, "") for p in PROMPTS), batch, 0.0, 0, TOKENS))
+
+
+def target_tokens(directory: Path) -> list[tuple[int, ...]]:
+    """Greedy answers of the model alone, up to the end token."""
+    model = load_target(Configuration(target=TargetSection(path=str(directory), device="cpu")))
+    whole = [write_alone(model, prompt, SamplingParameters(temperature=0.0), TOKENS) for prompt in PROMPTS]
+    return [tokens[: tokens.index(END) + 1] if END in tokens else tokens for tokens in whole]
+
+
+@pytest.mark.parametrize(("method", "batch"), [(GENERATE, 1), (GENERATE, 2), (PROMPT_LOOKUP, 1), (ASSISTED, 1)])
+async def test_every_peer_writes_the_tokens_of_the_model(directory: Path, method: str, batch: int) -> None:
+    found = await answers(directory, method, batch)
+    assert [answer.tokens for answer in found.answers] == target_tokens(directory)
+    for answer in found.answers:
+        assert sum(arrival.tokens for arrival in answer.arrivals) == answer.completion_tokens == len(answer.tokens)
+        assert answer.seconds > 0
+
+
+async def test_a_perfect_assistant_saves_passes_of_the_target(directory: Path) -> None:
+    tau = committed_per_step([await answers(directory, ASSISTED, 1)])
+    assert tau is not None and tau > 1.0
+    assert committed_per_step([await answers(directory, GENERATE, 1)]) == 1.0
+
+
+@pytest.mark.parametrize("method", [PROMPT_LOOKUP, ASSISTED])
+async def test_drafts_for_several_sequences_are_refused(directory: Path, method: str) -> None:
+    with pytest.raises(WorkerUnavailable, match="one sequence at a time"):
+        await answers(directory, method, 2)
