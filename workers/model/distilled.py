@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from workers.forward.attention import ATTENTION_NAME
 from workers.model.draft_card import CARD, LAYERS, VOCABULARY, WEIGHTS, DraftCard, read_card
+from workers.model.stretch import read_stretch
 from workers.model.target_ends import ModelOutline, check_config, outline, read_shared_ends, read_tensors
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,10 @@ def load_distilled_draft(
             f"draft.model.path: {directory.name!r} is a distilled draft, which needs the directory of its target"
         )
     card, tensors, vocabulary = read_draft_files(directory, config)
-    if card.target != target.name:
-        logger.warning("the draft %s was distilled from %s, the target is %s", directory.name, card.target, target.name)
+    stretch = read_stretch(target)
+    name = target.name if stretch is None else stretch.original
+    if card.target != name:
+        logger.warning("the draft %s was distilled from %s, the target is %s", directory.name, card.target, name)
     skeleton = outline(config)
     ends = {key: values for key, values in read_shared_ends(target, card).tensors.items() if key[0] != "norm"}
     config = deepcopy(config)
