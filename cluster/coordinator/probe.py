@@ -1,7 +1,7 @@
 """Probe: while speculation does not pay, draft for a few sequences in the background and compare with the target.
 
-No round waits for a probe, and its drafts are not verified. The tokens that the target decides without drafts are
-compared with the probe. The comparison shows when speculation pays again.
+The drafts of a probe are not verified, and no round waits for a drafter in another process. The tokens that the target
+decides without drafts are compared with the probe. The comparison shows when speculation pays again.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ PROBED_SEQUENCES = 4
 """Sequences in one probe."""
 FIRST_PAUSE_FACTOR = 1 / 16
 """Factor on the pause between the first probes, when nothing is known."""
+FIRST_PAUSE_FACTOR_ON_TARGET = 1 / 2
+"""The same for drafts on the target: a step waits for a probe there."""
 MAX_PAUSE_FACTOR = 8.0
 """Largest factor on the pause, which doubles while speculation does not pay."""
 
@@ -56,13 +58,15 @@ class BackgroundProbes:
         controller: SpeculationController,
         max_draft: DraftBudget,
         clock: Callable[[], float],
+        *,
+        is_colocated: bool = False,
     ) -> None:
         self._pool = pool
         self._controller = controller
         self._max_draft = max_draft
         self._clock = clock
         self._probes, self._prefills = _DutyCycle(), _DutyCycle()
-        self._pause_factor = FIRST_PAUSE_FACTOR
+        self._pause_factor = FIRST_PAUSE_FACTOR_ON_TARGET if is_colocated else FIRST_PAUSE_FACTOR
         self._next = 0
 
     def expect_new_sequences(self) -> None:

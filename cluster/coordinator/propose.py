@@ -22,6 +22,9 @@ from cluster.core.sequence import DraftRequest
 from cluster.core.verification import StepResult, TargetInfo, VerifyRow
 from cluster.speculation.controller import SpeculationController
 
+FIRST_DRAFT_ON_TARGET = DraftBudget(4, 2)
+"""Largest draft tree on the target while nothing is known of its drafts, and for probes."""
+
 
 @dataclass(frozen=True, slots=True)
 class RoundDrafts:
@@ -57,14 +60,23 @@ class Proposer:
         self.max_draft = DraftBudget(section.max_nodes, section.max_depth) if section.is_enabled else NO_DRAFT
         """The largest tree that any sequence may have."""
         has_controller = section.controller == "auto" and self.max_draft.max_nodes > 0
-        self._controller = SpeculationController(self.max_draft) if has_controller else None
+        # On the target, a step waits for drafts of any use, so the first ones are small.
+        is_bounded = has_controller and section.is_colocated
+        self._first_draft = _within(FIRST_DRAFT_ON_TARGET, self.max_draft) if is_bounded else self.max_draft
+        self._controller = SpeculationController(self.max_draft, self._first_draft) if has_controller else None
         self._probes = (
-            None if self._controller is None else BackgroundProbes(source, self._controller, self.max_draft, clock)
+            None
+            if self._controller is None
+            else BackgroundProbes(source, self._controller, self._first_draft, clock, is_colocated=section.is_colocated)
         )
         self._is_colocated = section.is_colocated
         self._alternates = section.alternate == "on" and not section.is_colocated
         self._next_calls: DraftCalls | None = None
         self._wanted = WantedDrafts({}, None)
+        self._budgets: Mapping[SequenceId, DraftBudget] = {}
+        """Budgets of the drafts that the target proposes in this round, for the next one."""
+        self._requested: Mapping[SequenceId, DraftBudget] = {}
+        """Budgets of the drafts that the target has proposed for this round."""
         self._deciding: frozenset[SequenceId] = frozenset()
         self._expected_rows = 1
 
@@ -108,7 +120,10 @@ class Proposer:
             ]
             controller.size_trees(requests, rows=self._expected_rows, halves=self._alternates)
         self._deciding = ids
-        self._wanted = WantedDrafts(controller.next_budgets(len(deciding)), NO_DRAFT)
+        budgets = controller.next_budgets(len(deciding))
+        if self._is_colocated:  # the target drafts one round ahead
+            budgets, self._budgets = self._requested, budgets
+        self._wanted = WantedDrafts(budgets, NO_DRAFT)
         return self._wanted
 
     def split(self, plan: Plan) -> tuple[Plan, Plan]:
@@ -165,22 +180,24 @@ class Proposer:
         if not self._is_colocated:
             return {}
         controller = self._controller
-        planned = {} if controller is None else controller.planned_budgets
-        starts = controller is None or not controller.is_idle
+        starts = controller is None or controller.starts_with_drafts(len(plan.rows))
         wanted: dict[SequenceId, DraftBudget] = {}
         for row in plan.rows:
             live = self._running.get(row.sequence_id)
             if live is None or not row.decide:
                 continue
             largest = live.largest_draft(self.max_draft)
-            budget = planned.get(row.sequence_id)
+            budget = self._budgets.get(row.sequence_id)
             if budget is not None:
-                wanted[live.id] = DraftBudget(
-                    min(budget.max_nodes, largest.max_nodes), min(budget.max_depth, largest.max_depth)
-                )
+                budget = _within(budget, largest)
             elif starts and (controller is None or row.pending > 1):
-                wanted[live.id] = largest  # the sequence has not been sized yet, because it did not decide
-        return self._source.next_budgets({name: budget for name, budget in wanted.items() if budget.max_nodes})
+                budget = _within(
+                    self._first_draft, largest
+                )  # the sequence has not been sized yet, because it did not decide
+            if budget is not None and budget.max_nodes:
+                wanted[live.id] = budget
+        self._requested = wanted
+        return self._source.next_budgets(wanted)
 
     def receive(self, rows: Sequence[VerifyRow], step: StepResult) -> None:
         """Take what a step brought for drafting: the drafts of the target, or evidence for drafters."""
@@ -245,6 +262,10 @@ class Proposer:
             return True
         seconds = self._source.prefill_seconds(live.sequence)
         return self._controller.is_worth_prefilling(seconds, self._expected_rows, live.sequence.remaining)
+
+
+def _within(budget: DraftBudget, largest: DraftBudget) -> DraftBudget:
+    return DraftBudget(min(budget.max_nodes, largest.max_nodes), min(budget.max_depth, largest.max_depth))
 
 
 def _wants_draft(row: PlannedRow) -> bool:

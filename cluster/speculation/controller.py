@@ -57,8 +57,10 @@ class PrunedDrafts:
 class SpeculationController:
     """Sizes and prunes trees by the observed latency, acceptance and speed-up."""
 
-    def __init__(self, max_draft: DraftBudget) -> None:
+    def __init__(self, max_draft: DraftBudget, first_draft: DraftBudget | None = None) -> None:
+        """`first_draft` is the largest tree while nothing is known of proposals; unset: `max_draft`."""
         self._max_draft = max_draft
+        self._first_draft = first_draft or max_draft
         self._step_latency = LatencyModel()
         self._propose_latency = LatencyModel(floor_seconds=0.5e-3, row_seconds=0.5e-4, grows_from_zero=True)
         self._acceptance = AcceptanceEstimator()
@@ -117,10 +119,11 @@ class SpeculationController:
             return dict.fromkeys(self._budgets, self._max_draft)
         return self._budgets
 
-    @property
-    def planned_budgets(self) -> Mapping[SequenceId, DraftBudget]:
-        """The budgets of the last sizing, also in rounds that go without drafts to measure plain decoding."""
-        return {} if self._is_suspended else self._budgets
+    def starts_with_drafts(self, rows: int) -> bool:
+        """Whether a sequence that begins to decode in a step of `rows` rows is drafted for before it is sized."""
+        if not self._propose_latency.has_samples:
+            return rows <= EAGER_ROWS
+        return not self.is_idle
 
     def propose_seconds(self, rows: int, depth: int) -> float:
         """Expected time of proposals for `rows` sequences, in seconds; 0 if nothing was measured."""
@@ -148,7 +151,7 @@ class SpeculationController:
         if not self._propose_latency.has_samples or not self._step_latency.covers(rows):
             self._expects_no_gain = rows > EAGER_ROWS
             self._sizing_rounds_left = 1
-            return {} if self._expects_no_gain else self._largest(requests)
+            return {} if self._expects_no_gain else dict.fromkeys(self._ids(requests), self._first_draft)
         forecasts = [self._acceptance.forecast(request) for request in requests]
         sizes = size_trees(forecasts, self._step_latency, self._propose_latency, rows)
         if halves and len(forecasts) > 1:
@@ -161,15 +164,16 @@ class SpeculationController:
             return {}
         if rows == 1 and self._speedup.pays(rows):
             # The drafter knows from the tree itself what one more pass is worth. The forecast is a mean of many trees.
-            return self._largest(requests)
+            return dict.fromkeys(self._ids(requests), self._max_draft)
         return {
             request.sequence.id: budget_for(nodes, forecast.depths[nodes - 1])
             for nodes, forecast, request in zip(sizes.nodes, forecasts, requests, strict=True)
             if nodes
         }
 
-    def _largest(self, requests: Sequence[DraftRequest]) -> dict[SequenceId, DraftBudget]:
-        return {request.sequence.id: self._max_draft for request in requests}
+    @staticmethod
+    def _ids(requests: Sequence[DraftRequest]) -> list[SequenceId]:
+        return [request.sequence.id for request in requests]
 
     # --- with proposals: pruning ---
 

@@ -1,0 +1,44 @@
+"""A fake target in simulated time that drafts for its own next step."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from cluster.core.drafting import DraftRow, Proposal
+from cluster.core.verification import StepBatch, StepResult, Verdict, VerifyRow
+from tests.support.fakes.simulated_time import DrafterModel, StepTime, TimedDrafter, TimedTarget
+
+
+class DraftingTarget(TimedTarget):
+    """Proposes a chain after each row with a budget. Drafting takes the time of the `DrafterModel`."""
+
+    def __init__(self, step_time: StepTime, model: DrafterModel, *, profiled: bool = True) -> None:
+        super().__init__(step_time, profiled=profiled)
+        self.drafter = TimedDrafter(self, model)
+        self.asked: list[int] = []
+        """Number of rows with a budget, for each step."""
+
+    async def step(self, batch: StepBatch) -> StepResult:
+        """See `Target`."""
+        result = await super().step(batch)
+        budgets = [row.next_budget for row in batch.rows if row.next_budget.max_nodes]
+        self.asked.append(len(budgets))
+        if not budgets:
+            return result
+        model, deepest = self.drafter.model, max(budget.max_depth for budget in budgets)
+        seconds = model.call_seconds + model.row_seconds * len(budgets) + model.depth_seconds * deepest
+        await asyncio.sleep(seconds)
+        verdicts = tuple(
+            replace(verdict, proposal=self._proposal(row, verdict))
+            for row, verdict in zip(batch.rows, result.verdicts, strict=True)
+        )
+        return replace(result, verdicts=verdicts, draft_seconds=seconds)
+
+    def _proposal(self, row: VerifyRow, verdict: Verdict) -> Proposal | None:
+        if not row.next_budget.max_nodes or not verdict.tokens:
+            return None
+        stored = self.stored[row.sequence_id]
+        tokens = (*stored.tokens, verdict.tokens[-1])
+        asked = DraftRow(row.sequence_id, len(tokens), tokens, row.next_budget, stored.start)
+        return self.drafter.answer(asked)

@@ -1,0 +1,132 @@
+"""Drafts of the target itself: verdicts bring them, the next round uses them, and they never slow decoding down."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.core.drafting import DraftBudget
+from tests.support.fakes.drafting_target import DraftingTarget
+from tests.support.fakes.fake_cluster import request
+from tests.support.fakes.simulated_time import (
+    DrafterModel,
+    SimulatedCluster,
+    StepTime,
+    cpu_step,
+    equal_requests,
+    gpu_step,
+    simulate,
+    tokens_per_second,
+)
+
+NEVER_SLOWER = 0.97
+RIGHT = DrafterModel(0.9, has_probabilities=True)
+WRONG = DrafterModel(0.0)
+BAD = {"wrong": WRONG, "empty": DrafterModel(0.0, empty=1.0), "slow": DrafterModel(0.3, depth_seconds=0.003)}
+
+
+def cluster(target: DraftingTarget, **settings: object) -> SimulatedCluster:
+    return SimulatedCluster([], target, **({"draft__placement": "target", "draft__max_depth": 8} | settings))
+
+
+async def speed(target: DraftingTarget, batch: int, tokens: int, before: int = 0, **settings: object) -> float:
+    """Tokens per simulated second. `before` is the length of as many answers that are served first."""
+    simulated = cluster(target, **settings)
+    async with simulated.coordinator:
+        if before:
+            await simulated.serve(equal_requests(batch, before, "earlier"))
+        return batch * tokens / await simulated.serve(equal_requests(batch, tokens))
+
+
+def test_every_round_after_the_first_verifies_the_draft_of_the_step_before() -> None:
+    target = DraftingTarget(cpu_step, DrafterModel(1.0))
+
+    async def serve() -> None:
+        simulated = cluster(target, draft__controller="off", draft__max_nodes=4)
+        async with simulated.coordinator:
+            await simulated.serve(equal_requests(1, 20))
+
+    simulate(serve())
+    rows = [row for batch in target.batches for row in batch.rows]
+    assert [len(row.tree) for row in rows] == [0, 4, 4, 4, 3]
+    assert [row.next_budget for row in rows][:3] == [DraftBudget(4, 4)] * 3
+    assert target.accepted == target.drafted
+
+
+def test_a_request_without_drafts_asks_for_none() -> None:
+    target = DraftingTarget(cpu_step, RIGHT)
+
+    async def serve() -> None:
+        simulated = cluster(target, draft__controller="off")
+        async with simulated.coordinator:
+            await simulated.serve([replace(request("plain", max_tokens=12), max_draft_tokens=0)])
+
+    simulate(serve())
+    assert target.drafted == sum(target.asked) == 0
+
+
+@pytest.mark.parametrize(("step_time", "batch"), [(cpu_step, 1), (cpu_step, 8), (gpu_step, 4)])
+@pytest.mark.parametrize(
+    "model",
+    [WRONG, DrafterModel(0.0, empty=1.0), DrafterModel(0.3, depth_seconds=0.003)],
+    ids=["wrong", "empty", "slow"],
+)
+def test_bad_drafts_cost_next_to_nothing(model: DrafterModel, step_time: StepTime, batch: int) -> None:
+    """The first drafts cost a few steps, because a step waits for them."""
+    plain = simulate(tokens_per_second(step_time, None, batch, 300))
+    assert simulate(speed(DraftingTarget(step_time, model), batch, 300)) >= NEVER_SLOWER * plain
+
+
+@pytest.mark.parametrize(("step_time", "batch"), [(cpu_step, 1), (cpu_step, 4), (gpu_step, 16)])
+def test_good_drafts_pay_as_much_as_those_of_a_drafter_of_equal_speed(step_time: StepTime, batch: int) -> None:
+    elsewhere = simulate(tokens_per_second(step_time, RIGHT, batch, 150, before=200))
+    assert simulate(speed(DraftingTarget(step_time, RIGHT), batch, 150, before=200)) >= 0.95 * elsewhere
+
+
+def test_while_drafts_do_not_pay_a_few_steps_probe_and_find_when_they_do_again() -> None:
+    target = DraftingTarget(cpu_step, WRONG)
+
+    async def serve() -> tuple[float, float]:
+        simulated = cluster(target)
+        async with simulated.coordinator:
+            await simulated.serve(equal_requests(2, 300, "wrong"))
+            probes = target.asked[-200:]
+            target.drafter.model = RIGHT
+            await simulated.serve(equal_requests(2, 300, "learning"))
+            return sum(map(bool, probes)) / len(probes), 600 / await simulated.serve(equal_requests(2, 300, "right"))
+
+    share, per_second = simulate(serve())
+    assert 0 < share < 0.2
+    assert per_second > 1.3 * simulate(tokens_per_second(cpu_step, None, 2, 300))
+
+
+def test_a_target_that_is_lost_loses_its_drafts_and_no_token() -> None:
+    target = DraftingTarget(cpu_step, RIGHT)
+    target.fail_after_computing = 0
+
+    async def serve() -> None:
+        simulated = cluster(target, draft__controller="off")
+        async with simulated.coordinator:
+            await simulated.serve(equal_requests(3, 10))
+            target.fail_after_computing = 2
+            await simulated.serve(equal_requests(3, 40, "again"))
+        assert target.is_empty
+
+    simulate(serve())
+    assert target.accepted > 0
+
+
+def test_drafts_with_tokens_outside_the_vocabulary_are_not_verified() -> None:
+    class Reckless(DraftingTarget):
+        def _proposal(self, row: Any, verdict: Any) -> Any:
+            proposal = super()._proposal(row, verdict)
+            if proposal is None or not proposal.tree:
+                return proposal
+            bad = type(proposal.tree).chain([self.vocabulary_size, 1])
+            return type(proposal)(proposal.sequence_id, proposal.base_len, bad)
+
+    target = Reckless(cpu_step, RIGHT)
+    simulate(speed(target, 2, 20, draft__controller="off"))
+    assert target.drafted == 0
