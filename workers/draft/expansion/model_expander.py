@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import AutoConfig
 
 from cluster.core.config.sections import TargetSection
@@ -43,21 +44,18 @@ class ModelExpander:
         """See `Expander`."""
         return self._model.vocabulary_size
 
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """The tokens that the logits are of, int64 [size], ascending; `None` means all tokens of the vocabulary."""
+        return self._model.vocabulary
+
     def warm_up(self) -> None:
         """Run passes of the usual shapes, so that the first proposals do not wait for one-time work."""
         self._runner.warm_up()
 
     def expand(self, rows: Sequence[ExpansionRow]) -> list[tuple[DraftedToken, ...]]:
         """See `Expander`."""
-        forward_rows = [
-            ForwardRow(row.table, row.tokens, select=(len(row.tokens) - 1,) if row.is_last else ()) for row in rows
-        ]
-        logits = self._runner.forward(forward_rows)  # [rows with is_last, vocabulary]
-        for forward_row in forward_rows:
-            self._runner.commit(forward_row)
-        contexts = [
-            DecisionContext(row.start.sampling, row.table.tokens, row.start.prompt_len) for row in rows if row.is_last
-        ]
+        logits, contexts = self.compute(rows)
         if not contexts:
             return [()] * len(rows)
         found = iter(candidates(logits, contexts, self._count, self._model.vocabulary))
@@ -66,23 +64,40 @@ class ModelExpander:
             for row in rows
         ]
 
+    def compute(self, rows: Sequence[ExpansionRow]) -> tuple[Tensor, tuple[DecisionContext, ...]]:
+        """Run one forward pass and commit each row's tokens to its table.
 
-def check_vocabularies(draft: LoadedModel, draft_directory: Path, target: TargetSection) -> None:
+        Returns the logits [n, size] after the rows with `is_last`, and their contexts. The logits are valid until the
+        next pass.
+        """
+        forward_rows = [
+            ForwardRow(row.table, row.tokens, select=(len(row.tokens) - 1,) if row.is_last else ()) for row in rows
+        ]
+        logits = self._runner.forward(forward_rows)
+        for forward_row in forward_rows:
+            self._runner.commit(forward_row)
+        return logits, tuple(
+            DecisionContext(row.start.sampling, row.table.tokens, row.start.prompt_len) for row in rows if row.is_last
+        )
+
+
+def check_vocabularies(draft: LoadedModel, draft_directory: Path, target: TargetSection) -> int | None:
     """Raise `ConfigurationError` unless the draft's vocabulary has the target's size or its tokenizer is the same.
 
-    Models of one family pad their embeddings differently: with the same tokenizer the sizes may differ, and the
-    coordinator drops drafted tokens beyond the target's vocabulary. Nothing is checked where the target's directory is
-    not on this machine.
+    Returns the size of the target's vocabulary. Models of one family pad their embeddings differently: with the same
+    tokenizer the sizes may differ, and the coordinator drops drafted tokens beyond the target's vocabulary. Nothing is
+    checked, and `None` returned, where the target's directory is not on this machine.
     """
     directory = Path(target.path)
     if not (directory / "config.json").is_file():
-        return
+        return None
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False).get_text_config()
     if draft.vocabulary_size != config.vocab_size and not _same_tokenizer(draft_directory, directory):
         raise ConfigurationError(
             f"the draft model {draft.name!r} has a vocabulary of {draft.vocabulary_size} tokens and the target "
             f"{directory.name!r} one of {config.vocab_size}; a draft must share the target's tokenizer"
         )
+    return int(config.vocab_size)
 
 
 def _same_tokenizer(one: Path, other: Path) -> bool:

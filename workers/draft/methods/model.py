@@ -13,9 +13,11 @@ from pydantic import Field
 
 from cluster.core.config.base import Choice
 from cluster.core.config.sections import DraftModelSection, DraftSection, TargetSection
+from cluster.core.ports import DraftMethod
 from workers.draft.expansion.drafter import TreeDrafter
 from workers.draft.expansion.settings import ExpansionSettings
 from workers.draft.registry import register
+from workers.sampling.acceptance import RULES, DrawnDrafts
 
 
 class DraftModelSettings(DraftModelSection, ExpansionSettings):
@@ -27,20 +29,31 @@ class DraftModelSettings(DraftModelSection, ExpansionSettings):
     """Drafted tokens below each expanded node."""
     lookup: Choice[Literal["off", "on"]] = "on"
     """`on` adds tokens that followed the same tokens earlier in the sequence. They need no forward pass."""
+    distributions: Choice[Literal["auto", "on", "off"]] = "auto"
+    """`on` draws drafts at random in trees of a fixed shape, and sends the distributions that they were drawn from, for
+    the acceptance rules `rejection` and `block`. `candidates` siblings are drawn at each depth (1 with `block`), and
+    `mode`, `width` and `lookup` have no effect. `auto` is `on` where `target.acceptance` is such a rule. For the same
+    seed, the text then differs from decoding without drafts; its distribution does not."""
 
 
 @register("model", DraftModelSettings)
-def create_model(settings: DraftModelSettings, draft: DraftSection, target: TargetSection) -> TreeDrafter:
+def create_model(settings: DraftModelSettings, draft: DraftSection, target: TargetSection) -> DraftMethod:
     """Create the method `model`: load the weights and warm up.
 
     Raises `ConfigurationError` when the draft's vocabulary is not the target's, and `ModelLoadError`.
     """
+    from workers.draft.drawing.drafter import DrawingDrafter
+    from workers.draft.drawing.token_drawer import TokenDrawer
     from workers.draft.expansion.model_expander import ModelExpander, check_vocabularies
     from workers.kv.pool import KvPool
     from workers.model.loading import load_model
 
     model = load_model(settings, target_directory=Path(target.path))
-    check_vocabularies(model, Path(settings.path), target)
+    target_vocabulary_size = check_vocabularies(model, Path(settings.path), target)
     expander = ModelExpander(model, KvPool(model.kv_spec, settings.kv, truncatable=True), settings.candidates)
     expander.warm_up()
+    drawn = RULES.get(target.acceptance).drawn_drafts
+    if settings.distributions == "on" or (settings.distributions == "auto" and drawn != DrawnDrafts.NONE):
+        siblings = 1 if drawn == DrawnDrafts.CHAIN else settings.candidates
+        return DrawingDrafter(TokenDrawer(expander, target_vocabulary_size), draft, siblings)
     return TreeDrafter(expander, settings, draft, has_lookup=settings.lookup == "on")
