@@ -42,8 +42,10 @@ def with_implied_settings(configuration: Configuration) -> Configuration:
         if name in draft.selected("method"):
             implied |= settings
             continue
-        for key in settings:
-            if _at(values, key) != _at(defaults, key):
+        for key, value in settings.items():
+            # Another acceptance rule may be chosen freely, but no rule reads the settings of this method's rule.
+            is_own = _at(values, key) == value or key.count(".") > 1
+            if is_own and _at(values, key) != _at(defaults, key):
                 raise ConfigurationError(f"{key}: {shorten(_at(values, key))} is refused; draft.method={name} sets it")
     return load_configuration(values, implied)
 

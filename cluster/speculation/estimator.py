@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cluster.core.drafting import Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.sequence import DraftRequest
-from cluster.core.tree import ROOT
+from cluster.core.tree import ROOT, TokenTree
 from cluster.speculation.acceptance import (
     AcceptanceModel,
     SequenceAcceptance,
@@ -63,6 +63,8 @@ class AcceptanceEstimator:
         conditionals = self._model.conditionals(proposal.tree, proposal.probabilities)
         sequence = self._sequences.get(request.sequence.id, SequenceAcceptance())
         probabilities = path_probabilities(proposal.tree, conditionals, sequence)
+        if proposal.distributions:
+            probabilities = _falling_by_rank(proposal.tree, probabilities)
         return EstimatedDraft(request, proposal, conditionals, probabilities)
 
     def expect_verdicts(self, drafts: Iterable[EstimatedDraft]) -> None:
@@ -113,3 +115,17 @@ def _rising(values: Sequence[int]) -> list[int]:
     for value in values:
         rising.append(max(value, rising[-1]) if rising else value)
     return rising
+
+
+def _falling_by_rank(tree: TokenTree, probabilities: Sequence[float]) -> list[float]:
+    """The probabilities, at most those of the parent and of earlier siblings.
+
+    Siblings that were drawn at random without replacement can only be left out from the last one on.
+    """
+    values: list[float] = []
+    earlier: dict[int, float] = {}
+    for node, parent in enumerate(tree.parents):
+        above = 1.0 if parent == ROOT else values[parent]
+        values.append(min(probabilities[node], above, earlier.get(parent, 1.0)))
+        earlier[parent] = values[-1]
+    return values
