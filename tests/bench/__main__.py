@@ -3,7 +3,7 @@
     python -m tests.bench [SECTION …] [--repeats 3] [--tokens 48] [--set key=value …]
 
 `speculation` and `overlap` use the prompts of Spec-Bench: [--prompts FILE.jsonl] [--per-task 8] [--draft DIRECTORY].
-`speculation` and `serving-pairs` take the numbers of requests in flight: [--batches 1,4,8].
+`serving-pairs` takes the numbers of requests in flight: [--batches 1,4,8].
 
 Every ratio compares two things that were measured in turn in the same run. Its spread is over the repetitions.
 """
@@ -27,7 +27,7 @@ SECTIONS = {
     "ranks": "tensor parallelism: transformers' sharded layers against plain local shards",
     "serving": "the whole cluster, with and without drafts",
     "serving-pairs": "two clusters with default settings, plain and with a draft model, in turn (--pairs 10)",
-    "speculation": "drafts against plain decoding on Spec-Bench's six tasks, at batch 1 to 32",
+    "speculation": "a draft model with a core of its own against plain decoding, on Spec-Bench's six tasks",
     "overlap": "drafts that run ahead against serial ones; the same with synthetic acceptance, beside theory",
 }
 """In the order in which they run. Each is a module of this package with `run(options)`."""

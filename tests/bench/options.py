@@ -34,7 +34,7 @@ class Options:
     per_task: int
     """Number of prompts of each task of Spec-Bench."""
     batches: tuple[int, ...]
-    """Numbers of requests in flight, for `speculation` and `serving-pairs`. Empty: the section's own choice."""
+    """Numbers of requests in flight, for `serving-pairs`. Empty: the section's own choice."""
     draft: str | None
     """Directory or packaged name of a draft model. `None` takes the shipped one."""
     plot: Path | None
@@ -120,7 +120,7 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
         "--batches",
         type=_counts,
         default=(),
-        help="requests in flight, for `speculation` and `serving-pairs`: 1,4,8",
+        help="requests in flight, for `serving-pairs`: 1,4,8",
     )
     parser.add_argument("--draft", help="a draft model: directory or packaged name (default: the shipped one)")
     parser.add_argument("--plot", type=Path, help="where `prefix` draws its curve (PNG; needs matplotlib)")

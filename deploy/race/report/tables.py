@@ -23,7 +23,7 @@ def markdown(results: RaceResults) -> str:
     parts.append(_machine(results))
     for batch, temperature in settings:
         where = f"batch {batch}, temperature {temperature:g}"
-        note = f" ({results.stretch})" if results.stretch else ""
+        note = " (stretched target)" if results.stretch else ""
         parts.append(f"## Speed, {where}{note}\n\n{_speed(results, batch, temperature)}")
         parts.append(f"## Speed by task, ÷ plain, {where}{note}\n\n{_by_task(results, batch, temperature)}")
         parts.append(f"## Latency in milliseconds, {where}{note}\n\n{_latency(results, batch, temperature)}")

@@ -66,7 +66,7 @@ def test_sections_are_chosen_by_name() -> None:
     assert options.parse(SECTIONS, [])[0] == list(SECTIONS)
     names, asked = options.parse(SECTIONS, ["step", "--quick", "--set", "draft.method=none"])
     assert (names, asked.repeats, asked.assignments) == (["step"], 1, ("draft.method=none",))
-    assert options.parse(SECTIONS, ["speculation", "--batches", "4,8,4"])[1].batches == (4, 8)
+    assert options.parse(SECTIONS, ["serving-pairs", "--batches", "4,8,4"])[1].batches == (4, 8)
     for wrong in (["sleep"], ["--batches", "0"], ["--batches", "4;8"]):
         with pytest.raises(SystemExit):
             options.parse(SECTIONS, wrong)
