@@ -146,3 +146,7 @@ class Coordinator:
         Returns whether the answer was unfinished. A last commit without tokens still ends it in the stream.
         """
         return self._emitter.conclude(request_id, index)
+
+    def count_sent(self, tokens: int) -> None:
+        """Count tokens that a reader has sent to its client."""
+        self._metrics.sent(tokens)

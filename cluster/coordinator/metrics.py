@@ -32,7 +32,9 @@ class Metrics:
         self._running = self._gauge("vllm:num_requests_running", "Number of sequences that are running.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Number of sequences that wait to run.")
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Number of prompt tokens of admitted requests.")
-        self._generation_tokens = self._counter("vllm:generation_tokens", "Number of tokens sent to readers.")
+        self._generation_tokens = self._counter(
+            "vllm:generation_tokens", "Number of tokens of answers that were sent to clients."
+        )
         self._success = self._counter(
             "vllm:request_success", "Number of answers that ended, by finish reason.", "finished_reason"
         )
@@ -188,18 +190,21 @@ class Metrics:
             self._accepted.labels(self.model_name).inc(commit.accepted)
 
     def emitted(self, count: int, since_arrival: float | None, since_latest: float | None) -> None:
-        """Count `count` tokens of an answer that were sent to its reader.
+        """Record the times of `count` tokens of an answer that were handed to its reader.
 
         `since_arrival` is set for the first tokens of the request, `since_latest` for all but the first tokens of the
         answer; both in seconds.
         """
-        self._generation_tokens.labels(self.model_name).inc(count)
         if since_arrival is not None:
             self._first_token.labels(self.model_name).observe(since_arrival)
         if since_latest is not None:
             inter_token = self._inter_token.labels(self.model_name)
             for _ in range(count):
                 inter_token.observe(since_latest / count)
+
+    def sent(self, count: int) -> None:
+        """Count tokens that a reader has sent to its client. It drops those of a commit after a stop string."""
+        self._generation_tokens.labels(self.model_name).inc(count)
 
     def finished(self, reason: str, since_arrival: float) -> None:
         """Count an answer that ended with a finish reason, `since_arrival` seconds after its request arrived."""

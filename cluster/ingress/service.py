@@ -61,6 +61,10 @@ class Engine(Protocol):
         """End one running answer with `STOP`, because its text is complete. Returns whether it was running."""
         ...
 
+    def count_sent(self, tokens: int) -> None:
+        """Count tokens of an answer that are sent to the client, for the metrics."""
+        ...
+
     def abort(self, request_id: RequestId) -> bool:
         """End the running answers of a request with `ABORT`. Returns whether there were any."""
         ...
@@ -133,6 +137,7 @@ class GenerationService:
         async with aclosing(self._engine.generate(request)) as commits:
             async for commit in commits:
                 events = processor.process(commit)
+                self._engine.count_sent(sum(len(event.tokens) for event in events if isinstance(event, Delta)))
                 if commit.finish is None and events and isinstance(events[-1], Finished):
                     self._engine.conclude(request.request_id, commit.index)
                 if processor.done:

@@ -49,6 +49,8 @@ class ScriptedEngine:
         self.certainty: Callable[[GenerationRequest], float] = lambda _: -0.5
         """Log-probability of every token of an answer."""
         self.requests: list[GenerationRequest] = []
+        self.sent = 0
+        """Number of tokens sent to clients."""
         self.concluded: list[tuple[RequestId, int]] = []
         self.arrived: asyncio.Queue[RequestId] = asyncio.Queue()
         self.freed: asyncio.Queue[RequestId] = asyncio.Queue()
@@ -64,6 +66,9 @@ class ScriptedEngine:
         if event is not None:
             event.set()
         return event is not None
+
+    def count_sent(self, tokens: int) -> None:
+        self.sent += tokens
 
     def conclude(self, request_id: RequestId, index: int) -> bool:
         self.concluded.append((request_id, index))

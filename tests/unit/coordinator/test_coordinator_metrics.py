@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
+from tests.support.fakes.fake_cluster import configure
+from tests.support.fakes.fake_target import FakeTarget
 
 FIRST_WORDS = (
     "Number of ",
@@ -22,3 +25,11 @@ def test_every_metric_says_what_it_counts_and_in_which_unit() -> None:
         assert family.documentation.startswith(FIRST_WORDS), family.name
         assert family.documentation.endswith("."), family.name
         assert ("seconds" in family.name) == ("seconds" in family.documentation), family.name
+
+
+def test_tokens_are_counted_when_they_are_sent_to_clients() -> None:
+    metrics = Metrics()
+    coordinator = Coordinator(FakeTarget(), [], configure(), metrics)
+    for count in (3, 0, 4):
+        coordinator.count_sent(count)
+    assert metrics.registry.get_sample_value("vllm:generation_tokens_total", {"model_name": ""}) == 7

@@ -150,7 +150,6 @@ async def test_the_metrics_count_what_happened_under_the_names_of_vllm() -> None
         await first_commit_then_leave(coordinator, request("leaves", max_tokens=100))
         text = metrics.exposition()[0].decode()
     assert value_of(metrics, "vllm:prompt_tokens_total") == 15
-    assert value_of(metrics, "vllm:generation_tokens_total") >= 40
     assert value_of(metrics, "vllm:request_success_total", finished_reason="length") == 2
     assert value_of(metrics, "vllm:request_success_total", finished_reason="abort") == 1
     assert value_of(metrics, "vllm:time_to_first_token_seconds_count") == 3
