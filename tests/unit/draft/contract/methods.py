@@ -5,9 +5,11 @@ A method that loads weights needs an entry whose settings name tiny weights.
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.support.models import tiny, tiny_tokenizer
@@ -15,6 +17,7 @@ from workers.draft.registry import METHODS
 
 VOCABULARY = 320
 HIDDEN = 48
+EXAMPLE_LINES = 40
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,22 @@ CASES = {
     "none": MethodCase(drafts=False),
     "synthetic": MethodCase(lambda _: {"acceptance": (0.7,), "seconds": 0.0}, is_lossless=False),
 }
+
+
+def _register_example() -> None:
+    """Register the method that CONTRIBUTING shows, by running its code."""
+    text = (Path(__file__).parents[4] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    code = text.split("```python\n")[1].split("```")[0]
+    if len(code.splitlines()) > EXAMPLE_LINES:
+        raise ValueError(f"the example in CONTRIBUTING.md has more than {EXAMPLE_LINES} lines")
+    with TemporaryDirectory() as directory:
+        file = Path(directory) / "successor.py"
+        file.write_text(code, encoding="utf-8")
+        runpy.run_path(str(file))
+
+
+METHODS.names()  # the registry must know its own methods first
+_register_example()
 COMBINATIONS = ("ngram+prediction", "model+suffix+prediction")
 NAMES = (*METHODS.names(), *COMBINATIONS)
 """Every registered method, and some that share a tree, joined by `+`."""
