@@ -469,6 +469,30 @@ void pilotfish_linear(const Matrix *matrix, const float *x, uint16_t *narrow, fl
     }
 }
 
+/* A layer after its attention: x += out(attended), x += mlp(norm(x)). `attended` [rows, out.inputs] and `x`
+   [rows, out.outputs]; `input` and `gated` are work buffers as in Pass. Only the output, the MLP and the norm between
+   them are read of the layer. */
+void pilotfish_layer_output(const DecoderLayer *own, const float *attended, float *x, void *input, void *gated,
+                            int64_t rows, float epsilon)
+{
+    const int64_t inputs = own->out.inputs, kind = factor_kind(&own->out);
+    const Decoder decoder = {.hidden = own->out.outputs, .inner = own->down.inputs, .epsilon = epsilon};
+    const Pass pass = {.x = x, .input = input, .gated = gated};
+    const Step step = {.tokens = rows};
+    const Output to_residual = {ADD, x, NULL, own->out.outputs, kind};
+    Barrier barrier = {0};
+#pragma omp parallel
+    {
+#pragma omp single
+        barrier.team = omp_get_num_threads();
+#pragma omp for schedule(static) nowait
+        for (int64_t r = 0; r < rows; r++) put(input, kind, r * inputs, attended + r * inputs, inputs);
+        wait_for_all(&barrier);
+        multiply(&own->out, input, &to_residual, rows, &barrier);
+        mlp_part(&decoder, own, &pass, &step, &barrier);
+    }
+}
+
 /* The number of outputs per block of a packed matrix. */
 int64_t pilotfish_columns(void)
 {

@@ -20,7 +20,7 @@ from workers.forward.loaded_model import PassOutput
 from workers.forward.native.attention import KINDS, StepHeader, build_native_step
 from workers.forward.native.build import load_library
 from workers.forward.native.decoder_shape import DecoderShape, head_norms
-from workers.forward.native.packed_linear import block_columns, pack_blocks, pad_rows
+from workers.forward.native.packed_linear import block_columns, interleave, pack_blocks, pad_rows
 from workers.forward.native.structures import Decoder, DecoderLayer, Matrix, Pass
 from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.forward.replace_linear import decoder_layers
@@ -149,7 +149,7 @@ class NativeDecoder:
         return DecoderLayer(
             self._matrix(qkv, bias),
             self._matrix(attention.o_proj.weight, attention.o_proj.bias),
-            self._matrix(self._interleave(mlp.gate_proj.weight, mlp.up_proj.weight), self._biases(mlp)),
+            self._matrix(interleave(mlp.gate_proj.weight, mlp.up_proj.weight, self._columns), self._biases(mlp)),
             self._matrix(mlp.down_proj.weight, mlp.down_proj.bias),
             *(None if norm is None else self._vector(norm.weight) for norm in norms),
         )
@@ -168,14 +168,10 @@ class NativeDecoder:
             None if bias is None else self._vector(pad_rows(bias, self._columns)),
         )
 
-    def _interleave(self, gates: torch.Tensor, ups: torch.Tensor) -> torch.Tensor:
-        """Interleave the rows: each block has a vector of gates, then its vector of ups. Returns `[2 * padded, …]`."""
-        lanes = self._columns // 2
-        pairs = [pad_rows(part, lanes).view(-1, lanes, *part.shape[1:]) for part in (gates.detach(), ups.detach())]
-        return torch.stack(pairs, dim=1).flatten(0, 2)
-
     def _biases(self, mlp: Any) -> torch.Tensor | None:
-        return None if mlp.gate_proj.bias is None else self._interleave(mlp.gate_proj.bias, mlp.up_proj.bias)
+        if mlp.gate_proj.bias is None:
+            return None
+        return interleave(mlp.gate_proj.bias, mlp.up_proj.bias, self._columns)
 
     def _vector(self, values: torch.Tensor) -> int:
         kept = values.detach().float().contiguous().clone()

@@ -37,25 +37,16 @@ class PackedLinear:
         if dtype not in KINDS or weight.device.type != "cpu":
             raise ValueError(f"weights of {dtype} on {weight.device} are refused; only {[*KINDS]} on CPU are packed")
         self.outputs, self.inputs = weight.shape
-        self._weight, scale = quantize(weight.detach().float()) if dtype is torch.int8 else (weight.to(dtype), None)
-        self._scale = scale
+        self._weight, self._scale = stored_as(weight, dtype)
         self._bias = None if bias is None else bias.detach().float()
         self._library = None if dtype is torch.bfloat16 and self.inputs % 2 else load_library(directory)
         if self._library is not None:
-            self._pack(self._library)
+            self._bind(self._library)
 
-    def _pack(self, library: ctypes.CDLL) -> None:
-        columns = block_columns(library)
-        self._weight = pack_blocks(self._weight.detach(), columns)
-        self._scale, self._bias = (
-            None if values is None else pad_rows(values, columns).contiguous().clone()
-            for values in (self._scale, self._bias)
-        )
-        self._matrix = Matrix(
-            *(KINDS[self._weight.dtype], self.inputs, self.outputs, len(self._weight), self._weight.data_ptr()),
-            *(None if values is None else values.data_ptr() for values in (self._scale, self._bias)),
-        )
-        self._address = ctypes.addressof(self._matrix)
+    def _bind(self, library: ctypes.CDLL) -> None:
+        self._packed = PackedMatrix(self._weight, self._scale, self._bias, block_columns(library))
+        self._weight = self._packed.weight
+        self._address = ctypes.addressof(self._packed.matrix)
         self._narrow = torch.empty(self.inputs, dtype=torch.bfloat16)
         self._multiply = library.pilotfish_linear
         self._multiply.argtypes = [*[ctypes.c_void_p] * 4, ctypes.c_int64]
@@ -82,6 +73,34 @@ class PackedLinear:
             return Int8Kernel(self._weight, self._scale, self._bias).multiply(x)
         product = linear(x.to(self._weight.dtype), self._weight).float()
         return product if self._bias is None else product + self._bias
+
+
+class PackedMatrix:
+    """The C structure of a matrix, and the tensors that it points to. All are float32 but the weight."""
+
+    def __init__(
+        self, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, columns: int
+    ) -> None:
+        """`weight` `[out, in]` as `stored_as` returns it. `scale` and `bias` are `[out]`, or none."""
+        outputs, inputs = weight.shape
+        self.weight = pack_blocks(weight, columns)
+        self._vectors = [None if values is None else pad_rows(values, columns).clone() for values in (scale, bias)]
+        self.matrix = Matrix(
+            *(KINDS[weight.dtype], inputs, outputs, len(self.weight), self.weight.data_ptr()),
+            *(None if values is None else values.data_ptr() for values in self._vectors),
+        )
+
+
+def stored_as(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A weight `[out, in]` in this dtype, and for int8 its scales, float32 `[out]`."""
+    return quantize(weight.detach().float()) if dtype is torch.int8 else (weight.detach().to(dtype), None)
+
+
+def interleave(gates: torch.Tensor, ups: torch.Tensor, columns: int) -> torch.Tensor:
+    """Interleave the rows: each block has a vector of gates, then its vector of ups. Returns `[2 * padded, …]`."""
+    lanes = columns // 2
+    pairs = [pad_rows(part, lanes).view(-1, lanes, *part.shape[1:]) for part in (gates.detach(), ups.detach())]
+    return torch.stack(pairs, dim=1).flatten(0, 2)
 
 
 def block_columns(library: ctypes.CDLL) -> int:
