@@ -58,7 +58,7 @@ def _run_clusters(options: RaceOptions, race_settings: RaceSettings) -> RaceResu
 def _run_endpoints(options: RaceOptions) -> RaceResults:
     url, model = options.endpoint or "", options.model or ""
     tasks = read_tasks(options.prompts, options.task_names, options.prompts_per_task, None, None)
-    results = _empty(f"{model} at {url}; {sum(map(len, tasks.values()))} prompts from {len(tasks)} tasks")
+    results = _empty(f"{model} at {url}; {sum(map(len, tasks.values()))} prompts ({', '.join(tasks)})")
     with ProgressReporter(notices, "race") as report:
         session = _session(options, tasks, results, report, 1)
         asyncio.run(race_endpoints(session, url, options.plain_endpoint, model))
@@ -89,7 +89,7 @@ def describe_tasks(tasks: RaceTasks, max_tokens: int) -> str:
     if not lengths:
         raise ConfigurationError("--prompts: every prompt is longer than the model's context less --max-tokens")
     return (
-        f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens from {len(tasks)} tasks, "
+        f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens ({', '.join(tasks)}), "
         f"at most {max_tokens} tokens each"
     )
 

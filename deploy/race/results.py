@@ -114,6 +114,12 @@ def over_tasks(results: Sequence[CellResult]) -> tuple[list[RacePass], list[Race
     return _joined([result.plain for result in results]), _joined([result.passes for result in results])
 
 
+def plain_passes(results: RaceResults, batch: int, temperature: float) -> list[RacePass]:
+    """The plain passes around all competitors, each over all tasks."""
+    found = [results.of(entry.name, batch=batch, temperature=temperature) for entry in results.entries]
+    return [plain for cells in found for plain in over_tasks(cells)[0]]
+
+
 def _joined(passes: Sequence[Sequence[RacePass]]) -> list[RacePass]:
     joined: list[RacePass] = []
     for row in zip(*passes, strict=False):

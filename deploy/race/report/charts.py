@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from deploy.race import measures
-from deploy.race.results import RaceResults, over_tasks
+from deploy.race.answers import RacePass
+from deploy.race.results import RaceResults, over_tasks, plain_passes
 
+PLAIN = "plain"
 _WIDTH = 0.8
 """Width of all bars of a task together, in units of the distance between two tasks."""
 
@@ -57,17 +59,23 @@ def throughput_by_batch(results: RaceResults) -> bytes | None:
     if plot is None:
         return None
     figure, axes = plot
-    for entry in results.entries:
-        points = []
-        for batch in batches:
-            _, passes = over_tasks(results.of(entry.name, batch=batch, temperature=temperature))
-            if passes:
-                points.append((batch, statistics.median(found.rate for found in passes)))
-        axes.plot([batch for batch, _ in points], [rate for _, rate in points], "o-", label=entry.name)
+    lines = {
+        entry.name: [over_tasks(results.of(entry.name, batch=batch, temperature=temperature))[1] for batch in batches]
+        for entry in results.entries
+    }
+    lines[PLAIN] = [plain_passes(results, batch, temperature) for batch in batches]
+    for name, passes in lines.items():
+        points = [(batch, _rate(found)) for batch, found in zip(batches, passes, strict=True) if found]
+        style = "k--" if name == PLAIN else "o-"
+        axes.plot([batch for batch, _ in points], [rate for _, rate in points], style, label=name)
     axes.set_xlabel("requests in flight")
     axes.set_xticks(batches)
     axes.set_ylim(bottom=0)
     return _png(figure, axes)
+
+
+def _rate(passes: Sequence[RacePass]) -> float:
+    return statistics.median(found.rate for found in passes)
 
 
 def _ratio(results: RaceResults, name: str, task: str, batch: int, temperature: float) -> float | None:
@@ -79,6 +87,7 @@ def _ratio(results: RaceResults, name: str, task: str, batch: int, temperature: 
 def _plot(results: RaceResults, title: str, width: float) -> tuple[Any, Any] | None:
     """An empty figure and its axes; `None` without matplotlib."""
     try:
+        from matplotlib import colormaps
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
@@ -86,6 +95,7 @@ def _plot(results: RaceResults, title: str, width: float) -> tuple[Any, Any] | N
     figure = Figure(figsize=(width, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    axes.set_prop_cycle(color=[colormaps["tab20"](index) for index in range(20)])
     axes.set_title("\n".join(filter(None, (results.title, results.stretch, title))), fontsize=8, wrap=True)
     return figure, axes
 

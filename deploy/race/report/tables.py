@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from deploy.race import measures
 from deploy.race.answers import RacePass
 from deploy.race.exactness import Exactness
-from deploy.race.results import CellResult, Entry, RaceResults, over_tasks
+from deploy.race.results import CellResult, Entry, RaceResults, over_tasks, plain_passes
 
 _MIB = 2**20
 _UNKNOWN = "–"
@@ -59,7 +59,7 @@ _SPEED_NOTE = (
 
 def _speed(results: RaceResults, batch: int, temperature: float) -> str:
     rows: list[list[str]] = []
-    plain = _plain_passes(results, batch, temperature)
+    plain = plain_passes(results, batch, temperature)
     if plain:
         rate, tau = measures.spread([found.rate for found in plain]), measures.committed_per_step(plain)
         rows.append([PLAIN, _or_unknown(rate), "1", "1", _UNKNOWN, _number(tau), *[_UNKNOWN] * 5])
@@ -120,16 +120,10 @@ def _by_task(results: RaceResults, batch: int, temperature: float) -> str:
     return _table(("competitor", *tasks), rows)
 
 
-def _plain_passes(results: RaceResults, batch: int, temperature: float) -> list[RacePass]:
-    """The plain passes around all competitors."""
-    found = [results.of(entry.name, batch=batch, temperature=temperature) for entry in results.entries]
-    return [plain for cells in found for plain in over_tasks(cells)[0]]
-
-
 def _latency(results: RaceResults, batch: int, temperature: float) -> str:
     names = [f"{figure} p{100 * share:.0f}" for figure in ("TTFT", "TPOT") for share in measures.QUANTILES]
     rows: list[list[str]] = []
-    measured = [(PLAIN, _plain_passes(results, batch, temperature))]
+    measured = [(PLAIN, plain_passes(results, batch, temperature))]
     measured += [
         (entry.name, over_tasks(results.of(entry.name, batch=batch, temperature=temperature))[1])
         for entry in results.entries
@@ -152,7 +146,11 @@ def _costs(results: RaceResults) -> str:
         for entry in results.entries
     ]
     columns = ("competitor", "settings", "target weights, MiB", "draft weights, MiB", "growth of the process, MiB")
-    return _table(columns, rows)
+    note = (
+        "Growth: from before the start of the competitor to after it, with its KV pool. The method `prediction` "
+        "receives the user's message as the prediction. The methods of transformers run with its defaults."
+    )
+    return f"{_table(columns, rows)}\n\n{note}"
 
 
 def _memory(entry: Entry) -> tuple[int, int, int]:
