@@ -1,0 +1,124 @@
+"""Streams equal plain decoding while heads draft, on the target and in a process of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cluster.core.config.sections import Configuration
+from cluster.core.request import SamplingParameters
+from tests.support.clusters.restartable_drafters import TIMEOUT_SECONDS, SamplingCase, restartable_cluster
+from tests.support.models import context_free, drafting_modules, tiny_tokenizer
+from tests.support.models.plain_generation import write_alone
+from workers.model.draft_shapes import HeadsShape
+from workers.serve.configuration import load_configuration
+
+VOCABULARY = 320
+TOKENS = 24
+TAPS = (2,)
+SHAPE = HeadsShape(depths=3, mix_rank=16, selector_rank=8)
+SAMPLINGS = (
+    SamplingParameters(temperature=0.0),
+    SamplingParameters(temperature=0.8, top_p=0.9, seed=11),
+    SamplingParameters(temperature=1.0, seed=5),
+    SamplingParameters(temperature=1.0, top_k=20, presence_penalty=0.5, seed=2**64 - 1),
+    SamplingParameters(temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.3),
+)
+CASES = [SamplingCase(number, sampling, TOKENS, VOCABULARY) for number, sampling in enumerate(SAMPLINGS)]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tiny_tokenizer.byte_level(tmp_path_factory.mktemp("target"))
+    return context_free.save_target(directory, VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def right(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads that predict the target's own distribution."""
+    return context_free.save_untrained(target, tmp_path_factory.mktemp("right"), "heads", TAPS, SHAPE)
+
+
+@pytest.fixture(scope="module")
+def random_heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads with random weights and a reduced vocabulary, which are mostly wrong."""
+    directory = tmp_path_factory.mktemp("random")
+    drafting_modules.save(target, directory, "heads", TAPS, range(3, VOCABULARY, 2), shape=SHAPE)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(target: Path) -> list[tuple[int, ...]]:
+    """The tokens that `transformers` generates."""
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    return [write_alone(model, case.prompt, case.sampling, TOKENS) for case in CASES]
+
+
+def configure(target: Path, heads: Path, method: str, **drafting: Any) -> Configuration:
+    drafting = {"max_nodes": 6, "max_depth": 3, "timeout_seconds": 5.0, "controller": "off"} | drafting
+    return load_configuration(
+        {
+            "target": {
+                "path": str(target),
+                "served_name": "tiny",
+                "device": "cpu",
+                "compile": "off",
+                "kv": {"pool_bytes": 8 << 20},
+            },
+            "draft": drafting | {"method": method, method: {"path": str(heads)}},
+            "scheduler": {"max_sequences": 8, "max_step_tokens": 64},
+            "server": {"grpc_port": 0, "http_port": 0},
+        }
+    )
+
+
+@pytest.mark.parametrize("placement", ["target", "drafter"])
+@pytest.mark.parametrize("method", ["heads", "blockwise"])
+async def test_heads_that_know_the_distribution_are_accepted_greedy_and_sampled(
+    method: str, placement: str, target: Path, right: Path, expected: list[tuple[int, ...]]
+) -> None:
+    """Sampled rows agree only if every depth is ranked with the noise of its own position."""
+    configuration = configure(target, right, method, placement=placement)
+    async with asyncio.timeout(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
+        assert bool(cluster.drafters) == (placement == "drafter")
+        answers = await cluster.answer_all(CASES)
+    assert [answer.tokens for answer in answers] == expected
+    for answer in answers[:3]:  # penalties of drafted tokens are not foreseen
+        assert answer.accepted > 0.5 * TOKENS
+
+
+@pytest.mark.parametrize("heads", ["right", "random_heads"])
+async def test_a_restarted_target_drafts_again_and_changes_no_token(
+    heads: str, target: Path, expected: list[tuple[int, ...]], request: pytest.FixtureRequest
+) -> None:
+    configuration = configure(target, request.getfixturevalue(heads), "heads")
+    async with asyncio.timeout(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
+        assert not cluster.drafters
+        answers = [await cluster.answer_all(CASES)]
+        running = asyncio.create_task(cluster.answer_all(CASES))
+        await asyncio.sleep(0.1)
+        await cluster.target.stop()
+        await cluster.target.start()
+        answers += [await running, await cluster.answer_all(CASES)]
+    for disturbed in answers:
+        assert [answer.tokens for answer in disturbed] == expected
+        assert sum(answer.drafted for answer in disturbed) > 0
+    if heads == "right":
+        assert all(sum(answer.accepted for answer in disturbed) > 0 for disturbed in answers)
+
+
+async def test_restarted_drafters_change_no_token(target: Path, right: Path, expected: list[tuple[int, ...]]) -> None:
+    configuration = configure(target, right, "heads", placement="drafter")
+    async with asyncio.timeout(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
+        running = asyncio.create_task(cluster.answer_all(CASES))
+        await asyncio.sleep(0.1)
+        await cluster.drafters[0].stop()
+        await cluster.drafters[0].start()
+        assert [answer.tokens for answer in await running] == expected
+        assert [answer.tokens for answer in await cluster.answer_all(CASES)] == expected
