@@ -6,18 +6,21 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from workers.draft.parallel.settings import Weights
-from workers.forward.linear import make_linear_kernel
+from workers.forward.native.packed_linear import PackedLinear
 
 Product = Callable[[Tensor], Tensor]
 """Maps float32 [rows, inputs] to float32 [rows, outputs]."""
 
+_DTYPES = {"auto": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+
 
 def make_product(weight: Tensor, weights: Weights) -> Product:
-    """The product with `weight` [outputs, inputs], on its device."""
-    if weights == "auto":
-        weights = "bfloat16" if weight.is_cuda else "int8"
+    """The product with `weight` [outputs, inputs], on its device. On a GPU, int8 is computed in bfloat16."""
+    if weight.device.type == "cpu":
+        return PackedLinear(weight.detach(), _DTYPES[weights]).multiply
     dtype = torch.float32 if weights == "float32" else torch.bfloat16
-    kernel = make_linear_kernel(weight.detach().to(dtype), None, "int8" if weights == "int8" else "none")
-    return lambda rows: kernel.multiply(rows.to(dtype)).float()
+    own = weight.detach().to(dtype)
+    return lambda rows: linear(rows.to(dtype), own).float()

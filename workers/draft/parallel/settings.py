@@ -13,13 +13,14 @@ from workers.draft.parallel.paths import Shape
 from workers.model.draft_card import read_card
 
 Weights = Literal["auto", "float32", "bfloat16", "int8"]
+"""The types that a module's weights can be stored in."""
 
 
 class HeadsModuleSettings(DraftModuleSection):
     """Heads that were trained for the target."""
 
     weights: Weights = "auto"
-    """Type that the heads' weights are multiplied in; `auto` is int8 on CPU and bfloat16 on GPU."""
+    """Type that the heads' weights are stored in; `auto` is bfloat16, and a GPU stores int8 as bfloat16, too."""
 
 
 def heads_needs(settings: DraftModuleSection) -> EvidenceNeeds:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.support.models import tiny, tiny_tokenizer
+from tests.support.models import drafting_modules, tiny, tiny_tokenizer
 from workers.draft.registry import METHODS
 
 VOCABULARY = 320
@@ -48,7 +48,16 @@ def _draft_model(directories: Directories) -> Mapping[str, Any]:
     return {"path": str(directories.draft), "device": "cpu", "compile": "off", "kv": {"pool_bytes": 4 << 20}}
 
 
+def _heads(directories: Directories) -> Mapping[str, Any]:
+    directory = directories.others / "heads"
+    if not directory.exists():
+        drafting_modules.save(directories.target, directory, "heads", (2,))
+    return {"path": str(directory)}
+
+
 CASES = {
+    "blockwise": MethodCase(_heads),
+    "heads": MethodCase(_heads),
     "model": MethodCase(_draft_model),
     "none": MethodCase(drafts=False),
     "synthetic": MethodCase(lambda _: {"acceptance": (0.7,), "seconds": 0.0}, is_lossless=False),
@@ -69,7 +78,7 @@ def _register_example() -> None:
 
 METHODS.names()  # the registry must know its own methods first
 _register_example()
-COMBINATIONS = ("ngram+prediction", "model+suffix+prediction")
+COMBINATIONS = ("ngram+prediction", "model+suffix+prediction", "heads+suffix")
 NAMES = (*METHODS.names(), *COMBINATIONS)
 """Every registered method, and some that share a tree, joined by `+`."""
 

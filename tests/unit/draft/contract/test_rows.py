@@ -14,6 +14,7 @@ import pytest
 from cluster.core.config.sections import DraftSection
 from cluster.core.drafting import DraftBudget, DraftRow, EvidenceNeeds, RowFaultCode
 from cluster.core.ids import SequenceId
+from deploy.implied_settings import with_implied_settings
 from tests.unit.draft.contract.methods import NAMES, Directories, values
 from tests.unit.draft.contract.rounds import SAMPLINGS, SimulatedSequence, check_proposal, restarted
 from workers.draft.registry import DraftMethod, create, needs_of
@@ -58,7 +59,7 @@ class Subject:
 
 @pytest.fixture(params=NAMES)
 def subject(request: pytest.FixtureRequest, directories: Directories) -> Subject:
-    configuration = load_configuration(values(request.param, directories))
+    configuration = with_implied_settings(load_configuration(values(request.param, directories)))
     method = create(configuration.draft, configuration.target)
     if hasattr(method, "bind"):
         pytest.skip("it computes with the target's own layers; the streams of a cluster cover it")
