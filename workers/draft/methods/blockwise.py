@@ -7,8 +7,9 @@ approximate criteria are the acceptance rule `blockwise`.
 from __future__ import annotations
 
 from cluster.core.config.sections import DraftSection, TargetSection
+from workers.draft.parallel.build import create_heads_drafter
 from workers.draft.parallel.drafter import HeadsDrafter
-from workers.draft.parallel.settings import HeadsModuleSettings, create_heads_drafter, heads_needs
+from workers.draft.parallel.settings import HeadsModuleSettings, heads_needs
 from workers.draft.registry import register
 
 

@@ -12,8 +12,9 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from cluster.core.config.sections import DraftSection, TargetSection
+from workers.draft.parallel.build import create_heads_drafter
 from workers.draft.parallel.drafter import HeadsDrafter
-from workers.draft.parallel.settings import HeadsModuleSettings, create_heads_drafter, heads_needs
+from workers.draft.parallel.settings import HeadsModuleSettings, heads_needs
 from workers.draft.registry import register
 
 _MOST_CANDIDATES = 16
