@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.core.drafting import NO_DRAFT, DraftRow, Evidence, Proposal, RowFaultCode
+from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftRow, Evidence, Proposal, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftMethod
 from cluster.core.request import SequenceStart
@@ -30,6 +30,12 @@ class VerifiedRow:
     last_token: tuple[int, ...]
     """The last committed token, whose KV is not stored; empty after a row that decides nothing."""
     evidence: Evidence | None
+
+    @property
+    def budget(self) -> DraftBudget:
+        """The largest next draft: none after a row that decides nothing or ends the answer."""
+        is_ended = self.last_token[-1:] and self.last_token[-1] in self.start.sampling.end_token_ids
+        return self.row.next_budget if self.row.decide and not is_ended else NO_DRAFT
 
 
 class ColocatedDrafter:
@@ -51,7 +57,7 @@ class ColocatedDrafter:
         rows = [
             self._row(one)
             for one in verified
-            if (one.row.next_budget.max_nodes or one.evidence is not None) and one.row.sequence_id not in self._refused
+            if (one.budget.max_nodes or one.evidence is not None) and one.row.sequence_id not in self._refused
         ]
         if not rows:
             return {}
@@ -87,7 +93,7 @@ class ColocatedDrafter:
             sequence_id,
             len(one.stored_tokens) + len(one.last_token),
             (*one.stored_tokens[synced:], *one.last_token),
-            one.row.next_budget if one.row.decide else NO_DRAFT,
+            one.budget,
             one.start if synced == 0 else None,
             () if one.evidence is None else (one.evidence,),
         )

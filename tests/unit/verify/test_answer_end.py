@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.core.config.sections import DraftSection, TargetSection
+from cluster.core.drafting import DraftBudget
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, Verdict, VerifyRow
 from tests.support.engines.engine_sequence import generate, sequence_on, some_tokens
 from tests.support.models.model_cases import ModelCase
+from workers.draft.registry import create
+from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 from workers.verify.engine import TargetEngine
 
 NAME = SequenceId("ending")
@@ -61,3 +65,13 @@ def test_no_end_token_is_decided_before_the_minimal_length(case: ModelCase) -> N
 
 def engine_sampling(end: int) -> SamplingParameters:
     return SamplingParameters(temperature=0.0, end_token_ids=(end,), min_tokens=6)
+
+
+@pytest.mark.parametrize(("last", "drafted"), [(7, 1), (8, 0)])
+def test_nothing_is_drafted_for_an_answer_that_has_ended(last: int, drafted: int) -> None:
+    sampling = SamplingParameters(temperature=0.0, end_token_ids=(8,))
+    row = VerifyRow(NAME, 3, (5,), next_budget=DraftBudget(2, 2))
+    tokens = (5, 7, 5, 7, 5)
+    verified = VerifiedRow(row, SequenceStart(1, sampling), tokens, (last,), None)
+    proposals = ColocatedDrafter(create(DraftSection(method="ngram"), TargetSection())).draft([verified])
+    assert len(proposals) == drafted
