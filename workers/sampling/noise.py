@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from workers.sampling.device_copy import tensor_on
-from workers.sampling.noise_numbers import row_key
 
 _MASK64 = (1 << 64) - 1
 _CPU_CHUNK = 1 << 16
@@ -92,10 +91,23 @@ def _key_columns(seeds: Sequence[int], positions: Sequence[int], device: torch.d
     for seed, position in zip(seeds, positions, strict=True):
         if not 0 <= seed <= _MASK64 or position < 0:
             raise ValueError(f"seed {seed} must be an unsigned 64-bit number and position {position} at least 0")
-        key = row_key(seed, position)
+        key = _row_key(seed, position)
         halves.append((_signed(key >> 32), _signed(key & 0xFFFFFFFF)))
     columns = tensor_on(device, halves, torch.int32).reshape(-1, 2)
     return columns[:, :1], columns[:, 1:]
+
+
+def _row_key(seed: int, position: int) -> int:
+    """The 64-bit key of a row. Both numbers are mixed first, so that no stream is a shifted copy of another."""
+    return _mix64(_mix64(seed + 0x9E3779B97F4A7C15) ^ _mix64(position + 0xD1B54A32D192ED03))
+
+
+def _mix64(value: int) -> int:
+    """SplitMix64's finalizer (Steele, Lea, Flood 2014, with Stafford's constants): a bijection of 64 bits."""
+    value &= _MASK64
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK64
+    return value ^ (value >> 31)
 
 
 def _signed(word: int) -> int:

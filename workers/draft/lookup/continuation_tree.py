@@ -27,8 +27,8 @@ class Continuation:
 class Estimate(Protocol):
     """Estimates how likely the target takes a token."""
 
-    def __call__(self, token: int, depth: int, weight: float, total: float, match_length: int) -> float:
-        """Return the probability of `token` at `depth` (1 below the root), given the tokens before it.
+    def __call__(self, weight: float, total: float, match_length: int) -> float:
+        """Return the probability of the token, given the tokens before it.
 
         `weight` of the `total` weight of all continuations have the token there. `match_length` is the longest match
         before it, the path in the tree included.
@@ -101,8 +101,6 @@ def _children(
         for through in groups.values()
     ]
     total, match_length = sum(weights), longest + depth - 1
-    estimates = [
-        estimate(token, depth, weight, total, match_length) for token, weight in zip(groups, weights, strict=True)
-    ]
+    estimates = [estimate(weight, total, match_length) for weight in weights]
     scale = max(1.0, sum(estimates))
     return [(token, value / scale, through) for (token, through), value in zip(groups.items(), estimates, strict=True)]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from cluster.core.config.sections import DraftSection, TargetSection
+from cluster.core.config.sections import DraftSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFault
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
@@ -16,10 +15,6 @@ from workers.draft.lookup.continuation_tree import Continuation, ContinuationTre
 from workers.draft.lookup.reliability import Reliability
 from workers.draft.sessions import Session, Sessions
 from workers.sampling.context import GREEDY_BELOW
-from workers.sampling.noise_numbers import gumbel_number
-
-_LEAST_ESTIMATE = 1e-6
-_COUPLED = "coupled"
 
 
 class LookupSession(Session):
@@ -92,22 +87,19 @@ class LookupDrafter(Generic[SessionType]):
     """Drafts the most probable continuations of each row's session. It is a `DraftMethod`.
 
     `rate` maps the length of a match to the probability assumed for the only token that follows it. Estimates are
-    corrected by what the target takes, separately for greedy and sampled decoding. Under the acceptance rule `coupled`,
-    the noise of a drafted token is known, and so is the probability that the token wins with that noise.
+    corrected by what the target takes, separately for greedy and sampled decoding.
     """
 
     def __init__(
         self,
         create: Callable[[SequenceStart], SessionType],
         draft: DraftSection,
-        target: TargetSection,
         rate: Callable[[int], float],
         discard: Callable[[SessionType], None] = lambda _: None,
     ) -> None:
         self._max_nodes = draft.max_nodes
         self._max_depth = draft.max_depth
         self._rate = rate
-        self._knows_noise = target.acceptance == _COUPLED
         self._reliability = {True: Reliability(), False: Reliability()}
         self._sessions = Sessions(create, discard)
 
@@ -139,30 +131,14 @@ class LookupDrafter(Generic[SessionType]):
         return merge(session.continuations(max_depth), max_nodes, max_depth, self._estimate(session), ends)
 
     def _estimate(self, session: LookupSession) -> Estimate:
-        sampling, length = session.start.sampling, len(session.tokens)
-        is_greedy = _is_greedy(session.start)
-        knows_noise = self._knows_noise and not is_greedy
-        reliability, rate = self._reliability[is_greedy], self._rate
+        reliability, rate = self._reliability[_is_greedy(session.start)], self._rate
 
-        def estimate(token: int, depth: int, weight: float, total: float, match_length: int) -> float:
+        def estimate(weight: float, total: float, match_length: int) -> float:
             # The rate is that of one occurrence: 1 / (1 + doubt). Each further one that agrees makes it more certain.
             doubt = 1.0 / rate(match_length) - 1.0
-            probability = weight / (total + doubt)
-            if knows_noise:
-                probability = _given_noise(probability, gumbel_number(sampling.seed, length + depth - 1, token))
-            return reliability.probability(probability)
+            return reliability.probability(weight / (total + doubt))
 
         return estimate
-
-
-def _given_noise(probability: float, noise: float) -> float:
-    """The probability that a token of this probability is sampled if its Gumbel noise is `noise`.
-
-    The token wins if log p + noise exceeds the largest sum of all others, which has a Gumbel distribution with location
-    log(1 − p).
-    """
-    probability = min(max(probability, _LEAST_ESTIMATE), 1.0)
-    return math.exp(-(1.0 - probability) / probability * math.exp(-noise))
 
 
 def _is_greedy(start: SequenceStart) -> bool:

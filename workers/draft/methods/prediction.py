@@ -109,7 +109,9 @@ def _rate(match_length: int) -> float:
 
 @register("prediction", PredictionSettings)
 def create_prediction(
-    settings: PredictionSettings, draft: DraftSection, target: TargetSection
+    settings: PredictionSettings,
+    draft: DraftSection,
+    target: TargetSection,  # noqa: ARG001 - part of the interface
 ) -> LookupDrafter[PredictionSession]:
     """Create the method `prediction`."""
-    return LookupDrafter(lambda start: PredictionSession(start, settings), draft, target, _rate)
+    return LookupDrafter(lambda start: PredictionSession(start, settings), draft, _rate)

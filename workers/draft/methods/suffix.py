@@ -98,11 +98,15 @@ def _rate(match_length: int) -> float:
 
 
 @register("suffix", SuffixSettings)
-def create_suffix(settings: SuffixSettings, draft: DraftSection, target: TargetSection) -> LookupDrafter[SuffixSession]:
+def create_suffix(
+    settings: SuffixSettings,
+    draft: DraftSection,
+    target: TargetSection,  # noqa: ARG001 - part of the interface
+) -> LookupDrafter[SuffixSession]:
     """Create the method `suffix`."""
     store = OutputStore(settings.store_tokens, settings.min_match, settings.max_match)
 
     def create(start: SequenceStart) -> SuffixSession:
         return SuffixSession(start, settings, store)
 
-    return LookupDrafter(create, draft, target, _rate, SuffixSession.store_output)
+    return LookupDrafter(create, draft, _rate, SuffixSession.store_output)

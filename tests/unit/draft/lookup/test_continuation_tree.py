@@ -11,7 +11,7 @@ from workers.draft.lookup.continuation_tree import LEAST_PATH_PROBABILITY, Conti
 from workers.draft.lookup.reliability import Reliability
 
 
-def share(token: int, depth: int, weight: float, total: float, match_length: int) -> float:
+def share(weight: float, total: float, match_length: int) -> float:
     return weight / (total + 0.5)
 
 

@@ -14,17 +14,15 @@ from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.draft.lookup.drafter import LookupDrafter
 from workers.draft.methods.suffix import SuffixSession, SuffixSettings, create_suffix
-from workers.sampling.noise import gumbel
-from workers.sampling.noise_numbers import gumbel_number
 from workers.serve.configuration import load_configuration
 
 BUDGET = DraftBudget(8, 4)
 GREEDY = SamplingParameters(temperature=0.0)
 
 
-def drafter(acceptance: str = "coupled", **settings: int) -> LookupDrafter[SuffixSession]:
+def drafter(**settings: int) -> LookupDrafter[SuffixSession]:
     draft = DraftSection(max_nodes=8, max_depth=4)
-    return create_suffix(SuffixSettings(**settings), draft, TargetSection(acceptance=acceptance))
+    return create_suffix(SuffixSettings(**settings), draft, TargetSection())
 
 
 def first(
@@ -119,24 +117,6 @@ def test_rejected_tokens_become_less_probable() -> None:
         proposal(method, DraftRow(SequenceId("b"), len(tokens) + 1, (99,), BUDGET))
         tokens.append(99)
     assert proposal(method, first([1, 2, 3, 1, 2], "c", budget=DraftBudget(1, 1))).probabilities[0] < before
-
-
-def test_where_the_target_samples_a_token_with_larger_noise_is_more_probable() -> None:
-    tokens = [1, 2, 3, 0, 1, 2, 4, 5, 1, 2]
-    for seed in range(20):
-        sampling = SamplingParameters(seed=seed)
-        row = first(tokens, sampling=sampling, budget=DraftBudget(2, 1))
-        found = proposal(drafter(), row).tree.tokens
-        noise = {token: gumbel_number(seed, len(tokens), token) for token in (3, 4)}
-        assert not found or found[0] == max(noise, key=noise.__getitem__)
-        assert proposal(drafter("synthetic"), row).tree.tokens == (3, 4) or found
-
-
-@pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
-def test_the_noise_of_one_token_is_that_of_the_sampler(seed: int) -> None:
-    for position in (0, 1, 1000):
-        row = gumbel([seed], [position], 0, 200, "cpu")[0].tolist()
-        assert [gumbel_number(seed, position, token) for token in range(200)] == pytest.approx(row, abs=1e-5)
 
 
 def test_the_shortest_match_is_at_most_the_longest() -> None:
