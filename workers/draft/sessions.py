@@ -6,6 +6,7 @@ causes one `OUT_OF_SYNC` fault. Then the coordinator sends it again.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
@@ -101,8 +102,13 @@ class Sessions(Generic[SessionType]):
             return f"base_len: {row.base_len} must be at least 1 and the number of new_tokens ({len(row.new_tokens)})"
         if row.start is not None and row.known_len:
             return f"new_tokens: {len(row.new_tokens)} must be the whole sequence ({row.base_len}) where start is set"
-        if row.start is not None and not 1 <= row.start.prompt_len <= row.base_len:
+        if row.start is not None and not 1 <= row.start.prompt_len <= _longest_prompt(row):
             return f"start.prompt_len: {row.start.prompt_len} must be between 1 and base_len ({row.base_len})"
         if self._vocabulary_size is not None and row.new_tokens and max(row.new_tokens) >= self._vocabulary_size:
             return f"new_tokens: {max(row.new_tokens)} must be below the vocabulary size {self._vocabulary_size}"
         return None
+
+
+def _longest_prompt(row: DraftRow) -> float:
+    """The largest `prompt_len`: a row without a budget may bring the first part of a prompt."""
+    return row.base_len if row.budget.max_nodes else math.inf

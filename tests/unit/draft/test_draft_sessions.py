@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from cluster.core.drafting import DraftBudget, DraftRow, RowFault, RowFaultCode
+from dataclasses import replace
+
+from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftRow, RowFault, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from workers.draft.sessions import Session, Sessions
@@ -91,6 +93,13 @@ def test_rows_that_contradict_themselves_are_invalid_and_change_nothing() -> Non
     ]
     assert [fault(sessions, message).code for message in wrong] == [RowFaultCode.INVALID] * len(wrong)
     assert held(sessions, row("a", 4, (9,))) == [1, 2, 3, 9]
+
+
+def test_a_row_without_a_budget_may_bring_a_part_of_the_prompt() -> None:
+    sessions = Sessions(Session)
+    part = replace(row("a", 2, (1, 2), prompt_len=4), budget=NO_DRAFT)
+    assert held(sessions, part) == [1, 2]
+    assert held(sessions, row("a", 5, (3, 4, 5))) == [1, 2, 3, 4, 5]
 
 
 def test_released_sequences_are_dropped_and_unknown_ones_are_no_error() -> None:

@@ -48,16 +48,22 @@ def _draft_model(directories: Directories) -> Mapping[str, Any]:
     return {"path": str(directories.draft), "device": "cpu", "compile": "off", "kv": {"pool_bytes": 4 << 20}}
 
 
-def _heads(directories: Directories) -> Mapping[str, Any]:
-    directory = directories.others / "heads"
-    if not directory.exists():
-        drafting_modules.save(directories.target, directory, "heads", (2,))
-    return {"path": str(directory)}
+def _module(kind: str, *taps: int) -> Callable[[Directories], Mapping[str, Any]]:
+    """Settings of a method that loads a module of a kind."""
+
+    def settings(directories: Directories) -> Mapping[str, Any]:
+        directory = directories.others / kind
+        if not directory.exists():
+            drafting_modules.save(directories.target, directory, kind, taps)
+        return {"path": str(directory)}
+
+    return settings
 
 
 CASES = {
-    "blockwise": MethodCase(_heads),
-    "heads": MethodCase(_heads),
+    "block": MethodCase(_module("block", 1, 2)),
+    "blockwise": MethodCase(_module("heads", 2)),
+    "heads": MethodCase(_module("heads", 2)),
     "model": MethodCase(_draft_model),
     "none": MethodCase(drafts=False),
     "synthetic": MethodCase(lambda _: {"acceptance": (0.7,), "seconds": 0.0}, is_lossless=False),
@@ -78,7 +84,7 @@ def _register_example() -> None:
 
 METHODS.names()  # the registry must know its own methods first
 _register_example()
-COMBINATIONS = ("ngram+prediction", "model+suffix+prediction", "heads+suffix")
+COMBINATIONS = ("ngram+prediction", "model+suffix+prediction", "heads+suffix", "block+suffix")
 NAMES = (*METHODS.names(), *COMBINATIONS)
 """Every registered method, and some that share a tree, joined by `+`."""
 

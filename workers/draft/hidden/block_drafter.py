@@ -1,0 +1,192 @@
+"""Drafts whole blocks: one pass for the context that the target showed, one for the blocks of all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cluster.core.config.sections import DraftSection, TargetSection
+from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFault, RowFaultCode
+from cluster.core.ids import SequenceId
+from cluster.core.request import SequenceStart
+from workers.draft.hidden.block_pass import BlockPass
+from workers.draft.hidden.context_reader import ContextReader
+from workers.draft.hidden.context_session import ContextSession
+from workers.draft.hidden.context_store import ContextStore
+from workers.draft.hidden.context_window import ContextShape
+from workers.draft.hidden.settings import ContextModuleSettings, module_taps
+from workers.draft.hidden_states import TapReader
+from workers.draft.parallel.paths import PathCalibration, RankedPaths, draft_paths
+from workers.draft.parallel.ranking import PathRanker
+from workers.draft.sessions import Sessions
+from workers.model.drafting.block import BlockDrafter
+from workers.model.drafting.files import load_drafter
+from workers.model.loading import choose_device
+from workers.sampling.context import Branch, DecisionContext
+
+_COUPLED = "coupled"
+_NOT_DRAFTED = -1
+"""Stands for the tokens between the committed ones and a depth, which are not chosen yet. No logit is its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafted:
+    """The candidates after `base_len` tokens, and the last proposal from them."""
+
+    base_len: int
+    start: SequenceStart
+    ranked: RankedPaths
+    budget: DraftBudget
+    proposal: Proposal
+
+
+class BlockSession(ContextSession):
+    """A sequence with its last draft."""
+
+    __slots__ = ("drafted", "is_streak")
+
+    def __init__(self, start: SequenceStart, shape: ContextShape, store: ContextStore, device: torch.device) -> None:
+        super().__init__(start, shape, store, device)
+        self.drafted: _Drafted | None = None
+        self.is_streak = True
+        """Whether the last committed token was a first candidate."""
+
+    def forget_draft(self) -> None:
+        """See `ContextSession`."""
+        self.drafted = None
+
+    def observe(self, calibration: PathCalibration) -> None:
+        """Learn from the tokens that were committed since the last draft, once."""
+        drafted = self.drafted
+        if drafted is not None and len(self.tokens) > drafted.base_len:
+            self.drafted = None
+            taken = self.tokens[drafted.base_len :]
+            self.is_streak = calibration.observe(drafted.ranked, taken, self.is_greedy, self.is_streak)
+
+    def contexts(self, depths: int) -> list[DecisionContext]:
+        """The contexts of the decisions at the next `depths` positions."""
+        start = self.start
+        return [
+            DecisionContext(start.sampling, Branch(self.tokens, (_NOT_DRAFTED,) * depth), start.prompt_len)
+            for depth in range(depths)
+        ]
+
+
+class BlockTreeDrafter:
+    """Drafts trees of a block drafter's candidates. It is a `DraftMethod`.
+
+    A sequence whose hidden states at the last position but one are unknown gets no draft. Other unknown positions are
+    not attended to.
+    """
+
+    def __init__(
+        self,
+        block: BlockPass,
+        ranker: PathRanker,
+        taps: TapReader,
+        draft: DraftSection,
+        siblings: int,
+        store: ContextStore,
+        most_sequences: int,
+    ) -> None:
+        """`siblings` is the number of candidates below one node."""
+        self._block = block
+        self._ranker = ranker
+        self._siblings = siblings
+        self._draft = draft
+        shape = block.context_shape
+        self._reader = ContextReader(taps, block.context)
+        self._calibration = PathCalibration(block.depths)
+        self._sessions = Sessions(
+            lambda start: BlockSession(start, shape, store, block.device),
+            vocabulary_size=block.vocabulary_size,
+            most=most_sequences,
+        )
+
+    @torch.inference_mode()
+    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        """See `DraftMethod`."""
+        proposals = {row.sequence_id: Proposal(row.sequence_id, row.base_len) for row in rows}
+        served: list[tuple[DraftRow, BlockSession]] = []
+        for row in rows:
+            session = self._sessions.apply(row)
+            fault = session if isinstance(session, RowFault) else self._take(session, row)
+            if isinstance(session, RowFault) or fault is not None:
+                proposals[row.sequence_id] = Proposal(row.sequence_id, row.base_len, fault=fault)
+            else:
+                served.append((row, session))
+        self._reader.store()
+        wanted: list[tuple[DraftRow, DraftBudget, BlockSession]] = []
+        for row, session in served:
+            session.observe(self._calibration)
+            budget, last = self._within(row.budget), session.drafted
+            if last is not None and last.budget == budget and last.start == session.start:
+                proposals[row.sequence_id] = last.proposal
+            elif budget.max_depth and session.window.is_known(session.anchor - 1, session.anchor):
+                wanted.append((row, budget, session))
+        if wanted:
+            self._draft_blocks(wanted, proposals)
+        return tuple(proposals[row.sequence_id] for row in rows)
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """See `DraftMethod`."""
+        self._sessions.release(sequence_ids)
+
+    def _take(self, session: BlockSession, row: DraftRow) -> RowFault | None:
+        if row.start is not None:
+            session.restore()
+        try:
+            self._reader.take(session, row)
+        except ValueError as error:
+            return RowFault(RowFaultCode.INVALID, f"evidence: {error}")
+        return None
+
+    def _within(self, budget: DraftBudget) -> DraftBudget:
+        max_nodes = max(0, min(budget.max_nodes, self._draft.max_nodes))
+        depth = min(budget.max_depth, self._draft.max_depth, self._block.depths, max_nodes)
+        return DraftBudget(max_nodes, max(0, depth))
+
+    def _draft_blocks(
+        self, wanted: Sequence[tuple[DraftRow, DraftBudget, BlockSession]], proposals: dict[SequenceId, Proposal]
+    ) -> None:
+        """Draft all rows' blocks in one pass, rank them to the same depth and build a tree for each."""
+        sessions = [session for _, _, session in wanted]
+        hidden = self._block.draft(
+            [session.tokens[-1] for session in sessions],
+            [session.anchor for session in sessions],
+            [session.window for session in sessions],
+        )
+        depths = max(budget.max_depth for _, budget, _ in wanted)
+        contexts = [context for session in sessions for context in session.contexts(depths)]
+        ranked = self._ranker.rank(hidden[:, :depths], contexts, self._siblings)
+        for (row, budget, session), paths in zip(wanted, ranked, strict=True):
+            tree, probabilities = draft_paths(
+                paths,
+                budget,
+                self._calibration,
+                is_greedy=session.is_greedy,
+                is_streak=session.is_streak,
+                ends=session.start.sampling.end_token_ids,
+            )
+            proposal = Proposal(row.sequence_id, row.base_len, tree, probabilities=probabilities)
+            session.drafted = _Drafted(row.base_len, session.start, paths, budget, proposal)
+            proposals[row.sequence_id] = proposal
+
+
+def load_block_drafter(
+    settings: ContextModuleSettings, draft: DraftSection, target: TargetSection, siblings: int
+) -> BlockTreeDrafter:
+    """Load the module of the kind `block`; see `BlockTreeDrafter`. Raises `ModelLoadError` and `ConfigurationError`."""
+    weights = "bfloat16" if settings.weights == "auto" else settings.weights
+    dtype = torch.float32 if weights == "float32" else torch.bfloat16
+    loaded = load_drafter(Path(settings.path), Path(target.path), dtype, choose_device(target.device, 0), kind="block")
+    if not isinstance(loaded.module, BlockDrafter):
+        raise TypeError(f"{type(loaded.module).__name__} is no block drafter")
+    block = BlockPass(loaded.module, loaded.ends, weights)
+    ranker = PathRanker(loaded.ends, loaded.module.selector, weights, knows_noise=target.acceptance == _COUPLED)
+    taps = TapReader(module_taps(settings), target, loaded.ends.hidden_size)
+    store = ContextStore(settings.store_tokens, dtype)
+    return BlockTreeDrafter(block, ranker, taps, draft, siblings, store, settings.sequences)

@@ -1,0 +1,84 @@
+"""A block drafter's passes for serving; see `BlockDrafter`, whose results these are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from workers.draft.hidden.context_window import ContextRows, ContextShape, ContextWindow
+from workers.draft.hidden.packed_layer import PackedLayer, RotaryTable, attend, folded_product, scaled
+from workers.draft.parallel.settings import Weights
+from workers.model.drafting.block import BlockDrafter
+from workers.model.drafting.ends import TargetEnds
+from workers.model.drafting.layer import DrafterLayer
+
+
+class BlockPass:
+    """The weights of a block drafter, packed, and its two passes."""
+
+    def __init__(self, module: BlockDrafter, ends: TargetEnds, weights: Weights) -> None:
+        shape, layer = module.shape, module.shape.layer
+        self._layer_shape = layer
+        self._epsilon = layer.norm_epsilon
+        self.depths, self.vocabulary_size = shape.block, len(ends.embedding)
+        self.device = ends.embedding.device
+        self._embedding = ends.embedding
+        self._fuse = folded_product(module.fusion.proj.weight, weights, module.fusion.norm.flatten())
+        layers = [one for one in module.layers if isinstance(one, DrafterLayer)]
+        pairs = [weight for one in layers for weight in (one.k_proj.weight, one.v_proj.weight)]
+        self._context = folded_product(torch.cat(pairs), weights, module.context_norm)
+        self._entry = folded_product(
+            module.entry.weight, weights, torch.cat([module.token_norm, torch.ones_like(module.token_norm)])
+        )
+        self._slots = module.slots.detach().float()
+        self._layers = [PackedLayer(one, norm, weights) for one, norm in zip(layers, module.input_norms, strict=True)]
+        self._output_norm = module.output_norm.detach().float()
+        self._rotary = RotaryTable(layer.head_width, layer.rope_theta, self.device)
+        self.context_shape = ContextShape(
+            shape.layers, layer.kv_heads, layer.head_width, layer.hidden_size, layer.window, shape.block
+        )
+        """What is kept of each position; the feature is its fused taps."""
+
+    def context(self, taps: Tensor, positions: Tensor) -> ContextRows:
+        """What later blocks need of `taps` [tokens, taps, hidden size] at `positions` [tokens]."""
+        shape = self._layer_shape
+        fused = self._fuse(scaled(taps.to(self.device).float(), self._epsilon).flatten(1))
+        found = self._context(scaled(fused, self._epsilon))
+        found = found.view(len(fused), -1, 2, shape.kv_heads, shape.head_width)  # [tokens, layers, 2, …]
+        keys = found[:, :, 0].flatten(1, 2)  # [tokens, layers × KV heads, head width]
+        keys = self._rotary.at(positions.to(self.device)).apply(keys)
+        return ContextRows(
+            keys.view(len(fused), -1, shape.kv_heads, shape.head_width).permute(1, 2, 0, 3),
+            found[:, :, 1].permute(1, 2, 0, 3),
+            fused,
+        )
+
+    def draft(self, last: Sequence[int], anchors: Sequence[int], windows: Sequence[ContextWindow]) -> Tensor:
+        """Normalised hidden vectors for the head, [rows, block, hidden size].
+
+        `last` are the last committed tokens, at the positions `anchors`. The feature of the position before each anchor
+        must be known.
+        """
+        rows, block = len(last), self.depths
+        features = [window.feature(anchor - 1) for window, anchor in zip(windows, anchors, strict=True)]
+        fused = torch.stack([feature for feature in features if feature is not None])
+        tokens = scaled(self._embedding[list(last)].float(), self._epsilon)
+        common = self._entry(torch.cat([tokens, fused], dim=-1))
+        residual = (common.unsqueeze(1) + self._slots).flatten(0, 1)  # [rows × block, hidden size]
+        places = torch.tensor([anchor + slot for anchor in anchors for slot in range(block)], device=self.device)
+        rotation = self._rotary.at(places)
+        scratch = [window.scratch(anchor, block) for window, anchor in zip(windows, anchors, strict=True)]
+        seen = [window.seen(anchor, block) for window, anchor in zip(windows, anchors, strict=True)]
+        for number, layer in enumerate(self._layers):
+            queries, keys, values = layer.project(residual, rotation)
+            attended = []
+            for row, (all_keys, all_values, begin) in enumerate(scratch):
+                part = slice(row * block, (row + 1) * block)
+                row_keys, row_values = all_keys[number], all_values[number]
+                row_keys[:, begin:] = keys[part].transpose(0, 1)
+                row_values[:, begin:] = values[part].transpose(0, 1)
+                attended.append(attend(queries[part], row_keys, row_values, seen[row]))
+            residual = layer.output(residual, attended[0] if rows == 1 else torch.cat(attended))
+        return (scaled(residual, self._epsilon) * self._output_norm).view(rows, block, -1)

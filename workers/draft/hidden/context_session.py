@@ -1,0 +1,72 @@
+"""One sequence of a drafter that reads hidden states: its tokens and their context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cluster.core.request import SequenceStart
+from workers.draft.hidden.context_store import BLOCK, BlockKeys, ContextStore
+from workers.draft.hidden.context_window import ContextRows, ContextShape, ContextWindow
+from workers.draft.sessions import Session
+from workers.sampling.context import GREEDY_BELOW
+
+
+class ContextSession(Session):
+    """Committed tokens, and the keys and values of those that the target showed."""
+
+    __slots__ = ("_keys", "_shape", "_store", "window")
+
+    def __init__(self, start: SequenceStart, shape: ContextShape, store: ContextStore, device: torch.device) -> None:
+        super().__init__(start)
+        self._shape = shape
+        self._store = store
+        self._keys = BlockKeys(start.cache_salt)
+        self.window = ContextWindow(shape, device)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the target decodes this sequence greedily."""
+        return self.start.sampling.temperature < GREEDY_BELOW
+
+    @property
+    def anchor(self) -> int:
+        """Position of the last committed token, whose hidden states the target has not computed."""
+        return len(self.tokens) - 1
+
+    def replace(self, known_len: int, new_tokens: Sequence[int]) -> None:
+        """See `Session`. The context of tokens that stay the same is kept."""
+        held = self.tokens[known_len:]
+        most = min(len(held), len(new_tokens))
+        same = next((index for index in range(most) if held[index] != new_tokens[index]), most)
+        if same < len(held):
+            length = known_len + same
+            del self.tokens[length:]
+            self._keys.cut(length)
+            self.window.truncate(length)
+            self.forget_draft()
+        self.tokens.extend(new_tokens[same:])
+
+    def restore(self) -> None:
+        """Take the blocks that the store has of these tokens and that are not known here."""
+        keys = self._keys.of(self.tokens)
+        for index in range(max(0, self.anchor - self._shape.window) // BLOCK, self.anchor // BLOCK):
+            first = index * BLOCK
+            found = None if self.window.is_known(first, first + BLOCK) else self._store.find(keys[index])
+            if found is not None:
+                self.window.store(first, found)
+
+    def add(self, first: int, rows: ContextRows) -> None:
+        """Store the context of consecutive positions, all of them before the anchor, and share full blocks."""
+        keys = self._keys.of(self.tokens)
+        end, begin = first + len(rows.features), first
+        while begin < end:
+            piece_end = min(end, begin - begin % BLOCK + BLOCK)
+            self.window.store(begin, rows.part(begin - first, piece_end - first))
+            if piece_end % BLOCK == 0 and self.window.is_known(piece_end - BLOCK, piece_end):
+                self._store.add(keys[piece_end // BLOCK - 1], self.window, piece_end - BLOCK)
+            begin = piece_end
+
+    def forget_draft(self) -> None:
+        """Drop what was drafted, because a token before it has changed."""

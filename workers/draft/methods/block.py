@@ -1,0 +1,42 @@
+"""A block drafter: one pass of a small module predicts several tokens at once (DFlash, Chen et al. 2026).
+
+Its keys and values come from the target's hidden states, so it needs no pass over the text. A selector ranks the
+candidates of each depth anew below each candidate of the depth before, and the most probable paths form a tree.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from cluster.core.config.sections import DraftSection, TargetSection
+from cluster.core.drafting import EvidenceNeeds
+from workers.draft.hidden.settings import ContextModuleSettings, module_taps
+from workers.draft.registry import register
+
+if TYPE_CHECKING:
+    from workers.draft.hidden.block_drafter import BlockTreeDrafter
+
+
+class BlockSettings(ContextModuleSettings):
+    """The block drafter, and the width of its trees."""
+
+    candidates: Annotated[int, Field(ge=1, le=16)] = 4
+    """Most candidates below one node."""
+
+
+@register(
+    "block",
+    BlockSettings,
+    needs=lambda settings: EvidenceNeeds(taps=module_taps(settings)),
+    placements=("target", "drafter"),
+)
+def create_block(settings: BlockSettings, draft: DraftSection, target: TargetSection) -> BlockTreeDrafter:
+    """Create the method `block`: load the module.
+
+    Raises `ModelLoadError`, and `ConfigurationError` if the target does not take its taps.
+    """
+    from workers.draft.hidden.block_drafter import load_block_drafter
+
+    return load_block_drafter(settings, draft, target, settings.candidates)
