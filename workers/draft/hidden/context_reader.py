@@ -25,7 +25,7 @@ class ContextReader:
         self._found: list[tuple[ContextSession, int, Tensor]] = []
 
     def take(self, session: ContextSession, row: DraftRow) -> None:
-        """Take the hidden states of one row, those before the last token.
+        """Take the hidden states of one row, those of its tokens.
 
         Raises `ValueError` for hidden states of a wrong width; then nothing of the row is taken.
         """
@@ -35,7 +35,7 @@ class ContextReader:
             if found is None:
                 continue
             first, taps = found
-            taps = taps[: max(0, session.anchor - first)]
+            taps = taps[: max(0, len(session.tokens) - first)]
             if len(taps):
                 taken.append((session, first, taps))
         self._found += taken

@@ -58,7 +58,7 @@ class ContextSession(Session):
                 self.window.store(first, found)
 
     def add(self, first: int, rows: ContextRows) -> None:
-        """Store the context of consecutive positions, all of them before the anchor, and share full blocks."""
+        """Store the context of consecutive tokens, and share full blocks."""
         keys = self._keys.of(self.tokens)
         end, begin = first + len(rows.features), first
         while begin < end:

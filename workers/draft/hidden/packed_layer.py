@@ -5,6 +5,7 @@ Vectors between products are float32. An RMS norm's weights are part of the prod
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,10 @@ from torch.nn import functional
 
 from workers.draft.parallel.product import Product, make_product
 from workers.draft.parallel.settings import Weights
+from workers.forward.native.packed_layer import OutputWeights, PackedLayerOutput
 from workers.model.drafting.layer import DrafterLayer
+
+_DTYPES = {"auto": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 def folded_product(weight: Tensor, weights: Weights, norm: Tensor | None = None) -> Product:
@@ -61,11 +65,7 @@ class PackedLayer:
         self._heads, self._kv_heads, self._width = shape.heads, shape.kv_heads, shape.head_width
         merged = torch.cat([layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight])
         self._joined = folded_product(merged, weights, input_norm)
-        self._out = folded_product(layer.o_proj.weight, weights)
-        self._gate_up = folded_product(
-            torch.cat([layer.gate_proj.weight, layer.up_proj.weight]), weights, layer.mlp_norm
-        )
-        self._down = folded_product(layer.down_proj.weight, weights)
+        self._output = _layer_output(layer, weights)
 
     def project(self, residual: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [tokens, heads, head width], keys and values [tokens, KV heads, head width], rotated."""
@@ -75,9 +75,24 @@ class PackedLayer:
 
     def output(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The residual [tokens, hidden size] after the layer; `attended` [tokens, heads × head width]."""
-        residual = residual + self._out(attended)
-        gate, up = self._gate_up(scaled(residual, self._epsilon)).chunk(2, dim=-1)
-        return residual + self._down(functional.silu(gate) * up)
+        return self._output(residual, attended)
+
+
+def _layer_output(layer: DrafterLayer, weights: Weights) -> Callable[[Tensor, Tensor], Tensor]:
+    """Maps the residual and what was attended to, to the residual after the layer."""
+    epsilon = layer.shape.norm_epsilon
+    if layer.o_proj.weight.device.type == "cpu":
+        parts = (layer.o_proj.weight, layer.mlp_norm, layer.gate_proj.weight, layer.up_proj.weight)
+        return PackedLayerOutput(OutputWeights(*parts, layer.down_proj.weight, epsilon), _DTYPES[weights]).apply
+    out, down = make_product(layer.o_proj.weight, weights), make_product(layer.down_proj.weight, weights)
+    gate_up = folded_product(torch.cat([layer.gate_proj.weight, layer.up_proj.weight]), weights, layer.mlp_norm)
+
+    def output(residual: Tensor, attended: Tensor) -> Tensor:
+        residual = residual + out(attended)
+        gate, up = gate_up(scaled(residual, epsilon)).chunk(2, dim=-1)
+        return residual + down(functional.silu(gate) * up)
+
+    return output
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, is_seen: Tensor | None) -> Tensor:
