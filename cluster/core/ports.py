@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
+from cluster.core.request import SamplingParameters
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
 
 
@@ -68,4 +71,76 @@ class DraftMethod(Protocol):
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Free everything that is stored for the sequences. Unknown sequences are no error."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPart:
+    """A part of the target's layers, which are numbered from 0."""
+
+    layers: int | None = None
+    """The part ends after this many layers; `None`: after the last."""
+    skip_attention: frozenset[int] = frozenset()
+    """Layers whose attention is left out."""
+    skip_mlp: frozenset[int] = frozenset()
+    """Layers whose feed-forward network is left out."""
+    exit_norm: tuple[float, ...] = ()
+    """Weights `[hidden size]` of the norm before the head; empty: those of the target's final norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedPath:
+    """Tokens after the stored ones of a sequence: the last committed token, then drafted ones."""
+
+    sequence_id: SequenceId
+    tokens: tuple[int, ...]
+    computed: int = 0
+    """How many of the tokens earlier draft passes have computed."""
+
+
+class DraftPasses(Protocol):
+    """Passes through a part of the target, over the sequences that it stores. Nothing of them is committed.
+
+    With several ranks, every rank makes the same calls in the same order and gets the same tokens.
+    """
+
+    @property
+    def has_probabilities(self) -> bool:
+        """Whether tokens have probabilities. With several ranks they have none: each rank has a part of the logits."""
+        ...
+
+    def sampling(self, sequence_id: SequenceId) -> SamplingParameters | None:
+        """The sampling parameters of a stored sequence; `None` if it is not stored."""
+        ...
+
+    def reserved(self, lengths: Mapping[SequenceId, int]) -> AbstractContextManager[frozenset[SequenceId]]:
+        """Inside, there is room for so many tokens after the stored ones of each sequence in the result.
+
+        A sequence that is not stored, or for which there is no room, is not in the result.
+        """
+        ...
+
+    def next_tokens(self, paths: Sequence[DraftedPath], count: int) -> list[tuple[tuple[int, float], ...]]:
+        """Compute the paths in one pass. Returns the best `count` tokens after each, best first, with probabilities.
+
+        The probability is the part's own confidence. Without probabilities, it is 1 and there is one token at most. No
+        token is returned where all logits are NaN or -inf.
+        """
+        ...
+
+
+class DraftingTarget(Protocol):
+    """A target whose layers a drafting method uses."""
+
+    def passes(self, part: TargetPart) -> DraftPasses:
+        """Passes through this part. Raises `ConfigurationError` if the target has no such part."""
+        ...
+
+
+@runtime_checkable
+class DraftsByTarget(Protocol):
+    """A `DraftMethod` that drafts with the target's layers. With several ranks, it runs on each of them."""
+
+    def bind(self, target: DraftingTarget) -> None:
+        """Use this target from now on. It is called once, before the first proposal. Raises `ConfigurationError`."""
         ...

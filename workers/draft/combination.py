@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from cluster.core.drafting import DraftRow, Proposal, RowFaultCode
 from cluster.core.ids import SequenceId
-from cluster.core.ports import DraftMethod
+from cluster.core.ports import DraftingTarget, DraftMethod, DraftsByTarget
 from cluster.core.tree import ROOT, TokenTree
 from workers.draft.idle_work import IdleWork
 from workers.draft.sessions import MOST_SESSIONS
@@ -205,6 +205,19 @@ def _choose(root: _Node, max_nodes: int, max_depth: int) -> tuple[TokenTree, tup
     return TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities)
 
 
+class TargetCombination(Combination):
+    """A combination with methods that draft by the target. It is a `DraftsByTarget`, too."""
+
+    def bind(self, target: DraftingTarget) -> None:
+        """See `DraftsByTarget`."""
+        for method in self._methods:
+            if isinstance(method, DraftsByTarget):
+                method.bind(target)
+
+
 def combined(methods: Sequence[DraftMethod]) -> DraftMethod:
     """One method out of several, or the only one."""
-    return methods[0] if len(methods) == 1 else Combination(methods)
+    if len(methods) == 1:
+        return methods[0]
+    has_target = any(isinstance(method, DraftsByTarget) for method in methods)
+    return TargetCombination(methods) if has_target else Combination(methods)

@@ -40,6 +40,8 @@ class MethodPlugin:
     """Computes from the settings what the target must show to the method."""
     placements: tuple[Placement, ...] = ("drafter", "target")
     """Where the method can draft, the preferred place first."""
+    on_every_rank: bool = False
+    """Whether the method computes with the target's layers, so that it runs on all ranks of the target."""
 
 
 METHODS: Registry[MethodPlugin] = Registry("draft.method", "workers.draft.methods")
@@ -54,6 +56,7 @@ def register(
     target_settings: Callable[[SettingsType], Mapping[str, Any]] | None = None,
     needs: Callable[[SettingsType], EvidenceNeeds] = lambda _: EvidenceNeeds(),
     placements: tuple[Placement, ...] = ("drafter", "target"),
+    on_every_rank: bool = False,
 ) -> Callable[
     [Callable[[SettingsType, DraftSection, TargetSection], MethodType]],
     Callable[[SettingsType, DraftSection, TargetSection], MethodType],
@@ -63,7 +66,7 @@ def register(
     def add(
         create: Callable[[SettingsType, DraftSection, TargetSection], MethodType],
     ) -> Callable[[SettingsType, DraftSection, TargetSection], MethodType]:
-        METHODS.register(name, MethodPlugin(settings, create, target_settings, needs, placements))
+        METHODS.register(name, MethodPlugin(settings, create, target_settings, needs, placements, on_every_rank))
         return create
 
     return add
@@ -77,6 +80,15 @@ def create(draft: DraftSection, target: TargetSection) -> DraftMethod:
     return combined(
         [plugin.create(draft.settings(name, plugin.settings), draft, target) for name, plugin in _selected(draft)]
     )
+
+
+def create_for_worker_rank(draft: DraftSection, target: TargetSection) -> DraftMethod | None:
+    """Create those methods that compute with the target's layers, on a rank above 0; `None` without such a method.
+
+    Raises the errors of the factories.
+    """
+    shared = tuple(name for name, plugin in _selected(draft) if plugin.on_every_rank) if draft.is_colocated else ()
+    return create(draft.model_copy(update={"methods": shared}), target) if shared else None
 
 
 def needs_of(draft: DraftSection) -> EvidenceNeeds:

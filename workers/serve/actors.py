@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.core.errors import TargetUnavailable
 from cluster.core.ports import DraftMethod
 from cluster.wire.address import socket_family
-from workers.draft.registry import create
+from workers.draft.registry import create, create_for_worker_rank
 from workers.serve.configuration import load_configuration
 from workers.serve.target_servicer import StepEngine
 from workers.serve.worker_server import WorkerHost, host_draft, host_target, set_log_level
@@ -37,19 +37,31 @@ _WORKER_RANKS_STOP_SECONDS = 5.0
 class WorkerRank:
     """A rank above 0, in an actor of its own."""
 
-    def run(self, section: Mapping[str, Any], threads: int, rank: int, address: str, port: int) -> None:
+    def run(
+        self,
+        section: Mapping[str, Any],
+        draft_section: Mapping[str, Any],
+        threads: int,
+        rank: int,
+        address: str,
+        port: int,
+    ) -> None:
         """Join the group, load this rank's part, and run the driver rank's commands until the stop command.
+
+        Drafting methods that compute with the target's layers run on this rank, too.
 
         Raises any error that ends the group.
         """
         from workers.verify.build import build_engine
         from workers.verify.group import join_group, leave_group, run_worker_rank
 
-        target = load_configuration({"target": section}).target
+        configuration = load_configuration({"target": section, "draft": draft_section})
+        target = configuration.target
         set_threads(threads)
         join_group(target, rank, address, port)
         try:
-            run_worker_rank(build_engine(target, rank))
+            method = create_for_worker_rank(configuration.draft, target)
+            run_worker_rank(build_engine(target, rank, method))
         finally:
             leave_group()
 
@@ -138,9 +150,9 @@ class TargetReplica:
                 num_gpus=bundle.get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
             )
-            section = self._section.model_dump(mode="json")
+            section, draft = self._section.model_dump(mode="json"), self._draft.model_dump(mode="json")
             worker_rank: Any = actor.remote()  # Ray's types do not know the methods of actors
-            running = worker_rank.run.remote(section, self._threads, rank, self._address, rendezvous)
+            running = worker_rank.run.remote(section, draft, self._threads, rank, self._address, rendezvous)
             worker_ranks[asyncio.wrap_future(running.future())] = rank
         return worker_ranks
 

@@ -42,10 +42,13 @@ class ColocatedDrafter:
     """Brings the method up to date after every step and asks it for the next drafts.
 
     A method that raises costs drafts, never a verdict: its state is dropped, and every sequence is sent to it anew.
+    With `raises`, its exceptions are raised instead: where the method computes together with other ranks, these wait
+    for this one, and all of them must be restarted.
     """
 
-    def __init__(self, method: DraftMethod) -> None:
+    def __init__(self, method: DraftMethod, *, raises: bool = False) -> None:
         self._method = method
+        self._raises = raises
         self._synced_lens: dict[SequenceId, int] = {}
         self._refused: set[SequenceId] = set()
 
@@ -64,6 +67,8 @@ class ColocatedDrafter:
         try:
             proposals = self._method.propose(rows)
         except Exception:
+            if self._raises:
+                raise
             logger.exception("the drafter on the target failed: the next step has no drafts")
             self.release([row.sequence_id for row in rows])
             return {}

@@ -18,7 +18,7 @@ from cluster.core.drafting import Proposal, RowFaultCode
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
-from cluster.core.ports import DraftMethod
+from cluster.core.ports import DraftMethod, DraftsByTarget
 from cluster.core.request import TokenLogprobs
 from cluster.core.verification import (
     OpenResult,
@@ -37,6 +37,7 @@ from workers.sampling.acceptance import AcceptanceRule, Accepted, RootPosition, 
 from workers.sampling.context import GREEDY_BELOW, DecisionContext
 from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 from workers.verify.decider import Decider, Decisions
+from workers.verify.draft_passes import PartialEngine
 from workers.verify.evidence import EvidenceCollector, resolve_taps
 from workers.verify.sequence_state import ReadyRow, SequenceState
 from workers.verify.step_profile import profile_steps
@@ -64,9 +65,14 @@ class TargetEngine:
         self._collector = EvidenceCollector(self._evidence, self._runner, model.tensor_parallel == 1)
         self._decider = decider
         self._rule = rule or create_rule(TargetSection())
-        self._drafter = ColocatedDrafter(method) if method is not None else None
         self._name = served_name or model.name
         self._sequences: dict[SequenceId, SequenceState] = {}
+        self._drafter: ColocatedDrafter | None = None
+        if method is not None:
+            computes_here = isinstance(method, DraftsByTarget)
+            self._drafter = ColocatedDrafter(method, raises=computes_here and model.tensor_parallel > 1)
+            if isinstance(method, DraftsByTarget):
+                method.bind(PartialEngine(model, pool, self._runner, decider, self._sequences))
         self._epoch = secrets.token_hex(8)
         self._profile: tuple[StepSample, ...] = ()
 

@@ -125,11 +125,16 @@ class DraftModelSection(ModelSection, PluginSettings):
             raise ValueError("path must be set to a draft model with the target's tokenizer")
 
 
-class DraftModuleSection(PluginSettings):
-    """Settings of a drafting method that loads a trained module, which reads the target's hidden states."""
+class ModulePathSection(PluginSettings):
+    """Settings of a drafting method that can load a trained module."""
 
     path: str = ""
     """A module that was distilled from the target: a local directory, or the name of a packaged one."""
+
+
+class DraftModuleSection(ModulePathSection):
+    """Settings of a drafting method that loads a trained module, which reads the target's hidden states."""
+
     taps: Annotated[tuple[Annotated[int, Field(ge=-1, le=4096)], ...], Field(max_length=16)] = ()
     """Layers after which hidden states are taken; unset: those of the module's card."""
 
@@ -193,10 +198,10 @@ class DraftSection(PluginHost):
         return found if isinstance(found, DraftModelSection) else None
 
     @property
-    def modules(self) -> dict[str, DraftModuleSection]:
+    def modules(self) -> dict[str, ModulePathSection]:
         """The selected methods that load a module, with their settings."""
         sections = {name: self.__pydantic_extra__.get(name) for name in self.selected("method")}
-        return {name: found for name, found in sections.items() if isinstance(found, DraftModuleSection)}
+        return {name: one for name, one in sections.items() if isinstance(one, ModulePathSection) and one.path}
 
     def with_module(self, method: str, **changes: object) -> DraftSection:
         """Return a copy with changed fields of the settings of `method`, one of `modules`."""

@@ -1,0 +1,108 @@
+"""Draft passes of the target over its own sequences, for methods that draft with a part of its layers.
+
+A draft pass begins with the last committed token, whose keys and values are not stored yet. It writes to positions
+after the stored ones only. They belong to this sequence alone, are never committed, and so never enter the prefix
+cache. The next whole pass overwrites them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from cluster.core.errors import KvPoolExhausted
+from cluster.core.ids import SequenceId
+from cluster.core.ports import DraftedPath, TargetPart
+from cluster.core.request import SamplingParameters
+from workers.forward.loaded_model import LoadedModel
+from workers.forward.partial_pass import PartialPass
+from workers.forward.runner import ForwardRow, ModelRunner
+from workers.kv.pool import KvPool
+from workers.sampling.candidates import candidates
+from workers.sampling.context import Branch, DecisionContext
+from workers.verify.decider import Decider
+from workers.verify.sequence_state import SequenceState
+
+
+class PartialEngine:
+    """The stored sequences of an engine, and what computes them. It is a `DraftingTarget`."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        pool: KvPool,
+        runner: ModelRunner,
+        decider: Decider,
+        sequences: Mapping[SequenceId, SequenceState],
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.runner = runner
+        self.decider = decider
+        self.sequences = sequences
+
+    def passes(self, part: TargetPart) -> EngineDraftPasses:
+        """See `DraftingTarget`."""
+        model = self.model
+        norm = torch.tensor(part.exit_norm, dtype=torch.float32, device=model.device) if part.exit_norm else None
+        partial = PartialPass(part.layers, part.skip_attention, part.skip_mlp, norm)
+        partial.check(len(model.layers), int(model.module.config.get_text_config().hidden_size), model.device)
+        return EngineDraftPasses(self, partial)
+
+
+class EngineDraftPasses:
+    """Passes through one part. It is a `DraftPasses`."""
+
+    def __init__(self, engine: PartialEngine, partial: PartialPass) -> None:
+        self._engine = engine
+        self._partial = partial
+
+    @property
+    def has_probabilities(self) -> bool:
+        """See `DraftPasses`."""
+        return self._engine.model.tensor_parallel == 1
+
+    def sampling(self, sequence_id: SequenceId) -> SamplingParameters | None:
+        """See `DraftPasses`."""
+        sequence = self._engine.sequences.get(sequence_id)
+        return None if sequence is None else sequence.start.sampling
+
+    @contextmanager
+    def reserved(self, lengths: Mapping[SequenceId, int]) -> Iterator[frozenset[SequenceId]]:
+        """See `DraftPasses`."""
+        pool, longest = self._engine.pool, self._engine.model.max_context_len
+        ready: dict[SequenceId, SequenceState] = {}
+        try:
+            for sequence_id, length in lengths.items():
+                sequence = self._engine.sequences.get(sequence_id)
+                if sequence is None or len(sequence.tokens) + length > longest:
+                    continue
+                try:
+                    pool.reserve(sequence.table, len(sequence.tokens) + length)
+                except KvPoolExhausted:
+                    continue
+                ready[sequence_id] = sequence
+            yield frozenset(ready)
+        finally:
+            for sequence in ready.values():
+                pool.truncate(sequence.table, len(sequence.tokens))
+
+    def next_tokens(self, paths: Sequence[DraftedPath], count: int) -> list[tuple[tuple[int, float], ...]]:
+        """See `DraftPasses`."""
+        engine = self._engine
+        rows: list[ForwardRow] = []
+        contexts: list[DecisionContext] = []
+        for path in paths:
+            sequence = engine.sequences[path.sequence_id]
+            new = path.tokens[path.computed :]
+            rows.append(ForwardRow(sequence.table, new, select=(len(new) - 1,), uncommitted=path.computed))
+            text = Branch(sequence.tokens, path.tokens)
+            contexts.append(DecisionContext(sequence.start.sampling, text, sequence.start.prompt_len))
+        logits = engine.runner.forward(rows, self._partial)
+        if self.has_probabilities:
+            found = candidates(logits, contexts, count)
+            return [tuple((one.token, one.probability) for one in best) for best in found]
+        decided = engine.decider.decide(logits, contexts).tokens
+        return [((token, 1.0),) if token >= 0 else () for token in decided]
