@@ -148,6 +148,8 @@ ON_THE_TARGET: list[dict[str, Any]] = [
     {"method": "model", "mode": "serial", "controller": "auto"},
     {"method": "lookahead", "controller": "off", "max_nodes": 12},
     {"method": "lookahead", "controller": "auto", "max_nodes": 24},
+    {"method": "early_exit", "controller": "off", "early_exit": {"layers": 1}},
+    {"method": "early_exit", "controller": "auto", "early_exit": {"layers": 2}},
 ]
 
 

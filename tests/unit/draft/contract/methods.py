@@ -63,6 +63,7 @@ def _module(kind: str, *taps: int) -> Callable[[Directories], Mapping[str, Any]]
 CASES = {
     "block": MethodCase(_module("block", 1, 2)),
     "blockwise": MethodCase(_module("heads", 2)),
+    "early_exit": MethodCase(lambda _: {"layers": 1}),
     "heads": MethodCase(_module("heads", 2)),
     "model": MethodCase(_draft_model),
     "none": MethodCase(drafts=False),
@@ -84,7 +85,7 @@ def _register_example() -> None:
 
 METHODS.names()  # the registry must know its own methods first
 _register_example()
-COMBINATIONS = ("ngram+prediction", "model+suffix+prediction", "heads+suffix", "block+suffix")
+COMBINATIONS = ("ngram+prediction", "model+suffix+prediction", "heads+suffix", "block+suffix", "early_exit+ngram")
 NAMES = (*METHODS.names(), *COMBINATIONS)
 """Every registered method, and some that share a tree, joined by `+`."""
 

@@ -1,0 +1,156 @@
+"""With two ranks, early exit drafts on both of them in lockstep. An error of one breaks the group."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import socket
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.core.config.sections import Configuration
+from cluster.core.drafting import DraftBudget
+from cluster.core.request import SamplingParameters
+from cluster.core.verification import StepBatch, StepResult
+from tests.support.engines.colocated_decoding import decode_together, plain_answers
+from tests.support.models import tiny
+from workers.serve.configuration import load_configuration
+
+RANKS = 2
+LAYERS = 2
+BUDGET = DraftBudget(4, 4)
+COUNT = 16
+REQUESTS = {
+    "greedy": ((5, 17, 33, 8, 60, 41, 41, 9), SamplingParameters(temperature=0.0)),
+    "sampled, parts suffice": ((7, 7, 20), SamplingParameters(temperature=0.9, seed=4, presence_penalty=0.4)),
+    "sampled, whole needed": ((11, 12, 13), SamplingParameters(temperature=0.9, seed=4, top_k=30, top_p=0.9)),
+}
+
+
+def configure(directory: Path, ranks: int, layers: int = LAYERS) -> Configuration:
+    """Methods are combined: the other one drafts on rank 0 alone."""
+    return load_configuration(
+        {
+            "target": {
+                "path": str(directory),
+                "device": "cpu",
+                "compile": "off",
+                "tensor_parallel": ranks,
+                "kv": {"block_size": 4, "pool_bytes": 1 << 20},
+            },
+            "draft": {
+                "methods": ["suffix", "early_exit"],
+                "placement": "target",
+                "early_exit": {"layers": layers},
+            },
+        }
+    )
+
+
+def serve_rank(rank: int, directory: Path, port: int, pipe: Connection | None) -> None:
+    """Run one rank in its process. Rank 0 executes the steps that the test sends."""
+    import torch
+
+    from workers.draft.registry import create, create_for_worker_rank
+    from workers.verify.build import build_engine
+    from workers.verify.group import DriverRank, join_group, run_worker_rank
+
+    torch.set_num_threads(1)
+    configuration = configure(directory, RANKS)
+    draft, target = configuration.draft, configuration.target
+    join_group(target, rank, "127.0.0.1", port)
+    if pipe is None:
+        with contextlib.suppress(Exception):  # rank 0 ends without a stop command
+            run_worker_rank(build_engine(target, rank, create_for_worker_rank(draft, target)))
+        os._exit(0)
+    method = create(draft, target)
+    group = DriverRank(build_engine(target, rank, method))
+    pipe.send("ready")
+    while True:
+        called, arguments = pipe.recv()
+        try:
+            if called == "break":
+                method.propose = lambda rows: 1 / 0  # type: ignore[method-assign,return-value]
+                pipe.send(None)
+            else:
+                pipe.send(getattr(group, called)(*arguments))
+        except Exception as error:
+            pipe.send(error)
+        if called == "close":
+            os._exit(0)
+
+
+class TwoRanks:
+    """Both ranks' processes."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def ask(self, called: str, *arguments: object) -> Any:
+        self._pipe.send((called, arguments))
+        answer = self._pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def step(self, batch: StepBatch) -> StepResult:
+        result: StepResult = self.ask("step", batch)
+        return result
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = {"num_hidden_layers": LAYERS, "num_key_value_heads": 2, "vocab_size": 95}
+    return tiny.save(tmp_path_factory.mktemp("target"), tiny.llama(**shape))
+
+
+@pytest.fixture(scope="module")
+def group(directory: Path) -> Iterator[TwoRanks]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    processes = [
+        context.Process(target=serve_rank, args=(rank, directory, port, theirs if rank == 0 else None))
+        for rank in range(RANKS)
+    ]
+    for process in processes:
+        process.start()
+    theirs.close()
+    assert ours.recv() == "ready"
+    yield TwoRanks(ours)
+    with contextlib.suppress(OSError):
+        ours.send(("close", ()))
+    for process in processes:
+        process.join(timeout=10)
+        if process.is_alive():
+            process.kill()
+
+
+def test_two_ranks_draft_and_decide_as_one_does(group: TwoRanks, directory: Path) -> None:
+    from workers.verify.build import build_engine
+
+    expected = plain_answers(build_engine(configure(directory, 1).target).step, REQUESTS, COUNT)
+    found = decode_together(group.step, REQUESTS, COUNT, BUDGET)
+    assert {name: one.answer[:COUNT] for name, one in found.items()} == expected
+    for one in found.values():
+        assert one.accepted == one.deepest > 0  # the draft has all layers
+        assert all(proposal.tree.depth() == BUDGET.max_depth for proposal in one.proposals)
+    occupancy = group.ask("release_all")
+    assert occupancy.blocks_free == occupancy.blocks_total
+
+
+def test_an_error_of_the_method_on_one_rank_breaks_the_group(group: TwoRanks) -> None:
+    from cluster.core.errors import TargetUnavailable
+
+    group.ask("break")
+    with pytest.raises(TargetUnavailable, match="ZeroDivisionError"):
+        decode_together(group.step, REQUESTS, COUNT, BUDGET)
+    with pytest.raises(TargetUnavailable, match="group is broken"):
+        group.ask("release_all")
