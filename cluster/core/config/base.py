@@ -24,6 +24,13 @@ class PluginSettings(Section):
         """Raise `ValueError` when the plug-in is selected but a setting that it needs is missing."""
 
 
+class ModulePathSection(PluginSettings):
+    """Settings of a drafting method that can load a trained module."""
+
+    path: str = ""
+    """A module that was distilled from the target: a local directory, or the name of a packaged one."""
+
+
 Settings = TypeVar("Settings", bound=PluginSettings)
 
 

@@ -9,7 +9,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from cluster.core.config.base import Choice, PluginHost, PluginSettings, Port, Positive, Seconds, Section
+from cluster.core.config.base import (
+    Choice,
+    ModulePathSection,
+    PluginHost,
+    PluginSettings,
+    Port,
+    Positive,
+    Seconds,
+    Section,
+)
 
 MIB = 1024 * 1024
 NO_DRAFTS = "none"
@@ -123,13 +132,6 @@ class DraftModelSection(ModelSection, PluginSettings):
         """Raise `ValueError` when `path` is not set."""
         if not self.path:
             raise ValueError("path must be set to a draft model with the target's tokenizer")
-
-
-class ModulePathSection(PluginSettings):
-    """Settings of a drafting method that can load a trained module."""
-
-    path: str = ""
-    """A module that was distilled from the target: a local directory, or the name of a packaged one."""
 
 
 class DraftModuleSection(ModulePathSection):

@@ -14,8 +14,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cluster.core.config.base import Rate
-from cluster.core.config.sections import DraftSection, ModulePathSection, TargetSection
+from cluster.core.config.base import ModulePathSection, Rate
+from cluster.core.config.sections import DraftSection, TargetSection
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
