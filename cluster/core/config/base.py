@@ -24,7 +24,7 @@ class PluginSettings(Section):
         """Raise `ValueError` when the plug-in is selected but a setting that it needs is missing."""
 
 
-class ModulePathSection(PluginSettings):
+class ModuleSection(PluginSettings):
     """Settings of a drafting method that can load a trained module."""
 
     path: str = ""

@@ -9,16 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from cluster.core.config.base import (
-    Choice,
-    ModulePathSection,
-    PluginHost,
-    PluginSettings,
-    Port,
-    Positive,
-    Seconds,
-    Section,
-)
+from cluster.core.config.base import Choice, ModuleSection, PluginHost, PluginSettings, Port, Positive, Seconds, Section
 
 MIB = 1024 * 1024
 NO_DRAFTS = "none"
@@ -134,7 +125,7 @@ class DraftModelSection(ModelSection, PluginSettings):
             raise ValueError("path must be set to a draft model with the target's tokenizer")
 
 
-class DraftModuleSection(ModulePathSection):
+class DraftModuleSection(ModuleSection):
     """Settings of a drafting method that loads a trained module, which reads the target's hidden states."""
 
     taps: Annotated[tuple[Annotated[int, Field(ge=-1, le=4096)], ...], Field(max_length=16)] = ()
@@ -200,10 +191,10 @@ class DraftSection(PluginHost):
         return found if isinstance(found, DraftModelSection) else None
 
     @property
-    def modules(self) -> dict[str, ModulePathSection]:
+    def modules(self) -> dict[str, ModuleSection]:
         """The selected methods that load a module, with their settings."""
         sections = {name: self.__pydantic_extra__.get(name) for name in self.selected("method")}
-        return {name: one for name, one in sections.items() if isinstance(one, ModulePathSection) and one.path}
+        return {name: one for name, one in sections.items() if isinstance(one, ModuleSection) and one.path}
 
     def with_module(self, method: str, **changes: object) -> DraftSection:
         """Return a copy with changed fields of the settings of `method`, one of `modules`."""

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cluster.core.config.base import ModulePathSection, Rate
+from cluster.core.config.base import ModuleSection, Rate
 from cluster.core.config.sections import DraftSection, TargetSection
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.errors import ConfigurationError
@@ -33,7 +33,7 @@ _EXIT = "exit"
 _Layers = Annotated[tuple[Annotated[int, Field(ge=0, le=4095)], ...], Field(max_length=512)]
 
 
-class EarlyExitSettings(ModulePathSection):
+class EarlyExitSettings(ModuleSection):
     """Which part of the target drafts: `path`, or `layers` and the skipped parts."""
 
     layers: Annotated[int, Field(ge=1, le=4096)] | None = None
