@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.functional import silu
 from cluster.core.config.sections import TargetSection
 from cluster.core.request import SamplingParameters
 from workers.draft.parallel.paths import RankedPaths
-from workers.draft.parallel.product import Product, make_product
+from workers.draft.parallel.product import MakeProduct, Product, make_product
 from workers.draft.parallel.ranking import PathRanker
 from workers.draft.parallel.settings import Weights
 from workers.model.drafting.ends import rms_norm
@@ -41,9 +42,10 @@ class ParallelHeads:
         self.hidden_size = ends.hidden_size
         self.vocabulary_size = len(ends.embedding)
         self._embedding, self._norm, self._epsilon = ends.embedding, ends.norm.float(), ends.epsilon
-        self._mix = None if module.mix is None else _mix_of(module.mix, weights)
-        self._heads = make_product(module.weights.flatten(0, 1), weights)
-        self._ranker = PathRanker(ends, module.selector, weights, knows_noise=target.acceptance == _COUPLED)
+        make = partial(make_product, weights=weights, directory=target.compile_directory)
+        self._mix = None if module.mix is None else _mix_of(module.mix, make)
+        self._heads = make(module.weights.flatten(0, 1))
+        self._ranker = PathRanker(ends, module.selector, make, knows_noise=target.acceptance == _COUPLED)
 
     def warm_up(self, siblings: int) -> None:
         """Rank zeros in a few widths, so that the first proposals do not wait for one-time work."""
@@ -70,5 +72,5 @@ class ParallelHeads:
         return self._ranker.rank(hidden.unsqueeze(1) + deep, contexts, siblings)
 
 
-def _mix_of(mix: Selector, weights: Weights) -> tuple[Product, Product]:
-    return make_product(mix.inner.weight, weights), make_product(mix.outer.weight, weights)
+def _mix_of(mix: Selector, make: MakeProduct) -> tuple[Product, Product]:
+    return make(mix.inner.weight), make(mix.outer.weight)

@@ -13,14 +13,19 @@ from workers.forward.native.packed_linear import PackedLinear
 
 Product = Callable[[Tensor], Tensor]
 """Maps float32 [rows, inputs] to float32 [rows, outputs]."""
+MakeProduct = Callable[[Tensor], Product]
+"""Makes the product with weights [outputs, inputs]."""
 
 _DTYPES = {"auto": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
-def make_product(weight: Tensor, weights: Weights) -> Product:
-    """The product with `weight` [outputs, inputs], on its device. On a GPU, int8 is computed in bfloat16."""
+def make_product(weight: Tensor, weights: Weights, directory: str | None = None) -> Product:
+    """The product with `weight` [outputs, inputs], on its device. On a GPU, int8 is computed in bfloat16.
+
+    `directory` keeps the compiled CPU kernels.
+    """
     if weight.device.type == "cpu":
-        return PackedLinear(weight.detach(), _DTYPES[weights]).multiply
+        return PackedLinear(weight.detach(), _DTYPES[weights], directory=directory).multiply
     dtype = torch.float32 if weights == "float32" else torch.bfloat16
     own = weight.detach().to(dtype)
     return lambda rows: linear(rows.to(dtype), own).float()

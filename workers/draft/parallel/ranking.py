@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from workers.draft.parallel.paths import RankedPaths
-from workers.draft.parallel.product import make_product
-from workers.draft.parallel.settings import Weights
+from workers.draft.parallel.product import MakeProduct
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.selector import CANDIDATES, Selector
 from workers.sampling.context import DecisionContext
@@ -39,12 +38,12 @@ class _Leading:
 class PathRanker:
     """Holds the head and the selector's weights in the form that serving needs."""
 
-    def __init__(self, ends: TargetEnds, selector: Selector | None, weights: Weights, knows_noise: bool) -> None:
+    def __init__(self, ends: TargetEnds, selector: Selector | None, make: MakeProduct, knows_noise: bool) -> None:
         """`knows_noise`: whether the target decides by the shared noise, so that sampled rows are ranked with it."""
         self._vocabulary = ends.vocabulary
         self._knows_noise = knows_noise
-        self._head = make_product(ends.head, weights)
-        self._selector = None if selector is None else _SelectorTables(ends, selector, weights)
+        self._head = make(ends.head)
+        self._selector = None if selector is None else _SelectorTables(ends, selector, make)
 
     def rank(self, hidden: Tensor, contexts: Sequence[DecisionContext], siblings: int) -> list[RankedPaths]:
         """Rank the candidates of rows from their vectors for the head, float32 [rows, depths, hidden size].
@@ -136,11 +135,11 @@ class _SelectorTables:
     the candidate before, is one scalar product of width `rank`.
     """
 
-    def __init__(self, ends: TargetEnds, selector: Selector, weights: Weights) -> None:
+    def __init__(self, ends: TargetEnds, selector: Selector, make: MakeProduct) -> None:
         size = ends.hidden_size
         inner, outer = selector.inner.weight.detach(), selector.outer.weight.detach()
         embedding = ends.embedding if ends.vocabulary is None else ends.embedding[ends.vocabulary]
-        self._of_hidden = make_product(inner[:, :size].contiguous(), weights)
+        self._of_hidden = make(inner[:, :size].contiguous())
         self._of_previous = embedding.to(inner.dtype) @ inner[:, size:].T  # [draft vocabulary, rank]
         self._of_head = ends.head.to(outer.dtype) @ outer  # [draft vocabulary, rank]
 

@@ -1,0 +1,134 @@
+"""The method `recycling`: drafts what the target ranked highest after each token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.core.drafting import DraftBudget, DraftRow, Evidence
+from cluster.core.errors import ModelLoadError
+from cluster.core.ids import SequenceId
+from cluster.core.request import SamplingParameters, SequenceStart
+from cluster.core.tree import TokenTree
+from tests.support.models import drafting_modules, tiny
+from workers.draft.methods.recycling import RecyclingDrafter
+from workers.draft.registry import create, needs_of
+from workers.model.draft_shapes import TableShape
+from workers.model.drafting.files import save_drafter
+from workers.model.drafting.stored_table import read_successors
+from workers.model.drafting.table import SuccessorTable
+from workers.sampling.noise_numbers import gumbel_number
+from workers.serve.configuration import load_configuration
+
+BUDGET = DraftBudget(8, 4)
+GREEDY = SamplingParameters(temperature=0.0)
+
+
+def drafter(acceptance: str = "coupled", **settings: object) -> RecyclingDrafter:
+    values = {"draft": {"method": "recycling", "recycling": settings}, "target": {"acceptance": acceptance}}
+    configuration = load_configuration(values)
+    method = create(configuration.draft, configuration.target)
+    assert isinstance(method, RecyclingDrafter)
+    return method
+
+
+def first(tokens: Sequence[int], name: str = "a", salt: str = "", sampling: SamplingParameters = GREEDY) -> DraftRow:
+    start = SequenceStart(min(2, len(tokens)), sampling, salt)
+    return DraftRow(SequenceId(name), len(tokens), tuple(tokens), BUDGET, start)
+
+
+def tree(method: RecyclingDrafter, row: DraftRow) -> TokenTree:
+    (found,) = method.propose([row])
+    assert found.fault is None
+    assert len(found.probabilities) == len(found.tree) <= row.budget.max_nodes
+    assert found.tree.depth() <= row.budget.max_depth
+    return found.tree
+
+
+def taught() -> RecyclingDrafter:
+    """A drafter whose target ranked 20, 21 and 22 highest after 10, and 30 and 31 after 20."""
+    method = drafter(successors=3)
+    tree(method, first([5, 10]))
+    verified = TokenTree((20,), (-1,))
+    evidence = Evidence(2, verified, (20, 30), top=((20, 21, 22), (30, 31)))
+    tree(method, DraftRow(SequenceId("a"), 4, (20, 30), BUDGET, evidence=(evidence,)))
+    return method
+
+
+def test_the_most_probable_tokens_of_earlier_steps_form_the_tree() -> None:
+    found = tree(taught(), first([7, 10], "b"))
+    assert found.path_tokens(0) == (20,)
+    assert {(20, 30), (20, 31), (21,), (22,)} <= set(found.candidates())
+
+
+def test_without_ranked_tokens_the_decisions_are_the_successors() -> None:
+    """A target of several ranks does not rank its tokens; it decides after rejected nodes, too."""
+    method = drafter()
+    tree(method, first([5, 10]))
+    verified = TokenTree((20, 40), (-1, -1))
+    tree(method, DraftRow(SequenceId("a"), 3, (21,), BUDGET, evidence=(Evidence(2, verified, (21, 50, 51)),)))
+    assert tree(method, first([7, 10], "b")).candidates() == ((21,),)
+    assert tree(method, first([7, 40], "c")).candidates() == ((51,),)
+
+
+def test_requests_with_different_salts_share_nothing() -> None:
+    method = taught()
+    assert len(tree(method, first([7, 10], "b", "other"))) == 0
+    assert len(tree(method, first([7, 10], "c", ""))) > 0
+
+
+def test_a_successor_that_the_target_never_takes_loses_its_place() -> None:
+    method = drafter(successors=2)
+    tree(method, first([5, 10]))
+    length = 2
+    for _ in range(150):
+        evidence = Evidence(length, top=((20, 21),)), Evidence(length + 1, top=((10,),))
+        tree(method, DraftRow(SequenceId("a"), length + 2, (21, 10), BUDGET, evidence=evidence))
+        length += 2
+    (found,) = method.propose([DraftRow(SequenceId("a"), length, (), BUDGET)])
+    assert found.tree.path_tokens(0) == (21,)
+    assert found.probabilities[0] > 0.6
+
+
+def test_sampled_rows_are_drafted_by_the_noise_of_their_positions_where_the_target_decides_by_it() -> None:
+    sampled = {
+        seed: tree(taught(), first([7, 10], "b", sampling=SamplingParameters(temperature=1.0, seed=seed))).tokens[0]
+        for seed in range(20)
+    }
+    assert set(sampled.values()) > {20, 21}
+    for seed, token in sampled.items():
+        noise = {one: gumbel_number(seed, 2, one) for one in (20, 21, 22)}
+        assert token == 20 or noise[token] > noise[20]
+    method = drafter("rejection")
+    for seed in range(20):
+        row = first([10, 20, 10, 21, 10, 20, 10], str(seed), sampling=SamplingParameters(temperature=1.0, seed=seed))
+        assert tree(method, row).tokens[0] == 21
+
+
+def test_a_module_fills_the_table_before_the_first_request(tmp_path: Path) -> None:
+    target = tiny.save(tmp_path / "target", tiny.llama())
+    module = SuccessorTable(TableShape(2), tiny.VOCABULARY)
+    module.successors[10] = torch.tensor([20, 21])
+    directory = tmp_path / "table"
+    directory.mkdir()
+    card = drafting_modules.card_for(target, "table", (), shape=TableShape(2))
+    save_drafter(directory, card, module, None)
+    method = drafter(path=str(directory))
+    for salt in ("", "other"):
+        assert tree(method, first([7, 10], salt or "a", salt)).candidates() == ((20,), (21,))
+    module.successors[10, 0] = tiny.VOCABULARY
+    save_drafter(directory, card, module, None)
+    with pytest.raises(ModelLoadError, match="tokens below 96"):
+        read_successors(directory)
+    drafting_modules.save(target, tmp_path / "heads", "heads", (2,))
+    with pytest.raises(ModelLoadError, match=r"kind is 'heads' .* needed table"):
+        read_successors(tmp_path / "heads")
+
+
+def test_the_target_must_show_its_most_probable_tokens() -> None:
+    configuration = load_configuration({"draft": {"method": "recycling", "recycling": {"successors": 5}}})
+    needs = needs_of(configuration.draft)
+    assert (needs.top, needs.decisions, needs.taps) == (5, True, ())

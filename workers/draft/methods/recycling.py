@@ -1,0 +1,207 @@
+"""Token Recycling (Luo et al. 2024): drafts what the target last ranked highest after each token.
+
+Every step of the target ranks many tokens and commits few. The others are kept: a table has the most probable
+successors of each token, and the draft is the most probable tree through the table. A module of the kind `table` fills
+the table before the first request. Only requests with the same `cache_salt` share what is learned while serving.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from cluster.core.config.sections import DraftModuleSection, DraftSection, TargetSection
+from cluster.core.drafting import DraftBudget, DraftRow, Evidence, EvidenceNeeds, Proposal, RowFault
+from cluster.core.ids import SequenceId
+from cluster.core.request import SequenceStart
+from cluster.core.tree import ROOT, TokenTree
+from workers.draft.lookup.continuation_tree import LEAST_PATH_PROBABILITY, ContinuationTree
+from workers.draft.lookup.drafter import LookupSession
+from workers.draft.lookup.reliability import Reliability
+from workers.draft.lookup.successor_tables import RankRates, Rows, Successors, SuccessorTables
+from workers.draft.registry import register
+from workers.draft.sessions import Sessions
+from workers.sampling.context import GREEDY_BELOW
+from workers.sampling.noise_numbers import gumbel_number
+
+_COUPLED = "coupled"
+_LEAST_ESTIMATE = 1e-6
+
+
+class RecyclingSettings(DraftModuleSection):
+    """Settings of drafts from a table of successors. Without a `path` the table begins empty."""
+
+    successors: Annotated[int, Field(ge=1, le=32)] = 8
+    """Successors stored for each token, and most that are drafted after one."""
+    salts: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Most tables: one for each `cache_salt`, of 4 bytes x `successors` x vocabulary. The least recently used one is
+    evicted."""
+
+    def check_selected(self) -> None:
+        """See `DraftModuleSection`. The module is optional."""
+
+
+class RecyclingSession(LookupSession):
+    """Committed tokens and the table of their salt."""
+
+    __slots__ = ("_rates", "_tables")
+
+    def __init__(self, start: SequenceStart, tables: SuccessorTables, rates: dict[bool, RankRates]) -> None:
+        super().__init__(start)
+        self._tables = tables
+        self._rates = rates
+
+    @property
+    def table(self) -> Successors:
+        """The table of this sequence's salt."""
+        return self._tables.of(self.start.cache_salt)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the target decodes greedily."""
+        return self.start.sampling.temperature < GREEDY_BELOW
+
+    @property
+    def rates(self) -> RankRates:
+        """How often the successor of each rank comes next."""
+        return self._rates[self.is_greedy]
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """See `LookupSession`. Each token is a successor of the one before. The answer's tokens teach the rates."""
+        first = len(self.tokens)
+        super().append(tokens)
+        table, rates = self.table, self.rates
+        for position in range(max(1, first), len(self.tokens)):
+            before, token = self.tokens[position - 1], self.tokens[position]
+            if position >= self.start.prompt_len:
+                rates.observe(table.after(before), token)
+            table.add(before, token)
+
+    def learn(self, evidence: Sequence[Evidence]) -> None:
+        """Store the target's most probable tokens after accepted tokens, and its decisions after the other ones."""
+        table = self.table
+        for one in evidence:
+            if one.decisions:
+                for token, decision in zip(one.tree.tokens, one.decisions[1:], strict=False):
+                    if decision >= 0:
+                        table.add(token, decision)
+            for position, best in enumerate(one.top, one.base_len - 1):
+                if 0 <= position < len(self.tokens) - 1:
+                    taken = self.tokens[position + 1]
+                    table.replace(self.tokens[position], best if taken in best else (taken, *best))
+
+
+class RecyclingDrafter:
+    """Drafts the most probable tree through the table of each row's salt. It is a `DraftMethod`."""
+
+    def __init__(
+        self, settings: RecyclingSettings, draft: DraftSection, knows_noise: bool, initial: Rows | None = None
+    ) -> None:
+        """`knows_noise`: whether the target decides by the shared noise. `initial`: see `SuccessorTables`."""
+        self._max_nodes = draft.max_nodes
+        self._max_depth = draft.max_depth
+        self._knows_noise = knows_noise
+        self._reliability = {True: Reliability(), False: Reliability()}
+        tables = SuccessorTables(settings.successors, settings.salts, initial)
+        rates = {is_greedy: RankRates(settings.successors) for is_greedy in (True, False)}
+        self._sessions = Sessions(lambda start: RecyclingSession(start, tables, rates))
+
+    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        """See `DraftMethod`."""
+        return tuple(self._propose(row) for row in rows)
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """See `DraftMethod`."""
+        self._sessions.release(sequence_ids)
+
+    def _propose(self, row: DraftRow) -> Proposal:
+        session = self._sessions.apply(row)
+        if isinstance(session, RowFault):
+            return Proposal(row.sequence_id, row.base_len, fault=session)
+        session.observe(self._reliability[session.is_greedy])
+        session.learn(row.evidence)
+        drafted = session.last_draft(row.budget)
+        if drafted is None:
+            drafted = self._draft(session, row.budget)
+            session.set_draft(row.budget, drafted)
+        return Proposal(row.sequence_id, row.base_len, drafted.tree, probabilities=drafted.probabilities)
+
+    def _draft(self, session: RecyclingSession, budget: DraftBudget) -> ContinuationTree:
+        max_nodes = min(budget.max_nodes, self._max_nodes)
+        max_depth = min(budget.max_depth, self._max_depth, max_nodes)
+        if max_depth <= 0:
+            return ContinuationTree()
+        return _best_first(session, max_nodes, max_depth, self._reliability[session.is_greedy], self._knows_noise)
+
+
+def _best_first(
+    session: RecyclingSession, max_nodes: int, max_depth: int, reliability: Reliability, knows_noise: bool
+) -> ContinuationTree:
+    """The tree of the most probable nodes. Nothing follows a token that ends the answer."""
+    table, rates, sampling = session.table, session.rates, session.start.sampling
+    length, ends = len(session.tokens), sampling.end_token_ids
+    noisy = knows_noise and not session.is_greedy
+    tokens: list[int] = []
+    parents: list[int] = []
+    probabilities: list[float] = []
+    conditionals: list[float] = []
+    serial = 0
+    # Minus the path probability, a serial number that breaks ties, the uncorrected estimate, token, parent and depth.
+    heap: list[tuple[float, int, float, int, int, int]] = []
+
+    def push_children(token: int, node: int, depth: int, path: float) -> None:
+        nonlocal serial
+        found: list[tuple[int, float, float]] = []
+        for rank, successor in enumerate(table.after(token)):
+            estimate = rates[rank]
+            if noisy:
+                estimate = _given_noise(estimate, gumbel_number(sampling.seed, length + depth - 1, successor))
+            found.append((successor, estimate, reliability.probability(estimate)))
+        scale = max(1.0, sum(corrected for _, _, corrected in found))
+        for successor, estimate, corrected in found:
+            probability = path * corrected / scale
+            if probability >= LEAST_PATH_PROBABILITY:
+                serial += 1
+                heapq.heappush(heap, (-probability, serial, estimate, successor, node, depth))
+
+    push_children(session.tokens[-1], ROOT, 1, 1.0)
+    while heap and len(tokens) < max_nodes:
+        path, _, conditional, token, parent, depth = heapq.heappop(heap)
+        tokens.append(token)
+        parents.append(parent)
+        probabilities.append(-path)
+        conditionals.append(conditional)
+        if depth < max_depth and token not in ends:
+            push_children(token, len(tokens) - 1, depth + 1, -path)
+    return ContinuationTree(TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities), tuple(conditionals))
+
+
+def _given_noise(probability: float, noise: float) -> float:
+    """The probability that a token of this probability is sampled if its Gumbel noise is `noise`.
+
+    The token wins if log p + noise exceeds the largest sum of all others, which has a Gumbel distribution with location
+    log(1 − p).
+    """
+    probability = min(max(probability, _LEAST_ESTIMATE), 1.0)
+    return math.exp(-(1.0 - probability) / probability * math.exp(-noise))
+
+
+@register(
+    "recycling",
+    RecyclingSettings,
+    needs=lambda settings: EvidenceNeeds(top=settings.successors, decisions=True),
+    placements=("target", "drafter"),
+)
+def create_recycling(settings: RecyclingSettings, draft: DraftSection, target: TargetSection) -> RecyclingDrafter:
+    """Create the method `recycling`. Raises `ModelLoadError` if `path` holds no table."""
+    initial = None
+    if settings.path:
+        from workers.model.drafting.stored_table import read_successors
+
+        initial = read_successors(Path(settings.path))
+    return RecyclingDrafter(settings, draft, target.acceptance == _COUPLED, initial)

@@ -1,0 +1,31 @@
+"""Reads a table of successors without the target's embedding, which such a table does not need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cluster.core.errors import ModelLoadError
+from workers.model.draft_card import CARD, WEIGHTS, read_card
+from workers.model.draft_shapes import TableShape
+from workers.model.target_ends import read_tensors
+
+_NAME = "successors"
+
+
+def read_successors(directory: Path) -> NDArray[np.int32]:
+    """The table [vocabulary, k] of a module of the kind `table`; see `SuccessorTable`. Raises `ModelLoadError`."""
+    card = read_card(directory)
+    where = f"draft directory {str(directory)!r}"
+    if not isinstance(card.shape, TableShape):
+        raise ModelLoadError(f"{where}: kind is {card.kind!r} in {CARD}; needed table")
+    size = card.target_vocabulary_size
+    table = read_tensors(directory / WEIGHTS).get(_NAME)
+    if table is None or table.dtype is not torch.int32 or table.shape != (size, card.shape.successors):
+        raise ModelLoadError(f"{where}: {WEIGHTS} must have {_NAME}, int32 {[size, card.shape.successors]}")
+    if int(table.min()) < -1 or int(table.max()) >= size:
+        raise ModelLoadError(f"{where}: {_NAME} must hold tokens below {size}, or -1")
+    return table.numpy().copy()
