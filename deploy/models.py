@@ -77,8 +77,6 @@ def _shipped(name: str) -> Path:
 def _with_modules(draft: DraftSection) -> DraftSection:
     """The section with a directory for each drafting module. Raises `ModelLoadError`."""
     for method, section in draft.modules.items():
-        if not section.path:
-            continue  # a method that needs a module has refused this
         directory = _shipped(section.path) if section.path in DRAFTS else Path(section.path).expanduser()
         if not is_distilled(directory):
             raise ModelLoadError(

@@ -17,7 +17,7 @@ from workers.draft.sessions import Session, Sessions
 from workers.sampling.context import GREEDY_BELOW
 
 
-class LookupSession(Session):
+class DraftedSession(Session):
     """Committed tokens, and the last draft after them."""
 
     __slots__ = ("_draft",)
@@ -26,10 +26,6 @@ class LookupSession(Session):
         super().__init__(start)
         self._draft: tuple[int, DraftBudget, ContinuationTree] | None = None
         """Committed length, budget and tree of the last proposal."""
-
-    @abstractmethod
-    def continuations(self, length: int) -> Sequence[Continuation]:
-        """Possible continuations of at most `length` tokens."""
 
     def last_draft(self, budget: DraftBudget) -> ContinuationTree | None:
         """The last draft, if it has this budget and no tokens were committed since."""
@@ -78,6 +74,16 @@ class LookupSession(Session):
     def append(self, tokens: Sequence[int]) -> None:
         """Add tokens at the end."""
         self.tokens.extend(tokens)
+
+
+class LookupSession(DraftedSession):
+    """Committed tokens whose possible continuations are known."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def continuations(self, length: int) -> Sequence[Continuation]:
+        """Possible continuations of at most `length` tokens."""
 
 
 SessionType = TypeVar("SessionType", bound=LookupSession)

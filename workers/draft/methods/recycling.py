@@ -8,32 +8,28 @@ the table before the first request. Only requests with the same `cache_salt` sha
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from cluster.core.config.sections import DraftModuleSection, DraftSection, TargetSection
+from cluster.core.config.base import ModuleSection
+from cluster.core.config.sections import DraftSection, TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow, Evidence, EvidenceNeeds, Proposal, RowFault
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from cluster.core.tree import ROOT, TokenTree
 from workers.draft.lookup.continuation_tree import LEAST_PATH_PROBABILITY, ContinuationTree
-from workers.draft.lookup.drafter import LookupSession
+from workers.draft.lookup.drafter import DraftedSession
 from workers.draft.lookup.reliability import Reliability
 from workers.draft.lookup.successor_tables import RankRates, Rows, Successors, SuccessorTables
 from workers.draft.registry import register
 from workers.draft.sessions import Sessions
 from workers.sampling.context import GREEDY_BELOW
-from workers.sampling.noise_numbers import gumbel_number
-
-_COUPLED = "coupled"
-_LEAST_ESTIMATE = 1e-6
 
 
-class RecyclingSettings(DraftModuleSection):
+class RecyclingSettings(ModuleSection):
     """Settings of drafts from a table of successors. Without a `path` the table begins empty."""
 
     successors: Annotated[int, Field(ge=1, le=32)] = 8
@@ -42,11 +38,8 @@ class RecyclingSettings(DraftModuleSection):
     """Most tables: one for each `cache_salt`, of 4 bytes x `successors` x vocabulary. The least recently used one is
     evicted."""
 
-    def check_selected(self) -> None:
-        """See `DraftModuleSection`. The module is optional."""
 
-
-class RecyclingSession(LookupSession):
+class RecyclingSession(DraftedSession):
     """Committed tokens and the table of their salt."""
 
     __slots__ = ("_rates", "_tables")
@@ -72,7 +65,7 @@ class RecyclingSession(LookupSession):
         return self._rates[self.is_greedy]
 
     def append(self, tokens: Sequence[int]) -> None:
-        """See `LookupSession`. Each token is a successor of the one before. The answer's tokens teach the rates."""
+        """See `DraftedSession`. Each token is a successor of the one before. The answer's tokens teach the rates."""
         first = len(self.tokens)
         super().append(tokens)
         table, rates = self.table, self.rates
@@ -99,13 +92,10 @@ class RecyclingSession(LookupSession):
 class RecyclingDrafter:
     """Drafts the most probable tree through the table of each row's salt. It is a `DraftMethod`."""
 
-    def __init__(
-        self, settings: RecyclingSettings, draft: DraftSection, knows_noise: bool, initial: Rows | None = None
-    ) -> None:
-        """`knows_noise`: whether the target decides by the shared noise. `initial`: see `SuccessorTables`."""
+    def __init__(self, settings: RecyclingSettings, draft: DraftSection, initial: Rows | None = None) -> None:
+        """`initial`: see `SuccessorTables`."""
         self._max_nodes = draft.max_nodes
         self._max_depth = draft.max_depth
-        self._knows_noise = knows_noise
         self._reliability = {True: Reliability(), False: Reliability()}
         tables = SuccessorTables(settings.successors, settings.salts, initial)
         rates = {is_greedy: RankRates(settings.successors) for is_greedy in (True, False)}
@@ -136,16 +126,14 @@ class RecyclingDrafter:
         max_depth = min(budget.max_depth, self._max_depth, max_nodes)
         if max_depth <= 0:
             return ContinuationTree()
-        return _best_first(session, max_nodes, max_depth, self._reliability[session.is_greedy], self._knows_noise)
+        return _best_first(session, max_nodes, max_depth, self._reliability[session.is_greedy])
 
 
 def _best_first(
-    session: RecyclingSession, max_nodes: int, max_depth: int, reliability: Reliability, knows_noise: bool
+    session: RecyclingSession, max_nodes: int, max_depth: int, reliability: Reliability
 ) -> ContinuationTree:
     """The tree of the most probable nodes. Nothing follows a token that ends the answer."""
-    table, rates, sampling = session.table, session.rates, session.start.sampling
-    length, ends = len(session.tokens), sampling.end_token_ids
-    noisy = knows_noise and not session.is_greedy
+    table, rates, ends = session.table, session.rates, session.start.sampling.end_token_ids
     tokens: list[int] = []
     parents: list[int] = []
     probabilities: list[float] = []
@@ -156,12 +144,9 @@ def _best_first(
 
     def push_children(token: int, node: int, depth: int, path: float) -> None:
         nonlocal serial
-        found: list[tuple[int, float, float]] = []
-        for rank, successor in enumerate(table.after(token)):
-            estimate = rates[rank]
-            if noisy:
-                estimate = _given_noise(estimate, gumbel_number(sampling.seed, length + depth - 1, successor))
-            found.append((successor, estimate, reliability.probability(estimate)))
+        found = [
+            (one, rates[rank], reliability.probability(rates[rank])) for rank, one in enumerate(table.after(token))
+        ]
         scale = max(1.0, sum(corrected for _, _, corrected in found))
         for successor, estimate, corrected in found:
             probability = path * corrected / scale
@@ -181,27 +166,17 @@ def _best_first(
     return ContinuationTree(TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities), tuple(conditionals))
 
 
-def _given_noise(probability: float, noise: float) -> float:
-    """The probability that a token of this probability is sampled if its Gumbel noise is `noise`.
-
-    The token wins if log p + noise exceeds the largest sum of all others, which has a Gumbel distribution with location
-    log(1 − p).
-    """
-    probability = min(max(probability, _LEAST_ESTIMATE), 1.0)
-    return math.exp(-(1.0 - probability) / probability * math.exp(-noise))
-
-
 @register(
     "recycling",
     RecyclingSettings,
     needs=lambda settings: EvidenceNeeds(top=settings.successors, decisions=True),
     placements=("target", "drafter"),
 )
-def create_recycling(settings: RecyclingSettings, draft: DraftSection, target: TargetSection) -> RecyclingDrafter:
+def create_recycling(settings: RecyclingSettings, draft: DraftSection, target: TargetSection) -> RecyclingDrafter:  # noqa: ARG001
     """Create the method `recycling`. Raises `ModelLoadError` if `path` holds no table."""
     initial = None
     if settings.path:
         from workers.model.drafting.stored_table import read_successors
 
         initial = read_successors(Path(settings.path))
-    return RecyclingDrafter(settings, draft, target.acceptance == _COUPLED, initial)
+    return RecyclingDrafter(settings, draft, initial)

@@ -20,16 +20,14 @@ from workers.model.draft_shapes import TableShape
 from workers.model.drafting.files import save_drafter
 from workers.model.drafting.stored_table import read_successors
 from workers.model.drafting.table import SuccessorTable
-from workers.sampling.noise_numbers import gumbel_number
 from workers.serve.configuration import load_configuration
 
 BUDGET = DraftBudget(8, 4)
 GREEDY = SamplingParameters(temperature=0.0)
 
 
-def drafter(acceptance: str = "coupled", **settings: object) -> RecyclingDrafter:
-    values = {"draft": {"method": "recycling", "recycling": settings}, "target": {"acceptance": acceptance}}
-    configuration = load_configuration(values)
+def drafter(**settings: object) -> RecyclingDrafter:
+    configuration = load_configuration({"draft": {"method": "recycling", "recycling": settings}})
     method = create(configuration.draft, configuration.target)
     assert isinstance(method, RecyclingDrafter)
     return method
@@ -91,21 +89,6 @@ def test_a_successor_that_the_target_never_takes_loses_its_place() -> None:
     (found,) = method.propose([DraftRow(SequenceId("a"), length, (), BUDGET)])
     assert found.tree.path_tokens(0) == (21,)
     assert found.probabilities[0] > 0.6
-
-
-def test_sampled_rows_are_drafted_by_the_noise_of_their_positions_where_the_target_decides_by_it() -> None:
-    sampled = {
-        seed: tree(taught(), first([7, 10], "b", sampling=SamplingParameters(temperature=1.0, seed=seed))).tokens[0]
-        for seed in range(20)
-    }
-    assert set(sampled.values()) > {20, 21}
-    for seed, token in sampled.items():
-        noise = {one: gumbel_number(seed, 2, one) for one in (20, 21, 22)}
-        assert token == 20 or noise[token] > noise[20]
-    method = drafter("rejection")
-    for seed in range(20):
-        row = first([10, 20, 10, 21, 10, 20, 10], str(seed), sampling=SamplingParameters(temperature=1.0, seed=seed))
-        assert tree(method, row).tokens[0] == 21
 
 
 def test_a_module_fills_the_table_before_the_first_request(tmp_path: Path) -> None:
