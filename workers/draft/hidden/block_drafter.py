@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from workers.draft.hidden.context_window import ContextShape
 from workers.draft.hidden.settings import ContextModuleSettings, module_taps
 from workers.draft.hidden_states import TapReader
 from workers.draft.parallel.paths import PathCalibration, RankedPaths, draft_paths
+from workers.draft.parallel.product import make_product
 from workers.draft.parallel.ranking import PathRanker
 from workers.draft.sessions import Sessions
 from workers.model.drafting.block import BlockDrafter
@@ -186,7 +188,8 @@ def load_block_drafter(
     if not isinstance(loaded.module, BlockDrafter):
         raise TypeError(f"{type(loaded.module).__name__} is no block drafter")
     block = BlockPass(loaded.module, loaded.ends, weights)
-    ranker = PathRanker(loaded.ends, loaded.module.selector, weights, knows_noise=target.acceptance == _COUPLED)
+    make = partial(make_product, weights=weights, directory=target.compile_directory)
+    ranker = PathRanker(loaded.ends, loaded.module.selector, make, knows_noise=target.acceptance == _COUPLED)
     taps = TapReader(module_taps(settings), target, loaded.ends.hidden_size)
     store = ContextStore(settings.store_tokens, dtype)
     return BlockTreeDrafter(block, ranker, taps, draft, siblings, store, settings.sequences)

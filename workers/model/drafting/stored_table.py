@@ -28,4 +28,7 @@ def read_successors(directory: Path) -> NDArray[np.int32]:
         raise ModelLoadError(f"{where}: {WEIGHTS} must have {_NAME}, int32 {[size, card.shape.successors]}")
     if int(table.min()) < -1 or int(table.max()) >= size:
         raise ModelLoadError(f"{where}: {_NAME} must hold tokens below {size}, or -1")
+    ordered = table.sort(dim=1).values
+    if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
+        raise ModelLoadError(f"{where}: {_NAME} must not name a successor of a token twice")
     return table.numpy().copy()

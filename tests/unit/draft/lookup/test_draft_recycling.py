@@ -106,6 +106,10 @@ def test_a_module_fills_the_table_before_the_first_request(tmp_path: Path) -> No
     save_drafter(directory, card, module, None)
     with pytest.raises(ModelLoadError, match="tokens below 96"):
         read_successors(directory)
+    module.successors[10] = torch.tensor([20, 20])
+    save_drafter(directory, card, module, None)
+    with pytest.raises(ModelLoadError, match="twice"):
+        read_successors(directory)
     drafting_modules.save(target, tmp_path / "heads", "heads", (2,))
     with pytest.raises(ModelLoadError, match=r"kind is 'heads' .* needed table"):
         read_successors(tmp_path / "heads")
