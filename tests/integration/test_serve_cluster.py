@@ -179,10 +179,21 @@ def test_a_port_in_use_is_reported_before_anything_starts(model: Path, tmp_path:
             ServeCluster(Settings(configure(model, server__http_port=port), tmp_path), report=lambda _: None).start()
 
 
+async def check_drafts_on_the_target(cluster: ServeProcess, expected: Expected) -> None:
+    """There is no drafter; drafts are accepted, and the same answers come after a rank was killed."""
+    assert not cluster.descendants("ray::ServeReplica:pilotfish:Draft")
+    for case in (GREEDY, SAMPLED):
+        for pair in await answer_all(cluster.server, [case] * 2, concurrency=2):
+            assert [answer.tokens for answer in pair] == [expected[case]] * 2
+            assert case is not GREEDY or all(answer.accepted > 0 for answer in pair)
+    assert await kill_during_answer(cluster, SAMPLED, "WorkerRank") == expected[SAMPLED]
+
+
 async def test_a_stopped_cluster_and_a_failed_start_leave_no_process_behind(model: Path, expected: Expected) -> None:
     with ServeProcess(load_settings().cache_directory) as cluster:
-        server = cluster.start(configure(model, draft__method="none"))
-        assert await tokens_grpc(server, GREEDY) == expected[GREEDY]
+        drafting = {"draft__method": "suffix", "draft__placement": "target", "draft__controller": "off"}
+        cluster.start(configure(model, target__tensor_parallel=3, **drafting))
+        await check_drafts_on_the_target(cluster, expected)
         cluster.drain()
         cluster.stop()
         assert not cluster.descendants("ray")
