@@ -17,7 +17,7 @@ from workers.serve.configuration import load_configuration
 
 VOCABULARY = 320
 TOKENS = 40
-METHODS = ("block",)
+METHODS = ("block", "eagle")
 PLACES = ("target", "drafter")
 REPEATING = ((77, 100.0),)
 """A bias that makes the target repeat one token for ever, so that drafts are right."""

@@ -67,9 +67,13 @@ class BlockShape:
 
 @dataclass(frozen=True, slots=True)
 class EagleShape:
-    """An EAGLE-3-like head: one decoder layer on fused taps and shifted embeddings (Li et al. 2025)."""
+    """An EAGLE-3-like head: decoder layers on fused taps and shifted embeddings (Li et al. 2025)."""
 
     layer: LayerShape
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        _check(self, {"layers": 1})
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ def shapes(hidden_size: int) -> dict[str, Shape]:
     return {
         "heads": HeadsShape(depths=3, mix_rank=16, selector_rank=8),
         "block": BlockShape(layer, block=4, layers=2, selector_rank=8),
-        "eagle": EagleShape(layer),
+        "eagle": EagleShape(layer, layers=2),
         "exit": ExitShape((0, 1), has_norm=True),
         "table": TableShape(4),
     }

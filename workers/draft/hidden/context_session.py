@@ -16,13 +16,17 @@ from workers.sampling.context import GREEDY_BELOW
 class ContextSession(Session):
     """Committed tokens, and the keys and values of those that the target showed."""
 
-    __slots__ = ("_keys", "_shape", "_store", "window")
+    __slots__ = ("_keys", "_lead", "_shape", "_store", "window")
 
-    def __init__(self, start: SequenceStart, shape: ContextShape, store: ContextStore, device: torch.device) -> None:
+    def __init__(
+        self, start: SequenceStart, shape: ContextShape, store: ContextStore, device: torch.device, lead: int = 0
+    ) -> None:
+        """`lead`: see `BlockKeys`."""
         super().__init__(start)
+        self._lead = lead
         self._shape = shape
         self._store = store
-        self._keys = BlockKeys(start.cache_salt)
+        self._keys = BlockKeys(start.cache_salt, lead)
         self.window = ContextWindow(shape, device)
 
     @property
@@ -44,7 +48,7 @@ class ContextSession(Session):
             length = known_len + same
             del self.tokens[length:]
             self._keys.cut(length)
-            self.window.truncate(length)
+            self.window.truncate(max(0, length - self._lead))
             self.forget_draft()
         self.tokens.extend(new_tokens[same:])
 
@@ -59,14 +63,19 @@ class ContextSession(Session):
 
     def add(self, first: int, rows: ContextRows) -> None:
         """Store the context of consecutive tokens, and share full blocks."""
-        keys = self._keys.of(self.tokens)
         end, begin = first + len(rows.features), first
         while begin < end:
             piece_end = min(end, begin - begin % BLOCK + BLOCK)
             self.window.store(begin, rows.part(begin - first, piece_end - first))
-            if piece_end % BLOCK == 0 and self.window.is_known(piece_end - BLOCK, piece_end):
-                self._store.add(keys[piece_end // BLOCK - 1], self.window, piece_end - BLOCK)
+            self.share(begin, piece_end)
             begin = piece_end
+
+    def share(self, first: int, end: int) -> None:
+        """Keep the full blocks that end within these positions, which are known, for other sequences."""
+        keys = self._keys.of(self.tokens)
+        for index in range(first // BLOCK, min(end // BLOCK, len(keys))):
+            if self.window.is_known(index * BLOCK, (index + 1) * BLOCK):
+                self._store.add(keys[index], self.window, index * BLOCK)
 
     def forget_draft(self) -> None:
         """Drop what was drafted, because a token before it has changed."""

@@ -45,19 +45,25 @@ class ContextStore:
 
 
 class BlockKeys:
-    """The keys of one sequence's full blocks."""
+    """The keys of one sequence's full blocks.
 
-    def __init__(self, salt: str) -> None:
+    With `lead` 1, what is kept of a position depends on the token after it, too: a block of positions then has the key
+    of all tokens up to the one after its end.
+    """
+
+    def __init__(self, salt: str, lead: int = 0) -> None:
         self._root = root_key(salt)
+        self._lead = lead
         self._keys: list[bytes] = []
 
     def cut(self, length: int) -> None:
-        """Forget the blocks with a token at or after position `length`."""
-        del self._keys[length // BLOCK :]
+        """Forget the blocks that depend on a token at or after position `length`."""
+        del self._keys[max(0, length - self._lead) // BLOCK :]
 
     def of(self, tokens: Sequence[int]) -> list[bytes]:
         """The keys of all full blocks of `tokens`, which continue those of the last call."""
-        for first in range(len(self._keys) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
+        while (len(self._keys) + 1) * BLOCK + self._lead <= len(tokens):
+            first, end = len(self._keys) * BLOCK, (len(self._keys) + 1) * BLOCK + self._lead
             before = self._keys[-1] if self._keys else self._root
-            self._keys.append(next_key(before, tokens[first : first + BLOCK]))
+            self._keys.append(next_key(before, tokens[first:end]))
         return self._keys

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+BooleanArray = npt.NDArray[np.bool_]
 
 _SLACK = 128
 """Positions beyond the window before older ones are dropped."""
@@ -102,10 +105,17 @@ class ContextWindow:
         part = slice(first, begin + count)
         return self._rows.keys[:, :, part], self._rows.values[:, :, part], begin - first
 
+    def known_before(self, position: int) -> BooleanArray:
+        """Which slots of `scratch` before `position` are known."""
+        return self._known[max(0, position - self._shape.window - self._origin) : position - self._origin]
+
+    def mark(self, first: int, end: int) -> None:
+        """Mark positions as known, whose slots of `scratch` were written."""
+        self._known[first - self._origin : end - self._origin] = True
+
     def seen(self, position: int, count: int) -> Tensor | None:
         """Which slots of `scratch` are known or among the `count` last, bool [slots]; `None` if all are."""
-        first = max(0, position - self._shape.window - self._origin)
-        flags = self._known[first : position - self._origin]
+        flags = self.known_before(position)
         if flags.all():
             return None
         return torch.from_numpy(np.concatenate([flags, np.ones(count, dtype=np.bool_)])).to(self._device)

@@ -1,7 +1,9 @@
-"""An EAGLE-3-like head (Li et al. 2025): one decoder layer that drafts token by token from the target's taps.
+"""An EAGLE-3-like head (Li et al. 2025): decoder layers that draft token by token from the target's taps.
 
 The input at position i is the fused taps of i and the embedding of the token at i + 1; the output predicts the token at
-i + 2. Beyond the committed text, the layer's own output takes the place of the fused taps.
+i + 2. Beyond the committed text, the head's own output takes the place of the fused taps. Embedding and feature enter
+through one matrix, as in EAGLE (Li et al. 2024), which starts as the embedding alone: the layers of a draft model that
+reads tokens only are then a good start.
 """
 
 from __future__ import annotations
@@ -15,45 +17,62 @@ from workers.model.drafting.layer import DrafterLayer, TapFusion
 
 
 class EagleHead(nn.Module):
-    """One decoder layer with its own keys and values, which the caller keeps."""
+    """Decoder layers with their own keys and values, which the caller keeps."""
 
     def __init__(self, ends: TargetEnds, shape: EagleShape, taps: int) -> None:
         super().__init__()
         self.shape = shape
         size, epsilon = shape.layer.hidden_size, shape.layer.norm_epsilon
         self.fusion = TapFusion(taps, size, epsilon)
-        self.token_norm = nn.Parameter(torch.ones(size))
         self.feature_norm = nn.Parameter(torch.ones(size))
-        self.layer = DrafterLayer(shape.layer, 2 * size, 2 * size)
+        self.entry = nn.Linear(2 * size, size, bias=False)
+        nn.init.zeros_(self.entry.weight)
+        with torch.no_grad():
+            self.entry.weight[:, :size].fill_diagonal_(1.0)
+        self.input_norms = nn.Parameter(torch.ones(shape.layers, size))
+        self.layers = nn.ModuleList(DrafterLayer(shape.layer, size, size) for _ in range(shape.layers))
         self.output_norm = nn.Parameter(ends.norm.detach().float().clone())
 
     def forward(
         self, features: Tensor, following: Tensor, positions: Tensor, past: tuple[Tensor, Tensor], mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs [rows, tokens, hidden size], and the keys and values [rows, tokens, KV heads, head width] to keep.
+        """Outputs [rows, tokens, hidden size], and the keys and values to keep.
 
         `features` [rows, tokens, hidden size] are fused taps (`fusion`) or earlier outputs at `positions`
         [rows, tokens]; `following` [rows, tokens, hidden size] are embeddings of the tokens one position later. `past`
-        are keys and values [rows, past, KV heads, head width]. `mask`, bool and broadcast to
-        [rows, tokens, past + tokens], is true where a token attends to; see `causal`. An output serves as a feature of
-        the next position, and `normalised` makes it ready for the head.
+        are keys and values; keys and values are [rows, tokens, layers x KV heads, head width], layer by layer. `mask`,
+        bool and broadcast to [rows, tokens, past + tokens], is true where a token attends to; see `causal`. An output
+        serves as a feature of the next position, and `normalised` makes it ready for the head.
         """
         epsilon = self.shape.layer.norm_epsilon
-        tokens = rms_norm(following, self.token_norm, epsilon)
-        inputs = torch.cat([tokens, rms_norm(features, self.feature_norm, epsilon)], dim=-1)
-        keys, values = self.layer.keys_values(inputs, positions)
-        all_keys, all_values = torch.cat([past[0], keys], dim=1), torch.cat([past[1], values], dim=1)
-        outputs = self.layer.outputs(features, self.layer.queries(inputs, positions), all_keys, all_values, mask)
-        return outputs, keys, values
+        normalised = rms_norm(features, self.feature_norm, epsilon)
+        outputs = self.entry(torch.cat([following.to(normalised.dtype), normalised], dim=-1))
+        heads = self.shape.layer.kv_heads
+        found: list[tuple[Tensor, Tensor]] = []
+        for number, layer in enumerate(self.layers):
+            if not isinstance(layer, DrafterLayer):
+                raise TypeError(f"layers: {type(layer).__name__} is refused; it must be DrafterLayer")
+            inputs = rms_norm(outputs, self.input_norms[number], epsilon)
+            keys, values = layer.keys_values(inputs, positions)
+            found.append((keys, values))
+            own = slice(number * heads, (number + 1) * heads)
+            outputs = layer.outputs(
+                outputs,
+                layer.queries(inputs, positions),
+                torch.cat([past[0][:, :, own], keys], dim=1),
+                torch.cat([past[1][:, :, own], values], dim=1),
+                mask,
+            )
+        return outputs, torch.cat([keys for keys, _ in found], 2), torch.cat([values for _, values in found], 2)
 
     def normalised(self, outputs: Tensor) -> Tensor:
         """Hidden vectors [..., hidden size] for the head."""
         return rms_norm(outputs, self.output_norm, self.shape.layer.norm_epsilon)
 
     def no_past(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Empty keys and values."""
-        weight, shape = self.layer.k_proj.weight, self.shape.layer
-        empty = weight.new_zeros((rows, 0, shape.kv_heads, shape.head_width))
+        """Empty keys and values, [rows, 0, layers x KV heads, head width]."""
+        shape = self.shape
+        empty = self.output_norm.new_zeros((rows, 0, shape.layers * shape.layer.kv_heads, shape.layer.head_width))
         return empty, empty
 
     def causal(self, positions: Tensor, context: Tensor) -> Tensor:

@@ -64,6 +64,7 @@ CASES = {
     "block": MethodCase(_module("block", 1, 2)),
     "blockwise": MethodCase(_module("heads", 2)),
     "early_exit": MethodCase(lambda _: {"layers": 1}),
+    "eagle": MethodCase(_module("eagle", 1, 2)),
     "heads": MethodCase(_module("heads", 2)),
     "model": MethodCase(_draft_model),
     "none": MethodCase(drafts=False),

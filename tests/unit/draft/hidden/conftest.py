@@ -1,4 +1,4 @@
-"""A tiny target with a random block drafter, and its drafter for serving."""
+"""A tiny target and random modules for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def block_directory(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("block")
-    drafting_modules.save(target, directory, "block", vocabulary=VOCABULARY)
+def modules(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a random module of each kind."""
+    directory = tmp_path_factory.mktemp("modules")
+    for kind in ("block", "eagle"):
+        drafting_modules.save(target, directory / kind, kind, vocabulary=VOCABULARY)
     return directory
