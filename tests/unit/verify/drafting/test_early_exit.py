@@ -124,9 +124,14 @@ def test_an_improbable_chain_ends_early(open_engine: Open) -> None:
 
 def test_nothing_is_drafted_after_a_token_that_ends_the_answer(open_engine: Open) -> None:
     engine = open_engine(layers=LAYERS, candidates=1, stop_below=0.0)
-    sampling = SamplingParameters(temperature=0.0, end_token_ids=tuple(range(96)))
-    found = decode_together(engine.step, {"ending": (REQUESTS["greedy"][0], sampling)}, 4, BUDGET)["ending"]
-    assert {len(proposal.tree) for proposal in found.proposals} == {1}
+    prompt, sampling = REQUESTS["sampled"]
+    answer = plain_answers(engine.step, {"a": (prompt, sampling)}, 5)["a"]
+    engine.release_all()
+    end = next(index for index, token in enumerate(answer) if token != answer[0])
+    row = first_row("a", prompt, replace(sampling, end_token_ids=(answer[end],)))
+    proposal = verify(engine, replace(row, next_budget=BUDGET)).proposal
+    assert proposal is not None
+    assert list(proposal.tree.tokens) == answer[1 : end + 1]
 
 
 def test_without_free_blocks_there_is_no_draft_and_no_fault(open_engine: Open) -> None:
