@@ -69,9 +69,22 @@ class ContextWindow:
         first, end = first - self._origin, end - self._origin
         return first >= 0 and end <= len(self._known) and bool(self._known[first:end].all())
 
+    @property
+    def oldest(self) -> int:
+        """The first position that can be stored; 0 as long as nothing is known."""
+        return self._origin if self._known.any() else 0
+
     def truncate(self, length: int) -> None:
-        """Forget the positions from `length` on."""
+        """Forget the positions from `length` on. Then there is room for the window of the last token again."""
         self._known[max(0, length - self._origin) :] = False
+        first = max(0, length - 1 - self._shape.window)
+        if first < self._origin and self._known.any():
+            end = self._origin + len(np.trim_zeros(self._known, "b"))
+            rows, known, begin = self._rows, self._known, self._origin
+            self._rows, self._known, self._origin = self._empty(0), np.zeros(0, dtype=np.bool_), first
+            self._move(first, end - first)
+            self._write(begin - first, end - first, rows.part(0, end - begin))
+            self._known[begin - first :] = known[: end - begin]
 
     def store(self, first: int, rows: ContextRows) -> None:
         """Store consecutive positions, `first` the position of the first one."""

@@ -121,9 +121,14 @@ class EagleTreeDrafter:
             parts: list[tuple[EagleSession, Piece]] = []
             for session, queue in queues.items():
                 first, taps = queue.pop(0)
+                dropped = max(0, session.window.oldest - first)  # beyond the window
+                first, taps = first + dropped, taps[dropped:]
                 if len(taps) > most:
                     queue.insert(0, (first + most, taps[most:]))
-                parts.append((session, (first, taps[:most])))
+                if len(taps):
+                    parts.append((session, (first, taps[:most])))
+            if not parts:
+                continue
             pieces = [
                 committed_piece(session.window, first, session.tokens[first + 1 : first + 1 + len(taps)], reach)
                 for session, (first, taps) in parts

@@ -83,6 +83,16 @@ def test_a_cut_sequence_is_drafted_for_as_if_it_had_never_been_longer(make: Make
     assert again.tree == draft(make(), row(25, 0, [shown(0, 24)])).tree
 
 
+@pytest.mark.parametrize("length", [199, 150, 60])
+def test_a_sequence_that_is_shown_again_from_its_start_is_drafted_for_as_before(make: Make, length: int) -> None:
+    """The target lost its memory and computes everything again, at once or in chunks."""
+    drafter = make(store_tokens=0)
+    draft(drafter, row(199, 0, [shown(0, 198)], budget=NO_DRAFT))
+    again = draft(drafter, row(length, 0, [shown(0, length - 1)]))
+    expected = draft(make(), row(length, 0, [shown(0, length - 1)]))
+    assert again.probabilities == pytest.approx(expected.probabilities) and len(again.tree)
+
+
 class TestStore:
     def test_a_repeated_prompt_is_drafted_for_with_its_whole_context(self, make: Make) -> None:
         """The target finds the first 32 tokens in its cache and shows only the rest."""

@@ -81,6 +81,16 @@ def test_a_cut_forgets_later_positions_only() -> None:
     assert visible(stored, 5) == [3, 4]
 
 
+def test_after_a_cut_there_is_room_for_the_whole_window_again() -> None:
+    stored = window()
+    stored.store(0, rows(0, 300))
+    oldest = stored.oldest
+    stored.truncate(oldest + 5)
+    assert visible(stored, oldest + 5) == [*range(oldest, oldest + 5)]
+    stored.store(oldest - 8, rows(oldest - 8, oldest + 2))
+    assert visible(stored, oldest + 5) == [*range(oldest - 8, oldest + 5)]
+
+
 def test_positions_before_the_oldest_stored_one_are_ignored() -> None:
     stored = window()
     stored.store(0, rows(0, 400))
