@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -44,6 +46,8 @@ class Quota:
     """Maximum number of tokens in one answer."""
     alternatives: int = 16
     """How many of the target's most probable tokens are stored with each token of an answer."""
+    ends: float = math.inf
+    """When conversations in flight are abandoned, on the clock of `time.monotonic`."""
 
 
 def for_answers(configuration: Configuration) -> Configuration:
@@ -57,8 +61,10 @@ async def answer_all(
 ) -> None:
     """Append the answers that are not yet in `file`, until the quota is met.
 
-    Conversations that have begun are finished, and held-out tasks are always answered. As many conversations run at
-    once as the scheduler has sequences. Model paths are local directories. Raises `PilotfishError`.
+    Conversations that have begun are finished, and held-out tasks are always answered, unless `quota.ends` comes first.
+    As many conversations run at once as the scheduler has sequences. Model paths are local directories.
+
+    Raises `PilotfishError`.
     """
     tokenizer = Tokenizer.load(Path(configuration.target.path))
     ends = time.monotonic() + quota.seconds
@@ -79,7 +85,7 @@ async def answer_all(
                 report(file.answer_tokens)
 
         try:
-            async with asyncio.TaskGroup() as group:
+            async with _until(quota.ends), asyncio.TaskGroup() as group:
                 for _ in range(configuration.scheduler.max_sequences):
                     group.create_task(work())
         except ExceptionGroup as failures:
@@ -89,6 +95,15 @@ async def answer_all(
             raise
         finally:
             await client.close()
+
+
+@asynccontextmanager
+async def _until(ends: float) -> AsyncIterator[None]:
+    """Cancel what is inside at `ends` (of `time.monotonic`), and go on after it."""
+    left = None if math.isinf(ends) else max(0.0, ends - time.monotonic())
+    with suppress(TimeoutError):
+        async with asyncio.timeout(left):
+            yield
 
 
 def _wanted(tasks: Iterable[Task], file: AnswerFile, quota: Quota, ends: float) -> Iterator[Task]:

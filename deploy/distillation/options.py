@@ -10,10 +10,12 @@ import typer
 
 from cluster.core.errors import ConfigurationError
 from deploy.dataclass_options import number_list
+from workers.model.draft_card import LAYERS
+from workers.model.draft_shapes import SHAPES
 
 _POSITIVE = (
     *("answer_tokens", "answer_minutes", "max_tokens", "learning_rate", "batch_tokens", "max_length"),
-    *("evaluate_prompts", "minutes", "steps"),
+    *("evaluate_prompts", "minutes", "steps", "depths"),
 )
 
 
@@ -36,6 +38,13 @@ class DistillOptions:
         Path | None,
         typer.Option(help="Directory for answers and checkpoints, from which a later run continues. Unset: OUT.work"),
     ] = None
+    kind: Annotated[
+        str,
+        typer.Option(
+            help="What is trained: layers (a small model), heads (Medusa), block (a whole block in one pass), eagle "
+            "(EAGLE-3-like), exit (early exit), table (successors of tokens)."
+        ),
+    ] = LAYERS
     evaluate: Annotated[
         Path | None,
         typer.Option(help="A JSONL file of prompts that are never trained on. Agreement is reported per category."),
@@ -62,7 +71,8 @@ class DistillOptions:
         typer.Option(
             parser=number_list("--layers", int),
             metavar="NUMBERS",
-            help="Layers of the target that the student starts as, with commas between them: 0,1,29",
+            help="Layers of the target that the draft starts as, with commas between them: 0,1,29. For exit: the "
+            "layers that draft.",
         ),
     ] = ()
     student_config: Annotated[
@@ -76,14 +86,35 @@ class DistillOptions:
         int | None,
         typer.Option(
             help="Tokens that the draft can propose: the most frequent ones in the answers. Unset: all of them, or "
-            "those of --start."
+            "those of --start; for kinds other than layers, 8192."
         ),
     ] = None
+    taps: Annotated[
+        tuple[int, ...],
+        typer.Option(
+            parser=number_list("--taps", int),
+            metavar="NUMBERS",
+            help="Hidden states of the target that heads, block or eagle read: after so many layers, with commas "
+            "between them. Unset: the last for heads; a third, two thirds and the last for block and eagle.",
+        ),
+    ] = ()
+    depths: Annotated[
+        int | None, typer.Option(help="Tokens on one path: heads (unset: 4), a block (5), successors in a table (8).")
+    ] = None
+    selector_rank: Annotated[
+        int, typer.Option(help="Width of the selector of heads and block, which knows the token before; 0: none.")
+    ] = 256
+    optimizer: Annotated[str, typer.Option(help="Optimizer of heads, block and eagle: muon or adamw.")] = "muon"
+    int8: Annotated[bool, typer.Option(help="Store the matrices of heads, block or eagle as int8.")] = False
+    search: Annotated[
+        bool, typer.Option(help="For exit: find the layers that draft on held-out answers, instead of --layers.")
+    ] = False
     loss: Annotated[str, typer.Option(help="Divergence to minimise: forward_kl or reverse_kl.")] = "forward_kl"
     on_policy: Annotated[float, typer.Option(help="Share of batches whose answers the student writes.")] = 0.0
-    minutes: Annotated[float | None, typer.Option(help="Minutes to train. The learning rate schedule spans them.")] = (
-        None
-    )
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Minutes that the whole command takes at most: answers, hidden states, training, measuring."),
+    ] = None
     steps: Annotated[int | None, typer.Option(help="Steps to train, instead of --minutes.")] = None
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate of the schedule.")] = 1e-3
     batch_tokens: Annotated[int, typer.Option(help="Tokens in a batch, prompts and padding included.")] = 4096
@@ -98,10 +129,19 @@ class DistillOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigurationError(f"{_option(name)}: {value} is refused; it must be above 0")
-        if self.held_out < 0:
-            raise ConfigurationError(f"--held-out: {self.held_out} is refused; it must be 0 or above")
+        for name in ("held_out", "selector_rank"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"{_option(name)}: {getattr(self, name)} is refused; it must be 0 or above")
         if (self.minutes is None) == (self.steps is None):
             raise ConfigurationError("--minutes and --steps: needed one of them")
+        if self.kind not in (LAYERS, *SHAPES):
+            raise ConfigurationError(
+                f"--kind: {self.kind!r} is refused; it must be one of {', '.join((LAYERS, *SHAPES))}"
+            )
+        if self.optimizer not in ("muon", "adamw"):
+            raise ConfigurationError(f"--optimizer: {self.optimizer!r} is refused; it must be muon or adamw")
+        if self.search and self.kind != "exit":
+            raise ConfigurationError(f"--search: refused for kind {self.kind}; it is for kind exit")
         if self.precision not in ("float32", "bfloat16"):
             raise ConfigurationError(f"--precision: {self.precision!r} is refused; it must be float32 or bfloat16")
         if self.device not in ("auto", "cpu", "cuda"):
@@ -143,7 +183,7 @@ class DistillOptions:
             if value == field.default or field.name == "work":
                 continue
             for part in value if field.name == "prompts" else (value,):
-                words.append(f"{_option(field.name)} {_written(part)}")
+                words.append(_option(field.name) if part is True else f"{_option(field.name)} {_written(part)}")
         return " \\\n    ".join(words)
 
 

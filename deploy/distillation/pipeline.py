@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from cluster.core.config.sections import Configuration
-from cluster.core.errors import ConfigurationError
-from deploy.distillation.answers import Quota, answer_all
+from deploy.distillation.data import DistillData, begin_budget, budgeted, collect_answers, draft_vocabulary
 from deploy.distillation.options import DistillOptions
 from deploy.models import resolve_models, served_name
 from deploy.progress import ProgressReporter
@@ -21,40 +17,24 @@ from deploy.settings import Settings
 from deploy.terminal import notices
 from workers.distill import card, checkpoints
 from workers.distill.agreement import Counts, agreement, share
-from workers.distill.answers import Answer, AnswerFile, read_answers
+from workers.distill.answers import Answer
 from workers.distill.chart import loss_curve
 from workers.distill.export import check_replaceable, export
-from workers.distill.prompts import Prompt, Task, by_task, read_prompts, schedule
+from workers.distill.loop import TrainingPlan
+from workers.distill.prompts import read_prompts
 from workers.distill.student import (
     Student,
     StudentPlan,
     check_student,
-    frequent_tokens,
     load_target,
     make_student,
-    stored_vocabulary,
 )
-from workers.distill.train import Training, TrainingPlan
+from workers.distill.train import Training
 from workers.model.loading import choose_device
-from workers.model.model_files import end_of_sequence_ids
 
-ANSWERS, EVALUATION, VOCABULARY, CURVE = "answers.jsonl", "evaluation.jsonl", "vocabulary.json", "training.png"
-_MIN_SEQUENCES = 32
-"""Conversations in flight at once, unless the configuration allows more."""
-
+CURVE = "training.png"
 _MAX_EVALUATED_LENGTH = 4096
 """Maximum length of an evaluated prompt and answer, in tokens. Clients' prompts are longer than training rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Data:
-    """The target's answers, grouped by their use."""
-
-    train: tuple[Answer, ...]
-    held_out: tuple[Answer, ...]
-    evaluation: tuple[Answer, ...]
-    has_generated_questions: bool
-    """Whether the target wrote some of the questions that are trained on."""
 
 
 def run(settings: Settings, options: DistillOptions, command_line: str) -> None:
@@ -66,9 +46,12 @@ def run(settings: Settings, options: DistillOptions, command_line: str) -> None:
         models = resolve_models(settings.configuration, settings.cache_directory, status.update)
     configuration = models.configuration
     check_student(models.target, student_plan, options.vocabulary_size)
-    data = _collect_answers(configuration, options, files)
+    is_frozen = (options.work_directory / checkpoints.TENSORS).exists()
+    budget = begin_budget(options, is_frozen=is_frozen)
+    data = collect_answers(configuration, options, files, budget, is_frozen=is_frozen)
     target = load_target(models.target, choose_device(options.device, 0))
     student = _make_student(target, student_plan, options, data, models.target)
+    training_plan = budgeted(training_plan, options.work_directory / checkpoints.TENSORS, budget)
     progress = _train(student, data, training_plan, options, target if training_plan.on_policy else None)
     held_out = _measure(student, data.held_out, options, options.max_length)
     evaluation = _measure(student, data.evaluation, options, _MAX_EVALUATED_LENGTH)
@@ -97,62 +80,6 @@ def run(settings: Settings, options: DistillOptions, command_line: str) -> None:
     notices.print(f"{options.out}: agrees with {facts.target} in {share(held_out):.1%} of held-out positions")
 
 
-# --- answers ----------------------------------------------------------------------------------
-
-
-def _collect_answers(configuration: Configuration, options: DistillOptions, files: Sequence[Sequence[Prompt]]) -> _Data:
-    """Generate the answers that are missing, and read all of them.
-
-    Once training has a checkpoint, the answers to train on stay as they are.
-    """
-    evaluation = [] if options.evaluate is None else _evaluation_tasks(options.evaluate, options)
-    if not (options.work_directory / checkpoints.TENSORS).exists():
-        tasks = schedule(files, options.temperatures, options.held_out, options.seed)
-        _generate_answers(configuration, options, ANSWERS, tasks, options.answer_tokens)
-    if evaluation:
-        _generate_answers(configuration, options, EVALUATION, evaluation, 0)
-    answers = read_answers(options.work_directory / ANSWERS)
-    keys = {f"{task.key}:0" for task in evaluation}
-    evaluated = read_answers(options.work_directory / EVALUATION) if keys else ()
-    return _Data(
-        train=tuple(answer for answer in answers if not answer.held_out and answer.answer),
-        held_out=tuple(answer for answer in answers if answer.held_out and answer.answer),
-        evaluation=tuple(answer for answer in evaluated if answer.key in keys),
-        has_generated_questions=any(not prompt.turns for prompts in files for prompt in prompts),
-    )
-
-
-def _generate_answers(
-    configuration: Configuration, options: DistillOptions, name: str, tasks: Iterable[Task], answer_tokens: int
-) -> None:
-    """Append the answers to `tasks` to the file `name`, until it holds `answer_tokens` tokens to train on."""
-    quota = Quota(answer_tokens, options.answer_minutes * 60, options.max_tokens)
-    with (
-        AnswerFile(options.work_directory / name) as file,
-        ProgressReporter(notices, f"answers for {name}") as reporter,
-    ):
-
-        def report(tokens: int) -> None:
-            reporter(tokens / answer_tokens if answer_tokens else 0.0, f"{tokens:,} tokens" if answer_tokens else "")
-
-        asyncio.run(answer_all(_with_many_sequences(configuration), tasks, file, quota, report))
-
-
-def _evaluation_tasks(path: Path, options: DistillOptions) -> list[Task]:
-    """The first turns of `evaluate_prompts` prompts of each task."""
-    return [
-        Task(replace(prompt, turns=prompt.turns[:1]), 0, 0.0, options.seed, held_out=True)
-        for prompts in by_task(read_prompts(path)).values()
-        for prompt in islice(prompts, options.evaluate_prompts)
-    ]
-
-
-def _with_many_sequences(configuration: Configuration) -> Configuration:
-    scheduler = configuration.scheduler
-    count = max(_MIN_SEQUENCES, scheduler.max_sequences)
-    return configuration.model_copy(update={"scheduler": scheduler.model_copy(update={"max_sequences": count})})
-
-
 # --- student ----------------------------------------------------------------------------------
 
 
@@ -163,19 +90,10 @@ def _student_plan(options: DistillOptions) -> StudentPlan:
 
 
 def _make_student(
-    target: PreTrainedModel, plan: StudentPlan, options: DistillOptions, data: _Data, directory: Path
+    target: PreTrainedModel, plan: StudentPlan, options: DistillOptions, data: DistillData, directory: Path
 ) -> Student:
     if options.vocabulary_size is not None:
-        answers = (answer.answer for answer in data.train)
-        always, size = end_of_sequence_ids(directory), int(target.config.vocab_size)
-        path = options.work_directory / VOCABULARY
-        vocabulary = stored_vocabulary(
-            path, lambda: frequent_tokens(answers, options.vocabulary_size or size, always, size)
-        )
-        if len(vocabulary) != options.vocabulary_size:
-            raise ConfigurationError(
-                f"--vocabulary-size: {options.vocabulary_size} is refused; {path} was made with {len(vocabulary)}"
-            )
+        vocabulary = draft_vocabulary(options, data, directory, int(target.config.vocab_size))
         plan = replace(plan, vocabulary=vocabulary)
     return make_student(target, plan, options.seed)
 
@@ -195,7 +113,7 @@ def _training_plan(options: DistillOptions) -> TrainingPlan:
 
 
 def _train(
-    student: Student, data: _Data, plan: TrainingPlan, options: DistillOptions, target: PreTrainedModel | None
+    student: Student, data: DistillData, plan: TrainingPlan, options: DistillOptions, target: PreTrainedModel | None
 ) -> checkpoints.Progress:
     training = Training(student, data.train, data.held_out, plan, options.work_directory, target=target)
     with ProgressReporter(notices, "training") as reporter:

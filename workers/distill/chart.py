@@ -7,8 +7,11 @@ import io
 from workers.distill.checkpoints import Progress
 
 
-def loss_curve(progress: Progress) -> bytes | None:
-    """Draw the curve as a PNG. Returns `None` where matplotlib is not installed, which is optional."""
+def loss_curve(progress: Progress, *, is_tokens: bool = False) -> bytes | None:
+    """Draw the curve as a PNG. Returns `None` where matplotlib is not installed, which is optional.
+
+    `is_tokens`: quality is measured in tokens per step, otherwise as a share of positions.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -24,9 +27,12 @@ def loss_curve(progress: Progress) -> bytes | None:
     )
     if progress.agreements:
         share = loss.twinx()
-        share.set_ylabel("agreement on held-out answers (%)", color="tab:red")
+        label = "estimated tokens per step on held-out answers" if is_tokens else "agreement on held-out answers (%)"
+        share.set_ylabel(label, color="tab:red")
         minutes = [seconds / 60 for _, seconds, _ in progress.agreements]
-        share.plot(minutes, [100 * value for _, _, value in progress.agreements], "o-", color="tab:red")
+        share.plot(
+            minutes, [value if is_tokens else 100 * value for _, _, value in progress.agreements], "o-", color="tab:red"
+        )
         share.set_ylim(bottom=0)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=100, metadata={"Software": None})

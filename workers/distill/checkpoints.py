@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from cluster.core.errors import ConfigurationError
-from workers.distill.student import Student
 
 TENSORS = "checkpoint.safetensors"
 _PROGRESS = "progress"
@@ -35,32 +35,39 @@ class Progress:
     losses: list[tuple[int, float, float]] = field(default_factory=list)
     """(step, seconds, mean loss since the previous entry)."""
     agreements: list[tuple[int, float, float]] = field(default_factory=list)
-    """(step, seconds, agreement on held-out answers)."""
+    """(step, seconds, quality on held-out answers: agreement, or the estimated tokens per step)."""
 
 
 def save_checkpoint(
-    directory: Path, student: Student, optimizer: torch.optim.Optimizer, progress: Progress, fingerprint: str
+    path: Path,
+    parameters: Mapping[str, nn.Parameter],
+    optimizers: Sequence[torch.optim.Optimizer],
+    progress: Progress,
+    fingerprint: str,
 ) -> None:
-    """Write a checkpoint. `fingerprint` identifies the student and the settings of the training."""
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {f"student.{name}": value.detach() for name, value in student.own_parameters().items()}
-    for name, parameter in student.own_parameters().items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"optimizer.{key}.{name}"] = torch.as_tensor(value)
+    """Write a checkpoint. `fingerprint` identifies what is trained and the settings of the training."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {f"student.{name}": value.detach() for name, value in parameters.items()}
+    for name, parameter in parameters.items():
+        for optimizer in optimizers:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer.{key}.{name}"] = torch.as_tensor(value)
     metadata = {_PROGRESS: json.dumps(asdict(progress)), "fingerprint": fingerprint}
-    scratch = directory / f"{TENSORS}.part"
+    scratch = path.with_name(f"{path.name}.part")
     save_file({name: value.contiguous() for name, value in tensors.items()}, scratch, metadata=metadata)
-    os.replace(scratch, directory / TENSORS)  # one file, so that tensors and progress always match
+    os.replace(scratch, path)  # one file, so that tensors and progress always match
 
 
 def load_checkpoint(
-    directory: Path, student: Student, optimizer: torch.optim.Optimizer, fingerprint: str
+    path: Path,
+    parameters: Mapping[str, nn.Parameter],
+    optimizers: Sequence[torch.optim.Optimizer],
+    fingerprint: str,
 ) -> Progress | None:
-    """Restore the student and the optimizer. Returns `None` where there is no checkpoint.
+    """Restore the parameters and the optimizers. Returns `None` where there is no checkpoint.
 
     Raises `ConfigurationError` for a checkpoint of another training.
     """
-    path = directory / TENSORS
     if not path.exists():
         return None
     tensors, metadata = _read(path)
@@ -71,22 +78,35 @@ def load_checkpoint(
         )
     state: dict[str, dict[str, Tensor]] = {}
     with torch.no_grad():
-        for name, parameter in student.own_parameters().items():
+        for name, parameter in parameters.items():
             parameter.copy_(tensors.pop(f"student.{name}"))
             state[name] = {}
     for key, value in tensors.items():
         _, entry, name = key.split(".", 2)
         state[name][entry] = value
-    for name, parameter in student.own_parameters().items():
+    for name, parameter in parameters.items():
         if state[name]:
             device = parameter.device
-            optimizer.state[parameter] = {
+            owner = next(each for each in optimizers if _has(each, parameter))
+            owner.state[parameter] = {
                 entry: value if entry == "step" else value.to(device) for entry, value in state[name].items()
             }
     values: dict[str, Any] = json.loads(metadata[_PROGRESS])
     for name in ("losses", "agreements"):
         values[name] = [tuple(entry) for entry in values[name]]
     return Progress(**values)
+
+
+def stored_seconds(path: Path) -> float:
+    """The training time of a checkpoint in seconds; 0 where there is none."""
+    if not path.exists():
+        return 0.0
+    with safe_open(path, framework="pt") as file:
+        return float(json.loads((file.metadata() or {})[_PROGRESS])["seconds"])
+
+
+def _has(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
+    return any(parameter is each for group in optimizer.param_groups for each in group["params"])
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -44,7 +44,12 @@ def divergence_named(name: str) -> Divergence:
 
 
 def distillation_loss(logits: Tensor, leading: Tensor, log_probabilities: Tensor, divergence: Divergence) -> Tensor:
-    """The mean divergence over positions. A position whose target tokens are all unknown to the student counts 0.
+    """The mean of `divergences` over positions."""
+    return divergences(logits, leading, log_probabilities, divergence).mean()
+
+
+def divergences(logits: Tensor, leading: Tensor, log_probabilities: Tensor, divergence: Divergence) -> Tensor:
+    """The divergence at each position, [positions]; 0 where the student knows none of the target's tokens.
 
     `logits` [positions, draft vocabulary] are the student's. `leading` [positions, alternatives] are the target's most
     probable tokens as rows of the student's head; -1 for a token that is unknown or that the student cannot propose.
@@ -55,7 +60,7 @@ def distillation_loss(logits: Tensor, leading: Tensor, log_probabilities: Tensor
     ours = logits.gather(1, leading.clamp(min=0)) - logits.logsumexp(dim=-1, keepdim=True)
     learnable = known.any(dim=-1)
     losses = divergence(*_partition(ours, log_probabilities, known, logits.shape[1]))
-    return losses.masked_fill(~learnable, 0.0).mean()
+    return losses.masked_fill(~learnable, 0.0)
 
 
 def _partition(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -26,16 +28,27 @@ def export(student: Student, directory: Path, target_name: str, card: str, pictu
     }
     if student.vocabulary is not None:
         tensors[VOCABULARY] = student.vocabulary.to("cpu", torch.int32)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
+    with replaced_directory(directory, card, pictures) as scratch:
         save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
         config = json.dumps(config_values(student) | {"dtype": "bfloat16"}, indent=2)
         (scratch / "config.json").write_text(config + "\n", encoding="utf-8")
         description(student, target_name).write(scratch)
+
+
+@contextmanager
+def replaced_directory(directory: Path, card: str, pictures: dict[str, bytes]) -> Iterator[Path]:
+    """A new directory to write a draft into, which replaces `directory` at the end. It holds the model card already.
+
+    Raises `ConfigurationError` where the directory holds something other than a draft.
+    """
+    check_replaceable(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
         (scratch / "README.md").write_text(card, encoding="utf-8")
         for name, picture in pictures.items():
             (scratch / name).write_bytes(picture)
+        yield scratch
         scratch.chmod(0o755)
         for file in scratch.iterdir():
             file.chmod(0o644)

@@ -211,12 +211,15 @@ class TestExport:
         export(student_of(target, 1, 2), tmp_path / "draft", "the-target", "", {})
 
         assert json.loads((tmp_path / "draft" / "pilotfish_draft.json").read_text()) == {
-            "format_version": 1,
+            "format_version": 2,
             "target": "the-target",
             "target_vocabulary_size": 96,
             "hidden_size": 48,
             "layers": [1, 2],
             "vocabulary_size": None,
+            "kind": "layers",
+            "taps": [],
+            "shape": None,
         }
         config = json.loads((tmp_path / "draft" / "config.json").read_text())
         assert (config["model_type"], config["num_hidden_layers"], config["dtype"]) == ("llama", 2, "bfloat16")

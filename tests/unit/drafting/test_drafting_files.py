@@ -141,7 +141,7 @@ class TestRefusals:
         tensors = load_file(tmp_path / WEIGHTS)
         save_file(tensors | {"weights": torch.zeros(2, 2)}, tmp_path / WEIGHTS)
 
-        with pytest.raises(ModelLoadError, match=r"weights must be \[3, 48, 48\], not torch.float32 \[2, 2\]"):
+        with pytest.raises(ModelLoadError, match=r"weights must be \[144, 48\], not torch.float32 \[2, 2\]"):
             load_drafter(tmp_path, target, torch.float32, CPU)
 
     def test_a_target_without_a_plain_rms_norm(self, target: Path, tmp_path: Path) -> None:

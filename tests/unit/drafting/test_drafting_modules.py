@@ -66,7 +66,7 @@ class TestHeads:
         drafting_modules.randomized(heads)
         hidden, last = torch.randn(2, 5, SIZE).unbind()
 
-        expected = hidden + torch.nn.functional.silu(hidden @ heads.weights[0].T)
+        expected = hidden + torch.nn.functional.silu(hidden @ heads.weights.T)
 
         torch.testing.assert_close(heads(hidden, last)[:, 0], expected)
         assert heads.selector is None

@@ -12,7 +12,7 @@ from workers.draft.hidden.packed_layer import PackedLayer, RotaryTable, attend, 
 from workers.draft.parallel.settings import Weights
 from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.ends import TargetEnds
-from workers.model.drafting.layer import DrafterLayer
+from workers.model.drafting.layer import ContextProjection, DrafterLayer
 
 
 class BlockPass:
@@ -25,13 +25,14 @@ class BlockPass:
         self.depths, self.vocabulary_size = shape.block, len(ends.embedding)
         self.device = ends.embedding.device
         self._embedding = ends.embedding
-        self._fuse = folded_product(module.fusion.proj.weight, weights, module.fusion.norm.flatten())
         layers = [one for one in module.layers if isinstance(one, DrafterLayer)]
-        pairs = [weight for one in layers for weight in (one.k_proj.weight, one.v_proj.weight)]
-        self._context = folded_product(torch.cat(pairs), weights, module.context_norm)
-        self._entry = folded_product(
-            module.entry.weight, weights, torch.cat([module.token_norm, torch.ones_like(module.token_norm)])
+        contexts = [one for one in module.contexts if isinstance(one, ContextProjection)]
+        pairs = [weight for one in contexts for weight in (one.k_proj.weight, one.v_proj.weight)]
+        self._context = folded_product(
+            torch.cat([module.fusion.proj.weight, *pairs]), weights, module.fusion.norm.flatten()
         )
+        norms = torch.cat([torch.ones_like(module.feature_norm), module.feature_norm])
+        self._entry = folded_product(module.entry.weight, weights, norms)
         self._slots = module.slots.detach().float()
         self._layers = [PackedLayer(one, norm, weights) for one, norm in zip(layers, module.input_norms, strict=True)]
         self._output_norm = module.output_norm.detach().float()
@@ -44,9 +45,9 @@ class BlockPass:
     def context(self, taps: Tensor, positions: Tensor) -> ContextRows:
         """What later blocks need of `taps` [tokens, taps, hidden size] at `positions` [tokens]."""
         shape = self._layer_shape
-        fused = self._fuse(scaled(taps.to(self.device).float(), self._epsilon).flatten(1))
-        found = self._context(scaled(fused, self._epsilon))
-        found = found.view(len(fused), -1, 2, shape.kv_heads, shape.head_width)  # [tokens, layers, 2, …]
+        found = self._context(scaled(taps.to(self.device).float(), self._epsilon).flatten(1))
+        fused, found = found[:, : shape.hidden_size].contiguous(), found[:, shape.hidden_size :]
+        found = found.reshape(len(fused), -1, 2, shape.kv_heads, shape.head_width)  # [tokens, layers, 2, …]
         keys = found[:, :, 0].flatten(1, 2)  # [tokens, layers × KV heads, head width]
         keys = self._rotary.at(positions.to(self.device)).apply(keys)
         return ContextRows(
@@ -64,8 +65,8 @@ class BlockPass:
         rows, block = len(last), self.depths
         features = [window.feature(anchor - 1) for window, anchor in zip(windows, anchors, strict=True)]
         fused = torch.stack([feature for feature in features if feature is not None])
-        tokens = scaled(self._embedding[list(last)].float(), self._epsilon)
-        common = self._entry(torch.cat([tokens, fused], dim=-1))
+        tokens = self._embedding[list(last)].float()
+        common = self._entry(torch.cat([tokens, scaled(fused, self._epsilon)], dim=-1))
         residual = (common.unsqueeze(1) + self._slots).flatten(0, 1)  # [rows × block, hidden size]
         places = torch.tensor([anchor + slot for anchor in anchors for slot in range(block)], device=self.device)
         rotation = self._rotary.at(places)

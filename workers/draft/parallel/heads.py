@@ -44,7 +44,7 @@ class ParallelHeads:
         self._embedding, self._norm, self._epsilon = ends.embedding, ends.norm.float(), ends.epsilon
         make = partial(make_product, weights=weights, directory=target.compile_directory)
         self._mix = None if module.mix is None else _mix_of(module.mix, make)
-        self._heads = make(module.weights.flatten(0, 1))
+        self._heads = make(module.weights)
         self._ranker = PathRanker(ends, module.selector, make, knows_noise=target.acceptance == _COUPLED)
 
     def warm_up(self, siblings: int) -> None:

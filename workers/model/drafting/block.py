@@ -2,7 +2,8 @@
 
 One slot for each token. All slots start from the embedding of the last committed token and the fused taps of the
 position before it, and differ by a learned vector and by their rotary position. They attend to the context, whose keys
-and values come from the fused taps of each position alone, and to each other in both directions.
+and values come from the taps of each position alone, and to each other in both directions. Embedding and features enter
+through one matrix that starts as the embedding alone: then the first slot can start as a draft model that reads tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from workers.model.draft_shapes import BlockShape
 from workers.model.drafting.ends import TargetEnds, rms_norm
-from workers.model.drafting.layer import DrafterLayer, TapFusion
+from workers.model.drafting.layer import ContextProjection, DrafterLayer, TapFusion
 from workers.model.drafting.selector import Selector
 
 
@@ -24,12 +25,15 @@ class BlockDrafter(nn.Module):
         self.shape = shape
         size, epsilon = shape.layer.hidden_size, shape.layer.norm_epsilon
         self.fusion = TapFusion(taps, size, epsilon)
-        self.context_norm = nn.Parameter(torch.ones(size))
-        self.token_norm = nn.Parameter(torch.ones(size))
         self.entry = nn.Linear(2 * size, size, bias=False)
-        self.slots = nn.Parameter(torch.randn(shape.block, size) * size**-0.5)
+        nn.init.zeros_(self.entry.weight)
+        with torch.no_grad():
+            self.entry.weight[:, :size].fill_diagonal_(1.0)
+        self.slots = nn.Parameter(torch.zeros(shape.block, size))
         self.input_norms = nn.Parameter(torch.ones(shape.layers, size))
+        self.feature_norm = nn.Parameter(torch.ones(size))
         self.layers = nn.ModuleList(DrafterLayer(shape.layer, size, size) for _ in range(shape.layers))
+        self.contexts = nn.ModuleList(ContextProjection(shape.layer, taps) for _ in range(shape.layers))
         self.output_norm = nn.Parameter(ends.norm.detach().float().clone())
         self.selector = Selector(size, shape.selector_rank) if shape.selector_rank else None
 
@@ -40,9 +44,9 @@ class BlockDrafter(nn.Module):
         [..., tokens, hidden size], and keys and values [layers, ..., tokens, KV heads, head width]. Only the last
         `shape.layer.window` positions are ever attended to.
         """
-        fused = self.fusion(taps)
-        normalised = rms_norm(fused, self.context_norm, self.shape.layer.norm_epsilon)
-        found = [layer.keys_values(normalised, positions) for layer in self._layers()]
+        normalised = self.fusion.normalised(taps)
+        fused = self.fusion.proj(normalised)
+        found = [part(normalised, positions) for part in self.contexts]
         return fused, torch.stack([keys for keys, _ in found]), torch.stack([values for _, values in found])
 
     def forward(
@@ -59,8 +63,8 @@ class BlockDrafter(nn.Module):
         shape = self.shape
         epsilon = shape.layer.norm_epsilon
         rows, anchors = positions.shape
-        tokens = rms_norm(last, self.token_norm, epsilon)
-        common = self.entry(torch.cat([tokens, fused], dim=-1))
+        features = rms_norm(fused, self.feature_norm, epsilon)
+        common = self.entry(torch.cat([last.to(features.dtype), features], dim=-1))
         residual = (common.unsqueeze(-2) + self.slots).flatten(1, 2)  # [rows, anchors x block, hidden size]
         places = (positions.unsqueeze(-1) + torch.arange(shape.block, device=positions.device)).flatten(1, 2)
         mask = self._mask(positions, context)

@@ -70,7 +70,7 @@ def load_drafter(
     if card.kind == LAYERS or card.shape is None or (kind is not None and card.kind != kind):
         raise ModelLoadError(f"{where}: kind is {card.kind!r} in {CARD}; needed {kind or 'a drafting module'}")
     tensors = read_tensors(directory / WEIGHTS)
-    vocabulary = draft_vocabulary(directory, tensors.pop(VOCABULARY, None), card)
+    vocabulary = draft_vocabulary(directory, tensors.get(VOCABULARY), card)
     ends = load_ends(target_directory, card, vocabulary, dtype, device)
     module = make_module(ends, card.shape, card.taps)
     _fill(module, _restored(tensors), where)
@@ -79,6 +79,11 @@ def load_drafter(
         parameter.data = parameter.data.to(dtype)
     module.eval().requires_grad_(False)
     return Drafter(card, ends, module)
+
+
+def stored_tensors(directory: Path) -> dict[str, Tensor]:
+    """The parameters of a stored module by name, int8 matrices multiplied by their scales. Raises `ModelLoadError`."""
+    return _restored(read_tensors(directory / WEIGHTS))
 
 
 def load_ends(
@@ -141,7 +146,7 @@ def _restored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors with int8 matrices multiplied by their scales."""
     restored: dict[str, Tensor] = {}
     for name, value in tensors.items():
-        if name.endswith(_SCALE):
+        if name.endswith(_SCALE) or name == VOCABULARY:
             continue
         scale = tensors.get(name + _SCALE)
         restored[name] = value if scale is None else value.float() * scale.unsqueeze(-1)

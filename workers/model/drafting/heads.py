@@ -25,7 +25,7 @@ class MedusaHeads(nn.Module):
         self.shape = shape
         size = ends.hidden_size
         self.mix = Selector(size, shape.mix_rank) if shape.mix_rank else None
-        self.weights = nn.Parameter(torch.zeros(shape.depths, size, size))  # [depths, output, input]
+        self.weights = nn.Parameter(torch.zeros(shape.depths * size, size))  # [depth and output, input]
         self.selector = Selector(size, shape.selector_rank) if shape.selector_rank else None
 
     def forward(self, hidden: Tensor, last: Tensor) -> Tensor:
@@ -35,5 +35,5 @@ class MedusaHeads(nn.Module):
         n-2; `last` [..., hidden size] is the embedding of the token at n-1. Depth i (from 0) predicts position n+i.
         """
         mixed = hidden if self.mix is None else self.mix(hidden, last)
-        deep = torch.einsum("...j,dij->...di", mixed, self.weights)
+        deep = nn.functional.linear(mixed, self.weights).view(*mixed.shape[:-1], self.shape.depths, mixed.shape[-1])
         return mixed.unsqueeze(-2) + nn.functional.silu(deep)

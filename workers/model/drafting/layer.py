@@ -42,18 +42,17 @@ class DrafterLayer(nn.Module):
 
         `residual` [rows, tokens, hidden size] is the residual stream before the layer; `keys` and `values` are
         [rows, context, KV heads, head width]; `mask`, bool and broadcast to [rows, tokens, context], is true where a
-        token attends to a context position. A token that attends to nothing gets the mean of all values.
+        token attends to a context position; each token must attend to something.
         """
-        shape = self.shape
-        group = shape.heads // shape.kv_heads
-        split = queries.view(
-            *queries.shape[:-2], shape.kv_heads, group, shape.head_width
-        )  # [rows, tokens, KV heads, group, head width]
-        scores = torch.einsum("rtkgd,rckd->rkgtc", split, keys).float() * shape.head_width**-0.5
-        scores = scores.masked_fill(~mask.unsqueeze(-3).unsqueeze(-3), -1e30)
-        found = torch.einsum("rkgtc,rckd->rtkgd", scores.softmax(dim=-1).to(values.dtype), values)
-        residual = residual + self.o_proj(found.flatten(-3))
-        inner = rms_norm(residual, self.mlp_norm, shape.norm_epsilon)
+        found = nn.functional.scaled_dot_product_attention(
+            queries.transpose(1, 2),
+            keys.transpose(1, 2).to(queries.dtype),
+            values.transpose(1, 2).to(queries.dtype),
+            attn_mask=mask.unsqueeze(1),
+            enable_gqa=self.shape.heads != self.shape.kv_heads,
+        )
+        residual = residual + self.o_proj(found.transpose(1, 2).flatten(-2))
+        inner = rms_norm(residual, self.mlp_norm, self.shape.norm_epsilon)
         added: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(inner)) * self.up_proj(inner))
         return residual + added
 
@@ -88,6 +87,28 @@ class TapFusion(nn.Module):
 
     def forward(self, taps: Tensor) -> Tensor:
         """Fused vectors [..., hidden size] of taps [..., taps x hidden size]."""
-        parts = taps.reshape(*taps.shape[:-1], self.taps, self.hidden_size)
-        fused: Tensor = self.proj(rms_norm(parts, self.norm, self.epsilon).flatten(-2))
+        fused: Tensor = self.proj(self.normalised(taps))
         return fused
+
+    def normalised(self, taps: Tensor) -> Tensor:
+        """Taps [..., taps x hidden size], each normalised by its own RMS."""
+        parts = taps.reshape(*taps.shape[:-1], self.taps, self.hidden_size)
+        return rms_norm(parts, self.norm, self.epsilon).flatten(-2)
+
+
+class ContextProjection(nn.Module):
+    """Keys and values of context positions for one layer, from normalised taps."""
+
+    def __init__(self, shape: LayerShape, taps: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.k_proj = nn.Linear(taps * shape.hidden_size, shape.kv_heads * shape.head_width, bias=False)
+        self.v_proj = nn.Linear(taps * shape.hidden_size, shape.kv_heads * shape.head_width, bias=False)
+
+    def forward(self, normalised: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values, both [..., tokens, KV heads, head width], of [..., tokens, taps x hidden size]."""
+        keys, values = (
+            projected.view(*projected.shape[:-1], -1, self.shape.head_width)
+            for projected in (self.k_proj(normalised), self.v_proj(normalised))
+        )
+        return rotate(keys, positions, self.shape.rope_theta), values

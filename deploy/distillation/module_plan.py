@@ -1,0 +1,152 @@
+"""The defaults of a drafting module, its shape, its initial weights and the plan of its training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from cluster.core.errors import ConfigurationError
+from deploy.distillation.options import DistillOptions
+from workers.distill.answers import Answer
+from workers.distill.loop import TrainingPlan
+from workers.distill.modules.batches import tap_batch
+from workers.distill.modules.learner import ModulePlan
+from workers.distill.modules.start import copy_layers, fit_context
+from workers.distill.modules.tap_cache import TapCache
+from workers.model.draft_card import LAYERS, WEIGHTS, read_card
+from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsShape, LayerShape, Shape, TableShape
+from workers.model.drafting.block import BlockDrafter
+from workers.model.drafting.eagle import EagleHead
+from workers.model.drafting.ends import TargetEnds
+from workers.model.drafting.files import DraftingModule, stored_tensors
+from workers.model.target_ends import read_tensors
+
+CURVE = "training.png"
+_VOCABULARY_SIZE = 8192
+_DEPTHS = {"heads": 4, "block": 5, "table": 8}
+_TRAINED_LAYER_SCALE = 0.2
+"""Learning rate of decoder layers that a model has trained, relative to the new parameters."""
+_FITTED_ANSWERS = 256
+"""Answers that the context of a block drafter is fitted to before it is trained."""
+
+
+def with_defaults(options: DistillOptions, config: Any) -> DistillOptions:
+    """The options with the defaults of their kind for a target of this configuration. Raises `ConfigurationError`."""
+    count = int(config.num_hidden_layers)
+    if options.kind in ("heads", "table", "exit") and options.student_config is not None:
+        raise ConfigurationError(f"--student-config: refused for kind {options.kind}; it is for kind layers")
+    if options.on_policy:
+        raise ConfigurationError(f"--on-policy: refused for kind {options.kind}; it is for kind layers")
+    size = options.vocabulary_size or min(_VOCABULARY_SIZE, int(config.vocab_size))
+    if options.kind == "exit":
+        layers: tuple[int, ...] = options.layers or tuple(range(count // 2))
+        if not all(0 <= layer < count for layer in layers):
+            raise ConfigurationError(f"--layers: {list(layers)} is refused; it must be within 0 and {count - 1}")
+        is_first = layers == tuple(range(len(layers)))
+        reads = (len(layers),) if is_first and not options.search else ()
+        return replace(options, layers=layers, taps=reads, vocabulary_size=size)
+    if options.kind == "table":
+        return replace(options, taps=(), vocabulary_size=None)
+    taps = options.taps or ((count,) if options.kind == "heads" else (count // 3, 2 * count // 3, count))
+    if not all(0 <= tap <= count for tap in taps):
+        raise ConfigurationError(f"--taps: {list(taps)} is refused; it must be within 0 and {count}")
+    if options.kind == "heads" and len(taps) != 1:
+        raise ConfigurationError(f"--taps: {list(taps)} is refused; heads read one hidden state")
+    return replace(options, taps=taps, vocabulary_size=size)
+
+
+def wanted_shape(options: DistillOptions, config: Any) -> Shape:
+    """The shape of the module. Raises `ConfigurationError`."""
+    depths = options.depths or _DEPTHS.get(options.kind, 1)
+    if options.kind == "heads":
+        return HeadsShape(depths, selector_rank=options.selector_rank)
+    if options.kind == "table":
+        return TableShape(depths)
+    if options.kind == "exit":
+        return ExitShape(options.layers, has_norm=bool(options.taps))
+    layer, layers = _layer_shape(options, config)
+    if options.kind == "block":
+        return BlockShape(layer, depths, layers, options.selector_rank)
+    return EagleShape(layer, layers)
+
+
+def _layer_shape(options: DistillOptions, config: Any) -> tuple[LayerShape, int]:
+    """The shape of one layer and the number of layers: those of the draft to start from, or of the target."""
+    layers = len(options.layers) or 1
+    if options.start is not None:
+        card = read_card(options.start)
+        if isinstance(card.shape, (BlockShape, EagleShape)):
+            return card.shape.layer, card.shape.layers
+        if card.kind != LAYERS:
+            raise ConfigurationError(f"--start {options.start}: a draft of kind {card.kind!r} has no decoder layers")
+        config = AutoConfig.from_pretrained(options.start, trust_remote_code=False)
+        layers = int(config.num_hidden_layers)
+    heads = int(config.num_attention_heads)
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
+    return LayerShape(
+        int(config.hidden_size),
+        heads,
+        int(getattr(config, "num_key_value_heads", heads)),
+        int(width),
+        int(config.intermediate_size),
+        float(theta),
+        float(getattr(config, "rms_norm_eps", 1e-5)),
+        options.max_length,
+    ), layers
+
+
+def start_module(
+    module: DraftingModule,
+    ends: TargetEnds,
+    cache: TapCache,
+    options: DistillOptions,
+    target: Path,
+    answers: Sequence[Answer],
+) -> str:
+    """Give a module its initial weights. Returns what they are, in words; empty for random ones."""
+    if options.start is not None:
+        card = read_card(options.start)
+        if card.kind == options.kind:
+            module.load_state_dict(stored_tensors(options.start))
+            return f"the draft {options.start.name}"
+    if not isinstance(module, (BlockDrafter, EagleHead)) or (options.start is None and not options.layers):
+        return ""
+    if options.start is None:
+        words, layers = f"layers {', '.join(map(str, options.layers))} of the target", options.layers
+        files = sorted(target.glob("*.safetensors"))
+    else:
+        words, layers = f"the layers of the draft {options.start.name}", tuple(range(module.shape.layers))
+        files = [options.start / WEIGHTS]
+    copy_layers(module, {name: value for file in files for name, value in read_tensors(file).items()}, layers)
+    if isinstance(module, BlockDrafter):
+        chosen = [answer for answer in answers if cache.has(answer)][:_FITTED_ANSWERS]
+        groups = [chosen[first : first + 4] for first in range(0, len(chosen), 4)]
+        fit_context(module, ends, [tap_batch(group, cache, ends, options.max_length) for group in groups])
+    return words
+
+
+def training_plans(options: DistillOptions) -> tuple[TrainingPlan, ModulePlan]:
+    """The settings of the training."""
+    plan = TrainingPlan(
+        loss=options.loss,
+        learning_rate=options.learning_rate,
+        batch_tokens=options.batch_tokens,
+        max_length=options.max_length,
+        seed=options.seed,
+        precision="bfloat16" if options.precision == "bfloat16" else "float32",
+        steps=options.steps,
+        seconds=None if options.minutes is None else options.minutes * 60,
+    )
+    paths = max(1, options.batch_tokens // 8 if options.kind in ("heads", "block") else 0)
+    scale = _TRAINED_LAYER_SCALE if options.start is not None or options.layers else 1.0
+    return plan, ModulePlan(paths=paths, layer_scale=scale, optimizer=options.optimizer)
+
+
+def checkpoint_of(options: DistillOptions) -> Path:
+    """Where the training of a kind keeps its state."""
+    return options.work_directory / f"checkpoint-{options.kind}.safetensors"

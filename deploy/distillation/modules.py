@@ -1,0 +1,228 @@
+"""Makes a drafting module from the target's answers: heads, a block drafter, an EAGLE head, an exit norm, a table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from cluster.core.errors import ConfigurationError
+from deploy.distillation.budget import Budget
+from deploy.distillation.data import DistillData, begin_budget, budgeted, collect_answers, draft_vocabulary
+from deploy.distillation.module_plan import (
+    CURVE,
+    checkpoint_of,
+    start_module,
+    training_plans,
+    wanted_shape,
+    with_defaults,
+)
+from deploy.distillation.options import DistillOptions
+from deploy.models import resolve_models, served_name
+from deploy.progress import ProgressReporter
+from deploy.settings import Settings
+from deploy.terminal import notices
+from workers.distill.answers import Answer
+from workers.distill.chart import loss_curve
+from workers.distill.checkpoints import Progress
+from workers.distill.export import check_replaceable, replaced_directory
+from workers.distill.modules.exit_search import ExitCandidate, search_exit
+from workers.distill.modules.learner import Acceptance, ModulePlan, ModuleTraining, measure
+from workers.distill.modules.module_card import ModuleFacts, write_card
+from workers.distill.modules.successors import count_successors
+from workers.distill.modules.tap_cache import TapCache
+from workers.distill.prompts import read_prompts
+from workers.distill.student import load_target
+from workers.model.draft_card import DraftCard
+from workers.model.draft_shapes import ExitShape, TableShape
+from workers.model.drafting.ends import TargetEnds
+from workers.model.drafting.files import DraftingModule, load_ends, make_module, save_drafter
+from workers.model.drafting.table import SuccessorTable
+from workers.model.loading import choose_device
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What all stages of one command share."""
+
+    options: DistillOptions
+    target: Path
+    data: DistillData
+    budget: Budget
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A finished module, and what the model card says of it."""
+
+    card: DraftCard
+    module: DraftingModule
+    vocabulary: torch.Tensor | None
+    start: str = ""
+    progress: Progress = field(default_factory=Progress)
+    measured: dict[str, Acceptance] = field(default_factory=dict)
+    notes: str = ""
+
+
+def run_module(settings: Settings, options: DistillOptions, command_line: str) -> None:
+    """Make a module: collect answers and hidden states, train, measure, write. Raises `PilotfishError`."""
+    check_replaceable(options.out)
+    files = [read_prompts(path) for path in options.prompts]
+    with notices.status("looking for the target") as status:
+        models = resolve_models(settings.configuration, settings.cache_directory, status.update)
+    config = AutoConfig.from_pretrained(models.target, trust_remote_code=False).get_text_config()
+    options = with_defaults(options, config)
+    shape = wanted_shape(options, config)
+    needs_states = options.kind != "table" and not options.search
+    budget = begin_budget(options, is_frozen=False, needs_states=needs_states)
+    data = collect_answers(models.configuration, options, files, budget, is_frozen=False)
+    name = served_name(models.configuration)
+    sizes = int(config.vocab_size), int(config.hidden_size)
+    card = DraftCard(name, *sizes, options.layers, options.vocabulary_size, options.kind, options.taps, shape)
+    stage = _Run(options, models.target, data, budget, choose_device(options.device, 0))
+    made = _make(stage, card)
+    notes = "" if options.notes is None else options.notes.read_text(encoding="utf-8")
+    curve = loss_curve(made.progress, is_tokens=True) if made.progress.losses else None
+    facts = ModuleFacts(
+        card=made.card,
+        target_dtype=models.configuration.target.dtype,
+        command_line=command_line,
+        answers=data.train,
+        start=made.start,
+        parameters=sum(value.numel() for value in made.module.parameters()),
+        progress=made.progress,
+        device=_device_name(stage.device),
+        measured=made.measured,
+        curve=CURVE if curve else "",
+        notes=made.notes + notes,
+    )
+    with replaced_directory(options.out, write_card(facts), {} if curve is None else {CURVE: curve}) as scratch:
+        save_drafter(scratch, made.card, made.module, made.vocabulary, int8=options.int8)
+    tokens = [f", estimated {each.tokens_per_step:.2f} tokens per step on {of}" for of, each in made.measured.items()]
+    notices.print(f"{options.out}: {options.kind} for {name}{''.join(tokens)}")
+
+
+def _device_name(device: torch.device) -> str:
+    """What a card calls the device that a training ran on."""
+    return torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+
+
+def _make(stage: _Run, card: DraftCard) -> _Made:
+    """Make and train the module that the card describes, or the one that a search finds."""
+    options, data = stage.options, stage.data
+    if card.shape is None:
+        raise ConfigurationError(f"--kind: {options.kind!r} is refused; it has no shape")
+    torch.manual_seed(options.seed)
+    dtype = torch.bfloat16 if options.precision == "bfloat16" else torch.float32
+    if isinstance(card.shape, TableShape):
+        table = SuccessorTable(card.shape, card.target_vocabulary_size)
+        notices.print(f"{count_successors(table, data.train):,} tokens have successors")
+        return _Made(card, table, None)
+    vocabulary = torch.tensor(draft_vocabulary(options, data, stage.target, card.target_vocabulary_size))
+    model: Any = load_target(stage.target, stage.device)
+    model.to(dtype)
+    notes = ""
+    if options.search:
+        found = _search(stage, model)
+        card, notes = replace(card, shape=ExitShape(found[0].layers), layers=found[0].layers), _table(found)
+    ends = load_ends(stage.target, card, vocabulary, dtype, stage.device)
+    module = make_module(ends, card.shape or ExitShape((0,)), card.taps).to(stage.device)
+    if not card.taps:
+        return _Made(card, module, vocabulary, notes=notes)
+    cache = _states(stage, model, card)
+    del model
+    start = start_module(module, ends, cache, options, stage.target, data.train)
+    progress, measured = _train(stage, module, ends, cache)
+    return _Made(card, module, vocabulary, start, progress, measured)
+
+
+def _states(stage: _Run, model: Any, card: DraftCard) -> TapCache:
+    """The target's hidden states of all answers, computed where they are missing while the budget lasts."""
+    options, data = stage.options, stage.data
+    cache = TapCache(options.work_directory, card.taps, card.hidden_size, options.max_length)
+    # Held-out answers come first: without them nothing is measured.
+    answers = (*data.held_out, *data.train, *data.evaluation)
+    with ProgressReporter(notices, "hidden states") as reporter:
+
+        def report(done: int, wanted: int) -> None:
+            reporter(done / max(1, wanted), f"{done:,} of {wanted:,} tokens")
+
+        ends = stage.budget.states_end if options.minutes is not None else None
+        cache.fill(model, answers, report, ends)
+    return cache
+
+
+def _train(
+    stage: _Run, module: DraftingModule, ends: TargetEnds, cache: TapCache
+) -> tuple[Progress, dict[str, Acceptance]]:
+    options, data = stage.options, stage.data
+    plan, module_plan = training_plans(options)
+    answers = [answer for answer in data.train if cache.has(answer)]
+    if not answers:
+        raise ConfigurationError(
+            f"--minutes: {options.minutes} is refused; its share of {stage.budget.state_seconds:.0f} s gave the hidden "
+            f"states of no answer to train on"
+        )
+    held_out = [answer for answer in data.held_out if cache.has(answer)]
+    checkpoint = checkpoint_of(options)
+    plan = budgeted(plan, checkpoint, stage.budget)
+    training = ModuleTraining(module, ends, cache, answers, held_out, plan, module_plan, checkpoint)
+    with ProgressReporter(notices, "training") as reporter:
+
+        def report(progress: Progress, done: float) -> None:
+            loss = f", loss {progress.losses[-1][2]:.3f}" if progress.losses else ""
+            tokens = f", {progress.agreements[-1][2]:.2f} tokens per step" if progress.agreements else ""
+            reporter(done, f"epoch {progress.epoch}, step {progress.step}{loss}{tokens}")
+
+        progress = training.run(report)
+    name = "evaluation" if options.evaluate is None else options.evaluate.name
+    measured = {
+        "held-out prompts": _measured(module, ends, cache, held_out, options, module_plan),
+        name: _measured(module, ends, cache, data.evaluation, options, module_plan),
+    }
+    return progress, {key: found for key, found in measured.items() if found.paths}
+
+
+def _measured(
+    module: DraftingModule,
+    ends: TargetEnds,
+    cache: TapCache,
+    answers: Sequence[Answer],
+    options: DistillOptions,
+    plan: ModulePlan,
+) -> Acceptance:
+    is_bfloat16 = options.precision == "bfloat16"
+    return measure(module, ends, cache, answers, options.max_length, plan.measured_depths, is_bfloat16)
+
+
+def _search(stage: _Run, model: Any) -> list[ExitCandidate]:
+    """Candidates for early exit, best first."""
+    options = stage.options
+    with ProgressReporter(notices, "search") as reporter:
+        limit = None if options.minutes is None else time.monotonic() + stage.budget.left_for_training()
+        return search_exit(model, stage.data.held_out[:8], options.max_length, reporter, limit)
+
+
+def _table(found: Sequence[ExitCandidate]) -> str:
+    rows = [
+        f"| {len(each.layers)} | {each.agreement:.1%} | {each.speedup:.2f} | {_ranges(each.layers)} |"
+        for each in found[:12]
+    ]
+    heading = "## Layers that draft\n\nMeasured on held-out answers; the speed-up is estimated from the agreement.\n\n"
+    return heading + "| layers | agreement | estimated speed-up | which |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    parts: list[list[int]] = []
+    for layer in layers:
+        if parts and parts[-1][-1] == layer - 1:
+            parts[-1].append(layer)
+        else:
+            parts.append([layer])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}–{part[-1]}" for part in parts)

@@ -1,0 +1,181 @@
+"""`pilotfish distill --kind ...` makes drafting modules that the loader reads."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from deploy import cli
+from deploy.distillation import answers
+from deploy.distillation.budget import Budget
+from tests.support.models import tiny, tiny_tokenizer
+from workers.model.draft_card import read_card
+from workers.model.draft_shapes import ExitShape
+from workers.model.drafting.files import load_drafter
+from workers.model.drafting.table import SuccessorTable
+
+SHAPE = {"vocab_size": 320, "num_hidden_layers": 3, "head_dim": 8, "tie_word_embeddings": True}
+
+
+class ModuleRun:
+    """A tiny target, prompt files, and the command that makes a module."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory, self.work = directory, directory / "work"
+        self._monkeypatch = monkeypatch
+        self.target = tiny_tokenizer.byte_level(tiny.save(directory / "target", tiny.llama(**SHAPE)))
+        template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+        (self.target / "chat_template.jinja").write_text(template)
+        rows = [json.dumps({"question": f"What is {number} and {number}?"}) + "\n" for number in range(20)]
+        (directory / "questions.jsonl").write_text("".join(rows))
+
+    def run(self, kind: str, *more: str) -> int:
+        """Run the command. Returns its exit code."""
+        arguments = ["--set", f"target.path={self.target}", "--set", "target.served_name=tiny"]
+        arguments += ["--set", "target.kv.pool_bytes=4194304", "--answer-tokens", "240", "--max-tokens", "8"]
+        arguments += ["--prompts", str(self.directory / "questions.jsonl"), "--out", str(self.directory / kind)]
+        arguments += ["--work", str(self.work), "--held-out", "3", "--precision", "float32", "--device", "cpu"]
+        arguments += ["--vocabulary-size", "100", "--kind", kind, *more]
+        self._monkeypatch.setattr(sys, "argv", ["pilotfish", "distill", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def module_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleRun]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield ModuleRun(tmp_path_factory.mktemp("module_run"), monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["heads", "block", "eagle", "exit"])
+def test_the_command_makes_a_module_that_the_loader_reads(module_run: ModuleRun, kind: str) -> None:
+    assert module_run.run(kind, "--steps", "3") == 0
+
+    loaded = load_drafter(module_run.directory / kind, module_run.target, torch.float32, torch.device("cpu"), kind)
+    assert loaded.card.target == "tiny"
+    assert loaded.card.vocabulary_size == 100
+    card = (module_run.directory / kind / "README.md").read_text()
+    assert f"The kind is `{kind}`" in card
+    assert f"--kind {kind}" in card
+    assert str(module_run.directory) not in card
+
+
+def test_a_table_needs_no_training(module_run: ModuleRun) -> None:
+    assert module_run.run("table", "--steps", "1", "--depths", "2") == 0
+
+    drafter = load_drafter(module_run.directory / "table", module_run.target, torch.float32, torch.device("cpu"))
+    assert isinstance(drafter.module, SuccessorTable)
+    assert drafter.module.successors.shape == (320, 2)
+    assert int((drafter.module.successors[:, 0] >= 0).sum()) > 10
+
+
+def test_a_search_finds_the_layers_that_draft(module_run: ModuleRun) -> None:
+    assert module_run.run("exit", "--steps", "1", "--search") == 0
+
+    shape = read_card(module_run.directory / "exit").shape
+    assert isinstance(shape, ExitShape)
+    assert set(shape.layers) < {0, 1, 2}
+    assert "## Layers that draft" in (module_run.directory / "exit" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle"])
+def test_a_module_can_start_as_layers_of_the_target_and_be_trained_further(module_run: ModuleRun, kind: str) -> None:
+    for file in module_run.work.glob("checkpoint-*"):
+        file.unlink()
+
+    assert module_run.run(kind, "--steps", "1", "--layers", "0,2", "--learning-rate", "1e-9") == 0
+    assert "It started as layers 0, 2 of the target." in (module_run.directory / kind / "README.md").read_text()
+    for file in module_run.work.glob("checkpoint-*"):
+        file.unlink()
+    started = module_run.directory / f"started-{kind}"
+    (module_run.directory / kind).rename(started)
+    assert module_run.run(kind, "--steps", "1", "--start", str(started), "--learning-rate", "1e-9") == 0
+
+    first, second = (
+        load_drafter(directory, module_run.target, torch.float32, torch.device("cpu")).module.state_dict()
+        for directory in (started, module_run.directory / kind)
+    )
+    for name, value in first.items():
+        torch.testing.assert_close(second[name], value, atol=1e-2, rtol=1e-2)
+
+
+def test_minutes_bound_the_whole_command_and_the_plan_is_told_first(
+    module_run: ModuleRun, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Far more answers are wanted than the time allows; the command ends all the same, with a draft."""
+    module_run.work = tmp_path / "work"
+    began = time.monotonic()
+
+    assert module_run.run("heads", "--minutes", "0.4", "--answer-tokens", "100000000") == 0
+
+    assert time.monotonic() - began < 180  # a busy machine takes long to load and to write
+    told = capsys.readouterr().err
+    assert "plan for 0.4 min: answers 0.2 min, hidden states 0.1 min, training 0.1 min, measuring 0.0 min" in told
+    assert (module_run.directory / "heads" / "README.md").is_file()
+
+
+def test_time_that_gives_no_answer_is_refused(
+    module_run: ModuleRun, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    module_run.work = tmp_path / "work"
+
+    assert module_run.run("heads", "--minutes", "0.0001") == 2
+
+    assert "answers: needed one to train on, found none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("medusa", "--steps", "1"), "--kind: 'medusa' is refused; it must be one of layers, heads, block, eagle"),
+        (("heads", "--steps", "1", "--optimizer", "sgd"), "--optimizer: 'sgd' is refused; it must be muon or adamw"),
+        (("heads", "--steps", "1", "--search"), "--search: refused for kind heads; it is for kind exit"),
+        (("heads", "--steps", "1", "--taps", "4"), "--taps: [4] is refused; it must be within 0 and 3"),
+        (("heads", "--steps", "1", "--taps", "1,2"), "--taps: [1, 2] is refused; heads read one hidden state"),
+        (("heads", "--steps", "1", "--depths", "0"), "--depths: 0 is refused; it must be above 0"),
+        (("heads", "--steps", "1", "--selector-rank", "-1"), "--selector-rank: -1 is refused; it must be 0 or above"),
+        (("exit", "--steps", "1", "--layers", "0,3"), "--layers: [0, 3] is refused; it must be within 0 and 2"),
+        (("eagle", "--steps", "1", "--on-policy", "0.5"), "--on-policy: refused for kind eagle"),
+    ],
+)
+def test_invalid_options_are_refused_before_any_work(
+    module_run: ModuleRun,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    more: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.setattr(answers, "LocalCluster", None)  # starting it would be an error
+
+    assert module_run.run(*more) == 2
+
+    assert message in capsys.readouterr().err
+
+
+class TestBudget:
+    def test_a_stage_that_is_not_needed_leaves_its_time_to_training(self) -> None:
+        now = [100.0]
+        whole = Budget.begin(10, needs_answers=True, needs_states=True, clock=lambda: now[0])
+        ready = Budget.begin(10, needs_answers=False, needs_states=False, clock=lambda: now[0])
+
+        assert whole.plan() == (
+            "plan for 10 min: answers 5.0 min, hidden states 2.0 min, training 2.2 min, measuring 0.8 min at most"
+        )
+        assert ready.plan() == "plan for 10 min: training 9.2 min, measuring 0.8 min at most"
+        assert (whole.answers_end, whole.states_end) == (400.0, 520.0)
+        now[0] = 160.0
+        assert whole.left_for_answers() == 240.0
+        assert whole.left_for_training() == pytest.approx(492.0)
+
+    def test_without_minutes_nothing_is_bounded(self) -> None:
+        budget = Budget.begin(None, needs_answers=True, needs_states=True)
+
+        assert budget.left_for_answers() == float("inf")
+        assert budget.plan() == "plan: no limit of time"

@@ -1,0 +1,252 @@
+"""Every kind of drafting module learns from the target's answers and hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.core.errors import ConfigurationError
+from tests.support.models import drafting_modules
+from workers.distill.answers import Answer
+from workers.distill.checkpoints import Progress
+from workers.distill.loop import TrainingPlan
+from workers.distill.modules.batches import tap_batch
+from workers.distill.modules.learner import ModulePlan, ModuleTraining, measure
+from workers.distill.modules.paths import predict
+from workers.distill.modules.start import copy_layers, fit_context
+from workers.distill.modules.successors import count_successors
+from workers.distill.modules.tap_cache import TapCache
+from workers.model.draft_shapes import BlockShape, EagleShape, LayerShape, TableShape
+from workers.model.drafting.block import BlockDrafter
+from workers.model.drafting.eagle import EagleHead
+from workers.model.drafting.ends import TargetEnds
+from workers.model.drafting.files import DraftingModule, load_ends, make_module
+from workers.model.drafting.table import SuccessorTable
+
+CPU = torch.device("cpu")
+TAPS = {"heads": (3,), "block": (1, 2, 3), "eagle": (1, 3), "exit": (1,)}
+MakeCache = Callable[[tuple[int, ...]], TapCache]
+
+
+@pytest.fixture
+def ends(target_directory: Path) -> TargetEnds:
+    card = drafting_modules.card_for(target_directory, "heads", (3,))
+    return load_ends(target_directory, card, None, torch.float32, CPU)
+
+
+def module_of(ends: TargetEnds, kind: str) -> DraftingModule:
+    torch.manual_seed(0)
+    return make_module(ends, drafting_modules.shapes(48)[kind], TAPS[kind])
+
+
+def plan(**changes: object) -> TrainingPlan:
+    values: dict[str, object] = {"steps": 40, "batch_tokens": 120, "precision": "float32", "learning_rate": 5e-3}
+    return TrainingPlan(**(values | changes))  # type: ignore[arg-type]
+
+
+def train(
+    module: DraftingModule,
+    ends: TargetEnds,
+    cache: TapCache,
+    answers: tuple[Answer, ...],
+    work: Path,
+    training_plan: TrainingPlan,
+    module_plan: ModulePlan,
+) -> Progress:
+    training = ModuleTraining(
+        module, ends, cache, answers[:18], answers[18:], training_plan, module_plan, work / "checkpoint.safetensors"
+    )
+    return training.run(lambda progress, done: None)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("kind", ["heads", "block", "eagle"])
+def test_the_loss_falls_and_the_accepted_length_rises(
+    ends: TargetEnds, tap_cache_of: MakeCache, answers: tuple[Answer, ...], tmp_path: Path, kind: str, optimizer: str
+) -> None:
+    module, cache = module_of(ends, kind), tap_cache_of(TAPS[kind])
+    before = measure(module, ends, cache, answers[:18], 64, 3, autocast=False)
+    rate, module_plan = (2e-2 if optimizer == "muon" else 5e-3), ModulePlan(paths=0, optimizer=optimizer)
+
+    progress = train(module, ends, cache, answers, tmp_path, plan(learning_rate=rate), module_plan)
+
+    after = measure(module, ends, cache, answers[:18], 64, 3, autocast=False)
+    assert progress.losses[-1][2] < 0.8 * progress.losses[0][2]
+    assert after.tokens_per_step > before.tokens_per_step + 0.02
+    assert len(progress.agreements) > 0
+
+
+def test_an_exit_norm_learns_to_agree_with_the_target(
+    ends: TargetEnds, tap_cache_of: MakeCache, answers: tuple[Answer, ...], tmp_path: Path
+) -> None:
+    module = module_of(ends, "exit")
+
+    progress = train(module, ends, tap_cache_of((1,)), answers, tmp_path, plan(), ModulePlan(paths=0))
+
+    assert progress.losses[-1][2] < progress.losses[0][2]
+
+
+@pytest.mark.parametrize("kind", ["heads", "block", "eagle"])
+def test_an_interruption_changes_no_weight(
+    ends: TargetEnds, tap_cache_of: MakeCache, answers: tuple[Answer, ...], tmp_path: Path, kind: str
+) -> None:
+    cache, short = tap_cache_of(TAPS[kind]), plan(steps=8, checkpoint_seconds=0)
+    whole, parts, resumed = (module_of(ends, kind) for _ in range(3))
+    module_plan = ModulePlan(paths=12)
+    train(whole, ends, cache, answers, tmp_path / "whole", short, module_plan)
+    interrupted = ModuleTraining(
+        parts, ends, cache, answers[:18], (), short, module_plan, tmp_path / "parts" / "checkpoint.safetensors"
+    )
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.run(lambda progress, done: _stop_at(progress, 5))
+    progress = train(resumed, ends, cache, answers, tmp_path / "parts", short, module_plan)
+
+    assert progress.step == 8
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+
+
+class TestPaths:
+    @pytest.mark.parametrize("kind", ["heads", "block", "eagle"])
+    def test_a_path_depends_on_nothing_that_serving_does_not_know(
+        self, ends: TargetEnds, tap_cache_of: MakeCache, answers: tuple[Answer, ...], kind: str
+    ) -> None:
+        """Tokens from position n on and hidden states from n - 1 on change no prediction of depth 0 at n."""
+        module = module_of(ends, kind)
+        drafting_modules.randomized(module)
+        batch = tap_batch(answers[:2], tap_cache_of(TAPS[kind]), ends, 64)
+        paths = predict(module, ends, batch)
+        n = 9
+        batch.tokens[:, n:] = 4
+        batch.taps[:, n - 1 :] = 7.0
+
+        changed = predict(module, ends, batch)
+
+        known = paths.starts <= n
+        torch.testing.assert_close(changed.hidden[known, 0], paths.hidden[known, 0])
+        assert not torch.allclose(changed.hidden[~known, 0], paths.hidden[~known, 0])
+
+    @pytest.mark.parametrize("kind", ["heads", "block"])
+    def test_deeper_predictions_do_not_see_the_tokens_between(
+        self, ends: TargetEnds, tap_cache_of: MakeCache, answers: tuple[Answer, ...], kind: str
+    ) -> None:
+        module = module_of(ends, kind)
+        drafting_modules.randomized(module)
+        batch = tap_batch(answers[:2], tap_cache_of(TAPS[kind]), ends, 64)
+        paths = predict(module, ends, batch)
+        batch.tokens[:, 9:] = 4
+        batch.taps[:, 8:] = 7.0
+
+        changed = predict(module, ends, batch)
+
+        known = paths.starts <= 9
+        torch.testing.assert_close(changed.hidden[known], paths.hidden[known])
+
+    def test_paths_begin_at_the_second_token_of_an_answer(
+        self, ends: TargetEnds, tap_cache_of: MakeCache, answers: tuple[Answer, ...]
+    ) -> None:
+        batch = tap_batch(answers[:1], tap_cache_of((3,)), ends, 64)
+
+        assert predict(module_of(ends, "heads"), ends, batch).starts.tolist() == list(range(6, 19))
+
+
+class TestStart:
+    def test_an_eagle_head_with_all_layers_of_a_draft_starts_as_this_draft(
+        self, target: torch.nn.Module, ends: TargetEnds, tap_cache_of: MakeCache, answers: tuple[Answer, ...]
+    ) -> None:
+        """The draft here is the target itself, which reads the text without its first token."""
+        tokens = torch.tensor([answer.prompt + answer.answer for answer in answers])
+        with torch.inference_mode():
+            best = target(input_ids=tokens[:, 1:]).logits.argmax(-1)
+        expected = int((best[:, 4:-1] == tokens[:, 6:]).sum())
+        layer = LayerShape(48, 6, 3, 8, 80, 10000.0, 1e-6, 64)
+        eagle = EagleHead(ends, EagleShape(layer, 3), 1)
+
+        copy_layers(eagle, target.state_dict(), (0, 1, 2))
+
+        found = measure(eagle, ends, tap_cache_of((3,)), answers, 64, 2, autocast=False)
+        assert found.reached[0] == expected > 0
+
+    def test_a_fitted_block_drafter_predicts_the_first_token_like_the_draft(
+        self, target: torch.nn.Module, ends: TargetEnds, tap_cache_of: MakeCache, answers: tuple[Answer, ...]
+    ) -> None:
+        layer = LayerShape(48, 6, 3, 8, 80, 10000.0, 1e-6, 64)
+        block, cache = BlockDrafter(ends, BlockShape(layer, 2, 3, 0), 4), tap_cache_of((0, 1, 2, 3))
+        copy_layers(block, target.state_dict(), (0, 1, 2))
+        before = measure(block, ends, cache, answers, 64, 2, autocast=False)
+
+        fit_context(block, ends, [tap_batch(answers, cache, ends, 64)])
+
+        after = measure(block, ends, cache, answers, 64, 2, autocast=False)
+        assert after.reached[0] > 0.6 * after.paths > before.reached[0]
+
+    def test_layers_of_another_shape_are_refused(self, target: torch.nn.Module, ends: TargetEnds) -> None:
+        layer = LayerShape(48, 6, 3, 8, 64)
+        eagle = EagleHead(ends, EagleShape(layer, 1), 1)
+
+        with pytest.raises(ConfigurationError, match=r"layers: .*no layers.0.gate_proj.weight of shape \[64, 48\]"):
+            copy_layers(eagle, target.state_dict(), (0,))
+        with pytest.raises(ConfigurationError, match=r"layers: \[0, 1\] are refused; the module has 1 layers"):
+            copy_layers(eagle, target.state_dict(), (0, 1))
+
+
+class TestTapCache:
+    def test_stored_states_are_those_of_the_target(
+        self, target: torch.nn.Module, tap_cache_of: MakeCache, answers: tuple[Answer, ...]
+    ) -> None:
+        tokens = torch.tensor([answers[3].prompt + answers[3].answer])
+        with torch.inference_mode():
+            expected = target(input_ids=tokens, output_hidden_states=True).hidden_states
+
+        states = tap_cache_of((0, 2)).of(answers[3]).float()
+
+        torch.testing.assert_close(states[:, :48], expected[0][0], atol=0.05, rtol=0.02)
+        torch.testing.assert_close(states[:, 48:], expected[2][0], atol=0.05, rtol=0.02)
+
+    def test_missing_answers_are_added_and_an_interrupted_write_is_repaired(
+        self, target: torch.nn.Module, answers: tuple[Answer, ...], tmp_path: Path
+    ) -> None:
+        TapCache(tmp_path, (1,), 48, 64).fill(target, answers[:2], lambda done, wanted: None)
+        with (tmp_path / "taps-1.bfloat16").open("ab") as rows:
+            rows.write(b"cut off")
+        reported: list[tuple[int, int]] = []
+
+        cache = TapCache(tmp_path, (1,), 48, 64)
+        cache.fill(target, answers[:4], lambda done, wanted: reported.append((done, wanted)))
+
+        assert reported[-1] == (38, 38)  # two answers of 19 tokens
+        fresh = TapCache(tmp_path / "fresh", (1,), 48, 64)
+        fresh.fill(target, answers[:4], lambda done, wanted: None)
+        for answer in answers[:4]:
+            torch.testing.assert_close(cache.of(answer), fresh.of(answer))
+        assert not cache.has(answers[5])
+
+    def test_no_state_is_computed_after_the_time(
+        self, target: torch.nn.Module, answers: tuple[Answer, ...], tmp_path: Path
+    ) -> None:
+        cache = TapCache(tmp_path, (1,), 48, 64)
+
+        cache.fill(target, answers, lambda done, wanted: None, ends=0.0)
+
+        assert not any(cache.has(answer) for answer in answers)
+
+
+def test_a_table_has_the_tokens_that_the_target_ranks_highest(answers: tuple[Answer, ...]) -> None:
+    table = SuccessorTable(TableShape(3), 96)
+
+    known = count_successors(table, answers[:1])
+
+    first = answers[0]
+    assert first.leading is not None
+    assert known == len({first.prompt[-1], *first.answer[:-1]})
+    if first.prompt[-1] not in first.answer[:-1]:
+        assert table.successors[first.prompt[-1]].tolist() == first.leading.tokens[0, :3].tolist()
+
+
+def _stop_at(progress: Progress, step: int) -> None:
+    if progress.step == step:
+        raise KeyboardInterrupt

@@ -1,0 +1,189 @@
+"""Trains a drafting module on the target's answers and stored hidden states."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workers.distill.answers import Answer
+from workers.distill.checkpoints import Progress
+from workers.distill.loop import Clock, Report, TrainingLoop, TrainingPlan
+from workers.distill.modules.batches import tap_batch
+from workers.distill.modules.path_loss import accepted, path_loss
+from workers.distill.modules.paths import predict
+from workers.distill.modules.tap_cache import TapCache
+from workers.model.drafting.ends import TargetEnds
+from workers.model.drafting.files import DraftingModule
+from workers.model.drafting.selector import Selector
+
+_MEASURED_PATHS = 4096
+"""Paths of held-out answers that one measurement covers, at most."""
+_MEASURED_ROWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlan:
+    """Settings of a module's training besides those of the loop."""
+
+    decay: float = 0.8
+    """Weight of a depth relative to the depth before."""
+    paths: int = 384
+    """Paths of a batch that the loss covers, drawn at random."""
+    depths: int = 3
+    """Roll-outs of an EAGLE head in training."""
+    measured_depths: int = 5
+    """Roll-outs of an EAGLE head when it is measured."""
+    layer_scale: float = 1.0
+    """Learning rate of decoder layers relative to the other parameters: lower where they are trained already."""
+    optimizer: str = "muon"
+    """`muon` (Jordan et al. 2024) for matrices and AdamW for vectors, or `adamw` for all."""
+
+
+class ModuleTraining:
+    """Trains one module. After an interruption, `run()` continues from the last checkpoint."""
+
+    def __init__(
+        self,
+        module: DraftingModule,
+        ends: TargetEnds,
+        cache: TapCache,
+        answers: Sequence[Answer],
+        held_out: Sequence[Answer],
+        plan: TrainingPlan,
+        module_plan: ModulePlan,
+        checkpoint: Path,
+        *,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._module = module
+        learner = _ModuleLearner(module, ends, cache, held_out, plan, module_plan)
+        fingerprint = plan.fingerprint(learner.parameters, ends.row_of)
+        self._loop = TrainingLoop(learner, answers, plan, checkpoint, fingerprint, clock)
+
+    def run(self, report: Report) -> Progress:
+        """Train until the plan is finished. Raises `ConfigurationError` for a checkpoint of another training."""
+        self._module.train()
+        return self._loop.run(report)
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """How far greedy chains of a module agree with written answers."""
+
+    paths: int
+    reached: tuple[int, ...]
+    """Paths whose first 1, 2, ... tokens are all right."""
+
+    @property
+    def tokens_per_step(self) -> float:
+        """The estimated tokens of one step of the target: the accepted tokens and one of its own."""
+        return 1 + sum(self.reached) / max(1, self.paths)
+
+
+def measure(
+    module: DraftingModule,
+    ends: TargetEnds,
+    cache: TapCache,
+    answers: Sequence[Answer],
+    max_length: int,
+    depths: int,
+    autocast: bool,
+) -> Acceptance:
+    """Measure on answers; use greedy ones, since tokens are compared. At most 4,096 of their places are drawn."""
+    was_training = module.training
+    module.eval()
+    device = ends.head.device
+    generator = torch.Generator().manual_seed(0)
+    chosen = [answer for answer in answers if cache.has(answer) and len(answer.prompt) < max_length]
+    batches = [chosen[start : start + _MEASURED_ROWS] for start in range(0, len(chosen), _MEASURED_ROWS)]
+    limit = max(1, _MEASURED_PATHS // max(1, len(batches)))
+    lengths: list[Tensor] = []
+    for rows in batches:
+        batch = tap_batch(rows, cache, ends, max_length)
+        with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            paths = predict(module, ends, batch, limit, generator, depths)
+            lengths.append(accepted(paths, batch, ends, selector_of(module)))
+    module.train(was_training)
+    found = torch.cat(lengths) if lengths else torch.zeros(0, dtype=torch.long)
+    most = int(found.max()) if len(found) else 0
+    return Acceptance(len(found), tuple(int((found > depth).sum()) for depth in range(most)))
+
+
+def selector_of(module: DraftingModule) -> Selector | None:
+    """The selector of a module, if it has one."""
+    found = getattr(module, "selector", None)
+    return found if isinstance(found, Selector) else None
+
+
+class _ModuleLearner:
+    def __init__(
+        self,
+        module: DraftingModule,
+        ends: TargetEnds,
+        cache: TapCache,
+        held_out: Sequence[Answer],
+        plan: TrainingPlan,
+        module_plan: ModulePlan,
+    ) -> None:
+        self._module = module
+        self._ends = ends
+        self._cache = cache
+        self._held_out = held_out
+        self._plan = plan
+        self._module_plan = module_plan
+        self.parameters: Mapping[str, nn.Parameter] = dict(module.named_parameters())
+        self.optimizers: Sequence[torch.optim.Optimizer] = _optimizers(self.parameters, plan, module_plan)
+
+    def loss(self, answers: Sequence[Answer], number: int) -> tuple[Tensor, int]:
+        plan, module_plan = self._plan, self._module_plan
+        batch = tap_batch(answers, self._cache, self._ends, plan.max_length)
+        generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + number)
+        device = self._ends.head.device
+        with torch.autocast(device.type, torch.bfloat16, enabled=plan.precision == "bfloat16"):
+            paths = predict(self._module, self._ends, batch, module_plan.paths, generator, module_plan.depths)
+            loss = path_loss(paths, batch, self._ends, selector_of(self._module), module_plan.decay, plan.loss)
+        return loss, len(paths.starts)
+
+    def measure(self) -> float | None:
+        if not self._held_out:
+            return None
+        plan = self._plan
+        found = measure(
+            self._module,
+            self._ends,
+            self._cache,
+            self._held_out,
+            plan.max_length,
+            self._module_plan.measured_depths,
+            plan.precision == "bfloat16",
+        )
+        return found.tokens_per_step
+
+
+def _optimizers(
+    parameters: Mapping[str, nn.Parameter], plan: TrainingPlan, module_plan: ModulePlan
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Muon for weight matrices, AdamW for vectors; a stack of vectors is no matrix."""
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, value in parameters.items():
+        is_matrix = name.endswith(("weight", "weights")) and value.dim() == 2
+        groups.setdefault((is_matrix, name.startswith("layers.")), []).append(value)
+    found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for (is_matrix, is_layer), values in groups.items():
+        scale = module_plan.layer_scale if is_layer else 1.0
+        decay = plan.weight_decay if is_matrix else 0.0
+        uses_muon = is_matrix and module_plan.optimizer == "muon"
+        found[uses_muon].append({"params": values, "scale": scale, "weight_decay": decay})
+    rate = plan.learning_rate
+    optimizers: list[torch.optim.Optimizer] = []
+    if found[True]:
+        optimizers.append(torch.optim.Muon(found[True], lr=rate, ns_steps=4, adjust_lr_fn="match_rms_adamw"))
+    if found[False]:
+        optimizers.append(torch.optim.AdamW(found[False], lr=rate, betas=(0.9, 0.95)))
+    return tuple(optimizers)

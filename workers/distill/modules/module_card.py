@@ -1,0 +1,102 @@
+"""The model card of a drafting module: what it is, how it was made, and its estimated tokens per step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from workers.distill.answers import Answer
+from workers.distill.checkpoints import Progress
+from workers.distill.modules.learner import Acceptance
+from workers.model.draft_card import DraftCard
+
+_METHODS = {
+    "heads": "Medusa heads (Cai et al. 2024) that know the last token, with a selector (Hydra, Ankner et al. 2024)",
+    "block": "a block drafter: all tokens in one pass, from the target's hidden states",
+    "eagle": "an EAGLE-3-like head (Li et al. 2025): decoder layers on the target's hidden states",
+    "exit": "early exit: the target drafts with some of its own layers",
+    "table": "a table of successors (Token Recycling, Luo et al. 2024)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleFacts:
+    """The contents of the card."""
+
+    card: DraftCard
+    target_dtype: str
+    """The data type in which the target computed the answers."""
+    command_line: str
+    answers: Sequence[Answer]
+    """The answers that were trained on."""
+    start: str
+    """What the module started as; empty for random weights."""
+    parameters: int
+    progress: Progress
+    device: str
+    measured: Mapping[str, Acceptance]
+    """By the kind of answers."""
+    curve: str
+    """File name of the learning curve; empty where none was drawn."""
+    notes: str
+    """Markdown to append."""
+
+
+def write_card(facts: ModuleFacts) -> str:
+    """The card, as Markdown."""
+    card, progress = facts.card, facts.progress
+    tokens = sum(len(answer.answer) for answer in facts.answers)
+    taps = f" It reads the target's hidden states after {_list(card.taps)} layers." if card.taps else ""
+    size = "" if card.vocabulary_size is None else f" It can propose {card.vocabulary_size:,} different tokens."
+    lines = [
+        f"# A draft for {card.target}\n",
+        f"The kind is `{card.kind}`: {_METHODS[card.kind]}. It proposes tokens for {card.target} and works with no "
+        f"other target. Every token that a client reads is the target's own decision. The draft has "
+        f"{facts.parameters:,} parameters of its own; embedding, final norm and head are the target's.{taps}{size}"
+        + (f" It started as {facts.start}." if facts.start else ""),
+        "\n## How it was made\n",
+        f"```\n{facts.command_line}\n```\n",
+        "| | |\n|---|---|",
+        f"| answers of the target (in {facts.target_dtype}) | {len(facts.answers):,}, {tokens:,} tokens |",
+        f"| sampled at | {_temperatures(facts.answers)} |",
+        f"| prompts | {_sources(facts.answers)} |",
+    ]
+    if progress.step:
+        lines.append(
+            f"| training | {progress.seconds / 60:.0f} minutes on {facts.device}: {progress.step:,} steps, "
+            f"{progress.answer_tokens:,} paths, {progress.epoch + 1} epochs begun |"
+        )
+    if facts.curve:
+        lines.append(f"\n![Loss and tokens per step]({facts.curve})")
+    if facts.measured:
+        lines += [
+            "\n## Estimated tokens per step\n",
+            "One token of the target and the accepted part of a greedy chain, on the target's own greedy answers. This "
+            "is an estimate from text; trees and the controller change what serving gives.\n",
+            "| answers to | tokens per step | first token accepted | first two | first three | places |",
+            "|---|---|---|---|---|---|",
+            *(_row(name, found) for name, found in facts.measured.items()),
+        ]
+    if facts.notes.strip():
+        lines.append(f"\n{facts.notes.strip()}")
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, found: Acceptance) -> str:
+    shares = [f"{found.reached[depth] / found.paths:.1%}" if depth < len(found.reached) else "–" for depth in range(3)]
+    return f"| {name} | {found.tokens_per_step:.2f} | {' | '.join(shares)} | {found.paths:,} |"
+
+
+def _sources(answers: Sequence[Answer]) -> str:
+    counts = Counter(answer.key.split(":", 1)[0] for answer in answers)
+    return ", ".join(f"{name} ({count:,} answers)" for name, count in sorted(counts.items()))
+
+
+def _temperatures(answers: Sequence[Answer]) -> str:
+    counts = Counter(answer.temperature for answer in answers)
+    return ", ".join(f"temperature {value:g} ({counts[value]:,} answers)" for value in sorted(counts))
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,74 @@
+"""The loss of predicted paths, and the length of the part of each path that the target accepts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workers.distill.divergence import divergence_named, divergences
+from workers.distill.modules.batches import TapBatch
+from workers.distill.modules.paths import Paths
+from workers.model.drafting.ends import TargetEnds
+from workers.model.drafting.selector import CANDIDATES, Selector, top_candidates
+
+
+def path_loss(
+    paths: Paths, batch: TapBatch, ends: TargetEnds, selector: Selector | None, decay: float, loss: str
+) -> Tensor:
+    """The mean divergence from the target over all predicted tokens, weighted by `decay` to the power of the depth.
+
+    A selector adds its own divergence among its candidates from depth 1 on, with the written token as the token before.
+    """
+    positions, is_known = _predicted(paths, batch)
+    depth = torch.arange(paths.hidden.shape[1], device=positions.device).expand_as(positions)[is_known]
+    rows, places = paths.rows.unsqueeze(1).expand_as(positions)[is_known], positions[is_known]
+    hidden = paths.hidden[is_known]
+    leading, log_probabilities = batch.leading[rows, places], batch.log_probabilities[rows, places]
+    logits = ends.logits(hidden.to(ends.head.dtype))
+    found = divergences(logits, leading, log_probabilities, divergence_named(loss))
+    weights = decay ** depth.float()
+    total = (found * weights).sum() / weights.sum().clamp(min=1e-9)
+    later = depth > 0
+    if selector is None or not bool(later.any()):
+        return total
+    candidates = logits.detach()[later].topk(min(CANDIDATES, logits.shape[1]), dim=-1).indices
+    previous = ends.embed(batch.tokens[rows[later], places[later] - 1])
+    corrected = selector(hidden[later], previous.to(hidden.dtype))
+    scores = (ends.head[candidates].to(corrected.dtype) @ corrected.unsqueeze(-1)).squeeze(-1).float()
+    chosen = _choice_loss(scores, candidates, leading[later], log_probabilities[later])
+    return total + (chosen * weights[later]).sum() / weights[later].sum()
+
+
+def accepted(paths: Paths, batch: TapBatch, ends: TargetEnds, selector: Selector | None) -> Tensor:
+    """Tokens of each path's greedy chain that are the written ones, up to the first that is not, [paths] int64.
+
+    In the part that is accepted, the token before is the written one, so no chain has to be drafted for the selector.
+    """
+    positions, is_known = _predicted(paths, batch)
+    rows = paths.rows.unsqueeze(1).expand_as(positions)
+    places = positions.clamp(max=batch.tokens.shape[1] - 1)
+    hidden = paths.hidden.to(ends.head.dtype)
+    candidates, _ = top_candidates(ends, hidden)
+    best = candidates[..., 0].clone()
+    if selector is not None and hidden.shape[1] > 1:
+        previous = ends.embed(batch.tokens[rows, places - 1][:, 1:])
+        corrected = selector(paths.hidden[:, 1:], previous.to(paths.hidden.dtype)).to(ends.head.dtype)
+        scores = (ends.head[candidates[:, 1:]] @ corrected.unsqueeze(-1)).squeeze(-1)
+        best[:, 1:] = candidates[:, 1:].gather(-1, scores.argmax(dim=-1, keepdim=True)).squeeze(-1)
+    is_right = (ends.tokens_of(best) == batch.tokens[rows, places]) & is_known
+    return is_right.long().cumprod(dim=1).sum(dim=1)
+
+
+def _predicted(paths: Paths, batch: TapBatch) -> tuple[Tensor, Tensor]:
+    """The position of each predicted token, and whether the row has it; both [paths, depths]."""
+    depths = torch.arange(paths.hidden.shape[1], device=paths.starts.device)
+    positions = paths.starts.unsqueeze(1) + depths
+    return positions, positions < batch.lengths[paths.rows].unsqueeze(1)
+
+
+def _choice_loss(scores: Tensor, candidates: Tensor, leading: Tensor, log_probabilities: Tensor) -> Tensor:
+    """KL(target ‖ selector) [predictions] among the candidates; 0 where the target knows none of them."""
+    is_same = candidates.unsqueeze(2) == leading.unsqueeze(1)  # [predictions, candidates, alternatives]
+    target = (is_same * log_probabilities.exp().unsqueeze(1)).sum(dim=-1)
+    target = target / target.sum(dim=-1, keepdim=True).clamp(min=1e-9)
+    return (torch.xlogy(target, target) - target * scores.log_softmax(dim=-1)).sum(dim=-1)

@@ -1,0 +1,170 @@
+"""The target's hidden states of all answers, computed once and kept in a file beside the answers.
+
+A tap `l` is the residual stream after `l` decoder layers (0: the embedding's output). The file holds the taps of every
+token of prompt and answer as bfloat16 rows [tokens, taps x hidden size]; an index has one JSON line for each answer.
+Training many epochs then costs no passes of the target.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cluster.core.errors import ConfigurationError
+from workers.distill.answers import Answer
+
+_BATCH_TOKENS = 2048
+"""Tokens of one pass of the target, padding included."""
+_SORTED = 64
+"""Answers that are sorted by length before they are put into batches."""
+
+Report = Callable[[int, int], None]
+"""Called with the number of tokens computed so far in this run and the number wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    row: int
+    tokens: int
+    checksum: int
+
+
+class TapCache:
+    """The taps of answers in one directory. One process appends at a time; readers see whole answers alone."""
+
+    def __init__(self, directory: Path, taps: Sequence[int], hidden_size: int, max_length: int) -> None:
+        name = "-".join(map(str, taps))
+        self.taps = tuple(taps)
+        self.width = len(self.taps) * hidden_size
+        self.max_length = max_length
+        self._rows_path = directory / f"taps-{name}.bfloat16"
+        self._index_path = directory / f"taps-{name}.jsonl"
+        self._entries: dict[str, _Entry] = {}
+        self._rows: Tensor | None = None
+        directory.mkdir(parents=True, exist_ok=True)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the index again: answers that another process appended become visible."""
+        self._entries, row = {}, 0
+        if self._index_path.exists():
+            for line in self._index_path.read_bytes().splitlines(keepends=True):
+                if not line.endswith(b"\n"):
+                    break
+                found = json.loads(line)
+                self._entries[found["key"]] = _Entry(row, int(found["tokens"]), int(found["checksum"]))
+                row += int(found["tokens"])
+        size = row * self.width
+        if size and self._rows_path.stat().st_size < 2 * size:
+            raise ConfigurationError(f"taps {self._rows_path}: shorter than its index; remove both files")
+        self._rows = (
+            None if not size else torch.from_file(str(self._rows_path), shared=False, size=size, dtype=torch.bfloat16)
+        )
+
+    def has(self, answer: Answer) -> bool:
+        """Whether the taps of exactly these tokens are stored."""
+        entry = self._entries.get(answer.key)
+        return entry is not None and entry.checksum == _checksum(self._cut(answer))
+
+    def of(self, answer: Answer) -> Tensor:
+        """The taps [tokens, taps x hidden size], bfloat16, of the prompt and the answer, cut to the longest length."""
+        entry = self._entries[answer.key]
+        if self._rows is None:
+            raise ConfigurationError(f"taps {self._rows_path}: needed the answer {answer.key!r}, found no taps")
+        return self._rows[entry.row * self.width : (entry.row + entry.tokens) * self.width].view(-1, self.width)
+
+    def fill(self, target: Any, answers: Sequence[Answer], report: Report, ends: float | None = None) -> None:
+        """Compute the taps that are missing, until `ends` (of `time.monotonic`)."""
+        missing = [answer for answer in answers if not self.has(answer)]
+        wanted, done = sum(len(self._cut(answer)) for answer in missing), 0
+        stored = sum(entry.tokens for entry in self._entries.values())
+        with self._rows_path.open("ab") as rows, self._index_path.open("ab") as index:
+            rows.truncate(2 * stored * self.width)  # drop rows that an interruption left without an index line
+            for batch in _batches(missing, self.max_length):
+                if ends is not None and time.monotonic() >= ends:
+                    break
+                tokens = [self._cut(answer) for answer in batch]
+                for answer, states in zip(batch, taps_of(target, tokens, self.taps), strict=True):
+                    rows.write(states.view(torch.int16).numpy().tobytes())
+                    line = {"key": answer.key, "tokens": len(states), "checksum": _checksum(self._cut(answer))}
+                    rows.flush()
+                    index.write(json.dumps(line).encode() + b"\n")
+                    done += len(states)
+                index.flush()
+                report(done, wanted)
+            os.fsync(rows.fileno())
+        self.refresh()
+
+    def _cut(self, answer: Answer) -> tuple[int, ...]:
+        return (*answer.prompt, *answer.answer)[: self.max_length]
+
+
+def taps_of(target: Any, rows: Sequence[Sequence[int]], taps: Sequence[int]) -> list[Tensor]:
+    """The taps of each row, bfloat16 [tokens, taps x hidden size]. `target` is a `transformers` model."""
+    length = max(len(row) for row in rows)
+    device = target.get_input_embeddings().weight.device
+    tokens = torch.zeros((len(rows), length), dtype=torch.long, device=device)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row)] = torch.tensor(row)
+    found: dict[int, Tensor] = {}
+    hooks = [_capture(target, tap, found) for tap in set(taps)]
+    try:
+        with torch.inference_mode():
+            target.base_model(input_ids=tokens, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    states = torch.cat([found[tap].to("cpu", torch.bfloat16) for tap in taps], dim=-1)
+    return [states[number, : len(row)].contiguous() for number, row in enumerate(rows)]
+
+
+def decoder_layers(target: Any) -> nn.ModuleList:
+    """The decoder layers of a `transformers` model."""
+    count = int(target.config.num_hidden_layers)
+    for module in target.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ConfigurationError(f"model type {target.config.model_type!r}: its {count} decoder layers were not found")
+
+
+def _capture(target: Any, tap: int, found: dict[int, Tensor]) -> Any:
+    layers = decoder_layers(target)
+    if not 0 <= tap <= len(layers):
+        raise ConfigurationError(f"taps: {tap} is refused; it must be within 0 and {len(layers)}")
+
+    def keep(_: nn.Module, __: Any, output: Any) -> None:
+        found[tap] = output[0] if isinstance(output, tuple) else output
+
+    def keep_input(_: nn.Module, inputs: Any) -> None:
+        found[tap] = inputs[0]
+
+    return layers[0].register_forward_pre_hook(keep_input) if tap == 0 else layers[tap - 1].register_forward_hook(keep)
+
+
+def _batches(answers: Sequence[Answer], max_length: int) -> Iterator[list[Answer]]:
+    def length(answer: Answer) -> int:
+        return min(max_length, len(answer.prompt) + len(answer.answer))
+
+    for start in range(0, len(answers), _SORTED):
+        batch: list[Answer] = []
+        for answer in sorted(answers[start : start + _SORTED], key=length):
+            if batch and (len(batch) + 1) * length(answer) > _BATCH_TOKENS:
+                yield batch
+                batch = []
+            batch.append(answer)
+        if batch:
+            yield batch
+
+
+def _checksum(tokens: Sequence[int]) -> int:
+    return zlib.crc32(np.asarray(tokens, np.int32).tobytes())
