@@ -83,7 +83,7 @@ class TestReading:
             ("[1]", "needed an object, found [1]"),
             (
                 '{"text": "a"}',
-                "one of the keys turns, messages, instruction, question, prompt, system; found ['text']",
+                "one of the keys turns, messages, instruction, question, entry_point, prompt, system; found ['text']",
             ),
             ('{"system": 7}', "system: needed a text that is not empty, found 7"),
             (

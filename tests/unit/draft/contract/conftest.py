@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from tests.unit.draft.contract.methods import Directories, make_directories
+from tests.unit.draft.contract.methods import Directories, example_method, make_directories
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _example() -> Iterator[None]:
+    """The method that CONTRIBUTING shows is registered."""
+    with example_method():
+        yield
 
 
 @pytest.fixture(scope="session")

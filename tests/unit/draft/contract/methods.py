@@ -6,7 +6,8 @@ A method that loads weights needs an entry whose settings name tiny weights.
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -72,8 +73,10 @@ CASES = {
 }
 
 
-def _register_example() -> None:
-    """Register the method that CONTRIBUTING shows, by running its code."""
+@contextmanager
+def example_method() -> Iterator[None]:
+    """Inside, the method that CONTRIBUTING shows is registered, by running its code. Other tests do not know it."""
+    known = METHODS.names()  # the registry must know its own methods first
     text = (Path(__file__).parents[4] / "CONTRIBUTING.md").read_text(encoding="utf-8")
     code = text.split("```python\n")[1].split("```")[0]
     if len(code.splitlines()) > EXAMPLE_LINES:
@@ -82,13 +85,17 @@ def _register_example() -> None:
         file = Path(directory) / "successor.py"
         file.write_text(code, encoding="utf-8")
         runpy.run_path(str(file))
+    try:
+        yield
+    finally:
+        for name in set(METHODS.names()).difference(known):
+            del METHODS._plugins[name]
 
 
-METHODS.names()  # the registry must know its own methods first
-_register_example()
 COMBINATIONS = ("ngram+prediction", "model+suffix+prediction", "heads+suffix", "block+suffix", "early_exit+ngram")
-NAMES = (*METHODS.names(), *COMBINATIONS)
-"""Every registered method, and some that share a tree, joined by `+`."""
+with example_method():
+    NAMES = (*METHODS.names(), *COMBINATIONS)
+    """Every registered method, that of CONTRIBUTING, and some that share a tree, joined by `+`."""
 
 
 def cases_of(name: str) -> list[MethodCase]:
@@ -102,7 +109,8 @@ def places_of(name: str) -> list[str]:
 
 
 _PLACES = ("drafter", "target")
-NAMES_AND_PLACES = [(name, place) for name in NAMES for place in places_of(name)]
+with example_method():
+    NAMES_AND_PLACES = [(name, place) for name in NAMES for place in places_of(name)]
 
 
 def values(name: str, directories: Directories, **drafting: Any) -> dict[str, Any]:
