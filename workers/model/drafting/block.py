@@ -31,7 +31,7 @@ class BlockDrafter(nn.Module):
             self.entry.weight[:, :size].fill_diagonal_(1.0)
         self.slots = nn.Parameter(torch.zeros(shape.block, size))
         self.input_norms = nn.Parameter(torch.ones(shape.layers, size))
-        self.feature_norm = nn.Parameter(torch.ones(size))
+        self.feature_norm = nn.Parameter(torch.full((size,), ends.embedding_scale()))
         self.layers = nn.ModuleList(DrafterLayer(shape.layer, size, size) for _ in range(shape.layers))
         self.contexts = nn.ModuleList(ContextProjection(shape.layer, taps) for _ in range(shape.layers))
         self.output_norm = nn.Parameter(ends.norm.detach().float().clone())

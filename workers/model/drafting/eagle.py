@@ -24,7 +24,7 @@ class EagleHead(nn.Module):
         self.shape = shape
         size, epsilon = shape.layer.hidden_size, shape.layer.norm_epsilon
         self.fusion = TapFusion(taps, size, epsilon)
-        self.feature_norm = nn.Parameter(torch.ones(size))
+        self.feature_norm = nn.Parameter(torch.full((size,), ends.embedding_scale()))
         self.entry = nn.Linear(2 * size, size, bias=False)
         nn.init.zeros_(self.entry.weight)
         with torch.no_grad():

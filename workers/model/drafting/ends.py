@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+_SCALE_ROWS = 1024
+"""Rows of the embedding that its scale is measured on, about."""
+
 
 class TargetEnds(nn.Module):
     """The frozen ends of a target. The head may be reduced to the rows of frequent tokens."""
@@ -30,6 +33,11 @@ class TargetEnds(nn.Module):
     def hidden_size(self) -> int:
         """The width of the embedding and of the head."""
         return int(self.embedding.shape[1])
+
+    def embedding_scale(self) -> float:
+        """The RMS of the embedding. Features of this scale enter a layer without drowning the tokens' embeddings."""
+        rows = self.embedding[:: max(1, len(self.embedding) // _SCALE_ROWS)]
+        return float(rows.float().pow(2).mean().sqrt())
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., hidden size] of token ids [...]."""
