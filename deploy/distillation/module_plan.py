@@ -51,6 +51,8 @@ def with_defaults(options: DistillOptions, config: Any) -> DistillOptions:
         return replace(options, layers=layers, taps=reads, vocabulary_size=size)
     if options.kind == "table":
         return replace(options, taps=(), vocabulary_size=None)
+    if options.start is not None and not options.taps:
+        options = replace(options, taps=read_card(options.start).taps)
     taps = options.taps or ((count,) if options.kind == "heads" else (count // 3, 2 * count // 3, count))
     if not all(0 <= tap <= count for tap in taps):
         raise ConfigurationError(f"--taps: {list(taps)} is refused; it must be within 0 and {count}")
@@ -61,6 +63,10 @@ def with_defaults(options: DistillOptions, config: Any) -> DistillOptions:
 
 def wanted_shape(options: DistillOptions, config: Any) -> Shape:
     """The shape of the module. Raises `ConfigurationError`."""
+    if options.start is not None and read_card(options.start).kind == options.kind:
+        shape = read_card(options.start).shape
+        if shape is not None:
+            return shape
     depths = options.depths or _DEPTHS.get(options.kind, 1)
     if options.kind == "heads":
         return HeadsShape(depths, selector_rank=options.selector_rank)
@@ -142,7 +148,7 @@ def training_plans(options: DistillOptions) -> tuple[TrainingPlan, ModulePlan]:
         steps=options.steps,
         seconds=None if options.minutes is None else options.minutes * 60,
     )
-    paths = max(1, options.batch_tokens // 8 if options.kind in ("heads", "block") else 0)
+    paths = max(1, options.batch_tokens // 4 if options.kind in ("heads", "block") else 0)
     scale = _TRAINED_LAYER_SCALE if options.start is not None or options.layers else 1.0
     return plan, ModulePlan(paths=paths, layer_scale=scale, optimizer=options.optimizer)
 

@@ -45,6 +45,9 @@ from workers.model.drafting.files import DraftingModule, load_ends, make_module,
 from workers.model.drafting.table import SuccessorTable
 from workers.model.loading import choose_device
 
+_MAX_STORED_LENGTH = 4096
+"""Most tokens of a prompt and its answer whose states are stored. Evaluated prompts are longer than training rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Run:
@@ -145,7 +148,7 @@ def _make(stage: _Run, card: DraftCard) -> _Made:
 def _states(stage: _Run, model: Any, card: DraftCard) -> TapCache:
     """The target's hidden states of all answers, computed where they are missing while the budget lasts."""
     options, data = stage.options, stage.data
-    cache = TapCache(options.work_directory, card.taps, card.hidden_size, options.max_length)
+    cache = TapCache(options.work_directory, card.taps, card.hidden_size, _MAX_STORED_LENGTH)
     # Held-out answers come first: without them nothing is measured.
     answers = (*data.held_out, *data.train, *data.evaluation)
     with ProgressReporter(notices, "hidden states") as reporter:
@@ -183,8 +186,8 @@ def _train(
         progress = training.run(report)
     name = "evaluation" if options.evaluate is None else options.evaluate.name
     measured = {
-        "held-out prompts": _measured(module, ends, cache, held_out, options, module_plan),
-        name: _measured(module, ends, cache, data.evaluation, options, module_plan),
+        "held-out prompts": _measured(module, ends, cache, held_out, options, module_plan, options.max_length),
+        name: _measured(module, ends, cache, data.evaluation, options, module_plan, _MAX_STORED_LENGTH),
     }
     return progress, {key: found for key, found in measured.items() if found.paths}
 
@@ -196,9 +199,10 @@ def _measured(
     answers: Sequence[Answer],
     options: DistillOptions,
     plan: ModulePlan,
+    max_length: int,
 ) -> Acceptance:
     is_bfloat16 = options.precision == "bfloat16"
-    return measure(module, ends, cache, answers, options.max_length, plan.measured_depths, is_bfloat16)
+    return measure(module, ends, cache, answers, max_length, plan.measured_depths, is_bfloat16)
 
 
 def _search(stage: _Run, model: Any) -> list[ExitCandidate]:

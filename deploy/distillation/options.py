@@ -79,9 +79,13 @@ class DistillOptions:
         Path | None,
         typer.Option(help="A transformers configuration with the target's vocabulary and width, for a new student."),
     ] = None
-    start: Annotated[Path | None, typer.Option(help="Directory of a draft to train further, instead of --layers.")] = (
-        None
-    )
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of a draft to train further, instead of --layers. A block or eagle may also start as "
+            "a draft of kind layers."
+        ),
+    ] = None
     vocabulary_size: Annotated[
         int | None,
         typer.Option(
