@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -224,6 +225,22 @@ class TestTapCache:
         for answer in answers[:4]:
             torch.testing.assert_close(cache.of(answer), fresh.of(answer))
         assert not cache.has(answers[5])
+
+    def test_an_answer_that_changed_is_stored_again_and_damages_no_other(
+        self, target: torch.nn.Module, answers: tuple[Answer, ...], tmp_path: Path
+    ) -> None:
+        changed = replace(answers[0], answer=answers[1].answer)
+        for few in (answers[:2], (changed,), answers[2:3]):
+            TapCache(tmp_path, (1,), 48, 64).fill(target, few, lambda done, wanted: None)
+
+        cache = TapCache(tmp_path, (1,), 48, 64)
+
+        assert cache.has(changed)
+        assert not cache.has(answers[0])
+        fresh = TapCache(tmp_path / "fresh", (1,), 48, 64)
+        fresh.fill(target, (changed, *answers[1:3]), lambda done, wanted: None)
+        for answer in (changed, *answers[1:3]):
+            torch.testing.assert_close(cache.of(answer), fresh.of(answer))
 
     def test_no_state_is_computed_after_the_time(
         self, target: torch.nn.Module, answers: tuple[Answer, ...], tmp_path: Path

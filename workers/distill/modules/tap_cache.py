@@ -50,6 +50,7 @@ class TapCache:
         self._rows_path = directory / f"taps-{name}.bfloat16"
         self._index_path = directory / f"taps-{name}.jsonl"
         self._entries: dict[str, _Entry] = {}
+        self._stored = 0
         self._rows: Tensor | None = None
         directory.mkdir(parents=True, exist_ok=True)
         self.refresh()
@@ -64,6 +65,7 @@ class TapCache:
                 found = json.loads(line)
                 self._entries[found["key"]] = _Entry(row, int(found["tokens"]), int(found["checksum"]))
                 row += int(found["tokens"])
+        self._stored = row  # also of answers that were stored again with other tokens
         size = row * self.width
         if size and self._rows_path.stat().st_size < 2 * size:
             raise ConfigurationError(f"taps {self._rows_path}: shorter than its index; remove both files")
@@ -87,9 +89,8 @@ class TapCache:
         """Compute the taps that are missing, until `ends` (of `time.monotonic`)."""
         missing = [answer for answer in answers if not self.has(answer)]
         wanted, done = sum(len(self._cut(answer)) for answer in missing), 0
-        stored = sum(entry.tokens for entry in self._entries.values())
         with self._rows_path.open("ab") as rows, self._index_path.open("ab") as index:
-            rows.truncate(2 * stored * self.width)  # drop rows that an interruption left without an index line
+            rows.truncate(2 * self._stored * self.width)  # drop rows that an interruption left without an index line
             for batch in _batches(missing, self.max_length):
                 if ends is not None and time.monotonic() >= ends:
                     break
