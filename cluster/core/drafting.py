@@ -83,7 +83,8 @@ class Evidence:
     """The target's decision after the root and after every node, `[nodes + 1]`; -1 where it has none. Empty if nothing
     was decided, or if no method needs the decisions."""
     top: tuple[tuple[int, ...], ...] = ()
-    """The target's most probable tokens, best first, at the root and at each accepted node. Empty if not needed."""
+    """The target's most probable tokens at the root and at each accepted node, `[1 + accepted][k]`, best first. Empty
+    if no method needs them."""
     hidden: HiddenStates | None = None
     """Hidden states of the tokens whose KV the step stored: the pending ones and the accepted ones."""
 
@@ -95,7 +96,7 @@ class EvidenceNeeds:
     taps: tuple[int, ...] = ()
     """Taps of the hidden states, see `HiddenStates`. Negative numbers count from the last tap, which is -1."""
     top: int = 0
-    """Number of most probable tokens at each accepted position. With several ranks, none are available."""
+    """Number of most probable tokens at the root and at each accepted node. With several ranks, none are available."""
     decisions: bool = False
     """Whether the decisions at all nodes are needed."""
 
@@ -109,17 +110,18 @@ class EvidenceNeeds:
 class DraftDistribution:
     """The truncated distribution that a drafted token was drawn from, given its parent.
 
-    Siblings have the same distribution. They are drawn without replacement: each from what the earlier ones left.
+    Siblings have the same distribution. They are drawn without replacement: each from the distribution without the
+    earlier siblings, normalised.
     """
 
     tokens: tuple[int, ...]
     probabilities: tuple[float, ...]
-    """One per token; their sum is 1."""
+    """One per token of `tokens`; their sum is 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRow:
-    """A request for a draft after `base_len` committed tokens, with the tokens committed since the last one.
+    """A request for a draft after `base_len` committed tokens, with the tokens committed since the previous request.
 
     The drafter must hold at least `known_len` tokens of this sequence. `new_tokens` replaces what it holds beyond them,
     so a repeated or late message changes nothing.
@@ -132,8 +134,8 @@ class DraftRow:
     start: SequenceStart | None = None
     """Set if `new_tokens` is the whole sequence."""
     evidence: tuple[Evidence, ...] = ()
-    """What the target showed since the last row, oldest first. It may have gaps, because a target that finds the KV of
-    a prefix does not compute it."""
+    """What the target showed since the previous row, oldest first. It may have gaps, because a target that finds the KV
+    of a prefix does not compute it."""
 
     @property
     def known_len(self) -> int:

@@ -114,9 +114,9 @@ class DraftPasses(Protocol):
         ...
 
     def reserved(self, lengths: Mapping[SequenceId, int]) -> AbstractContextManager[frozenset[SequenceId]]:
-        """Inside, there is room for so many tokens after the stored ones of each sequence in the result.
+        """Reserve KV blocks for `lengths[id]` tokens after the stored ones of each sequence, and free them on exit.
 
-        A sequence that is not stored, or for which there is no room, is not in the result.
+        Yields the ids for which this succeeded. Sequences that are not stored, or without room, are missing.
         """
         ...
 

@@ -51,7 +51,7 @@ class TokenTree:
     def from_candidates(cls, candidates: Iterable[Sequence[int]], max_nodes: int) -> TokenTree:
         """Merge candidate continuations into a trie of at most `max_nodes` nodes.
 
-        Earlier candidates get their nodes first, so the likeliest should come first.
+        Earlier candidates get their nodes first, so the most probable should come first.
         """
         tokens: list[int] = []
         parents: list[int] = []

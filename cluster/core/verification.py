@@ -106,7 +106,7 @@ class Verdict:
     """One entry per token, if requested."""
     fault: RowFault | None = None
     evidence: Evidence | None = None
-    """For drafters in other processes. `None` if no such drafter needs any."""
+    """What the step showed of the sequence, for drafters in other processes; `None` if no such drafter needs any."""
     proposal: Proposal | None = None
     """The draft for the next step, from a drafter on the target. Its `base_len` is the length after this verdict."""
 

@@ -1,4 +1,4 @@
-"""Divides the minutes of a whole `pilotfish distill` among its stages, and says so before the first one begins."""
+"""Divides the minutes of a whole `pilotfish distill` among its stages. The command prints the plan first."""
 
 from __future__ import annotations
 

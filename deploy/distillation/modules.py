@@ -112,7 +112,7 @@ def run_module(settings: Settings, options: DistillOptions, command_line: str) -
 
 
 def _device_name(device: torch.device) -> str:
-    """What a card calls the device that a training ran on."""
+    """The name of the device of a training, for the model card."""
     return torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
 
 

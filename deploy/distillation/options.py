@@ -98,15 +98,16 @@ class DistillOptions:
         typer.Option(
             parser=number_list("--taps", int),
             metavar="NUMBERS",
-            help="Hidden states of the target that heads, block or eagle read: after so many layers, with commas "
-            "between them. Unset: the last for heads; a third, two thirds and the last for block and eagle.",
+            help="Hidden states of the target that heads, block or eagle read: numbers of layers after which they are "
+            "taken, with commas between them. Unset: after the last layer for heads; after a third, two thirds and all "
+            "layers for block and eagle.",
         ),
     ] = ()
     depths: Annotated[
-        int | None, typer.Option(help="Tokens on one path: heads (unset: 4), a block (5), successors in a table (8).")
+        int | None, typer.Option(help="Number of heads (unset: 4), tokens of a block (5), successors in a table (8).")
     ] = None
     selector_rank: Annotated[
-        int, typer.Option(help="Width of the selector of heads and block, which knows the token before; 0: none.")
+        int, typer.Option(help="Width of the selector of heads and block, which reads the token before; 0: none.")
     ] = 256
     optimizer: Annotated[str, typer.Option(help="Optimizer of heads, block and eagle: muon or adamw.")] = "muon"
     int8: Annotated[bool, typer.Option(help="Store the matrices of heads, block or eagle as int8.")] = False

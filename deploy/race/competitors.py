@@ -140,7 +140,7 @@ def _selecting(method: str) -> tuple[str, ...]:
 
 
 def _is_default(method: str, plugin: MethodPlugin) -> bool:
-    """Whether a method takes part unless the user chooses. Those that change the target's answers do not."""
+    """Whether a method takes part if the user names none. Methods that change the target's answers do not."""
     return method != NO_DRAFTS and plugin.target_settings is None
 
 

@@ -1,8 +1,8 @@
 """Several drafting methods that share one draft tree.
 
-Every method proposes for the same rows. The union of their trees is one trie. How probable each of its nodes is, is
-learned from what the target decides: separately for each set of methods that propose a node and for each bin of the
-probability that they give it. The most probable nodes are the proposal.
+Every method proposes for the same rows. The union of their trees is one trie. The probability of a node is learned from
+what the target decides, separately for each set of methods that propose it and for each bin of the probability that
+they give it. The most probable nodes are the proposal.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class ForwardRow:
     """Indices within the row of the tokens whose logits are returned: committed tokens first, then the tree's nodes."""
     uncommitted: int = 0
     """Positions between the table's stored ones and this row's tokens, whose keys and values an earlier pass wrote
-    and nobody committed. So a draft grows token by token, and `KvPool.truncate` to `stored_len` forgets it."""
+    without a commit. A draft grows by them token by token; `KvPool.truncate` to `stored_len` removes them."""
 
     @property
     def shape(self) -> RowShape:

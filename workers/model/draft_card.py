@@ -39,7 +39,7 @@ class DraftCard:
     kind: str = LAYERS
     """`layers`, `heads`, `eagle`, `block`, `exit` or `table`."""
     taps: tuple[int, ...] = ()
-    """The hidden states of the target that it reads: residual streams after so many layers."""
+    """Taps of the target that it reads: tap `l` is the residual stream after `l` decoder layers."""
     shape: Shape | None = None
     """The sizes of its module; `None` for the kind `layers`, whose `config.json` has them."""
 

@@ -41,7 +41,7 @@ _SHARD_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class StretchRequest:
-    """`PATH@x10`, `PATH@wider-x10` or `PATH@deeper-x10`, taken apart."""
+    """The parts of a path `PATH@x10`, `PATH@wider-x10` or `PATH@deeper-x10`."""
 
     path: str
     kind: str

@@ -42,8 +42,8 @@ class ColocatedDrafter:
     """Brings the method up to date after every step and asks it for the next drafts.
 
     A method that raises costs drafts, never a verdict: its state is dropped, and every sequence is sent to it anew.
-    With `raises`, its exceptions are raised instead: where the method computes together with other ranks, these wait
-    for this one, and all of them must be restarted.
+    With `raises`, its exceptions are raised instead. A method that computes on several ranks needs this: the other
+    ranks wait for this one, and all of them must be restarted.
     """
 
     def __init__(self, method: DraftMethod, *, raises: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The drafts of a drafter on the target: asked for with one step's rows, received with its verdicts.
+"""The drafts of a drafter on the target: requested with one step's rows, received with its verdicts.
 
 No call is made for them. A draft is used in the next round, or dropped when the sequence has another length by then.
 """

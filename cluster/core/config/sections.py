@@ -75,9 +75,9 @@ class EvidenceSection(Section):
     """What the target shows to drafters beyond committed tokens. The selected drafting methods set it."""
 
     taps: Annotated[tuple[Annotated[int, Field(ge=-1, le=4096)], ...], Field(max_length=16)] = ()
-    """Decoder layers after which hidden states are taken: 0 is the embedding, -1 the last layer."""
+    """Numbers of decoder layers after which hidden states are taken: 0 is the embedding, -1 the last layer's output."""
     top: Annotated[int, Field(ge=0, le=64)] = 0
-    """Number of most probable tokens at each accepted position."""
+    """Number of most probable tokens at the root and at each accepted node of a draft tree."""
     decisions: bool = False
     """Whether the decisions at all nodes of a draft tree are taken."""
     is_sent: bool = False
@@ -129,7 +129,7 @@ class DraftModuleSection(ModuleSection):
     """Settings of a drafting method that loads a trained module, which reads the target's hidden states."""
 
     taps: Annotated[tuple[Annotated[int, Field(ge=-1, le=4096)], ...], Field(max_length=16)] = ()
-    """Layers after which hidden states are taken; unset: those of the module's card."""
+    """Numbers of decoder layers after which hidden states are read, as in `target.evidence.taps`; unset: the card's."""
 
     def check_selected(self) -> None:
         """Raise `ValueError` when `path` is not set."""
@@ -145,7 +145,7 @@ class DraftSection(PluginHost):
     methods: Annotated[tuple[str, ...], Field(max_length=8)] = ()
     """Several drafting methods, whose candidates share one draft tree; unset: `method` alone."""
     placement: Literal["auto", "target", "drafter"] = "auto"
-    """`target` drafts on the target's rank 0 after each step, `drafter` in processes of their own; `auto` chooses."""
+    """`target`: drafts on the target's rank 0 after each step; `drafter`: in own processes; `auto`: by method."""
     max_nodes: Annotated[int, Field(ge=0, le=256)] = 8
     """Most drafted tokens in one draft tree."""
     max_depth: Annotated[int, Field(ge=0, le=64)] = 8

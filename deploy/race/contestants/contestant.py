@@ -1,4 +1,7 @@
-"""The port of everything that takes part in a race."""
+"""The port of everything that answers prompts in a race.
+
+A competitor is one entry of the results; its contestant is the running program that answers for it.
+"""
 
 from __future__ import annotations
 

@@ -49,11 +49,11 @@ _SPEED_COLUMNS = (
     *("accepted at position 1, 2, …", "target passes per token", "GFLOP per token", "equal / explained / wrong"),
 )
 _SPEED_NOTE = (
-    "tokens/s and ÷ plain: all tasks in turn. Plain runs before and after every pass, and plain ÷ plain compares two "
-    "plain passes that follow each other. τ: committed tokens per target step. Accepted at a position: share of all "
-    "target steps. Passes and FLOP leave out prompts; FLOP are those of the matrices, and the draft model's are "
-    "estimated from the number of proposed tokens. Explained: the first tokens that differ have logits closer than "
-    "rounding may change them."
+    "tokens/s and ÷ plain: all tasks in turn. Plain decoding runs before and after every pass, and plain ÷ plain "
+    "compares two plain passes that follow each other. τ: committed tokens per target step. Accepted at a "
+    "position: share of all target steps. Passes and FLOP leave out prompts; FLOP are those of the matrices, and "
+    "the draft model's are estimated from the number of proposed tokens. Explained: the first tokens that differ "
+    "have logits closer than rounding may change them."
 )
 
 

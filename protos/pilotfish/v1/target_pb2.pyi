@@ -271,7 +271,7 @@ class Verdict(_message.Message):
 
     @_builtins.property
     def evidence(self) -> _common_pb2.Evidence:
-        """For drafters in other processes; unset if no such drafter needs it."""
+        """What the step showed of the sequence, for drafters in other processes; unset if no such drafter needs any."""
 
     @_builtins.property
     def proposal(self) -> _common_pb2.Proposal:

@@ -1,6 +1,7 @@
-"""Finds the layers of a target with which it can draft for itself, by measured agreement (Draft & Verify, Zhang 2024).
+"""Finds the layers of a target with which it can draft for itself, by measured agreement (Zhang et al. 2024).
 
-Two families are measured on held-out text: the first L layers, and all layers but those that matter least alone.
+Two families are measured on held-out text: the first L layers, and all layers without those whose removal alone lowers
+the agreement least.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class ExitCandidate:
     agreement: float
     """Share of positions at which they and all layers rank the same token first."""
     speedup: float
-    """Estimated tokens per cost of one step of the target, at the best length of a chain."""
+    """Estimated tokens in the time of one plain step of the target, at the best length of a chain."""
 
 
 def search_exit(
@@ -82,7 +83,7 @@ def search_exit(
 
 @contextmanager
 def only_layers(target: Any, layers: Sequence[int]) -> Iterator[None]:
-    """Inside, the target runs these layers alone, in order; the residual stream passes by the others."""
+    """Inside, the target runs these layers alone, in order; the others leave the residual stream as it is."""
     stack = decoder_layers(target)
     hooks = [stack[place].register_forward_hook(_pass_by) for place in range(len(stack)) if place not in set(layers)]
     try:
@@ -107,7 +108,7 @@ def _choices(target: Any, rows: Sequence[Sequence[int]], firsts: Sequence[int]) 
 
 
 def _speedup(agreement: float, cost: float) -> float:
-    """Expected tokens per unit of the target's time, for the best depth of a chain."""
+    """Expected tokens in the time of one plain step of the target, at the best length of a chain."""
     best = 0.0
     for depth in range(1, _MOST_DEPTHS + 1):
         tokens = sum(agreement**place for place in range(depth + 1))

@@ -95,7 +95,7 @@ def measure(
     depths: int,
     autocast: bool,
 ) -> Acceptance:
-    """Measure on answers; use greedy ones, since tokens are compared. At most 4,096 of their places are drawn."""
+    """Measure on answers; use greedy ones, since tokens are compared. At most 4,096 positions are drawn."""
     was_training = module.training
     module.eval()
     device = ends.head.device

@@ -12,7 +12,7 @@ from workers.distill.modules.learner import Acceptance
 from workers.model.draft_card import DraftCard
 
 _METHODS = {
-    "heads": "Medusa heads (Cai et al. 2024) that know the last token, with a selector (Hydra, Ankner et al. 2024)",
+    "heads": "Medusa heads (Cai et al. 2024) that read the last token, with a selector (Hydra, Ankner et al. 2024)",
     "block": "a block drafter: all tokens in one pass, from the target's hidden states",
     "eagle": "an EAGLE-3-like head (Li et al. 2025): decoder layers on the target's hidden states",
     "exit": "early exit: the target drafts with some of its own layers",
@@ -74,7 +74,7 @@ def write_card(facts: ModuleFacts) -> str:
             "\n## Estimated tokens per step\n",
             "One token of the target and the accepted part of a greedy chain, on the target's own greedy answers. This "
             "is an estimate from text; trees and the controller change what serving gives.\n",
-            "| answers to | tokens per step | first token accepted | first two | first three | places |",
+            "| answers to | tokens per step | first token accepted | first two | first three | positions |",
             "|---|---|---|---|---|---|",
             *(_row(name, found) for name, found in facts.measured.items()),
         ]

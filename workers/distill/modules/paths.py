@@ -1,7 +1,7 @@
-"""What each kind of drafting module predicts for many places of a batch at once: paths of tokens.
+"""What each kind of drafting module predicts from many positions of a batch at once: paths of tokens.
 
-A path starts at a position n: the module knows the tokens before n and the target's taps up to n - 2, since the target
-decided the token at n - 1 without running on it. Depth j predicts the token at n + j.
+A path starts at a position n: the module has the tokens before n and the target's taps up to n - 2, because the target
+has decided the token at n - 1 and not computed it. Depth j predicts the token at n + j.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def predict(
     generator: torch.Generator | None = None,
     depths: int = 3,
 ) -> Paths:
-    """Predictions of a module at up to `limit` places of a batch, drawn by the generator; 0: at all places.
+    """Predictions of a module from up to `limit` positions of a batch, drawn by the generator; 0: from all positions.
 
     `depths` is the number of roll-outs of an EAGLE head, which has no depth of its own.
     """

@@ -1,9 +1,9 @@
 """A drafter that draws its tokens at random and states their distributions, for rules that read them.
 
 The shape of its trees is fixed: `siblings` tokens below the last committed token and below each first sibling, down to
-the bounds of the budget and as far as there is memory. It does not depend on the drawn tokens, and no estimates are
-sent by which the coordinator could leave out improbable ones. This keeps the rules `rejection` and `block` exact. Each
-tree is drawn anew.
+the bounds of the budget and as far as there is memory. The shape does not depend on the drawn tokens. Proposals have no
+`probabilities`, by which the coordinator would leave out improbable tokens. This keeps the rules `rejection` and
+`block` exact. Every tree is drawn with new random numbers.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from workers.sampling.context import Branch, DecisionContext
 
 _COUPLED = "coupled"
 _NOT_DRAFTED = -1
-"""Stands for the tokens between the committed ones and a depth, which are not chosen yet. No logit is its own."""
+"""Placeholder for the tokens between the committed ones and a depth, which are not known. Penalties ignore it."""
 
 
 @dataclass(frozen=True, slots=True)

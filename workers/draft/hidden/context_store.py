@@ -1,6 +1,6 @@
 """Keeps what drafting modules computed for earlier sequences, for later ones with the same first tokens.
 
-A target that finds a prefix in its cache computes no hidden states for it, so a drafter could not know it otherwise.
+A target that finds a prefix in its cache computes no hidden states for it, and a drafter receives none.
 """
 
 from __future__ import annotations

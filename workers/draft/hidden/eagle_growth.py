@@ -16,7 +16,7 @@ from workers.draft.hidden.eagle_pass import EaglePiece
 from workers.draft.hidden.eagle_session import EagleSession
 
 LEAST_PASS_GAIN = 0.1
-"""A depth whose nodes are reached with a smaller probability together is not worth a pass."""
+"""A depth is expanded if the path probabilities of its nodes sum to at least this."""
 
 
 class EagleGrowth:

@@ -27,7 +27,7 @@ class EaglePiece:
     slot: int
     """The first token's slot."""
     following: Sequence[int]
-    """The token one position later, of each token."""
+    """For each token, the token one position later."""
     positions: Sequence[int]
     is_seen: Tensor
     """[tokens, slots up to the last token's], bool: which slots each token attends to."""

@@ -34,7 +34,7 @@ class _Grown:
 
 
 class EagleSession(ContextSession):
-    """A position goes through the head once the token after it is committed."""
+    """Committed tokens and the last draft. A position is computed once the token after it is committed."""
 
     __slots__ = ("_held", "grown", "is_streak", "output")
 

@@ -12,7 +12,7 @@ from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
 LEAST_PATH_PROBABILITY = 0.01
 """Nodes with a lower path probability are not drafted."""
 _LARGEST_DIFFERENCE = 30
-"""Differences of match lengths above this count as this one."""
+"""Larger differences of match lengths count as this difference."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""The window of lookahead decoding: guessed tokens at the next positions, which each pass of the target improves.
+"""The window of lookahead decoding (Fu et al. 2024): provisional tokens at the next positions, replaced in each step.
 
-Jacobi iteration replaces every guess by the target's decision given the guesses before it. The window keeps the last
-few iterations, so each of its columns is an n-gram in the making (Fu et al. 2024).
+Jacobi iteration replaces every provisional token by the target's decision after the provisional tokens before it. The
+window keeps the last few iterations. A column of it and one more decision are an n-gram.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class JacobiWindow:
     def place(self, first: int, width: int, guess: Callable[[int, int | None], tuple[int, ...]]) -> None:
         """Move the window to `width` columns from position `first`.
 
-        `guess` gives the tokens of a new column from its position and the trunk's token before it, if there is one.
+        `guess` returns the first tokens of a new column, from its position and the trunk's token before it, if any.
         """
         held = self._columns
         before: int | None = None

@@ -11,7 +11,7 @@ from workers.draft.lookup.occurrence_index import SEPARATOR, OccurrenceIndex
 class OutputStore:
     """At most `most_tokens` tokens of outputs, over all salts; the oldest outputs are evicted first.
 
-    Requests with different salts share nothing, so that no tenant's text shows in the speed of another one's answers.
+    Requests with different salts share nothing, so that no tenant gets drafts from another tenant's text.
     """
 
     def __init__(self, most_tokens: int, shortest: int, longest: int) -> None:

@@ -59,7 +59,7 @@ class Successors:
 class SuccessorTables:
     """A table for each salt; beyond `most`, the least recently used one is evicted.
 
-    Requests with different salts share nothing, so that no tenant's text shows in the speed of another one's answers.
+    Requests with different salts share nothing, so that no tenant gets drafts from another tenant's text.
     """
 
     def __init__(self, count: int, most: int, initial: Rows | None = None) -> None:

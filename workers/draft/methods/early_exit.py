@@ -37,7 +37,7 @@ class EarlyExitSettings(ModuleSection):
     """Which part of the target drafts: `path`, or `layers` and the skipped parts."""
 
     layers: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """The draft ends after so many of the target's layers; unset: after the last."""
+    """Number of the target's first layers that draft; unset: all layers."""
     skip_attention: _Layers = ()
     """Layers, from 0, whose attention the draft leaves out."""
     skip_mlp: _Layers = ()
@@ -45,7 +45,7 @@ class EarlyExitSettings(ModuleSection):
     candidates: Annotated[int, Field(ge=1, le=16)] = 3
     """Most drafted tokens at each depth: the first one is continued, the others are leaves. With several ranks: 1."""
     stop_below: Rate = 0.1
-    """A sequence's draft ends where the estimated probability of its path is below this. With several ranks: never."""
+    """The draft ends where the estimated probability of its path is below this. With several ranks it has no effect."""
 
     @property
     def has_part(self) -> bool:

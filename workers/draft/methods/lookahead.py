@@ -1,8 +1,8 @@
 """Lookahead decoding (Fu et al. 2024): the target itself finds the n-grams that are drafted, beside verifying them.
 
 Each step of the target verifies candidates from a pool of n-grams, and computes one Jacobi iteration of a window of
-guessed tokens. Both are branches of one token tree. The decisions at the window's nodes are new n-grams for the pool.
-Nothing but arithmetic is spent on the window, so it pays where the target has idle arithmetic.
+provisional tokens. Both are branches of one token tree. The decisions at the window's nodes complete new n-grams, which
+the pool stores. The window adds tokens to a step, but no pass. It pays where more tokens hardly make a step longer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FIRST_RATE, _NEXT_RATE = 0.4, 0.6
 _WINDOW_RATE = 0.03
 """Assumed acceptance rate of a window's token that is no candidate's."""
 _STRIDE = 7919
-"""A prime: guesses for far positions are tokens of the text that are this far apart."""
+"""A prime. Where the pool has no n-gram, a new column is copied from index `position * _STRIDE` modulo length."""
 
 
 class LookaheadSettings(PluginSettings):
@@ -85,7 +85,7 @@ class LookaheadSession(LookupSession):
                 self.pool.add(ngram)
 
     def guess(self, position: int, before: int | None) -> tuple[int, ...]:
-        """The tokens of a new column of the window: what followed the token `before` it, or tokens of the text."""
+        """The first tokens of a new column: what the pool has after the token `before` it, or tokens of the text."""
         known = self.pool.after(self.tokens[-1] if before is None else before)
         if known:
             return known[0]

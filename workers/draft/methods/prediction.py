@@ -23,7 +23,7 @@ _RATES = (0.25, 0.5, 0.65, 0.75, 0.82, 0.86, 0.9, 0.92, 0.94)
 _START_MATCH = 3
 """The first token of the answer counts as if it followed a match of this length."""
 _OCCURRENCES = 64
-"""Most distant places in the prediction that are examined."""
+"""Most occurrences of one n-gram in the prediction that are examined, besides the places near the expected one."""
 
 
 class PredictionSettings(PluginSettings):
@@ -76,7 +76,7 @@ class PredictionSession(LookupSession):
             self._cursor = self._cursor_len = 0
 
     def _places(self) -> list[tuple[int, int]]:
-        """Places in the prediction that may continue the answer, with the length of the match, the likeliest first."""
+        """Places in the prediction that may continue the answer, with the length of the match, most probable first."""
         settings, answer_len = self._settings, len(self.tokens) - self.start.prompt_len
         if answer_len <= 0:
             return [(0, _START_MATCH)]

@@ -1,7 +1,7 @@
 """Token Recycling (Luo et al. 2024): drafts what the target last ranked highest after each token.
 
-Every step of the target ranks many tokens and commits few. The others are kept: a table has the most probable
-successors of each token, and the draft is the most probable tree through the table. A module of the kind `table` fills
+Every step of the target ranks many tokens and commits few. A table keeps the most probable successors of each token,
+and the draft is the tree of its most probable paths. A module of the kind `table` fills
 the table before the first request. Only requests with the same `cache_salt` share what is learned while serving.
 """
 
@@ -65,7 +65,7 @@ class RecyclingSession(DraftedSession):
         return self._rates[self.is_greedy]
 
     def append(self, tokens: Sequence[int]) -> None:
-        """See `DraftedSession`. Each token is a successor of the one before. The answer's tokens teach the rates."""
+        """See `DraftedSession`. Each token is a successor of the one before. Tokens of the answer update the rates."""
         first = len(self.tokens)
         super().append(tokens)
         table, rates = self.table, self.rates
@@ -90,7 +90,7 @@ class RecyclingSession(DraftedSession):
 
 
 class RecyclingDrafter:
-    """Drafts the most probable tree through the table of each row's salt. It is a `DraftMethod`."""
+    """Drafts the most probable paths in the table of each row's salt. It is a `DraftMethod`."""
 
     def __init__(self, settings: RecyclingSettings, draft: DraftSection, initial: Rows | None = None) -> None:
         """`initial`: see `SuccessorTables`."""

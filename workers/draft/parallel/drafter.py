@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NOT_DRAFTED = -1
-"""Stands for the tokens between the committed ones and a depth, which are not chosen yet. No logit is its own."""
+"""Placeholder for the tokens between the committed ones and a depth, which are not known. Penalties ignore it."""
 
 
 class Heads(Protocol):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 _SCALE_ROWS = 1024
-"""Rows of the embedding that its scale is measured on, about."""
+"""About how many rows of the embedding its scale is computed from."""
 
 
 class TargetEnds(nn.Module):
@@ -35,7 +35,7 @@ class TargetEnds(nn.Module):
         return int(self.embedding.shape[1])
 
     def embedding_scale(self) -> float:
-        """The RMS of the embedding. Features of this scale enter a layer without drowning the tokens' embeddings."""
+        """The RMS of the embedding. Features of this scale do not outweigh the tokens' embeddings in a sum of both."""
         rows = self.embedding[:: max(1, len(self.embedding) // _SCALE_ROWS)]
         return float(rows.float().pow(2).mean().sqrt())
 

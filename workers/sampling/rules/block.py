@@ -6,7 +6,7 @@ ignored.
 
 The output has the target's own distribution, but it is not the text of plain decoding with the same seed. The
 conditions of `rejection` apply. In addition, a drafter that draws uses new random numbers in each round: this rule
-looks at tokens behind the accepted prefix, so the same numbers would not be random in the next round.
+reads tokens after the accepted prefix, so the same numbers would not be independent of its choice in the next round.
 """
 
 from __future__ import annotations
