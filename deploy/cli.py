@@ -24,7 +24,7 @@ from deploy.terminal import notify, output
 
 cli = typer.Typer(
     name="pilotfish",
-    help="Serve a large language model, sped up by small draft models. The output is exactly the large model's.",
+    help="Serve a large language model with speculative decoding. By default, the text is exactly the model's own.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -138,7 +138,7 @@ class DraftModuleSection(ModuleSection):
 
 
 class DraftSection(PluginHost):
-    """The drafter: its method, and the settings that all methods share. Each method has its own subsection."""
+    """Drafting: the method, and the settings that all methods share. Each method has its own subsection."""
 
     method: str = "ngram"
     """Name of the drafting method; `none` decodes without drafts."""
@@ -159,7 +159,7 @@ class DraftSection(PluginHost):
     threads: Annotated[int, Field(ge=0)] = 0
     """Intra-op threads of each drafter on CPU; 0 lets the placement choose."""
     timeout_seconds: Seconds = 0.5
-    """Longest wait for a proposal, in seconds; then the round continues without drafts."""
+    """Longest wait for a proposal of a drafter, in seconds; then the round continues without drafts."""
 
     @property
     def is_enabled(self) -> bool:
