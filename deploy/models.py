@@ -13,16 +13,6 @@ from workers.model.draft_card import is_distilled
 COMPILED = "compiled"
 """Folder of the cache for code compiled on this machine."""
 
-DRAFTS = {
-    "smollm2-135m-draft": "smollm2-135m-instruct",
-    "smollm2-135m-heads": "smollm2-135m-heads",
-    "smollm2-135m-block": "smollm2-135m-block",
-    "smollm2-135m-eagle": "smollm2-135m-eagle",
-    "smollm2-135m-exit": "smollm2-135m-exit",
-    "smollm2-135m-table": "smollm2-135m-table",
-}
-"""Packaged drafts: from the name of a draft to its folder."""
-
 ReportProgress = Callable[[str], None]
 """Called with a short description at the start of every stage of long work."""
 
@@ -53,8 +43,9 @@ def resolve_models(configuration: Configuration, cache_directory: Path, report: 
 
 
 def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgress) -> Path:
-    if section.path in DRAFTS:
-        return _shipped(section.path)
+    packaged = packaged_drafts().get(section.path)
+    if packaged is not None:
+        return packaged
     report(f"finding {section.path} (it is fetched or converted the first time)")
     # Importing torch and transformers takes seconds, and most commands do not need them.
     from workers.model.model_files import resolve_model_directory
@@ -62,25 +53,21 @@ def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgres
     return resolve_model_directory(section.path, cache_directory, section.revision)
 
 
-def packaged_directories() -> dict[str, Path]:
-    """The directory of each packaged draft, also of one whose files are missing."""
-    return {name: Path(__file__).parent / "drafts" / folder for name, folder in DRAFTS.items()}
-
-
-def _shipped(name: str) -> Path:
-    directory = packaged_directories()[name]
-    if not directory.is_dir():
-        raise ModelLoadError(f"model {name!r}: its files are not in {str(directory)!r}; install Pilotfish again")
-    return directory
+def packaged_drafts() -> dict[str, Path]:
+    """The directories of the packaged drafts, by name: the folders of `deploy/drafts` that hold a draft card."""
+    folder = Path(__file__).parent / "drafts"
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    return {directory.name: directory for directory in found if is_distilled(directory)}
 
 
 def _with_modules(draft: DraftSection) -> DraftSection:
     """The section with a directory for each drafting module. Raises `ModelLoadError`."""
     for method, section in draft.modules.items():
-        directory = _shipped(section.path) if section.path in DRAFTS else Path(section.path).expanduser()
+        directory = packaged_drafts().get(section.path, Path(section.path).expanduser())
         if not is_distilled(directory):
             raise ModelLoadError(
-                f"draft.{method}.path: {section.path!r} holds no drafting module; packaged ones are {', '.join(DRAFTS)}"
+                f"draft.{method}.path: {section.path!r} holds no drafting module; packaged ones are "
+                f"{', '.join(packaged_drafts())}"
             )
         draft = draft.with_module(method, path=str(directory.resolve()))
     return draft

@@ -10,16 +10,16 @@ from typing import Any
 
 from cluster.core.config.sections import NO_DRAFTS, Configuration
 from cluster.core.errors import ConfigurationError, PilotfishError, shorten
-from deploy.models import packaged_directories, resolve_models
+from deploy.models import packaged_drafts, resolve_models
 from deploy.race.options import RaceOptions
 from deploy.settings import Settings, load_settings, parse_assignments, read_list
 from workers.draft.registry import METHODS, MethodPlugin
-from workers.model.draft_card import LAYERS, is_distilled, read_card
+from workers.model.draft_card import LAYERS, read_card
 
 FREE_PORTS = ("server.http_port=0", "server.grpc_port=0")
 _MODEL = "model"
 """The drafting method with an independent draft model."""
-_KINDS = {_MODEL: LAYERS, "medusa": "heads", "blockwise": "heads"}
+_KINDS = {_MODEL: LAYERS, "blockwise": "heads", "recycling": "table", "early_exit": "exit"}
 """The kind of draft that a method loads, where it is not the method's name."""
 _NEXT_KEY = re.compile(r",(?=[A-Za-z_][\w.]*=)")
 """A comma that is followed by a key; other commas belong to a value."""
@@ -159,9 +159,8 @@ def _shipped_draft(method: str, plugin: MethodPlugin, race_settings: RaceSetting
 
 def packaged_draft(kind: str, target: str) -> str | None:
     """The name of the packaged draft of a kind for a target; `None` if there is none."""
-    for name, directory in packaged_directories().items():
-        if is_distilled(directory):
-            card = read_card(directory)
-            if (card.kind, card.target) == (kind, Path(target).name):
-                return name
+    for name, directory in packaged_drafts().items():
+        card = read_card(directory)
+        if (card.kind, card.target) == (kind, Path(target).name):
+            return name
     return None

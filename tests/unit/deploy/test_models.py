@@ -45,13 +45,12 @@ def test_a_packaged_draft_is_resolved_by_name(tmp_path: Path, monkeypatch: pytes
     assert models.resolve_models(written, tmp_path, lambda _: None).draft == draft
 
 
-def test_a_shipped_draft_without_files_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "__file__", str(tmp_path / "models.py"))
+def test_a_module_that_is_no_draft_is_refused_with_the_packaged_names(tmp_path: Path) -> None:
     target = model_directory(tmp_path / "t")
-    written = drafted(target, "smollm2-135m-draft")
+    overrides = {"target.path": str(target), "draft.method": "heads", "draft.heads.path": str(tmp_path / "absent")}
 
-    with pytest.raises(ModelLoadError, match="'smollm2-135m-draft': its files are not in"):
-        models.resolve_models(written, tmp_path, lambda _: None)
+    with pytest.raises(ModelLoadError, match=r"draft\.heads\.path: .*packaged ones are .*smollm2-135m-table"):
+        models.resolve_models(load_configuration({}, overrides), tmp_path, lambda _: None)
 
 
 def test_a_draft_model_that_the_method_does_not_load_is_not_resolved(tmp_path: Path) -> None:
