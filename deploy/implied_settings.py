@@ -25,6 +25,13 @@ def with_implied_settings(configuration: Configuration) -> Configuration:
     """
     draft = configuration.draft
     needs, place = needs_of(draft), placement_of(draft)
+    for name in draft.selected("method"):
+        sequences = getattr(draft.settings(name, METHODS.get(name).settings), "sequences", None)
+        if sequences is not None and sequences < configuration.scheduler.max_sequences:
+            raise ConfigurationError(
+                f"draft.{name}.sequences: {sequences} is refused; it must be at least scheduler.max_sequences "
+                f"({configuration.scheduler.max_sequences})"
+            )
     implied: dict[str, Any] = {
         "draft.placement": place,
         "target.evidence.taps": needs.taps,

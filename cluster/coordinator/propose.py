@@ -63,7 +63,9 @@ class Proposer:
         # On the target, a step waits for drafts of any use, so the first ones are small.
         is_bounded = has_controller and section.is_colocated
         self._first_draft = _within(FIRST_DRAFT_ON_TARGET, self.max_draft) if is_bounded else self.max_draft
-        self._controller = SpeculationController(self.max_draft, self._first_draft) if has_controller else None
+        self._controller = (
+            SpeculationController(self.max_draft, self._first_draft, is_ahead=is_bounded) if has_controller else None
+        )
         self._probes = (
             None
             if self._controller is None
@@ -219,17 +221,19 @@ class Proposer:
         controller = self._controller
         if controller is None:
             return
-        waited = drafts.waited
+        tokens, waited = sum(row.width for row in rows), drafts.waited
+        is_drafted = waited > 0.0 or tokens > len(rows)
         if self._is_colocated:
-            asked = [row.next_budget.max_depth for row in rows if row.next_budget.max_nodes]
-            waited = step.draft_seconds if asked else 0.0
+            asked = {row.sequence_id: row.next_budget.max_depth for row in rows if row.next_budget.max_nodes}
+            waited = step.draft_seconds
+            is_drafted = tokens > len(rows) or not asked.keys().isdisjoint(self._requested)  # a probe does not count
             if asked:
-                controller.observe_wait(len(asked), max(asked), waited)
+                controller.observe_wait(len(asked), max(asked.values()), waited)
         if any(len(row.pending) > 1 for row in rows):
             return
-        tokens, unwaited = sum(row.width for row in rows), max(0.0, seconds - waited)
+        unwaited = max(0.0, seconds - waited)
         committed = sum(len(verdict.tokens) for verdict in step.verdicts)
-        controller.observe_round(len(rows), tokens, unwaited, waited=waited, committed=committed)
+        controller.observe_round(len(rows), tokens, unwaited, waited=waited, committed=committed, is_drafted=is_drafted)
         if drafts.expected_step_seconds is not None:
             self._metrics.predicted_round(drafts.expected_step_seconds + drafts.waited, seconds)
 

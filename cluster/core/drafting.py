@@ -70,6 +70,11 @@ class HiddenStates:
         """Position after the last row."""
         return self.first + len(self)
 
+    def latest(self, count: int) -> HiddenStates:
+        """Return the last `count` positions."""
+        dropped = max(0, len(self) - count)
+        return HiddenStates(self.first + dropped, self.width, self.data[2 * self.width * dropped :])
+
 
 @dataclass(frozen=True, slots=True)
 class Evidence:

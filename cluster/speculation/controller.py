@@ -57,8 +57,14 @@ class PrunedDrafts:
 class SpeculationController:
     """Sizes and prunes trees by the observed latency, acceptance and speed-up."""
 
-    def __init__(self, max_draft: DraftBudget, first_draft: DraftBudget | None = None) -> None:
-        """`first_draft` is the largest tree while nothing is known of proposals; unset: `max_draft`."""
+    def __init__(
+        self, max_draft: DraftBudget, first_draft: DraftBudget | None = None, *, is_ahead: bool = False
+    ) -> None:
+        """`first_draft` is the largest tree while nothing is known of proposals; unset: `max_draft`.
+
+        `is_ahead` says that the budgets of a round are for the drafts of the next one.
+        """
+        self._control_rounds = 2 if is_ahead else 1  # the first one still verifies what was drafted before
         self._max_draft = max_draft
         self._first_draft = first_draft or max_draft
         self._step_latency = LatencyModel()
@@ -113,7 +119,8 @@ class SpeculationController:
         if not self._budgets or self._is_suspended:
             return {}
         self._drafted_rounds += 1
-        if self._drafted_rounds % (CONTROL_ROUNDS * (SURE_FACTOR if self._latest.speedup >= SURE_SPEEDUP else 1)) == 0:
+        period = CONTROL_ROUNDS * (SURE_FACTOR if self._latest.speedup >= SURE_SPEEDUP else 1)
+        if (self._drafted_rounds + self._control_rounds - 1) % period < self._control_rounds:
             return {}
         if self._drafted_rounds % FULL_ROUNDS == 0:
             return dict.fromkeys(self._budgets, self._max_draft)
@@ -215,14 +222,16 @@ class SpeculationController:
         """Add a proposal that is not verified. It is compared with the tokens that the target decides."""
         self._acceptance.expect_verdicts((self._acceptance.estimate(request, proposal),))
 
-    def observe_round(self, rows: int, tokens: int, seconds: float, *, waited: float, committed: int) -> None:
+    def observe_round(
+        self, rows: int, tokens: int, seconds: float, *, waited: float, committed: int, is_drafted: bool
+    ) -> None:
         """Add a round without prompts.
 
         `tokens` is the size of its step, `seconds` its time without the `waited` seconds for proposals, and `committed`
         the tokens that it committed.
         """
         self._step_latency = self._step_latency.observed(rows, tokens, seconds)
-        if waited > 0.0 or tokens > rows:
+        if is_drafted:
             self._speedup.observe_drafted(rows, seconds + waited, committed)
         else:
             self._speedup.observe_plain(rows, seconds)

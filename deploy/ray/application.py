@@ -70,7 +70,9 @@ def bind(configuration: Configuration, placement: Placement, worker_host: str | 
     drafts = [
         serve.deployment(
             name=name, ray_actor_options=actor_options(placement.draft, worker_host), **_supervision(configuration)
-        )(DraftReplica).bind(values["draft"], values["target"], placement.draft.threads, worker_host)
+        )(DraftReplica).bind(
+            values["draft"], values["target"] | {"device": placement.draft.device}, placement.draft.threads, worker_host
+        )
         for name in draft_names(0 if configuration.draft.is_colocated else configuration.draft.replicas)
     ]
     coordinator = serve.deployment(

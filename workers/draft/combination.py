@@ -7,6 +7,7 @@ they give it. The most probable nodes are the proposal.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from cluster.core.ports import DraftingTarget, DraftMethod, DraftsByTarget
 from cluster.core.tree import ROOT, TokenTree
 from workers.draft.idle_work import IdleWork
 from workers.draft.sessions import MOST_SESSIONS
+
+logger = logging.getLogger(__name__)
 
 _EDGES = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95)
 """Edges between the bins of the probability that methods give to a node, on condition of its parent."""
@@ -93,7 +96,7 @@ class Combination:
         """See `DraftMethod`. A method that cannot serve a sequence is left out for it."""
         for row in rows:
             self._learn(row)
-        answers = [method.propose(rows) for method in self._methods]
+        answers = [self._ask(method, rows) for method in self._methods]
         return tuple(self._merged(row, [answer[index] for answer in answers]) for index, row in enumerate(rows))
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
@@ -110,6 +113,9 @@ class Combination:
     def run_ahead(self) -> bool:
         """See `IdleWork`."""
         return any(method.run_ahead() for method in self._idle)
+
+    def _ask(self, method: DraftMethod, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        return method.propose(rows)
 
     def _learn(self, row: DraftRow) -> None:
         """Compare the last proposal of the sequence with the tokens that the target has decided since."""
@@ -206,7 +212,20 @@ def _choose(root: _Node, max_nodes: int, max_depth: int) -> tuple[TokenTree, tup
 
 
 class TargetCombination(Combination):
-    """A combination with methods that draft by the target. It is a `DraftsByTarget`, too."""
+    """A combination with methods that draft by the target. It is a `DraftsByTarget`, too.
+
+    Those methods compute on all ranks, so their exceptions are raised. Another method that raises is left out.
+    """
+
+    def _ask(self, method: DraftMethod, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        try:
+            return super()._ask(method, rows)
+        except Exception:
+            if isinstance(method, DraftsByTarget):
+                raise
+            logger.exception("a drafting method failed: the next step goes without its drafts")
+            method.release([row.sequence_id for row in rows])
+            return tuple(Proposal(row.sequence_id, row.base_len) for row in rows)
 
     def bind(self, target: DraftingTarget) -> None:
         """See `DraftsByTarget`."""

@@ -104,6 +104,8 @@ def placement_of(draft: DraftSection) -> Placement:
     Raises `ConfigurationError` if a method cannot draft at the configured place.
     """
     selected = _selected(draft)
+    if not draft.is_enabled:
+        return "drafter"
     if draft.placement == "auto":
         prefers_target = all(plugin.placements[0] == "target" for _, plugin in selected)
         place: Placement = "target" if prefers_target or any(_only("target", one) for _, one in selected) else "drafter"

@@ -109,7 +109,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             return results[-1].verdicts
 
         verdicts = count_failures(self._compute, lambda: compute_rows(batch.rows, compute, _faulted))
-        return StepResult(verdicts, results[-1].kv, sum(result.step_seconds for result in results))
+        step_seconds = sum(result.step_seconds for result in results)
+        return StepResult(verdicts, results[-1].kv, step_seconds, sum(result.draft_seconds for result in results))
 
 
 def _faulted(row: VerifyRow, fault: RowFault) -> Verdict:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftRow, Evidence, Proposal, RowFaultCode
+from cluster.core.evidence_store import EvidenceStore
 from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftMethod
 from cluster.core.request import SequenceStart
@@ -51,17 +52,17 @@ class ColocatedDrafter:
         self._raises = raises
         self._synced_lens: dict[SequenceId, int] = {}
         self._refused: set[SequenceId] = set()
+        self._evidence = EvidenceStore()
 
     def draft(self, verified: Sequence[VerifiedRow]) -> dict[SequenceId, Proposal]:
         """Propose trees for the rows whose `next_budget` is not empty.
 
-        Rows without a budget are passed on if they bring evidence, which would be lost otherwise.
+        The evidence of other rows is kept until they have a budget, so that a method costs nothing while it is unused.
         """
-        rows = [
-            self._row(one)
-            for one in verified
-            if (one.budget.max_nodes or one.evidence is not None) and one.row.sequence_id not in self._refused
-        ]
+        for one in verified:
+            if one.evidence is not None and one.row.sequence_id not in self._refused:
+                self._evidence.add(one.row.sequence_id, one.evidence)
+        rows = [self._row(one) for one in verified if one.budget.max_nodes and one.row.sequence_id not in self._refused]
         if not rows:
             return {}
         try:
@@ -85,6 +86,7 @@ class ColocatedDrafter:
         for sequence_id in sequence_ids:
             self._synced_lens.pop(sequence_id, None)
             self._refused.discard(sequence_id)
+            self._evidence.take(sequence_id)
         if known:
             try:
                 self._method.release(known)
@@ -100,7 +102,7 @@ class ColocatedDrafter:
             (*one.stored_tokens[synced:], *one.last_token),
             one.budget,
             one.start if synced == 0 else None,
-            () if one.evidence is None else (one.evidence,),
+            self._evidence.take(sequence_id),
         )
 
     def _note(self, row: DraftRow, proposal: Proposal) -> None:

@@ -38,7 +38,7 @@ from workers.sampling.context import GREEDY_BELOW, DecisionContext
 from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 from workers.verify.decider import Decider, Decisions
 from workers.verify.draft_passes import PartialEngine
-from workers.verify.evidence import EvidenceCollector, resolve_taps
+from workers.verify.evidence import MAX_SENT_BYTES, EvidenceCollector, resolve_taps, within_bytes
 from workers.verify.sequence_state import ReadyRow, SequenceState
 from workers.verify.step_profile import profile_steps
 from workers.verify.verdicts import fault_verdict, path_logprobs, row_problem
@@ -256,9 +256,10 @@ class TargetEngine:
                     for entry, verdict in rows
                 ]
             )
+        most_bytes = MAX_SENT_BYTES // max(1, len(rows))
         for entry, verdict in rows:
             sequence_id = entry.row.sequence_id
-            sent = verdict.evidence if self._evidence.is_sent else None
+            sent = within_bytes(verdict.evidence, most_bytes) if self._evidence.is_sent else None
             verdict = replace(verdict, evidence=sent, proposal=proposals.get(sequence_id))
             verdicts[sequence_id] = entry.sequence.last_verdict = verdict
 

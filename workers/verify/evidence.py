@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from cluster.core.bounds import MAX_MESSAGE_BYTES
 from cluster.core.config.sections import EvidenceSection
 from cluster.core.drafting import Evidence, HiddenStates
 from cluster.core.verification import VerifyRow
 from workers.forward.runner import ModelRunner
 from workers.sampling.acceptance import Accepted
 
+MAX_SENT_BYTES = MAX_MESSAGE_BYTES // 2
+"""Most bytes of hidden states that the verdicts of one step bring; the rows share them equally."""
+
 
 def resolve_taps(taps: Sequence[int], layers: int) -> tuple[int, ...]:
     """Replace negative taps, which count from the last one (-1 is tap `layers`)."""
     return tuple(tap + layers + 1 if tap < 0 else tap for tap in taps)
+
+
+def within_bytes(evidence: Evidence | None, most_bytes: int) -> Evidence | None:
+    """Keep the latest hidden states that take at most `most_bytes`. Drafters cope with the gap."""
+    hidden = None if evidence is None else evidence.hidden
+    if evidence is None or hidden is None or len(hidden.data) <= most_bytes:
+        return evidence
+    return replace(evidence, hidden=hidden.latest(most_bytes // (2 * hidden.width)))
 
 
 class EvidenceCollector:

@@ -9,10 +9,11 @@ from functools import partial
 
 from cluster.coordinator.clients.draft_source import Proposals
 from cluster.coordinator.clients.drafter import DrafterClient, ProposeCall
-from cluster.coordinator.clients.evidence_store import EvidenceStore
 from cluster.coordinator.metrics import Metrics
+from cluster.core.bounds import MAX_MESSAGE_BYTES
 from cluster.core.config.sections import DraftSection
 from cluster.core.drafting import NO_DRAFT, DraftBudget
+from cluster.core.evidence_store import EvidenceStore
 from cluster.core.ids import SequenceId
 from cluster.core.ports import Drafter
 from cluster.core.sequence import DraftRequest, Sequence
@@ -23,6 +24,8 @@ PREFILL_TOKENS = 64
 prompt does not delay the proposals for others."""
 MAX_PREFILL_TOKENS = 512
 """A prefill call takes sequences until it has this many tokens, so that a drafter can propose between prefill calls."""
+MAX_EVIDENCE_BYTES = MAX_MESSAGE_BYTES // 2
+"""Most bytes of hidden states in one call; its rows share them equally, and the oldest are left out."""
 _PREFILL_DECAY = 0.9
 """Factor on the measured prefill time and tokens with each further call."""
 
@@ -205,7 +208,9 @@ class DrafterPool:
         await asyncio.gather(*(client.close(timeout_seconds) for client in self._clients))
 
     def _start(self, client: DrafterClient, requests: Iterable[DraftRequest]) -> ProposeCall:
-        return client.start(requests, self._vocabulary_size, self._evidence.take)
+        requests = tuple(requests)
+        share = MAX_EVIDENCE_BYTES // max(1, len(requests))
+        return client.start(requests, self._vocabulary_size, lambda name: self._evidence.take(name, share))
 
     def _measure_prefill(self, tokens: int, call: ProposeCall) -> None:
         if _has_result(call) and call.result().proposals is not None:

@@ -98,7 +98,12 @@ class TargetClient:
                 return StepResult((Verdict(row.sequence_id, row.base_len, fault=fault),), self.kv)
             half = len(rows) // 2
             first, second = await self.step(rows[:half]), await self.step(rows[half:])
-            return StepResult(first.verdicts + second.verdicts, second.kv, first.step_seconds + second.step_seconds)
+            return StepResult(
+                first.verdicts + second.verdicts,
+                second.kv,
+                first.step_seconds + second.step_seconds,
+                first.draft_seconds + second.draft_seconds,
+            )
         self.kv, self.is_stale = result.kv, False
         return result
 

@@ -55,6 +55,8 @@ class TargetDrafts:
         self._vocabulary_size = 0
         self._proposals: Proposals = {}
         self._probe: TargetDraftCalls | None = None
+        self._probed: set[SequenceId] = set()
+        """Sequences of the probe that have not ended."""
 
     @property
     def is_idle(self) -> bool:
@@ -89,6 +91,7 @@ class TargetDrafts:
     def probe(self, requests: Mapping[SequenceId, DraftRequest]) -> TargetDraftCalls:
         """Ask for drafts with the next step."""
         self._probe = TargetDraftCalls(requests, {}, done=False)
+        self._probed = set(requests)
         return self._probe
 
     def receive(self, rows: Iterable[VerifyRow], step: StepResult) -> None:
@@ -127,10 +130,10 @@ class TargetDrafts:
 
     def release(self, sequence_ids: Iterable[SequenceId]) -> None:
         """Drop the drafts of sequences that have ended. The target releases its own state with their KV."""
-        ended = set(sequence_ids)
-        for sequence_id in ended:
+        for sequence_id in sequence_ids:
             self._proposals.pop(sequence_id, None)
-        if self._probe is not None and ended.issuperset(self._probe.requests):
+            self._probed.discard(sequence_id)
+        if not self._probed:
             self._end_probe({}, 0.0)
 
     async def close(self, timeout_seconds: float) -> None:

@@ -182,7 +182,7 @@ class DraftSection(PluginHost):
 
     def disabled(self) -> DraftSection:
         """Return a copy of the section that selects no drafting method."""
-        return self.model_copy(update={"method": NO_DRAFTS, "methods": ()})
+        return self.model_copy(update={"method": NO_DRAFTS, "methods": (), "placement": "auto"})
 
     @property
     def weights(self) -> DraftModelSection | None:

@@ -126,7 +126,7 @@ class EchoEngine:
         if any(POISON in row.pending for row in batch.rows):
             raise RuntimeError("poisoned token")
         verdicts = tuple(Verdict(row.sequence_id, row.base_len, row.pending[-1:]) for row in batch.rows)
-        return StepResult(verdicts, KV, 0.5)
+        return StepResult(verdicts, KV, 0.5, 0.125)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
         return KvOccupancy(10, 4 + len(sequence_ids))

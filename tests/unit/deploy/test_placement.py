@@ -119,3 +119,12 @@ def test_a_configured_cpu_is_used_even_if_there_are_gpus() -> None:
 def test_a_bundle_without_gpus_claims_none_of_ray() -> None:
     assert Bundle(0.5).claims() == {"CPU": 0.5}
     assert Bundle(1.0, 1).claims() == {"CPU": 1.0, "GPU": 1.0}
+
+
+def test_a_drafter_on_the_target_claims_nothing_and_plain_decoding_has_no_place() -> None:
+    on_target = load_configuration({}, {"draft.method": "suffix", "draft.placement": "target"})
+    plain = load_configuration({}, {"draft.method": "none", "draft.placement": "target"})
+    disabled = on_target.model_copy(update={"draft": on_target.draft.disabled()})
+    assert plan(on_target, LAPTOP).draft.bundles == ()
+    assert len(plan(plain, LAPTOP).draft.bundles) == 1
+    assert plan(disabled, LAPTOP) == plan(plain, LAPTOP)

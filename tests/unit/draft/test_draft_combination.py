@@ -8,6 +8,7 @@ import pytest
 
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFault, RowFaultCode
 from cluster.core.ids import SequenceId
+from cluster.core.ports import DraftingTarget
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from workers.draft.combination import Combination, combined
@@ -134,3 +135,25 @@ def test_a_release_reaches_every_method() -> None:
 def test_one_method_alone_is_itself() -> None:
     method = FixedMethod(TokenTree.chain([1]))
     assert combined([method]) is method
+
+
+class FailingMethod(FixedMethod):
+    """Always raises."""
+
+    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        raise RuntimeError("out of order")
+
+
+class TargetMethod(FixedMethod):
+    """A method that computes with the target."""
+
+    def bind(self, target: DraftingTarget) -> None:
+        """See `DraftsByTarget`."""
+
+
+def test_beside_a_method_on_all_ranks_another_that_raises_is_left_out() -> None:
+    failing = FailingMethod(TokenTree())
+    method = combined([failing, TargetMethod(TokenTree.chain([1]))])
+    (proposal,) = method.propose([row(1, (9,))])
+    assert proposal.tree == TokenTree.chain([1])
+    assert failing.released == [ID]

@@ -48,7 +48,7 @@ async def test_a_row_that_makes_the_engine_raise_is_the_only_fault_and_the_times
     assert engine.sizes == [3, 1, 1, 1]
     assert [verdict.tokens for verdict in result.verdicts] == [(1,), (), (3,)]
     assert [verdict.fault and verdict.fault.code for verdict in result.verdicts] == [None, RowFaultCode.INVALID, None]
-    assert (result.kv, result.step_seconds) == (KV, 1.0)
+    assert (result.kv, result.step_seconds, result.draft_seconds) == (KV, 1.0, 0.25)
 
 
 async def test_an_engine_that_fails_every_row_is_unavailable_and_serves_the_next_step() -> None:

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
+from cluster.coordinator.clients.target_drafts import TargetDrafts
+from cluster.coordinator.metrics import Metrics
 from cluster.core.drafting import DraftBudget
+from cluster.core.ids import SequenceId
+from cluster.core.sequence import DraftRequest, Sequence
 from tests.support.fakes.drafting_target import DraftingTarget
 from tests.support.fakes.fake_cluster import request
 from tests.support.fakes.simulated_time import (
@@ -130,3 +134,29 @@ def test_drafts_with_tokens_outside_the_vocabulary_are_not_verified() -> None:
     target = Reckless(cpu_step, RIGHT)
     simulate(speed(target, 2, 20, draft__controller="off"))
     assert target.drafted == 0
+
+
+def test_plain_decoding_is_measured_while_drafts_pay() -> None:
+    """The first of two rounds without a budget still verifies the drafts of the step before."""
+    target = DraftingTarget(cpu_step, RIGHT)
+    simulate(speed(target, 1, 2400))
+    steps = [(len(batch.rows[0].tree), asked) for batch, asked in zip(target.batches, target.asked, strict=True)]
+    plain = [step for step in steps[4:-2] if step == (0, 0)]
+    assert 0 < len(plain) < 0.1 * len(steps)
+
+
+def request_of(name: str) -> tuple[SequenceId, DraftRequest]:
+    sequence = Sequence(SequenceId(name), request(name), 0)
+    return sequence.id, DraftRequest(sequence, DraftBudget(4, 2))
+
+
+def test_a_probe_whose_sequences_end_one_after_another_ends() -> None:
+    drafts = TargetDrafts(Metrics())
+    drafts.start(32)
+    calls = drafts.probe(dict([request_of("a"), request_of("b")]))
+    drafts.release([SequenceId("a")])
+    assert not drafts.is_idle
+    drafts.release([SequenceId("b")])
+    assert drafts.is_idle
+    assert calls.done
+    assert calls.take() == {}

@@ -22,17 +22,23 @@ class EvidenceStore:
 
     def add(self, sequence_id: SequenceId, evidence: Evidence) -> None:
         """Append the evidence of one step."""
-        kept = self._kept.setdefault(sequence_id, deque())
+        kept = self._kept.get(sequence_id)
+        if kept is None or (kept and evidence.base_len < kept[-1].base_len):  # the sequence was sent again
+            kept = self._kept[sequence_id] = deque()
+            self._bytes[sequence_id] = 0
         kept.append(evidence)
         size = self._bytes.get(sequence_id, 0) + _size(evidence)
         while len(kept) > MAX_STEPS or (size > MAX_BYTES and kept):
             size -= _size(kept.popleft())
         self._bytes[sequence_id] = size
 
-    def take(self, sequence_id: SequenceId) -> tuple[Evidence, ...]:
-        """Remove and return the evidence of a sequence."""
-        self._bytes.pop(sequence_id, None)
-        return tuple(self._kept.pop(sequence_id, ()))
+    def take(self, sequence_id: SequenceId, most_bytes: int = MAX_BYTES) -> tuple[Evidence, ...]:
+        """Remove and return the evidence of a sequence: the latest, with at most `most_bytes` of hidden states."""
+        size = self._bytes.pop(sequence_id, 0)
+        kept = self._kept.pop(sequence_id, deque())
+        while size > most_bytes:
+            size -= _size(kept.popleft())
+        return tuple(kept)
 
 
 def _size(evidence: Evidence) -> int:
