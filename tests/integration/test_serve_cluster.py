@@ -180,12 +180,11 @@ def test_a_port_in_use_is_reported_before_anything_starts(model: Path, tmp_path:
 
 
 async def check_drafts_on_the_target(cluster: ServeProcess, expected: Expected) -> None:
-    """There is no drafter; drafts are accepted, and the same answers come after a rank was killed."""
+    """There is no drafter; drafts are accepted, and the same answer comes although a rank is killed."""
     assert not cluster.descendants("ray::ServeReplica:pilotfish:Draft")
-    for case in (GREEDY, SAMPLED):
-        for pair in await answer_all(cluster.server, [case] * 2, concurrency=2):
-            assert [answer.tokens for answer in pair] == [expected[case]] * 2
-            assert case is not GREEDY or all(answer.accepted > 0 for answer in pair)
+    (pair,) = await answer_all(cluster.server, [GREEDY], concurrency=1)
+    assert [answer.tokens for answer in pair] == [expected[GREEDY]] * 2
+    assert all(answer.accepted > 0 for answer in pair)
     assert await kill_during_answer(cluster, SAMPLED, "WorkerRank") == expected[SAMPLED]
 
 

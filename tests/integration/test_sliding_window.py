@@ -13,6 +13,7 @@ import torch
 from cluster.core.config.sections import TargetSection
 from cluster.core.errors import ModelLoadError
 from cluster.core.kv import KvGroup, KvLayout
+from cluster.core.ports import DraftMethod
 from cluster.core.verification import StepBatch, StepResult
 from deploy.local import local_cluster
 from deploy.settings import load_settings
@@ -69,8 +70,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordedEngine]:
     """The engines that the test builds."""
     engines: list[RecordedEngine] = []
 
-    def build(section: TargetSection) -> TargetEngine:
-        engine = build_engine(section)
+    def build(section: TargetSection, method: DraftMethod | None = None) -> TargetEngine:
+        engine = build_engine(section, method=method)
         engines.append(RecordedEngine(engine))
         monkeypatch.setattr(engine, "step", engines[-1].step)
         return engine
