@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from types import TracebackType
@@ -19,6 +20,8 @@ from cluster.wire.interceptor import CallInterceptor
 
 logger = logging.getLogger(__name__)
 
+_LATE_SECONDS = 10.0
+"""Longest time, after its calls were cancelled, that a server may take to stop, in seconds. Then it is left behind."""
 _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -95,9 +98,18 @@ class WireServer:
         await self._health.set(service_name, status)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Refuse new calls, give the running ones `grace_seconds` to end, then cancel them."""
+        """Refuse new calls, give the running ones `grace_seconds` to end, then cancel them.
+
+        Returns also when a call does not end: whoever stops a server must not wait for ever.
+        """
         server, self._server = self._server, None
-        if server is not None:
-            await self._health.enter_graceful_shutdown()
-            self._interceptor.end_idle()
-            await server.stop(grace_seconds)
+        if server is None:
+            return
+        await self._health.enter_graceful_shutdown()
+        self._interceptor.end_idle()
+        stopping = asyncio.ensure_future(server.stop(grace_seconds))
+        _, late = await asyncio.wait({stopping}, timeout=grace_seconds + _LATE_SECONDS)
+        if late:
+            logger.error("the gRPC server has not stopped %g s after its calls were cancelled", _LATE_SECONDS)
+        else:
+            stopping.result()

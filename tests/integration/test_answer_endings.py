@@ -23,6 +23,7 @@ from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
+from tests.support.deadline import deadline
 from tests.support.models import tiny, tiny_tokenizer
 from tests.support.models.plain_generation import write_alone
 from workers.serve.configuration import load_configuration
@@ -86,7 +87,7 @@ async def client(directory: Path) -> AsyncIterator[GenerationClient]:
             "server": {"grpc_port": 0, "http_port": 0},
         }
     )
-    async with asyncio.timeout(TIMEOUT_SECONDS), LocalCluster(configuration) as cluster:
+    async with deadline(TIMEOUT_SECONDS), LocalCluster(configuration) as cluster:
         client = GenerationClient(fixed_address(cluster.grpc_address))
         yield client
         await client.close()

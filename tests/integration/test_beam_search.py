@@ -25,6 +25,7 @@ from cluster.wire.generation_client import GenerationClient
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.clusters.live_cluster import RequestCase, Server, tokens_grpc
+from tests.support.deadline import deadline
 from tests.support.models import tiny, tiny_tokenizer
 from workers.serve.configuration import load_configuration
 
@@ -86,7 +87,7 @@ def configure(directory: Path, **overrides: object) -> Configuration:
 
 @pytest.fixture
 async def server(directory: Path) -> AsyncIterator[Server]:
-    async with asyncio.timeout(TIMEOUT_SECONDS), LocalCluster(configure(directory), http=True) as cluster:
+    async with deadline(TIMEOUT_SECONDS), LocalCluster(configure(directory), http=True) as cluster:
         yield Server(cluster.grpc_address, cluster.http_url)
 
 
@@ -189,7 +190,7 @@ async def test_beams_are_the_same_beside_other_requests_and_with_too_little_memo
     search = Search(6, 3)
     requests = [RequestCase(tuple(range(3 + seed, 243 + seed)), 80, temperature=1.0, seed=seed) for seed in range(14)]
     configuration = configure(directory, scheduler__max_step_tokens=64)
-    async with asyncio.timeout(TIMEOUT_SECONDS), LocalCluster(configuration, http=True) as cluster:
+    async with deadline(TIMEOUT_SECONDS), LocalCluster(configuration, http=True) as cluster:
         server = Server(cluster.grpc_address, cluster.http_url)
         others = [asyncio.create_task(tokens_grpc(server, asked)) for asked in requests]
         beams = await asyncio.gather(*(beams_over_grpc(server, search) for _ in range(3)))

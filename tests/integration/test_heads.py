@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from cluster.core.config.sections import Configuration
 from cluster.core.request import SamplingParameters
 from tests.support.clusters.restartable_drafters import TIMEOUT_SECONDS, SamplingCase, restartable_cluster
+from tests.support.deadline import deadline
 from tests.support.models import context_free, drafting_modules, tiny_tokenizer
 from tests.support.models.plain_generation import write_alone
 from workers.model.draft_shapes import HeadsShape
@@ -85,7 +86,7 @@ async def test_heads_that_know_the_distribution_are_accepted_greedy_and_sampled(
 ) -> None:
     """Sampled rows agree only if every depth is ranked with the noise of its own position."""
     configuration = configure(target, right, method, placement=placement)
-    async with asyncio.timeout(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
+    async with deadline(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
         assert bool(cluster.drafters) == (placement == "drafter")
         answers = await cluster.answer_all(CASES)
     assert [answer.tokens for answer in answers] == expected
@@ -98,7 +99,7 @@ async def test_a_restarted_target_drafts_again_and_changes_no_token(
     heads: str, target: Path, expected: list[tuple[int, ...]], request: pytest.FixtureRequest
 ) -> None:
     configuration = configure(target, request.getfixturevalue(heads), "heads")
-    async with asyncio.timeout(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
+    async with deadline(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
         assert not cluster.drafters
         answers = [await cluster.answer_all(CASES)]
         running = asyncio.create_task(cluster.answer_all(CASES))
@@ -115,7 +116,7 @@ async def test_a_restarted_target_drafts_again_and_changes_no_token(
 
 async def test_restarted_drafters_change_no_token(target: Path, right: Path, expected: list[tuple[int, ...]]) -> None:
     configuration = configure(target, right, "heads", placement="drafter")
-    async with asyncio.timeout(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
+    async with deadline(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
         running = asyncio.create_task(cluster.answer_all(CASES))
         await asyncio.sleep(0.1)
         await cluster.drafters[0].stop()

@@ -12,6 +12,7 @@ import pytest
 from cluster.core.config.sections import Configuration
 from cluster.core.request import SamplingParameters
 from tests.support.clusters.restartable_drafters import TIMEOUT_SECONDS, FullAnswer, SamplingCase, restartable_cluster
+from tests.support.deadline import deadline
 from tests.support.models import drafting_modules, tiny, tiny_tokenizer
 from workers.serve.configuration import load_configuration
 
@@ -82,7 +83,7 @@ async def test_a_target_that_restarts_in_the_middle_of_answers_changes_no_token(
     method: str, place: str, target: Path, modules: Path, plain: list[tuple[int, ...]]
 ) -> None:
     configuration = configure(target, modules, method, place)
-    async with asyncio.timeout(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
+    async with deadline(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
         answers = [await cluster.answer_all(CASES)]
         running = asyncio.create_task(cluster.answer_all(CASES))
         await asyncio.sleep(0.1)
@@ -101,7 +102,7 @@ async def test_drafters_that_restart_change_no_token(
     method: str, target: Path, modules: Path, plain: list[tuple[int, ...]]
 ) -> None:
     configuration = configure(target, modules, method)
-    async with asyncio.timeout(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
+    async with deadline(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
         restarting = asyncio.create_task(cluster.restart_drafters(random.Random(method)))
         answers: list[list[FullAnswer]] = []
         while sum(drafter.starts - 1 for drafter in cluster.drafters) < 2:

@@ -17,6 +17,7 @@ from deploy.commands.generate import Prompt, answer_prompt
 from deploy.implied_settings import NOT_LOSSLESS
 from deploy.settings import load_settings
 from tests.support.clusters.restartable_drafters import TIMEOUT_SECONDS, FullAnswer, SamplingCase, restartable_cluster
+from tests.support.deadline import deadline
 from tests.support.models import tiny, tiny_tokenizer
 from tests.support.models.plain_generation import write_alone
 from workers.serve.configuration import load_configuration
@@ -122,7 +123,7 @@ async def test_restarted_drafters_change_no_token(
 ) -> None:
     """First all drafters run. Then they restart at random, several times."""
     configuration = configure(target, draft, **drafting)
-    async with asyncio.timeout(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
+    async with deadline(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
         undisturbed = await cluster.answer_all(CASES)
         restarting = asyncio.create_task(cluster.restart_drafters(random.Random(str(drafting))))
         disturbed: list[list[FullAnswer]] = []
@@ -162,7 +163,7 @@ async def test_drafts_of_the_target_change_no_token_even_when_it_restarts(
     logprobs: list[tuple[float, ...]],
 ) -> None:
     configuration = configure(target, draft, placement="target", **drafting)
-    async with asyncio.timeout(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
+    async with deadline(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
         assert not cluster.drafters
         answers = [await cluster.answer_all(CASES)]
         running = asyncio.create_task(cluster.answer_all(CASES))
@@ -180,7 +181,7 @@ async def test_drafts_of_the_target_change_no_token_even_when_it_restarts(
 
 async def test_a_restarted_drafter_is_used_again(target: Path, draft: Path, expected: list[tuple[int, ...]]) -> None:
     configuration = configure(target, draft, controller="off")
-    async with asyncio.timeout(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
+    async with deadline(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
         await cluster.drafters[0].stop()
         without = await cluster.answer_all(CASES)
         await cluster.drafters[0].start()
@@ -202,7 +203,7 @@ async def test_with_synthetic_acceptance_every_answer_says_that_it_is_not_lossle
     drafting = {"controller": "off", "synthetic": {"acceptance": (0.7,), "seconds": 0.0, "mode": mode}}
     configuration = configure(target, draft, method="synthetic", **drafting)
     cases = [case_number(number, most) for number in range(4) for most in (None, 0, 2)]
-    async with asyncio.timeout(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
+    async with deadline(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
         answers = await cluster.answer_all(cases)
         exposition, _ = await cluster.client.metrics()
         notices: list[str] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.verification import StepBatch, VerifyRow
 from tests.support.clusters.restartable_drafters import TIMEOUT_SECONDS, FullAnswer, SamplingCase, restartable_cluster
+from tests.support.deadline import deadline
 from tests.support.models import tiny, tiny_tokenizer
 from tests.support.models.enumerable import BAR
 from tests.support.models.sampling_reference import probabilities
@@ -230,7 +230,7 @@ async def test_streams_follow_the_targets_distribution(served: tuple[Path, Path]
     configuration = configuration.model_copy(update={"draft": drafting, "server": server})
     cases = [SamplingCase(2, replace(STREAMED, seed=seed), LENGTH, 320) for seed in range(STREAMS)]
     answers: list[FullAnswer] = []
-    async with asyncio.timeout(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
+    async with deadline(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
         for first in range(0, STREAMS, AT_ONCE):
             answers += await cluster.answer_all(cases[first : first + AT_ONCE])
     texts = [answer.tokens for answer in answers]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import grpc
@@ -10,6 +9,7 @@ import pytest
 
 from cluster.core.errors import DeadlineExceeded, NotReady, Overloaded, PilotfishError
 from pilotfish.v1 import generation_pb2
+from tests.support.deadline import deadline
 from tests.support.fakes.both_apis import HI, TIMEOUT_SECONDS, BeamSearch, BothApis, Request, Sampling
 from tests.support.fakes.both_apis import apis as apis
 from tests.support.fakes.fake_engine import MODEL
@@ -161,7 +161,7 @@ async def test_every_response_of_a_lossy_server_says_so(apis: BothApis) -> None:
 
 async def test_an_http_client_that_disconnects_cancels_its_grpc_call(apis: BothApis) -> None:
     apis.engine.hold_after = 1
-    async with asyncio.timeout(TIMEOUT_SECONDS):
+    async with deadline(TIMEOUT_SECONDS):
         body = {"prompt": "hi", "stream": True}
         async with apis.http.stream("POST", "/v1/completions", json=body) as response:
             await anext(response.aiter_lines())
@@ -170,7 +170,7 @@ async def test_an_http_client_that_disconnects_cancels_its_grpc_call(apis: BothA
 
 async def test_a_grpc_client_that_cancels_frees_its_answer(apis: BothApis) -> None:
     apis.engine.hold_after = 1
-    async with asyncio.timeout(TIMEOUT_SECONDS):
+    async with deadline(TIMEOUT_SECONDS):
         answer = apis.client.generate(Request(text="hi", request_id="r"), TIMEOUT_SECONDS)
         await anext(answer)
         await answer.aclose()
@@ -179,7 +179,7 @@ async def test_a_grpc_client_that_cancels_frees_its_answer(apis: BothApis) -> No
 
 async def test_an_answer_can_be_aborted_by_its_id(apis: BothApis) -> None:
     apis.engine.hold_after = 1
-    async with asyncio.timeout(TIMEOUT_SECONDS):
+    async with deadline(TIMEOUT_SECONDS):
         events = []
         async for event in apis.client.generate(Request(text="hi", request_id="r"), TIMEOUT_SECONDS):
             events.append(event)

@@ -14,6 +14,7 @@ import pytest
 from cluster.core.config.sections import LimitsSection
 from cluster.ingress.grpc import GenerationServicer
 from cluster.ingress.http import create_app
+from tests.support.deadline import deadline
 from tests.support.fakes.fake_engine import MODEL, InProcessClient, ScriptedEngine, fake_service, listening
 
 LIMITS = LimitsSection(max_body_bytes=65536)
@@ -85,7 +86,7 @@ async def test_the_first_chunk_is_sent_before_the_answer_is_complete(served: tup
     engine.hold_after = 1
     body = {"prompt": "hi", "stream": True}
     async with (
-        asyncio.timeout(TIMEOUT_SECONDS),
+        deadline(TIMEOUT_SECONDS),
         httpx.AsyncClient() as http,
         http.stream("POST", f"{address}/v1/completions", json=body) as response,
     ):
@@ -104,7 +105,7 @@ async def test_a_client_that_disconnects_frees_its_answer(
     host, port = address.removeprefix("http://").split(":")
     body = b'{"prompt": "hi", "request_id": "gone", "stream": %s}' % (b"true" if stream else b"false")
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
-    async with asyncio.timeout(TIMEOUT_SECONDS):
+    async with deadline(TIMEOUT_SECONDS):
         _, writer = await asyncio.open_connection(host, int(port))
         writer.write(head + body)
         assert await engine.arrived.get() == "gone"
@@ -115,7 +116,7 @@ async def test_a_client_that_disconnects_frees_its_answer(
 async def test_a_client_that_disconnects_frees_all_its_prompts(served: tuple[str, ScriptedEngine]) -> None:
     address, engine = served
     engine.hold_after = 1
-    async with asyncio.timeout(TIMEOUT_SECONDS), httpx.AsyncClient() as http:
+    async with deadline(TIMEOUT_SECONDS), httpx.AsyncClient() as http:
         body = {"prompt": ["a", "b", "c"], "stream": True}
         async with http.stream("POST", f"{address}/v1/completions", json=body) as response:
             begun: set[int] = set()

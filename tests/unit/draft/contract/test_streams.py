@@ -16,6 +16,7 @@ from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
+from tests.support.deadline import deadline
 from tests.unit.draft.contract.methods import NAMES_AND_PLACES, Directories, cases_of, values
 from workers.serve.configuration import load_configuration
 
@@ -79,7 +80,7 @@ REQUESTS = [*RIGHT, *NEVER_RIGHT, *USUAL]
 async def serving(name: str, directories: Directories, **drafting: object) -> AsyncIterator[GenerationClient]:
     """A client of a running cluster."""
     configuration = load_configuration(values(name, directories, **drafting))
-    async with asyncio.timeout(TIMEOUT_SECONDS), LocalCluster(configuration) as cluster:
+    async with deadline(TIMEOUT_SECONDS), LocalCluster(configuration) as cluster:
         client = GenerationClient(fixed_address(cluster.grpc_address))
         try:
             yield client
