@@ -72,9 +72,10 @@ class CoordinatorServer:
         return port
 
     def check_health(self) -> None:
-        """Raise the error that prevents the coordinator from becoming ready, if there is one."""
+        """Raise the error that prevents the coordinator from becoming ready or from making progress."""
         if self._opening is not None and self._opening.done() and not self._opening.cancelled():
             self._opening.result()
+        self._coordinator.check_health()
 
     async def wait_until_ready(self) -> None:
         """Return once requests are accepted. Raises the error that prevents it."""

@@ -23,7 +23,7 @@ from cluster.coordinator.propose import Proposer
 from cluster.coordinator.quarantine import Quarantine
 from cluster.coordinator.requests.request_table import RequestTable
 from cluster.coordinator.verify import Verifier
-from cluster.coordinator.wakeup import Wakeup
+from cluster.coordinator.wakeup import LoopProgress, Wakeup
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import NotReady
 from cluster.core.ids import RequestId
@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 
 RELEASE_SECONDS = 2.0
 """Longest time for the last releases when the coordinator stops, in seconds."""
+HANG_SLACK_SECONDS = 30.0
+"""Time without progress above the longest wait for target and drafters after which the loop counts as hung, in seconds.
+Far above the delays of a busy machine."""
 
 
 class Coordinator:
@@ -54,7 +57,9 @@ class Coordinator:
         self._table = table = RequestTable()
         self._emitter = Emitter(table, metrics, clock, wakeup.notify)
         self._admission = AdmissionController(table, self._emitter, limits, metrics, clock, wakeup.notify)
-        self._target = TargetClient(target, configuration.target.step_timeout_seconds, wakeup.notify)
+        step_timeout = configuration.target.step_timeout_seconds
+        progress = LoopProgress(clock, step_timeout + draft.timeout_seconds + HANG_SLACK_SECONDS)
+        self._target = TargetClient(target, step_timeout, wakeup.notify, progress.mark)
         source = TargetDrafts(metrics) if draft.is_colocated else DrafterPool(drafters, draft, metrics, clock)
         self._proposer = Proposer(source, draft, limits.max_sequences, table.running, metrics, clock)
         quarantine = Quarantine(table, self._emitter.fail)
@@ -68,6 +73,7 @@ class Coordinator:
             Committer(table, metrics, self._emitter.fail),
             self._emitter,
             wakeup,
+            progress,
             metrics,
             clock,
         )
@@ -91,6 +97,10 @@ class Coordinator:
     def ready(self) -> bool:
         """Whether new requests are accepted. False while starting or draining, and after a long loss of the target."""
         return self._loop.is_serving and not self._is_draining
+
+    def check_health(self) -> None:
+        """Raise `NotReady` if the loop hangs or has ended unexpectedly. Only a new process can help."""
+        self._loop.check_health()
 
     async def start(self) -> None:
         """Wait for the target without a time limit, then accept requests."""

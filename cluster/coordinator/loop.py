@@ -16,7 +16,7 @@ from cluster.coordinator.propose import Proposer
 from cluster.coordinator.requests.request_table import RequestTable
 from cluster.coordinator.round_timer import RoundTimer
 from cluster.coordinator.verify import Verifier
-from cluster.coordinator.wakeup import Wakeup
+from cluster.coordinator.wakeup import LoopProgress, Wakeup
 from cluster.core.errors import NotReady, TargetUnavailable
 from cluster.core.scheduler import Plan
 from cluster.core.verification import VerifyRow
@@ -43,6 +43,7 @@ class Loop:
         committer: Committer,
         emitter: Emitter,
         wakeup: Wakeup,
+        progress: LoopProgress,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
@@ -55,9 +56,11 @@ class Loop:
         self._committer = committer
         self._emitter = emitter
         self._wakeup = wakeup
+        self._progress = progress
         self._metrics = metrics
         self._clock = clock
         self._is_running = False
+        self._is_stopped = False
         self._target_lost_at: float | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -72,14 +75,27 @@ class Loop:
         lost_at = self._target_lost_at
         return self._is_running and (lost_at is None or self._clock() - lost_at < GRACE_SECONDS)
 
+    def check_health(self) -> None:
+        """Raise `NotReady` if the loop hangs or has ended unexpectedly. Only a new process can help."""
+        task = self._task
+        if task is None or self._is_stopped:
+            return
+        if task.done():
+            reason = "it was cancelled" if task.cancelled() else repr(task.exception())
+            raise NotReady(f"the loop has ended: {reason}")
+        if seconds := self._progress.hung_seconds:
+            raise NotReady(f"the loop has waited for {seconds:.0f} s, longer than any wait may last")
+
     def start(self) -> None:
         """Start the task that serves requests."""
         self._is_running = True
+        self._progress.mark()
         self._task = asyncio.create_task(self._supervise(), name="coordinator")
+        self._task.add_done_callback(self._ended)
 
     async def stop(self) -> None:
         """Cancel the task that serves requests."""
-        self._is_running = False
+        self._is_running, self._is_stopped = False, True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -103,8 +119,15 @@ class Loop:
                 await asyncio.sleep(RESTART_SECONDS)
                 self._is_running = True
 
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Log an end that `stop` has not caused: nothing serves requests any more."""
+        if not self._is_stopped:
+            self._is_running = False
+            log.critical("the loop has ended", exc_info=None if task.cancelled() else task.exception())
+
     async def _run(self) -> None:
         while True:
+            self._progress.mark()
             try:
                 self.release_ended()
                 timer = RoundTimer(self._clock)

@@ -1,8 +1,9 @@
-"""Waits of the loop: for a change, and for a doubling pause after each round without progress."""
+"""Waits of the loop: for a change, for a doubling pause after each round without progress; how long the loop waits."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from cluster.coordinator.clients.circuit_breaker import backoff
 
@@ -42,3 +43,26 @@ class Wakeup:
             return False
         self._changed.clear()
         return True
+
+
+class LoopProgress:
+    """Records when the loop, or a call that it waits for, last began something.
+
+    Every wait of the loop has a bound, so a loop that begins nothing for longer hangs. A target that is away for long
+    is no hang: the loop goes on calling it.
+    """
+
+    def __init__(self, clock: Callable[[], float], bound_seconds: float) -> None:
+        self._clock = clock
+        self._bound_seconds = bound_seconds
+        self._latest_at = clock()
+
+    def mark(self) -> None:
+        """Record that something begins now."""
+        self._latest_at = self._clock()
+
+    @property
+    def hung_seconds(self) -> float:
+        """Time since the last beginning if that is longer than the bound, in seconds; otherwise 0."""
+        seconds = self._clock() - self._latest_at
+        return seconds if seconds > self._bound_seconds else 0.0

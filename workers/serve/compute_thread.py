@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from cluster.core.drafting import RowFault, RowFaultCode
@@ -27,7 +29,11 @@ class ComputeThread:
     only after the next function has run.
     """
 
-    def __init__(self, name: str, idle_work: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self, name: str, idle_work: Callable[[], bool] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._begun_at: float | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._idle_work = idle_work
         self._lock = threading.Lock()
@@ -36,6 +42,12 @@ class ComputeThread:
         self._closed = False
         self.failures = 0
         """Consecutive batches that failed although no single row was the cause."""
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long the function under way, or the piece of idle work, has been running, in seconds; 0 between them."""
+        begun_at = self._begun_at
+        return 0.0 if begun_at is None else self._clock() - begun_at
 
     async def run(
         self, function: Callable[Arguments, Result], *arguments: Arguments.args, **keywords: Arguments.kwargs
@@ -72,9 +84,16 @@ class ComputeThread:
             raise NotReady("this worker is closing")
         with self._lock:
             self._unfinished += 1
-        future = self._executor.submit(function, *arguments, **keywords)
+        future = self._executor.submit(self._timed, partial(function, *arguments, **keywords))
         future.add_done_callback(self._finished)
         return future
+
+    def _timed(self, function: Callable[[], Result]) -> Result:
+        self._begun_at = self._clock()
+        try:
+            return function()
+        finally:
+            self._begun_at = None
 
     def _finished(self, _: Future[Result]) -> None:
         with self._lock:
@@ -90,7 +109,7 @@ class ComputeThread:
                 return
             self._idle_work_scheduled = True
         try:
-            self._executor.submit(self._run_idle_work)
+            self._executor.submit(self._timed, self._run_idle_work)
         except RuntimeError:  # closed in the meantime
             return
 

@@ -65,6 +65,11 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """Consecutive calls that failed although no single row was the cause."""
         return self._compute.failures
 
+    @property
+    def busy_seconds(self) -> float:
+        """How long the computation under way has been running, in seconds; 0 while there is none."""
+        return self._compute.busy_seconds
+
     async def close(self) -> None:
         """Finish the computation that is under way and end the thread. Closing again does nothing."""
         await self._compute.close()

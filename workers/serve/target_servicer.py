@@ -97,6 +97,11 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """Consecutive steps that failed although no single row was the cause."""
         return self._compute.failures
 
+    @property
+    def busy_seconds(self) -> float:
+        """How long the computation under way has been running, in seconds; 0 while there is none."""
+        return self._compute.busy_seconds
+
     async def close(self) -> None:
         """Finish the steps that have begun and close the engine. Closing again does nothing."""
         await self._compute.close(self._engine.close)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from cluster.core.config.sections import TargetSection
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.ports import DraftMethod
 from cluster.wire.address import join_host_port
@@ -18,6 +19,8 @@ from workers.serve.target_servicer import StepEngine, TargetServicer
 TARGET_SERVICE = "pilotfish.v1.TargetService"
 DRAFT_SERVICE = "pilotfish.v1.DraftService"
 
+HANG_SECONDS = TargetSection().step_timeout_seconds
+"""Longest time of one computation where no configuration sets it, in seconds."""
 _MOST_FAILURES = 3
 """Consecutive computations that may fail before the worker counts as broken."""
 _GRACE_SECONDS = 1.0
@@ -28,7 +31,7 @@ class WorkerHost:
     """Serves from `start()` to `stop()` on a free port of `host`. Also a context manager.
 
     The host owns the servicer and the engine behind it from construction on: `stop()` closes them, even if `start()`
-    was not called or has failed.
+    was not called or has failed. A computation that takes longer than `hang_seconds` makes it unhealthy.
     """
 
     def __init__(
@@ -37,11 +40,13 @@ class WorkerHost:
         service: str,
         servicer: TargetServicer | DraftServicer,
         add_to_server: Callable[[Any, Any], None],
+        hang_seconds: float,
     ) -> None:
         self._host = host
         self._service = service
         self._servicer = servicer
         self._add_to_server = add_to_server
+        self._hang_seconds = hang_seconds
         self._server = WireServer(host, 0)
         self._port = 0
 
@@ -64,9 +69,16 @@ class WorkerHost:
         return join_host_port(self._host, self._port)
 
     def check_health(self) -> None:
-        """Raise `WorkerUnavailable` when the last computations all failed: the device may be lost."""
+        """Raise `WorkerUnavailable` when the last computations all failed, or when one does not end.
+
+        The device may be lost, or a collective waits for a rank that is gone. Only a new process can help.
+        """
         if self._servicer.failures >= _MOST_FAILURES:
             raise WorkerUnavailable(f"{self._service}: the last {self._servicer.failures} computations failed")
+        if (seconds := self._servicer.busy_seconds) > self._hang_seconds:
+            raise WorkerUnavailable(
+                f"{self._service}: a computation runs for {seconds:.0f} s, longer than {self._hang_seconds:g} s"
+            )
 
     async def start(self) -> None:
         """Start to listen. Raises `ConfigurationError` when the address cannot be bound."""
@@ -87,11 +99,13 @@ def set_log_level(user_config: Mapping[str, str]) -> None:
     logging.getLogger().setLevel(user_config["log_level"].upper())
 
 
-def host_target(host: str, engine: StepEngine) -> WorkerHost:
+def host_target(host: str, engine: StepEngine, hang_seconds: float = HANG_SECONDS) -> WorkerHost:
     """Host `TargetService` over an engine, or over the driver rank of a group. The host closes the engine."""
-    return WorkerHost(host, TARGET_SERVICE, TargetServicer(engine), target_pb2_grpc.add_TargetServiceServicer_to_server)
+    add_to_server = target_pb2_grpc.add_TargetServiceServicer_to_server
+    return WorkerHost(host, TARGET_SERVICE, TargetServicer(engine), add_to_server, hang_seconds)
 
 
-def host_draft(host: str, method: DraftMethod) -> WorkerHost:
+def host_draft(host: str, method: DraftMethod, hang_seconds: float = HANG_SECONDS) -> WorkerHost:
     """Host `DraftService` over a drafting method. Idle work ends when the host stops."""
-    return WorkerHost(host, DRAFT_SERVICE, DraftServicer(method), draft_pb2_grpc.add_DraftServiceServicer_to_server)
+    add_to_server = draft_pb2_grpc.add_DraftServiceServicer_to_server
+    return WorkerHost(host, DRAFT_SERVICE, DraftServicer(method), add_to_server, hang_seconds)

@@ -29,8 +29,15 @@ Result = TypeVar("Result")
 class TargetClient:
     """Calls the target. Every call ends within its timeout, with its result or with `TargetUnavailable`."""
 
-    def __init__(self, target: Target, step_timeout_seconds: float, on_released: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        target: Target,
+        step_timeout_seconds: float,
+        on_released: Callable[[], None],
+        on_call: Callable[[], None] = lambda: None,
+    ) -> None:
         self._target = target
+        self._on_call = on_call
         self._step_timeout = step_timeout_seconds
         self._on_released = on_released
         self._releases = ReleaseQueue(target.release, self._released)
@@ -154,6 +161,7 @@ class TargetClient:
 
     async def _bounded(self, call: Awaitable[Result], seconds: float, *, refusable: bool = False) -> Result:
         """Turn every failure into `TargetUnavailable`; a `refusable` call may also raise `InvalidRequest`."""
+        self._on_call()
         try:
             async with asyncio.timeout(seconds):
                 return await call

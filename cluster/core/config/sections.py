@@ -104,7 +104,8 @@ class TargetSection(ModelSection, PluginHost):
     threads: Annotated[int, Field(ge=0)] = 0
     """Intra-op threads of each rank on CPU; 0 lets the placement choose."""
     step_timeout_seconds: Seconds = 120.0
-    """Longest wait for a step, in seconds; then the step counts as lost and its sequences are sent again."""
+    """Longest wait for a step, in seconds; then the step counts as lost and its sequences are sent again. A worker that
+    computes for longer than this without a pause counts as hung and is replaced."""
     kv: KvSection = KvSection()
     """The KV cache on each rank."""
     evidence: EvidenceSection = EvidenceSection()
