@@ -53,7 +53,7 @@ distill: $(WEIGHTS)  ## Make a draft model (ARGS='--prompts FILE --layers 0,1,29
 
 # Small tests run in two processes with one thread each. Tests with Ray or real weights run one at a time.
 test: $(TEST_WEIGHTS)  ## Run the tests (ARGS goes to pytest)
-	@first=0; OMP_NUM_THREADS=1 $(PYTEST) -n 2 -m "not ray and not weights" $(ARGS) || first=$$?; \
+	@first=0; OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile -m "not ray and not weights" $(ARGS) || first=$$?; \
 	case $$first in 0|$(NOTHING_COLLECTED)) ;; *) exit $$first ;; esac; \
 	second=0; $(PYTEST) -m "ray or weights" $(ARGS) || second=$$?; \
 	case $$second in 0) ;; $(NOTHING_COLLECTED)) exit $$first ;; *) exit $$second ;; esac

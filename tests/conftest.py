@@ -8,10 +8,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.engines.kept_kernels import kept_kernels
+
 if TYPE_CHECKING:
     from cluster.core.config.sections import Configuration
     from tests.support.clusters.live_cluster import Reference
     from tests.support.clusters.serve_process import Deploy, ServeProcess
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_once() -> Iterator[None]:
+    """All tests share the compiled CPU kernels."""
+    with kept_kernels():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from workers.sampling.rules.block import Block
 from workers.sampling.rules.rejection import Rejection
 from workers.sampling.uniform import uniform
 
-SEEDS = 3000
+SEEDS = 2000
 CHAIN, TREE = (1, 1, 1), (3, 2, 1)
 REJECTION, BLOCK = Rejection(), Block()
 

@@ -102,8 +102,8 @@ class WithSharedNoise:
 
     def __call__(self, tokens: Sequence[int], seed: int) -> Draft:
         path = list(tokens)
-        for _ in range(LENGTH):
-            noise = gumbel([seed], [len(path)], 0, VOCABULARY, "cpu")[0]
+        positions = range(len(path), len(path) + LENGTH)
+        for noise in gumbel([seed] * LENGTH, positions, 0, VOCABULARY, "cpu"):
             path.append(int((self.table[pair_after(path)] + noise).argmax()))
         return Draft(TokenTree.chain(path[len(tokens) :]))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import distributed
 
 from cluster.core.config.sections import KvSection, ModelSection
 from cluster.core.tree import TokenTree
+from tests.support.engines.rank_processes import start_ranks
 from tests.support.models import tiny
 from workers.forward.partial_pass import PartialPass
 from workers.forward.runner import ForwardRow, ModelRunner
@@ -60,10 +60,7 @@ def test_ranks_have_the_hidden_states_and_the_partial_passes_of_one_rank_alone(t
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=run_rank, args=(rank, directory, port)) for rank in range(RANKS)]
-    for process in ranks:
-        process.start()
+    ranks = start_ranks(run_rank, [(directory, port)] * RANKS)
     alone = passes(directory)
     for process in ranks:
         process.join(SECONDS)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import random
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,8 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from cluster.core.verification import OpenRow, StepBatch, VerifyRow
+from tests.support.engines.kept_kernels import KEPT
+from tests.support.engines.rank_processes import start_ranks
 from tests.support.models import tiny
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ def section(directory: Path, ranks: int, quantization: str = "none", **memory: A
         device="cpu",
         tensor_parallel=ranks,
         quantization=quantization,
+        compile_directory=str(KEPT),
         kv=KvSection(block_size=4, pool_bytes=1 << 20, **memory),
     )
 
@@ -141,15 +144,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def group(directory: Path) -> Iterator[Group]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
+    ours, theirs = Pipe()
     port = free_port()
-    processes = [
-        context.Process(target=serve_rank, args=(rank, directory, port, theirs if rank == 0 else None))
-        for rank in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
+    processes = start_ranks(serve_rank, [(directory, port, theirs if rank == 0 else None) for rank in range(RANKS)])
     theirs.close()  # so that this process notices the end of rank 0
     assert ours.recv() == "ready"
     yield Group(ours, processes)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import socket
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from cluster.core.drafting import DraftBudget
 from cluster.core.request import SamplingParameters
 from cluster.core.verification import StepBatch, StepResult
 from tests.support.engines.colocated_decoding import decode_together, plain_answers
+from tests.support.engines.kept_kernels import KEPT
+from tests.support.engines.rank_processes import start_ranks
 from tests.support.models import tiny
 from workers.serve.configuration import load_configuration
 
@@ -40,6 +42,7 @@ def configure(directory: Path, ranks: int, layers: int = LAYERS) -> Configuratio
                 "path": str(directory),
                 "device": "cpu",
                 "compile": "off",
+                "compile_directory": str(KEPT),
                 "tensor_parallel": ranks,
                 "kv": {"block_size": 4, "pool_bytes": 1 << 20},
             },
@@ -111,17 +114,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def group(directory: Path) -> Iterator[TwoRanks]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
+    ours, theirs = Pipe()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
-    processes = [
-        context.Process(target=serve_rank, args=(rank, directory, port, theirs if rank == 0 else None))
-        for rank in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
+    processes = start_ranks(serve_rank, [(directory, port, theirs if rank == 0 else None) for rank in range(RANKS)])
     theirs.close()
     assert ours.recv() == "ready"
     yield TwoRanks(ours)

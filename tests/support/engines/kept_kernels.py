@@ -1,0 +1,41 @@
+"""CPU kernels that are compiled once for all processes of a test run, and kept for the next run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from workers.forward.native import build
+
+KEPT = Path(__file__).parents[3] / ".pytest_cache" / "compiled"
+"""A directory of compiled code, for processes that a test starts."""
+
+
+@contextmanager
+def kept_kernels() -> Iterator[None]:
+    """Inside, a directory without kernels receives a copy of the kept ones. They are compiled if there are none.
+
+    Another compiler than this machine's compiles as usual.
+    """
+    known, compile_library = shutil.which("cc") or shutil.which("gcc"), build._build
+
+    def copied(compiler: str, directory: Path) -> Path:
+        if compiler != known:
+            return compile_library(compiler, directory)
+        kept = compile_library(compiler, KEPT)
+        library = directory / kept.name
+        if not library.exists():
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=directory) as copying:
+                os.replace(shutil.copy(kept, copying), library)  # other processes see a whole file or none
+        return library
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(build, "_build", copied)
+        yield
