@@ -21,9 +21,9 @@ from deploy.machine import local_resources
 from deploy.models import resolve_models
 from deploy.placement import STRATEGY, Placement, Resources, RolePlacement, plan
 from deploy.preflight import model_problems, raise_problems
-from deploy.ray.deployments import CoordinatorReplica, IngressReplica
+from deploy.ray.deployments import IngressReplica, TargetReplica
 from deploy.settings import Settings, load_settings, settings_from_arguments
-from workers.serve.actors import DraftReplica, TargetReplica
+from workers.serve.draft_replica import DraftReplica
 
 APPLICATION = "pilotfish"
 
@@ -59,13 +59,6 @@ def bind(configuration: Configuration, placement: Placement, worker_host: str | 
         "draft": configuration.draft.with_weights(device=placement.draft.device),
     }
     values = configuration.model_copy(update=planned).model_dump(mode="json")
-    target = serve.deployment(
-        name="Target",
-        placement_group_bundles=[bundle.claims() for bundle in placement.target.bundles],
-        placement_group_strategy=STRATEGY,
-        ray_actor_options=actor_options(placement.target, worker_host),
-        **_supervision(configuration),
-    )(TargetReplica).bind(values["target"], values["draft"], placement.target.threads, worker_host)
     # Each drafter is a deployment of its own, because Serve cannot address single replicas of a deployment.
     drafts = [
         serve.deployment(
@@ -75,17 +68,23 @@ def bind(configuration: Configuration, placement: Placement, worker_host: str | 
         )
         for name in draft_names(0 if configuration.draft.is_colocated else configuration.draft.replicas)
     ]
-    coordinator = serve.deployment(
-        name="Coordinator",
+    target = serve.deployment(
+        name="Target",
+        placement_group_bundles=[
+            bundle.claims() for bundle in (*placement.coordinator.bundles, *placement.target.bundles)
+        ],
+        placement_group_strategy=STRATEGY,
         ray_actor_options=actor_options(placement.coordinator, worker_host),
         **_supervision(configuration),
-    )(CoordinatorReplica).bind(values, target, *drafts)
+    )(TargetReplica).bind(
+        values, placement.target.threads, environment(placement.target, worker_host), worker_host, *drafts
+    )
     return serve.deployment(
         name="Ingress",
         max_ongoing_requests=_MOST_HTTP_CALLS,
         ray_actor_options=actor_options(placement.ingress, worker_host),
         **_supervision(configuration) | {"user_config": None},
-    )(IngressReplica).bind(values, coordinator)
+    )(IngressReplica).bind(values, target)
 
 
 def draft_names(replicas: int) -> tuple[str, ...]:
@@ -117,11 +116,19 @@ def _settings(config: Configuration | Mapping[str, Any] | str | Path | None) -> 
 
 
 def actor_options(role: RolePlacement, worker_host: str | None) -> dict[str, Any]:
-    """Ray's options for a replica. It claims the role's first bundle; further ranks claim the others."""
+    """Ray's options for a replica that claims the role's first bundle."""
     claims = role.bundles[0].claims()
     options: dict[str, Any] = {"num_cpus": claims["CPU"], "num_gpus": claims.get("GPU", 0)}
+    variables = environment(role, worker_host)
+    if variables:
+        options["runtime_env"] = {"env_vars": variables}
+    return options
+
+
+def environment(role: RolePlacement, worker_host: str | None) -> dict[str, str]:
+    """Environment variables of the role's processes."""
     variables: dict[str, str] = {}
-    if role.device == "cpu":
+    if role.device == "cpu" and role.role in ("target", "draft"):
         # Target and drafters share cores: threads that spin while they wait would slow each other down.
         variables["OMP_WAIT_POLICY"] = "PASSIVE"
         # torch.set_num_threads does not reach threads that start later, and Ray sets one OpenMP thread for them.
@@ -129,9 +136,7 @@ def actor_options(role: RolePlacement, worker_host: str | None) -> dict[str, Any
     if worker_host == "127.0.0.1" and len(role.bundles) > 1 and sys.platform == "linux":
         # Ranks on one machine also communicate over loopback.
         variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    if variables:
-        options["runtime_env"] = {"env_vars": variables}
-    return options
+    return variables
 
 
 def _supervision(configuration: Configuration) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from deploy.preflight import machine_problems, model_problems, raise_problems
 from deploy.ray.application import APPLICATION, bind, cluster_resources
 from deploy.ray.proxy import CALLBACK, CALLBACK_VARIABLE
 from deploy.settings import Settings, set_ray_environment
-from workers.serve.actors import free_port
+from workers.serve.node import free_port
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class ServeCluster:
         """Refuse new requests and wait for the running ones, up to `server.drain_timeout_seconds`."""
         seconds = self._configuration.server.drain_timeout_seconds
         try:
-            serve.get_deployment_handle("Coordinator", APPLICATION).drain.remote().result(timeout_s=seconds + 5)
+            serve.get_deployment_handle("Target", APPLICATION).drain.remote().result(timeout_s=seconds + 5)
         except (RayError, RayServeException, TimeoutError) as error:
             self._report(f"draining ended early: {error}")
 

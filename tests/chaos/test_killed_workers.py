@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from tests.integration.test_equality import Expected, configure
@@ -34,9 +33,10 @@ def expected(reference: Reference) -> Expected:
     return {greedy: reference.greedy(greedy.prompt, TOKENS), sampled: reference.sampled(sampled)}
 
 
-def replicas(cluster: ServeProcess, deployment: str) -> list[psutil.Process]:
-    """The processes of a deployment's replicas. Ray sets the title of a process to the name of its replica."""
-    return cluster.descendants(f"ray::ServeReplica:pilotfish:{deployment}")
+DRAFTER = "ray::ServeReplica:pilotfish:Draft"
+COORDINATOR = "ray::ServeReplica:pilotfish:Target"
+FIRST_RANK = "ray::FirstRank"
+"""Titles of processes, which Ray sets to the names of replicas and actors."""
 
 
 def metric(server: Server, name: str) -> float:
@@ -54,9 +54,9 @@ async def eventually(condition: Callable[[], bool], seconds: float = REVIVAL_SEC
     return False
 
 
-async def kill_during_answers(deployment: str, cluster: ServeProcess, expected: Expected) -> None:
-    """Send every request over both APIs at once, kill the deployment's processes, and compare all answers."""
-    server, victims = cluster.server, replicas(cluster, deployment)
+async def kill_during_answers(title: str, cluster: ServeProcess, expected: Expected) -> None:
+    """Send every request over both APIs at once, kill the processes with the title, and compare all answers."""
+    server, victims = cluster.server, cluster.descendants(title)
     assert victims
     before = metric(server, "vllm:generation_tokens_total")
     cases = [*expected, *expected]
@@ -87,11 +87,15 @@ async def test_a_drafter_killed_several_times_changes_no_text_and_is_used_again(
     cluster: ServeProcess, expected: Expected
 ) -> None:
     for _ in range(DEATHS):
-        await kill_during_answers("Draft", cluster, expected)
-        assert await eventually(lambda: bool(replicas(cluster, "Draft"))), "the drafter was not started again"
+        await kill_during_answers(DRAFTER, cluster, expected)
+        assert await eventually(lambda: bool(cluster.descendants(DRAFTER))), "the drafter was not started again"
         assert await drafts_are_used(cluster.server, expected), "the new drafter is not used"
 
 
-async def test_killing_the_target_changes_no_text(cluster: ServeProcess, expected: Expected) -> None:
-    await kill_during_answers("Target", cluster, expected)
+async def test_killing_the_target_changes_no_text_and_its_coordinator_starts_it_again(
+    cluster: ServeProcess, expected: Expected
+) -> None:
+    coordinators = cluster.descendants(COORDINATOR)
+    await kill_during_answers(FIRST_RANK, cluster, expected)
+    assert cluster.descendants(COORDINATOR) == coordinators
     assert metric(cluster.server, "pilotfish:target_replays_total") > 0

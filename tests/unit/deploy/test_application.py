@@ -29,3 +29,7 @@ def test_ranks_of_one_machine_communicate_over_loopback() -> None:
 def test_every_drafter_has_a_unique_name() -> None:
     assert draft_names(1) == ("Draft",)
     assert draft_names(3) == ("Draft", "Draft2", "Draft3")
+
+
+def test_a_role_without_a_model_keeps_the_environment_so_that_ray_gives_it_a_process_that_has_started() -> None:
+    assert "runtime_env" not in actor_options(RolePlacement("coordinator", "cpu", (Bundle(0.1),), threads=1), None)

@@ -1,8 +1,7 @@
-"""Worker servers and replicas close the engines that they own."""
+"""Worker servers and ranks close the engines that they own."""
 
 from __future__ import annotations
 
-import gc
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from cluster.core.errors import ConfigurationError
 from tests.support.fakes.echo_workers import EchoEngine, entries
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
-from workers.serve import actors
+from workers.serve import rank_actors
 from workers.serve.worker_server import host_target
 from workers.verify.decider import LocalDecider
 from workers.verify.engine import TargetEngine
@@ -44,20 +43,16 @@ async def test_closing_an_engine_removes_its_files(directory: Path, tmp_path: Pa
     assert not entries(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore:coroutine")  # Serve awaits `__del__`; the garbage collector does not
 @pytest.mark.parametrize("host", ["127.0.0.1", "256.0.0.1"], ids=["served", "not bound"])
-async def test_a_replica_closes_its_engine_when_it_ends(
+async def test_a_driver_rank_closes_its_engine_when_it_stops(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
-    monkeypatch.setattr(actors, "get_current_placement_group", lambda: None)
-    monkeypatch.setattr(actors, "free_port", lambda _: 0)
-    monkeypatch.setattr(actors, "set_threads", lambda _: None)
+    monkeypatch.setattr(rank_actors, "set_threads", lambda _: None)
     kv = {"pool_bytes": 1 << 20, "disk_directory": str(tmp_path)}
-    replica = actors.TargetReplica({"path": str(directory), "device": "cpu", "kv": kv}, {}, 1, host)
+    values = {"target": {"path": str(directory), "device": "cpu", "kv": kv}, "log_level": "warning"}
+    rank = rank_actors.FirstRank(values, threads=1, host=host, rendezvous=0)
     with pytest.raises(ConfigurationError) if host == "256.0.0.1" else nullcontext():
-        await replica.reconfigure({"log_level": "warning"})
+        await rank.start()
     assert entries(tmp_path)
-    await replica.__del__()
+    await rank.stop()
     assert not entries(tmp_path)
-    del replica
-    gc.collect()

@@ -1,0 +1,260 @@
+"""The Ray actors of a target's tensor-parallel ranks, one per GPU: Ray places them, gRPC carries every token.
+
+Rank 0 is the driver rank: it hosts `TargetService`. The others are worker ranks. All are actors of one owner, which
+starts them in the further bundles of its own placement group. When the owner's process ends, Ray ends them too.
+
+Functions that compute import torch themselves, so that the owner, which only names these classes, starts without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.core.config.sections import Configuration
+from cluster.core.errors import PilotfishError, TargetUnavailable
+from workers.draft.registry import create, create_for_worker_rank
+from workers.serve.configuration import load_configuration
+from workers.serve.heartbeat import until_lost
+from workers.serve.node import free_port, set_threads
+from workers.serve.target_servicer import StepEngine
+from workers.serve.worker_server import WorkerHost, host_target, set_log_level
+
+if TYPE_CHECKING:
+    from workers.verify.group import DriverRank
+
+_HEALTH_SECONDS = 0.25
+"""Pause between checks of the driver rank's own health, in seconds."""
+_STOP_SECONDS = 5.0
+"""Longest time for the ranks to stop by themselves, in seconds. Then they are killed."""
+
+
+_MOST_CALLS = 4
+"""Calls that one rank answers at the same time."""
+
+
+class FirstRank:
+    """The driver rank: loads its part of the model, then serves `TargetService` at an address of its own.
+
+    It also drafts, if the configuration places the drafting method on the target.
+    """
+
+    def __init__(self, values: Mapping[str, Any], threads: int, host: str, rendezvous: int) -> None:
+        self._configuration = load_configuration(values)
+        self._threads = threads
+        self._host = host
+        self._rendezvous = rendezvous
+        self._driver: DriverRank | None = None
+        self._engine: StepEngine | None = None
+        self._server: WorkerHost | None = None
+        self._is_stopped = asyncio.Event()
+        set_log_level(values)
+
+    def process_id(self) -> int:
+        """The process id of this actor."""
+        return os.getpid()
+
+    async def start(self) -> str:
+        """Load the model and listen. Returns the address. Raises `ConfigurationError`, `ModelLoadError`."""
+        engine = await asyncio.to_thread(self._load)
+        self._server = host_target(self._host, engine, self._configuration.target.step_timeout_seconds)
+        await self._server.start()
+        return self._server.address
+
+    async def run(self) -> None:
+        """Return after `stop()`. Raises `WorkerUnavailable` once this rank can compute no more."""
+        while not self._is_stopped.is_set():
+            self.check_health()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._is_stopped.wait(), _HEALTH_SECONDS)
+
+    def check_health(self) -> None:
+        """Raise `WorkerUnavailable` if the group is broken or the last computations all failed."""
+        if self._driver is not None and self._driver.failure is not None:
+            raise TargetUnavailable(f"the tensor-parallel group is broken: {self._driver.failure}")
+        if self._server is not None:
+            self._server.check_health()
+
+    async def stop(self) -> None:
+        """End the calls in flight, close the engine and stop the worker ranks."""
+        self._is_stopped.set()
+        if self._server is not None:
+            await self._server.stop()
+        elif self._engine is not None:  # it may be loaded without being hosted
+            await asyncio.to_thread(self._engine.close)
+
+    def _load(self) -> StepEngine:
+        from workers.verify.build import build_engine
+        from workers.verify.group import DriverRank, join_group
+
+        target, draft = self._configuration.target, self._configuration.draft
+        set_threads(self._threads)
+        if target.tensor_parallel > 1:
+            join_group(target, 0, self._host, self._rendezvous)
+        method = create(draft, target) if draft.is_colocated else None
+        engine = self._engine = build_engine(target, method=method)
+        if target.tensor_parallel > 1:
+            self._engine = self._driver = DriverRank(engine)
+        return self._engine
+
+
+class WorkerRank:
+    """A rank above 0."""
+
+    def process_id(self) -> int:
+        """The process id of this actor."""
+        return os.getpid()
+
+    def run(self, values: Mapping[str, Any], threads: int, rank: int, host: str, rendezvous: int) -> None:
+        """Join the group, load this rank's part, and run the driver rank's commands until the stop command.
+
+        Drafting methods that compute with the target's layers run on this rank, too.
+
+        Raises any error that ends the group.
+        """
+        from workers.verify.build import build_engine
+        from workers.verify.group import join_group, leave_group, run_worker_rank
+
+        configuration = load_configuration(values)
+        target = configuration.target
+        set_log_level(values)
+        set_threads(threads)
+        join_group(target, rank, host, rendezvous)
+        try:
+            method = create_for_worker_rank(configuration.draft, target)
+            run_worker_rank(build_engine(target, rank, method))
+        finally:
+            leave_group()
+
+
+class RankActors:
+    """The ranks of one target, from `start()` until they end. It is a `workers.serve.rank_supervisor.Ranks`.
+
+    The owner's process is in bundle 0 of the current placement group, rank `i` in bundle `i + 1`, all on one node.
+    """
+
+    def __init__(self, configuration: Configuration, threads: int, host: str, environment: Mapping[str, str]) -> None:
+        self._values = configuration.model_dump(mode="json", include={"target", "draft", "log_level"})
+        self._size = configuration.target.tensor_parallel
+        self._threads = threads
+        self._host = host
+        self._environment = dict(environment)
+        self._actors: list[Any] = []  # Ray's types do not know the methods of actors
+        self._process_ids: list[int | None] = []
+        self._running: dict[asyncio.Future[None], int] = {}
+
+    async def start(self) -> str:
+        """Start all ranks. Returns the address of `TargetService`. Raises the error of the rank that failed."""
+        rendezvous = free_port(self._host)
+        arguments = (self._values, self._threads)
+        first = self._place(FirstRank, 0).remote(*arguments, self._host, rendezvous)
+        self._actors = [first, *(self._place(WorkerRank, rank).remote() for rank in range(1, self._size))]
+        self._process_ids = [None] * self._size
+        identified = asyncio.gather(*(self._identify(rank) for rank in range(self._size)), return_exceptions=True)
+        starting = _future(first.start.remote())
+        for rank in range(1, self._size):
+            running = self._actors[rank].run.remote(*arguments, rank, self._host, rendezvous)
+            self._running[_future(running)] = rank
+        # A worker rank may end while the driver rank waits for it to join: raise instead of waiting for ever.
+        await asyncio.wait([starting, *self._running], return_when=asyncio.FIRST_COMPLETED)
+        self._raise_for_ended()
+        try:
+            address = str(await starting)
+        except RayError as error:
+            cause = _cause(error)
+            if isinstance(cause, PilotfishError):
+                raise cause from None
+            raise TargetUnavailable(f"rank 0 of {self._size} did not start: {cause}") from None
+        await identified
+        self._running[_future(first.run.remote())] = 0
+        return address
+
+    async def ended(self) -> str:
+        """Return once any rank has ended or is frozen, with the reason. The ranks cannot compute from then on."""
+        pings = {asyncio.ensure_future(until_lost(partial(self._identify, rank))): rank for rank in range(self._size)}
+        try:
+            await asyncio.wait([*self._running, *pings], return_when=asyncio.FIRST_COMPLETED)
+            self._raise_for_ended()
+        except TargetUnavailable as error:
+            return str(error)
+        finally:
+            for ping in pings:
+                ping.cancel()
+        return "; ".join(f"rank {rank}: {ping.result()}" for ping, rank in pings.items() if _has_result(ping))
+
+    async def stop(self) -> None:
+        """Let the ranks finish the calls in flight and release what they hold, then end their processes."""
+        if self._actors:
+            with suppress(RayError, TimeoutError):
+                await asyncio.wait_for(_future(self._actors[0].stop.remote()), _STOP_SECONDS)
+                await asyncio.wait(self._running, timeout=_STOP_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the processes of all ranks at once. Killing again does nothing."""
+        ended = {rank for running, rank in self._running.items() if running.done()}
+        for rank, actor in enumerate(self._actors):
+            ray.kill(actor)
+            process_id = self._process_ids[rank]
+            if process_id is not None and rank not in ended:
+                # Ray asks the process to end, but a stopped or hanging one does not answer. It is on this node.
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(process_id, signal.SIGKILL)
+        for running in self._running:
+            running.add_done_callback(_consume)
+        self._actors, self._process_ids, self._running = [], [], {}
+
+    def _place(self, kind: type, rank: int) -> Any:
+        group = get_current_placement_group()
+        if group is None:
+            raise TargetUnavailable("a target needs a placement group: deploy it with deploy.ray.application")
+        claims = group.bundle_specs[rank + 1]
+        return ray.remote(kind).options(
+            num_cpus=claims.get("CPU", 0),
+            num_gpus=claims.get("GPU", 0),
+            max_concurrency=_MOST_CALLS,  # a rank answers pings while it runs
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank + 1),
+            runtime_env={"env_vars": self._environment} if self._environment else None,
+        )
+
+    async def _identify(self, rank: int) -> None:
+        process_ids = self._process_ids
+        process_ids[rank] = int(await _future(self._actors[rank].process_id.remote()))
+
+    def _raise_for_ended(self) -> None:
+        for running, rank in self._running.items():
+            if running.done():
+                error = None if running.cancelled() else running.exception()
+                reason = "it left the group" if error is None else _cause(error)
+                raise TargetUnavailable(f"rank {rank} of {self._size} ended: {reason}")
+
+
+def _future(reference: Any) -> asyncio.Future[Any]:
+    """The result of a call to an actor, as a future of the running event loop."""
+    return asyncio.wrap_future(reference.future())
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The error that the actor itself raised, if it raised one; else Ray's error, which tells how the actor died."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, BaseException) else error
+
+
+def _has_result(ping: asyncio.Task[str]) -> bool:
+    return ping.done() and not ping.cancelled()
+
+
+def _consume(running: asyncio.Future[None]) -> None:
+    """Retrieve the error of a killed rank, which is expected."""
+    if not running.cancelled():
+        running.exception()
