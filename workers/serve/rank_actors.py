@@ -166,7 +166,8 @@ class RankActors:
             running = self._actors[rank].run.remote(*arguments, rank, self._host, rendezvous)
             self._running[_future(running)] = rank
         # A worker rank may end while the driver rank waits for it to join: raise instead of waiting for ever.
-        await asyncio.wait([starting, *self._running], return_when=asyncio.FIRST_COMPLETED)
+        awaited: list[asyncio.Future[Any]] = [starting, *self._running]
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         self._raise_for_ended()
         try:
             address = str(await starting)
@@ -181,9 +182,10 @@ class RankActors:
 
     async def ended(self) -> str:
         """Return once any rank has ended or is frozen, with the reason. The ranks cannot compute from then on."""
-        pings = {asyncio.ensure_future(until_lost(partial(self._identify, rank))): rank for rank in range(self._size)}
+        pings = {asyncio.create_task(until_lost(partial(self._identify, rank))): rank for rank in range(self._size)}
+        awaited: list[asyncio.Future[Any]] = [*self._running, *pings]
         try:
-            await asyncio.wait([*self._running, *pings], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             self._raise_for_ended()
         except TargetUnavailable as error:
             return str(error)
