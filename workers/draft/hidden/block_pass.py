@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from workers.draft.hidden.context_window import ContextRows, ContextShape, ContextWindow
-from workers.draft.hidden.packed_layer import PackedLayer, RotaryTable, attend, folded_product, scaled
+from workers.draft.hidden.packed_layer import LayerStack, RotaryTable, folded_product, scaled
 from workers.draft.parallel.settings import Weights
+from workers.forward.native.window_layers import WindowPiece
 from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.layer import ContextProjection, DrafterLayer
@@ -34,7 +35,7 @@ class BlockPass:
         norms = torch.cat([torch.ones_like(module.feature_norm), module.feature_norm])
         self._entry = folded_product(module.entry.weight, weights, norms)
         self._slots = module.slots.detach().float()
-        self._layers = [PackedLayer(one, norm, weights) for one, norm in zip(layers, module.input_norms, strict=True)]
+        self._layers = LayerStack(layers, module.input_norms, weights)
         self._output_norm = module.output_norm.detach().float()
         self._rotary = RotaryTable(layer.head_width, layer.rope_theta, self.device)
         self.context_shape = ContextShape(
@@ -68,18 +69,10 @@ class BlockPass:
         tokens = self._embedding[list(last)].float()
         common = self._entry(torch.cat([tokens, scaled(fused, self._epsilon)], dim=-1))
         residual = (common.unsqueeze(1) + self._slots).flatten(0, 1)  # [rows × block, hidden size]
-        places = torch.tensor([anchor + slot for anchor in anchors for slot in range(block)], device=self.device)
-        rotation = self._rotary.at(places)
-        scratch = [window.scratch(anchor, block) for window, anchor in zip(windows, anchors, strict=True)]
-        seen = [window.seen(anchor, block) for window, anchor in zip(windows, anchors, strict=True)]
-        for number, layer in enumerate(self._layers):
-            queries, keys, values = layer.project(residual, rotation)
-            attended = []
-            for row, (all_keys, all_values, begin) in enumerate(scratch):
-                part = slice(row * block, (row + 1) * block)
-                row_keys, row_values = all_keys[number], all_values[number]
-                row_keys[:, begin:] = keys[part].transpose(0, 1)
-                row_values[:, begin:] = values[part].transpose(0, 1)
-                attended.append(attend(queries[part], row_keys, row_values, seen[row]))
-            residual = layer.output(residual, attended[0] if rows == 1 else torch.cat(attended))
+        positions = [anchor + slot for anchor in anchors for slot in range(block)]
+        pieces = []
+        for window, anchor in zip(windows, anchors, strict=True):
+            keys, values, begin = window.scratch(anchor, block)
+            pieces.append(WindowPiece(keys, values, begin, block, window.seen(anchor, block)))
+        residual = self._layers.run(residual, positions, pieces)
         return (scaled(residual, self._epsilon) * self._output_norm).view(rows, block, -1)

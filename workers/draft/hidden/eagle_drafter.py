@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,19 +12,19 @@ from torch import Tensor
 from cluster.core.config.sections import DraftSection, TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFault, RowFaultCode
 from cluster.core.ids import SequenceId
-from workers.draft.expansion.calibration import Calibration
+from workers.draft.expansion.calibration import KINDS, Calibration
+from workers.draft.expansion.pass_cost import PassCost
 from workers.draft.hidden.context_store import ContextStore
 from workers.draft.hidden.eagle_growth import EagleGrowth
 from workers.draft.hidden.eagle_pass import EaglePass, committed_piece
 from workers.draft.hidden.eagle_session import EagleSession, Piece
 from workers.draft.hidden.settings import ContextModuleSettings, module_taps
 from workers.draft.hidden_states import TapReader
+from workers.draft.parallel.shortlist import Shortlist
 from workers.draft.sessions import Sessions
 from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.files import load_drafter
 from workers.model.loading import choose_device
-from workers.sampling.candidates import candidates
-from workers.sampling.context import Branch, DecisionContext
 
 _COUPLED = "coupled"
 _LEAST_SCRATCH = 64
@@ -55,8 +55,9 @@ class EagleTreeDrafter:
         self._draft = draft
         self._siblings = siblings
         self._width = width
-        self._knows_noise = knows_noise
+        self._shortlist = Shortlist(head.vocabulary, knows_noise)
         self._calibration = Calibration()
+        self._cost = PassCost()
         shape = head.context_shape
         self._sessions = Sessions(
             lambda start: EagleSession(start, shape, store, head.device),
@@ -67,6 +68,7 @@ class EagleTreeDrafter:
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
         """See `DraftMethod`."""
+        now = time.perf_counter()
         proposals = {row.sequence_id: Proposal(row.sequence_id, row.base_len) for row in rows}
         served: list[tuple[DraftRow, EagleSession]] = []
         queues: dict[EagleSession, list[Piece]] = {}
@@ -88,6 +90,7 @@ class EagleTreeDrafter:
         growths: list[tuple[DraftRow, EagleGrowth]] = []
         for row, session in served:
             session.observe(self._calibration)
+            session.record_call(now, self._cost)
             budget, last = self._within(row.budget), session.grown
             if last is not None and last.budget == budget and last.start == session.start:
                 proposals[row.sequence_id] = last.proposal
@@ -143,37 +146,37 @@ class EagleTreeDrafter:
     def _grow(self, growths: Sequence[EagleGrowth]) -> None:
         """Expand all trees, depth by depth."""
         outputs = torch.stack([growth.root_output for growth in growths])
-        active, depth = list(growths), 0
+        active, depth, begun = list(growths), 0, 0.0
         while True:
-            found = iter(self._candidates(active, outputs))
-            for growth in active:
-                growth.add([next(found) for _ in growth.frontier], self._calibration)
+            self._add_candidates(active, outputs)
+            if depth:
+                self._cost.record_pass(time.perf_counter() - begun)
             depth += 1
-            active = [
-                growth
-                for growth in active
-                if growth.choose(depth, self._width, growth.session.start.sampling.end_token_ids)
-            ]
-            if not active:
+            active = [growth for growth in active if growth.choose(depth, self._width, self._first_rate(growth))]
+            gain = sum(growth.gain for growth in active)
+            if not any(growth.is_short for growth in active) and not self._cost.is_worthwhile(gain, len(growths)):
                 return
+            begun = time.perf_counter()
             features = torch.stack([feature for growth in active for feature in growth.features()])
             outputs = self._head.run(features, [growth.piece() for growth in active])
             parts = torch.split(outputs, [len(growth.frontier) for growth in active])
             for growth, part in zip(active, parts, strict=True):
                 growth.keep_outputs(part)
 
-    def _candidates(self, growths: Sequence[EagleGrowth], outputs: Tensor) -> list[Sequence[tuple[int, float]]]:
-        """Tokens and confidences below all nodes of the frontiers, whose outputs are [nodes, hidden size]."""
-        contexts = []
+    def _first_rate(self, growth: EagleGrowth) -> float:
+        """The rate at which the target takes a first candidate below another."""
+        return self._calibration.first_rate(KINDS[growth.session.is_greedy, True])
+
+    def _add_candidates(self, growths: Sequence[EagleGrowth], outputs: Tensor) -> None:
+        """Add the candidates below all nodes of the frontiers, whose outputs are [nodes, hidden size]."""
+        contexts = [context for growth in growths for context in growth.contexts()]
+        leading = self._shortlist.leading(self._head.logits(outputs), contexts, self._siblings)
+        tokens, confidences = self._shortlist.tokens(leading.columns).tolist(), leading.confidences.tolist()
+        first = 0
         for growth in growths:
-            start = growth.session.start
-            sampling = start.sampling if self._knows_noise else replace(start.sampling, temperature=0.0)
-            contexts += [
-                DecisionContext(sampling, Branch(growth.session.tokens, node.path_tokens()), start.prompt_len)
-                for node in growth.frontier
-            ]
-        ranked = candidates(self._head.logits(outputs), contexts, self._siblings, self._head.vocabulary)
-        return [[(one.token, one.probability) for one in found] for found in ranked]
+            part = slice(first, first + len(growth.frontier))
+            growth.add(tokens[part], confidences[part], self._calibration)
+            first = part.stop
 
 
 def load_eagle_drafter(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,8 +15,10 @@ from workers.draft.expansion.draft_node import DraftNode
 from workers.draft.expansion.node_probabilities import estimate_children
 from workers.draft.hidden.eagle_pass import EaglePiece
 from workers.draft.hidden.eagle_session import EagleSession
+from workers.forward.native.window_layers import WindowPiece
+from workers.sampling.context import Branch, DecisionContext
 
-LEAST_PASS_GAIN = 0.1
+LEAST_PROBABILITY = 0.1
 """A depth is expanded if the path probabilities of its nodes sum to at least this."""
 
 
@@ -38,12 +41,20 @@ class EagleGrowth:
         self._reach = reach
         window, anchor = session.window, session.anchor
         self._keys, self._values, self._begin = window.scratch(anchor, scratch)
-        self._known = torch.from_numpy(window.known_before(anchor).copy()).to(output.device)
+        self._known = window.known_before(anchor).copy()
+        self.is_short = True
+        """Whether the tree has fewer nodes than the budget allows; it is then expanded whatever the gain."""
+        self.gain = 0.0
+        """Expected number of tokens that a pass for the frontier adds to the round."""
 
-    def add(self, found: Sequence[Sequence[tuple[int, float]]], calibration: Calibration) -> None:
-        """Add the candidates below the nodes of the frontier: tokens and confidences, best first."""
-        for node, candidates in zip(self.frontier, found, strict=True):
-            for rank, (token, confidence) in enumerate(candidates):
+    def add(
+        self, tokens: Sequence[Sequence[int]], confidences: Sequence[Sequence[float]], calibration: Calibration
+    ) -> None:
+        """Add the candidates below the nodes of the frontier, best first. A confidence of 0 is that of no candidate."""
+        for node, below, shares in zip(self.frontier, tokens, confidences, strict=True):
+            for rank, (token, confidence) in enumerate(zip(below, shares, strict=True)):
+                if confidence <= 0.0:
+                    break
                 child = DraftNode(token, node, node.length + 1)
                 child.rank, child.confidence = rank, confidence
                 node.children.append(child)
@@ -54,39 +65,52 @@ class EagleGrowth:
         """The most probable nodes within the budget, parents before their children."""
         return sorted(self.nodes, key=lambda node: -node.path_probability)[: self.budget.max_nodes]
 
-    def choose(self, depth: int, width: int, ends: Collection[int]) -> bool:
-        """Make the best nodes of `depth` the frontier. Returns whether there are any that are worth a pass."""
-        length = self.root.length + depth
-        self.frontier = []
+    def choose(self, depth: int, width: int, first_rate: float) -> bool:
+        """Make the best nodes of `depth` the frontier. Returns whether there are any that are worth a pass.
+
+        `first_rate` is the rate at which the target takes a first candidate.
+        """
+        self.frontier, self.gain = [], 0.0
+        best, length = self.best(), self.root.length + depth
+        self.is_short = len(best) < self.budget.max_nodes
+        replaced = 0.0 if self.is_short else best[-1].path_probability  # by a new node of a full tree
         if depth < self.budget.max_depth:
-            chosen = [node for node in self.best() if node.length == length and node.token not in ends][:width]
-            if sum(node.path_probability for node in chosen) >= LEAST_PASS_GAIN:
+            ends = self.session.start.sampling.end_token_ids
+            open_nodes = (node for node in best if node.length == length and node.token not in ends)
+            chosen = [node for node in open_nodes if node.path_probability * first_rate > replaced][:width]
+            if sum(node.path_probability for node in chosen) >= LEAST_PROBABILITY:
                 self.frontier = chosen[: self._scratch - len(self._slots)]
+                self.gain = sum(node.path_probability * first_rate - replaced for node in self.frontier)
         return bool(self.frontier)
 
     def piece(self) -> EaglePiece:
         """The frontier as a piece of a pass. Each node attends to committed tokens, its ancestors and itself."""
-        used = len(self._slots)
+        used, begin = len(self._slots), self._begin
         for node in self.frontier:
             self._slots[node] = len(self._slots)
-        count = self._begin + len(self._slots)
-        is_seen = torch.zeros(len(self.frontier), count, dtype=torch.bool, device=self._known.device)
-        is_seen[:, : self._begin] = self._known
+        is_seen = np.zeros((len(self.frontier), begin + len(self._slots)), dtype=np.bool_)
+        is_seen[:, :begin] = self._known
         for row, node in enumerate(self.frontier):
-            is_seen[row, : max(0, self._begin - self._reach + node.length - self.root.length)] = False
+            is_seen[row, : max(0, begin - self._reach + node.length - self.root.length)] = False
             above: DraftNode | None = node
             while above is not None and above is not self.root:
-                is_seen[row, self._begin + self._slots[above]] = True
+                is_seen[row, begin + self._slots[above]] = True
                 above = above.parent
+        mask = torch.from_numpy(is_seen).to(self.root_output.device)
         return EaglePiece(
-            self._keys,
-            self._values,
-            self._begin + used,
+            WindowPiece(self._keys, self._values, self._begin + used, len(self.frontier), mask),
             [node.token for node in self.frontier],
             [node.length - 2 for node in self.frontier],
-            is_seen,
             range(len(self.frontier)),
         )
+
+    def contexts(self) -> list[DecisionContext]:
+        """The contexts of the decisions below the nodes of the frontier."""
+        start, tokens = self.session.start, self.session.tokens
+        return [
+            DecisionContext(start.sampling, Branch(tokens, node.path_tokens()), start.prompt_len)
+            for node in self.frontier
+        ]
 
     def features(self) -> list[Tensor]:
         """The inputs of the frontier's nodes: the outputs of their parents."""

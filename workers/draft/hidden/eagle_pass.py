@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from workers.draft.hidden.context_window import ContextShape, ContextWindow
-from workers.draft.hidden.packed_layer import PackedLayer, RotaryTable, attend, folded_product, scaled
+from workers.draft.hidden.packed_layer import LayerStack, folded_product, scaled
 from workers.draft.parallel.product import make_product
 from workers.draft.parallel.settings import Weights
+from workers.forward.native.window_layers import WindowPiece
 from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.layer import DrafterLayer
@@ -20,24 +22,14 @@ from workers.model.drafting.layer import DrafterLayer
 
 @dataclass(frozen=True, slots=True)
 class EaglePiece:
-    """Consecutive tokens of one sequence in a pass, and where their keys and values go."""
+    """Consecutive tokens of one sequence in a pass."""
 
-    keys: Tensor  # [layers, KV heads, slots, head width]
-    values: Tensor  # of the same shape
-    slot: int
-    """The first token's slot."""
+    window: WindowPiece
     following: Sequence[int]
     """For each token, the token one position later."""
     positions: Sequence[int]
-    is_seen: Tensor
-    """[tokens, slots up to the last token's], bool: which slots each token attends to."""
     wanted: Sequence[int]
     """The tokens whose outputs are wanted, by index."""
-
-    @property
-    def end(self) -> int:
-        """The slot after the last token's."""
-        return self.slot + len(self.following)
 
 
 def committed_piece(window: ContextWindow, first: int, following: Sequence[int], reach: int) -> EaglePiece:
@@ -50,7 +42,8 @@ def committed_piece(window: ContextWindow, first: int, following: Sequence[int],
     known = np.concatenate([window.known_before(first), np.ones(count, dtype=np.bool_)])
     slots, own = np.arange(begin + count)[None, :], begin + np.arange(count)[:, None]
     is_seen = torch.from_numpy(known[None, :] & (slots <= own) & (slots > own - reach)).to(keys.device)
-    return EaglePiece(keys, values, begin, following, range(first, first + count), is_seen, (count - 1,))
+    window_piece = WindowPiece(keys, values, begin, count, is_seen)
+    return EaglePiece(window_piece, following, range(first, first + count), (count - 1,))
 
 
 class EaglePass:
@@ -68,10 +61,9 @@ class EaglePass:
         norms = torch.cat([torch.ones_like(module.feature_norm), module.feature_norm])
         self._entry = folded_product(module.entry.weight, weights, norms)
         layers = [one for one in module.layers if isinstance(one, DrafterLayer)]
-        self._layers = [PackedLayer(one, norm, weights) for one, norm in zip(layers, module.input_norms, strict=True)]
+        self._layers = LayerStack(layers, module.input_norms, weights)
         self._output_norm = module.output_norm.detach().float()
         self._head = make_product(ends.head, weights)
-        self._rotary = RotaryTable(layer.head_width, layer.rope_theta, self.device)
         self.context_shape = ContextShape(shape.layers, layer.kv_heads, layer.head_width, 0, layer.window, scratch)
         """What is kept of each position; there is no feature."""
 
@@ -88,31 +80,10 @@ class EaglePass:
         tokens = self._embedding[following].float()
         residual = self._entry(torch.cat([tokens, scaled(features, self._epsilon)], dim=-1))
         positions = [position for piece in pieces for position in piece.positions]
-        rotation = self._rotary.at(torch.tensor(positions, device=self.device))
-        for number, layer in enumerate(self._layers):
-            queries, keys, values = layer.project(residual, rotation)
-            chosen: list[int] = []
-            attended: list[Tensor] = []
-            first = 0
-            for piece in pieces:
-                count = len(piece.following)
-                part = slice(first, first + count)
-                all_keys, all_values = piece.keys[number, :, : piece.end], piece.values[number, :, : piece.end]
-                all_keys[:, piece.slot :] = keys[part].transpose(0, 1)
-                all_values[:, piece.slot :] = values[part].transpose(0, 1)
-                own, is_seen = queries[part], piece.is_seen
-                if number == len(self._layers) - 1 and len(piece.wanted) < count:
-                    own, is_seen = own[list(piece.wanted)], is_seen[list(piece.wanted)]
-                    chosen += [first + index for index in piece.wanted]
-                else:
-                    chosen += range(first, first + count)
-                if len(own):
-                    attended.append(attend(own, all_keys, all_values, is_seen))
-                first += count
-            if len(chosen) < len(residual):
-                residual = residual[chosen]
-            residual = layer.output(residual, torch.cat(attended)) if attended else residual
-        return residual
+        outputs = self._layers.run(residual, positions, [piece.window for piece in pieces])
+        starts = accumulate((piece.window.count for piece in pieces), initial=0)
+        wanted = [start + index for start, piece in zip(starts, pieces, strict=False) for index in piece.wanted]
+        return outputs[wanted] if len(wanted) < len(outputs) else outputs
 
     def logits(self, outputs: Tensor) -> Tensor:
         """Logits [rows, draft vocabulary] of outputs [rows, hidden size]."""

@@ -13,6 +13,7 @@ from cluster.core.request import SequenceStart
 from workers.draft.expansion.calibration import Calibration
 from workers.draft.expansion.draft_node import DraftNode
 from workers.draft.expansion.node_probabilities import observe_decision
+from workers.draft.expansion.pass_cost import PassCost
 from workers.draft.hidden.context_session import ContextSession
 from workers.draft.hidden.context_store import ContextStore
 from workers.draft.hidden.context_window import ContextShape
@@ -36,7 +37,7 @@ class _Grown:
 class EagleSession(ContextSession):
     """Committed tokens and the last draft. A position is computed once the token after it is committed."""
 
-    __slots__ = ("_held", "grown", "is_streak", "output")
+    __slots__ = ("_held", "_last_call_at", "_last_call_len", "grown", "is_streak", "output")
 
     def __init__(self, start: SequenceStart, shape: ContextShape, store: ContextStore, device: torch.device) -> None:
         super().__init__(start, shape, store, device, lead=1)
@@ -47,6 +48,14 @@ class EagleSession(ContextSession):
         self.grown: _Grown | None = None
         self.is_streak = True
         """Whether the last committed token was a first candidate."""
+        self._last_call_at = float("-inf")
+        self._last_call_len = 0
+
+    def record_call(self, now: float, cost: PassCost) -> None:
+        """Record in `cost` what was committed since the last call. `now` is in seconds."""
+        if len(self.tokens) > self._last_call_len > 0:
+            cost.record_commit(len(self.tokens) - self._last_call_len, now - self._last_call_at)
+        self._last_call_at, self._last_call_len = now, len(self.tokens)
 
     def forget_draft(self) -> None:
         """See `ContextSession`."""

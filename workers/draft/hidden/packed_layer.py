@@ -1,23 +1,22 @@
-"""One layer of a drafting module for serving: packed products, merged projections, norms folded into the weights.
+"""The layers of a drafting module for serving, with packed products and merged projections.
 
-Vectors between products are float32. An RMS norm's weights are part of the product after it, so a norm only scales.
+On CPU all layers are one call of the kernels. Elsewhere torch computes them: vectors between products are float32, and
+an RMS norm's weights are part of the product after it, so a norm only scales.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from workers.draft.parallel.product import Product, make_product
+from workers.draft.parallel.product import Product, make_product, stored_type
 from workers.draft.parallel.settings import Weights
-from workers.forward.native.packed_layer import OutputWeights, PackedLayerOutput
+from workers.forward.native.window_layers import LayerWeights, WindowPiece, WindowShape, pack_window_layers
 from workers.model.drafting.layer import DrafterLayer
-
-_DTYPES = {"auto": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 def folded_product(weight: Tensor, weights: Weights, norm: Tensor | None = None) -> Product:
@@ -56,43 +55,71 @@ class RotaryTable:
         return Rotation(torch.cat([cosine, cosine], dim=-1).unsqueeze(1), torch.cat([-sine, sine], dim=-1).unsqueeze(1))
 
 
-class PackedLayer:
-    """A `DrafterLayer` whose queries, keys and values come from one product of the residual."""
+class LayerStack:
+    """All layers of a module, each with the norm before its projections."""
 
-    def __init__(self, layer: DrafterLayer, input_norm: Tensor, weights: Weights) -> None:
-        shape = layer.shape
-        self._epsilon = shape.norm_epsilon
-        self._heads, self._kv_heads, self._width = shape.heads, shape.kv_heads, shape.head_width
-        merged = torch.cat([layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight])
-        self._joined = folded_product(merged, weights, input_norm)
-        self._output = _layer_output(layer, weights)
+    def __init__(self, layers: Sequence[DrafterLayer], input_norms: Tensor, weights: Weights) -> None:
+        """`input_norms` [layers, hidden size] are the norms' weights."""
+        shape = layers[0].shape
+        own = WindowShape(shape.heads, shape.kv_heads, shape.head_width, shape.norm_epsilon, shape.rope_theta)
+        given = [_weights_of(layer, norm) for layer, norm in zip(layers, input_norms, strict=True)]
+        self._packed = pack_window_layers(given, own, stored_type(weights))
+        if self._packed is None:
+            device = layers[0].q_proj.weight.device
+            self._rotary = RotaryTable(shape.head_width, shape.rope_theta, device)
+            self._layers = [_TorchLayer(one, own, weights) for one in given]
+
+    def run(self, residual: Tensor, positions: Sequence[int], pieces: Sequence[WindowPiece]) -> Tensor:
+        """Write the keys and values of all pieces; return the residual stream after the layers.
+
+        `residual` [tokens, hidden size] is float32. See `WindowLayers`.
+        """
+        if self._packed is not None:
+            return self._packed.run(residual, positions, pieces)
+        rotation = self._rotary.at(torch.tensor(positions, device=residual.device))
+        for number, layer in enumerate(self._layers):
+            queries, keys, values = layer.project(residual, rotation)
+            attended, first = [], 0
+            for piece in pieces:
+                part = slice(first, first + piece.count)
+                all_keys, all_values = piece.keys[number, :, : piece.end], piece.values[number, :, : piece.end]
+                all_keys[:, piece.slot :] = keys[part].transpose(0, 1)
+                all_values[:, piece.slot :] = values[part].transpose(0, 1)
+                attended.append(attend(queries[part], all_keys, all_values, piece.is_seen))
+                first += piece.count
+            residual = layer.output(residual, torch.cat(attended))
+        return residual
+
+
+class _TorchLayer:
+    """One layer whose queries, keys and values come from one product of the residual."""
+
+    def __init__(self, layer: LayerWeights, shape: WindowShape, weights: Weights) -> None:
+        self._shape = shape
+        self._joined = folded_product(layer.qkv, weights, layer.input_norm)
+        self._out, self._down = make_product(layer.out, weights), make_product(layer.down, weights)
+        self._gate_up = folded_product(torch.cat([layer.gate, layer.up]), weights, layer.post_norm)
 
     def project(self, residual: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [tokens, heads, head width], keys and values [tokens, KV heads, head width], rotated."""
-        joined = self._joined(scaled(residual, self._epsilon)).view(len(residual), -1, self._width)
-        rotated = rotation.apply(joined[:, : self._heads + self._kv_heads])
-        return rotated[:, : self._heads], rotated[:, self._heads :], joined[:, self._heads + self._kv_heads :]
+        heads, both = self._shape.heads, self._shape.heads + self._shape.kv_heads
+        joined = self._joined(scaled(residual, self._shape.epsilon)).view(len(residual), -1, self._shape.head_width)
+        rotated = rotation.apply(joined[:, :both])
+        return rotated[:, :heads], rotated[:, heads:], joined[:, both:]
 
     def output(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The residual [tokens, hidden size] after the layer; `attended` [tokens, heads × head width]."""
-        return self._output(residual, attended)
+        residual = residual + self._out(attended)
+        gate, up = self._gate_up(scaled(residual, self._shape.epsilon)).chunk(2, dim=-1)
+        return residual + self._down(functional.silu(gate) * up)
 
 
-def _layer_output(layer: DrafterLayer, weights: Weights) -> Callable[[Tensor, Tensor], Tensor]:
-    """Maps the residual and what was attended to, to the residual after the layer."""
-    epsilon = layer.shape.norm_epsilon
-    if layer.o_proj.weight.device.type == "cpu":
-        parts = (layer.o_proj.weight, layer.mlp_norm, layer.gate_proj.weight, layer.up_proj.weight)
-        return PackedLayerOutput(OutputWeights(*parts, layer.down_proj.weight, epsilon), _DTYPES[weights]).apply
-    out, down = make_product(layer.o_proj.weight, weights), make_product(layer.down_proj.weight, weights)
-    gate_up = folded_product(torch.cat([layer.gate_proj.weight, layer.up_proj.weight]), weights, layer.mlp_norm)
-
-    def output(residual: Tensor, attended: Tensor) -> Tensor:
-        residual = residual + out(attended)
-        gate, up = gate_up(scaled(residual, epsilon)).chunk(2, dim=-1)
-        return residual + down(functional.silu(gate) * up)
-
-    return output
+def _weights_of(layer: DrafterLayer, input_norm: Tensor) -> LayerWeights:
+    return LayerWeights(
+        torch.cat([layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight]),
+        *(layer.o_proj.weight, layer.gate_proj.weight, layer.up_proj.weight, layer.down_proj.weight),
+        *(input_norm, layer.mlp_norm),
+    )
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, is_seen: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class BlockSettings(ContextModuleSettings):
     """The block drafter, and the width of its trees."""
 
-    candidates: Annotated[int, Field(ge=1, le=16)] = 4
+    candidates: Annotated[int, Field(ge=1, le=16)] = 8
     """Most candidates below one node."""
 
 

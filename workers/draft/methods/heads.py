@@ -25,7 +25,7 @@ TreePath = Annotated[tuple[Annotated[int, Field(ge=0, lt=_MOST_CANDIDATES)], ...
 class HeadsSettings(HeadsModuleSettings):
     """The heads, and the form of their trees."""
 
-    candidates: Annotated[int, Field(ge=1, le=_MOST_CANDIDATES)] = 4
+    candidates: Annotated[int, Field(ge=1, le=_MOST_CANDIDATES)] = 8
     """Most candidates below one node, if `tree` is `auto`."""
     tree: Literal["auto"] | Annotated[tuple[TreePath, ...], Field(min_length=1, max_length=256)] = "auto"
     """Nodes that a tree may have, each as the ranks along its path: `[[0], [1], [0, 0]]` is the best and the second

@@ -19,6 +19,11 @@ MakeProduct = Callable[[Tensor], Product]
 _DTYPES = {"auto": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
+def stored_type(weights: Weights) -> torch.dtype:
+    """The data type in which a CPU stores weights."""
+    return _DTYPES[weights]
+
+
 def make_product(weight: Tensor, weights: Weights, directory: str | None = None) -> Product:
     """The product with `weight` [outputs, inputs], on its device. On a GPU, int8 is computed in bfloat16.
 

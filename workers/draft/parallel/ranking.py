@@ -6,33 +6,18 @@ it has one, ranks the candidates of a depth anew below each candidate of the dep
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from workers.draft.parallel.paths import RankedPaths
 from workers.draft.parallel.product import MakeProduct
+from workers.draft.parallel.shortlist import Shortlist
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.selector import CANDIDATES, Selector
 from workers.sampling.context import DecisionContext
 from workers.sampling.device_copy import tensor_on
-from workers.sampling.noise import gumbel, gumbel_of
-from workers.sampling.warp import untruncated
-
-SHORTLIST = 128
-"""Tokens of each depth that truncation and noise are computed for: the most probable ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Leading:
-    """The best candidates of rows, best first."""
-
-    scores: Tensor  # [rows, candidates] float32, −inf where there are fewer
-    columns: Tensor  # [rows, candidates] rows of the head
-    totals: Tensor  # [rows, 1] logarithm of the sum of all exponentials of scores
 
 
 class PathRanker:
@@ -40,8 +25,7 @@ class PathRanker:
 
     def __init__(self, ends: TargetEnds, selector: Selector | None, make: MakeProduct, knows_noise: bool) -> None:
         """`knows_noise`: whether the target decides by the shared noise, so that sampled rows are ranked with it."""
-        self._vocabulary = ends.vocabulary
-        self._knows_noise = knows_noise
+        self._shortlist = Shortlist(ends.vocabulary, knows_noise)
         self._head = make(ends.head)
         self._selector = None if selector is None else _SelectorTables(ends, selector, make)
 
@@ -52,11 +36,11 @@ class PathRanker:
         below one.
         """
         rows, depths, _ = hidden.shape
-        leading = self._leading(self._head(hidden.flatten(0, 1)), contexts)
+        leading = self._shortlist.leading(self._head(hidden.flatten(0, 1)), contexts, CANDIDATES)
         scores, columns, totals = (
             part.view(rows, depths, -1) for part in (leading.scores, leading.columns, leading.totals)
         )
-        tokens = columns if self._vocabulary is None else self._vocabulary[columns]
+        tokens = self._shortlist.tokens(columns)
         siblings = min(siblings, scores.shape[2])
         first = (scores - totals).exp().nan_to_num_(0.0)  # of rows without any candidate, it is NaN
         order, confidences = [], []
@@ -75,57 +59,6 @@ class PathRanker:
             )
             for row, of_row in enumerate(tokens.tolist())
         ]
-
-    def _leading(self, logits: Tensor, contexts: Sequence[DecisionContext]) -> _Leading:
-        warped = untruncated(logits, contexts, vocabulary=self._vocabulary)
-        totals = warped.logsumexp(dim=1, keepdim=True)
-        count = min(CANDIDATES, logits.shape[1])
-        if all(context.is_greedy for context in contexts):
-            scores, columns = warped.topk(count)
-            return _Leading(scores, columns, totals)
-        scores, columns = warped.topk(min(SHORTLIST, logits.shape[1]))
-        scores = _truncated(scores, totals, contexts)
-        if self._knows_noise:
-            scores = scores + self._noise(columns, contexts, logits.shape[1])
-        sampled = tensor_on(logits.device, [[not context.is_greedy] for context in contexts], torch.bool)
-        totals = torch.where(sampled, scores.logsumexp(dim=1, keepdim=True), totals)
-        scores, places = scores.topk(count)
-        return _Leading(scores, columns.gather(1, places), totals)
-
-    def _noise(self, columns: Tensor, contexts: Sequence[DecisionContext], size: int) -> Tensor:
-        seeds = [context.sampling.seed for context in contexts]
-        positions = [context.position for context in contexts]
-        if self._vocabulary is None:
-            noise = gumbel(seeds, positions, 0, size, columns.device, columns)
-        else:
-            noise = gumbel_of(seeds, positions, self._vocabulary, columns.device, columns)
-        greedy = [row for row, context in enumerate(contexts) if context.is_greedy]
-        if greedy:
-            noise[greedy] = 0.0
-        return noise
-
-
-def _truncated(scores: Tensor, totals: Tensor, contexts: Sequence[DecisionContext]) -> Tensor:
-    """Apply top-k, top-p and min-p to descending scores [rows, shortlist]: −inf for what they exclude."""
-    if not any(context.is_truncated for context in contexts):
-        return scores
-    samplings = [context.sampling if context.is_truncated else None for context in contexts]
-    limits = [
-        (
-            float((one and one.top_k) or scores.shape[1]),
-            one.top_p if one else 1.0,
-            math.log(one.min_p) if one and one.min_p else -math.inf,
-        )
-        for one in samplings
-    ]
-    top_k, top_p, min_p = tensor_on(scores.device, limits, torch.float32).unsqueeze(2).unbind(dim=1)
-    scores = scores.masked_fill(torch.arange(scores.shape[1], device=scores.device) >= top_k, -math.inf)
-    totals = torch.where(top_k < scores.shape[1], scores.logsumexp(dim=1, keepdim=True), totals)
-    probabilities = (scores - totals).exp()
-    before = probabilities.cumsum(dim=1) - probabilities
-    is_excluded = (before >= top_p) & (top_p < 1.0) | (scores < scores[:, :1] + min_p)
-    is_excluded[:, 0] = False
-    return scores.masked_fill(is_excluded, -math.inf)
 
 
 class _SelectorTables:

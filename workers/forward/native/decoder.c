@@ -469,27 +469,129 @@ void pilotfish_linear(const Matrix *matrix, const float *x, uint16_t *narrow, fl
     }
 }
 
-/* A layer after its attention: x += out(attended), x += mlp(norm(x)). `attended` [rows, out.inputs] and `x`
-   [rows, out.outputs]; `input` and `gated` are work buffers as in Pass. Only the output, the MLP and the norm between
-   them are read of the layer. */
-void pilotfish_layer_output(const DecoderLayer *own, const float *attended, float *x, void *input, void *gated,
-                            int64_t rows, float epsilon)
+/* --- drafting modules ------------------------------------------------------------------------ */
+
+/* Consecutive tokens of one sequence, and the slots that they attend to. Slots have keys and values side by side, so
+   no block table is needed. */
+typedef struct {
+    float *keys, *values; /* [layers, kv_heads, slots, dim], contiguous in the last two */
+    int64_t layer, head;  /* strides of layers and heads, in elements */
+    int64_t first, slot;  /* the first token's index in the pass, and its slot; the others follow */
+    int64_t slots;        /* number of slots up to the last token's */
+    const uint8_t *seen;  /* [tokens, slots], which slots each token attends to, or none if it is all */
+    int64_t seen_stride;  /* 0 if all tokens attend to the same slots */
+} WindowPiece;
+
+typedef struct {
+    int64_t tokens;
+    const int64_t *position;  /* [tokens] absolute */
+    const int32_t *piece_of;  /* [tokens] */
+    const WindowPiece *piece;
+    float *x;                 /* [tokens, hidden] the residual stream before the layers, then after them */
+    void *input, *gated;      /* work buffers as in Pass */
+    float *qkv, *query;
+} WindowPass;
+
+static inline float product(const float *one, const float *other, int64_t count)
 {
-    const int64_t inputs = own->out.inputs, kind = factor_kind(&own->out);
-    const Decoder decoder = {.hidden = own->out.outputs, .inner = own->down.inputs, .epsilon = epsilon};
-    const Pass pass = {.x = x, .input = input, .gated = gated};
-    const Step step = {.tokens = rows};
-    const Output to_residual = {ADD, x, NULL, own->out.outputs, kind};
+    Vector lanes[2] = {{0}, {0}};
+    int64_t i = 0;
+    for (; i + 2 * LANES <= count; i += 2 * LANES) {
+        lanes[0] += *(const Vector *)(one + i) * *(const Vector *)(other + i);
+        lanes[1] += *(const Vector *)(one + i + LANES) * *(const Vector *)(other + i + LANES);
+    }
+    lanes[0] += lanes[1];
+    float sum = 0.0f;
+#if defined(IS_AVX512)
+    sum = _mm512_reduce_add_ps((__m512)lanes[0]);
+#else
+    for (int l = 0; l < LANES; l++) sum += lanes[0][l];
+#endif
+    for (; i < count; i++) sum += one[i] * other[i];
+    return sum;
+}
+
+/* One query attends to the slots that its token sees, at least one. */
+static void attend_slots(const float *query, const float *keys, const float *values, const uint8_t *seen, int64_t slots,
+                         int64_t dim, float scale, float *sum)
+{
+    float weight[slots], most = -INFINITY, total = 0.0f;
+    for (int64_t s = 0; s < slots; s++) {
+        weight[s] = seen && !seen[s] ? -INFINITY : product(query, keys + s * dim, dim) * scale;
+        most = weight[s] > most ? weight[s] : most;
+    }
+    for (int64_t s = 0; s < slots; s++) weight[s] = exponential(weight[s] - most);
+    for (int64_t d = 0; d < dim; d++) sum[d] = 0.0f;
+    for (int64_t s = 0; s < slots; s++) {
+        if (weight[s] == 0.0f) continue; /* what is stored in a slot that is not seen may be anything */
+        total += weight[s];
+        for (int64_t d = 0; d < dim; d++) sum[d] += weight[s] * values[s * dim + d];
+    }
+    for (int64_t d = 0; d < dim; d++) sum[d] /= total;
+}
+
+/* Rotate one token's queries and store its rotated key and its value in its slot. */
+static void store_in_window(const Decoder *decoder, const WindowPass *pass, int64_t layer, int64_t token)
+{
+    const int64_t dim = decoder->dim, heads = decoder->heads, kv_heads = decoder->kv_heads;
+    const WindowPiece *piece = pass->piece + pass->piece_of[token];
+    float *qkv = pass->qkv + token * (heads + 2 * kv_heads) * dim;
+    const float *cos = decoder->cos + pass->position[token] * dim, *sin = decoder->sin + pass->position[token] * dim;
+    for (int64_t h = 0; h < heads; h++)
+        rotate(decoder, qkv + h * dim, NULL, cos, sin, pass->query + (token * heads + h) * dim);
+    for (int64_t h = 0; h < kv_heads; h++) {
+        const int64_t at = layer * piece->layer + h * piece->head + (piece->slot + token - piece->first) * dim;
+        rotate(decoder, qkv + (heads + h) * dim, NULL, cos, sin, piece->keys + at);
+        memcpy(piece->values + at, qkv + (heads + kv_heads + h) * dim, (size_t)dim * sizeof *qkv);
+    }
+}
+
+static void attend_window(const Decoder *decoder, const WindowPass *pass, int64_t layer, int64_t kind, int64_t item)
+{
+    const int64_t dim = decoder->dim, token = item / decoder->kv_heads, h = item % decoder->kv_heads;
+    const int64_t shared = decoder->heads / decoder->kv_heads;
+    const WindowPiece *piece = pass->piece + pass->piece_of[token];
+    const int64_t from = layer * piece->layer + h * piece->head;
+    const uint8_t *seen = piece->seen ? piece->seen + (token - piece->first) * piece->seen_stride : NULL;
+    for (int64_t s = 0; s < shared; s++) {
+        const int64_t at = (token * decoder->heads + h * shared + s) * dim;
+        float sum[dim];
+        attend_slots(pass->query + at, piece->keys + from, piece->values + from, seen, piece->slots, dim,
+                     decoder->scale, sum);
+        put(pass->input, kind, at, sum, dim);
+    }
+}
+
+/* All layers of a drafting module. Only layers, sizes, epsilon, scale, cos and sin are read of the decoder. */
+void pilotfish_window_layers(const Decoder *decoder, const WindowPass *work)
+{
+    const int64_t tokens = work->tokens, hidden = decoder->hidden;
+    const Pass pass = {.x = work->x, .input = work->input, .gated = work->gated};
+    const Step step = {.tokens = tokens};
     Barrier barrier = {0};
 #pragma omp parallel
     {
 #pragma omp single
         barrier.team = omp_get_num_threads();
+        for (int64_t l = 0; l < decoder->layers; l++) {
+            const DecoderLayer *own = decoder->layer + l;
+            const int64_t kind = factor_kind(&own->qkv);
+            const Output to_qkv = {STORE, work->qkv, NULL, own->qkv.outputs, kind};
+            const Output to_residual = {ADD, work->x, NULL, hidden, kind};
 #pragma omp for schedule(static) nowait
-        for (int64_t r = 0; r < rows; r++) put(input, kind, r * inputs, attended + r * inputs, inputs);
-        wait_for_all(&barrier);
-        multiply(&own->out, input, &to_residual, rows, &barrier);
-        mlp_part(&decoder, own, &pass, &step, &barrier);
+            for (int64_t t = 0; t < tokens; t++)
+                normalise(work->x + t * hidden, own->input_norm, hidden, decoder->epsilon, work->input, kind, t * hidden);
+            wait_for_all(&barrier);
+            multiply(&own->qkv, work->input, &to_qkv, tokens, &barrier);
+#pragma omp for schedule(static) nowait
+            for (int64_t t = 0; t < tokens; t++) store_in_window(decoder, work, l, t);
+            wait_for_all(&barrier);
+#pragma omp for schedule(dynamic, 1) nowait
+            for (int64_t item = 0; item < tokens * decoder->kv_heads; item++) attend_window(decoder, work, l, kind, item);
+            wait_for_all(&barrier);
+            multiply(&own->out, work->input, &to_residual, tokens, &barrier);
+            mlp_part(decoder, own, &pass, &step, &barrier);
+        }
     }
 }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cluster.core.drafting import DraftBudget
 from tests.unit.draft.hidden.rows import SAMPLED, SIZE, STATES, TAPS, TOKENS, row
 from workers.draft.expansion.calibration import Calibration
 from workers.draft.hidden.context_store import ContextStore
@@ -63,14 +64,14 @@ def test_committed_tokens_piece_by_piece_and_paths_of_a_tree_equal_the_modules_c
         session.window.mark(first, end)
         torch.testing.assert_close(output, whole(loaded, TOKENS[: end + 1], end)[-1], rtol=1e-3, atol=1e-4)
 
-    growth = EagleGrowth(session, output, row(9).budget, WINDOW, SCRATCH)
-    found = [[(5, 0.6), (9, 0.4)]]
+    growth = EagleGrowth(session, output, DraftBudget(64, 8), WINDOW, SCRATCH)
+    tokens, confidences = [[5, 9]], [[0.6, 0.4]]
     for depth in range(1, 4):
-        growth.add(found, Calibration())
-        assert growth.choose(depth, width=4, ends=())
+        growth.add(tokens, confidences, Calibration())
+        assert growth.choose(depth, width=4, first_rate=0.9)
         outputs = head.run(torch.stack(growth.features()), [growth.piece()])
         growth.keep_outputs(outputs)
         for node, mine in zip(growth.frontier, outputs, strict=True):
             expected = whole(loaded, [*TOKENS[:length], *node.path_tokens()], length - 1)[-1]
             torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-4)
-        found = [[(7, 0.5), (8, 0.5)] for _ in growth.frontier]
+        tokens, confidences = [[7, 8]] * len(growth.frontier), [[0.5, 0.5]] * len(growth.frontier)
