@@ -18,7 +18,7 @@ PROTOS := $(wildcard protos/pilotfish/v1/*.proto)
 PYTEST := OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false $(BIN)/pytest -q --durations=10 --ignore=tests/bench
 NOTHING_COLLECTED := 5
 
-.PHONY: help setup demo serve distill test check bench soak proto clean
+.PHONY: help setup demo serve distill test check bench chaos soak proto clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 8
@@ -60,6 +60,9 @@ test: $(TEST_WEIGHTS)  ## Run the tests (ARGS goes to pytest)
 
 bench: $(WEIGHTS)  ## Measure (ARGS='serving --repeats 3'; --help lists the sections)
 	$(BIN)/python -m tests.bench $(ARGS)
+
+chaos: $(WEIGHTS)  ## Kill and freeze processes of every role while clients stream; every token is compared (ARGS='--rounds 300 --seed S')
+	TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.chaos $(ARGS)
 
 soak: $(WEIGHTS)  ## Random traffic for half an hour with too little memory; every answer is checked (ARGS='--minutes 5')
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.soak $(ARGS)

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_SECONDS = 10.0
 """Timeout of every call except steps and openings, in seconds."""
+LONGEST_RETRY_SECONDS = 0.5
+"""Longest pause between attempts to reach a lost target, in seconds: all streams wait for it."""
 MAX_OPENED_TOKENS = 1 << 22
 """Most tokens in one call that opens sequences: far below the bound of a message."""
 
@@ -75,7 +77,7 @@ class TargetClient:
                 self._update(await self._bounded(self._target.info(), CALL_TIMEOUT_SECONDS))
             except TargetUnavailable as error:
                 log.log(logging.WARNING if attempt == 0 else logging.DEBUG, "waiting for the target: %s", error)
-                await asyncio.sleep(backoff(attempt))
+                await asyncio.sleep(backoff(attempt, longest=LONGEST_RETRY_SECONDS))
                 attempt += 1
             else:
                 return

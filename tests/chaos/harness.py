@@ -1,0 +1,239 @@
+"""One run: streams without faults, streams with faults, and a look at what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from cluster.core.config.sections import MIB, Configuration
+from cluster.core.errors import PilotfishError
+from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.wire.generation_client import GenerationClient
+from deploy.coordinator_server import fixed_address
+from tests.chaos.cluster import ChaosCluster, Slot
+from tests.chaos.doors import GrpcDoor
+from tests.chaos.faults import Disturber
+from tests.chaos.report import ChaosReport, by_role, percentiles
+from tests.chaos.streams import Streams
+from tests.soak.reference import Reference
+from tests.soak.requests import MAX_TOKENS, RequestCatalogue
+from tests.soak.watch import read_counts
+from tests.support.engines.kept_kernels import KEPT
+from tests.support.models import tiny, tiny_tokenizer
+from tests.support.models.prompts import PLAIN
+from workers.serve.configuration import load_configuration
+
+logger = logging.getLogger(__name__)
+
+SETTLE_SECONDS = 60.0
+"""Longest time until nothing is held any more after the last stream, in seconds."""
+MOST_NEW_DESCRIPTORS = 8
+"""Descriptors that a process may have more than at first: connections that it opened since."""
+MOST_NEW_BYTES = 128 << 20
+"""Memory that a process may have more than at first."""
+BOUND = 1e-3
+"""Scores closer than this may be swapped by rounding."""
+
+
+@dataclass(frozen=True)
+class ChaosOptions:
+    """What a run does. Everything random comes from `seed`."""
+
+    seed: int = 0
+    rounds: int = 40
+    """Number of faults."""
+    pause_seconds: float = 0.6
+    """Mean time between two faults, in seconds."""
+    ranks: tuple[int, ...] = (1, 2)
+    """Ranks of each target."""
+    drafters: int = 2
+    at_once: int = 12
+    distinct: int = 32
+    """Number of distinct requests."""
+    kinds: tuple[str, ...] = ("short", "long", "sharing", "several")
+    """Kinds of requests."""
+    roles: tuple[str, ...] = ()
+    """Roles that faults are for; empty: all."""
+    most_lost: int = 2
+    """Most processes that are away when a further fault is applied."""
+    settings: dict[str, object] = field(default_factory=dict)
+
+
+def make_model(directory: Path) -> Path:
+    """A random model with two KV heads, so that two ranks can share it. A token takes 1 KiB of KV memory."""
+    changes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 4}
+    shape = tiny.llama(vocab_size=320, hidden_size=64, max_position_embeddings=MAX_TOKENS, **changes)
+    return tiny_tokenizer.byte_level(tiny.save(directory, shape))
+
+
+def configure(model: Path, settings: dict[str, object]) -> Configuration:
+    """A cluster with too little KV memory, and timeouts that are short for a model of this size."""
+    chosen: dict[str, object] = {
+        "target.path": str(model),
+        "target.served_name": "chaos",
+        "target.device": "cpu",
+        "target.compile": "off",
+        "target.compile_directory": str(KEPT),
+        "target.max_context_len": MAX_TOKENS,
+        "target.kv.pool_bytes": MIB,
+        "target.step_timeout_seconds": 10.0,
+        "draft.method": "ngram",
+        "draft.replicas": 2,
+        "draft.controller": "off",
+        "scheduler.max_sequences": 16,
+        "scheduler.max_step_tokens": 128,
+        "scheduler.max_waiting": 1000,
+        "server.grpc_port": 0,
+        "log_level": "info",
+    }
+    return load_configuration({}, chosen | settings)
+
+
+async def run_chaos(options: ChaosOptions, scratch: Path) -> ChaosReport:
+    """Run streams through a cluster whose processes are killed and stopped. Returns what was seen."""
+    model = make_model(scratch / "model")
+    tokenizer = Tokenizer.load(model)
+    phrases = [tokenizer.encode(text) for text in PLAIN]
+    catalogue = RequestCatalogue(phrases, options.kinds, options.distinct, options.seed)
+    reference = Reference(model, BOUND)
+    for request in catalogue.requests:
+        reference.answers(request)
+    cluster = ChaosCluster(configure(model, options.settings), options.ranks, options.drafters, scratch, options.seed)
+    own = psutil.Process()
+    begun = time.monotonic()
+    try:
+        await cluster.start()
+        clients = [GenerationClient(fixed_address(door.address)) for door in cluster.doors]
+        doors = [[GrpcDoor(client) for client in clients]]
+        streams = Streams(doors, catalogue.requests, reference, options.at_once, options.seed)
+        logger.info("all processes serve after %.1f s", time.monotonic() - begun)
+        await _stream_for(streams, 2.0)
+        await _settled(cluster)
+        first, descriptors = await _held_by_role(cluster), own.num_fds()
+        logger.info("%d streams without faults after %.1f s", streams.results.complete, time.monotonic() - begun)
+        disturber = Disturber(cluster, options.seed, options.pause_seconds, options.most_lost)
+        running = asyncio.create_task(streams.run())
+        await disturber.run(options.rounds, options.roles)
+        await _all_ready(cluster)
+        streams.end()
+        await running
+        leaks = await _settled(cluster)
+        leaks += _growth(await _held_by_role(cluster), first)
+        if own.num_fds() > descriptors + 4 * MOST_NEW_DESCRIPTORS:
+            leaks.append(f"the clients have {own.num_fds()} descriptors, {descriptors} at first")
+        preemptions = await _preemptions(clients)
+        for client in clients:
+            await client.close()
+        cluster.check()
+    finally:
+        await cluster.stop()
+    results = streams.results
+    messages: Counter[str] = sum((link.counts for link in cluster.links), Counter())
+    return ChaosReport(
+        seed=options.seed,
+        seconds=round(time.monotonic() - begun, 1),
+        faults=by_role(disturber.counts),
+        messages=dict(messages),
+        replaced=dict(Counter(role for role, _ in cluster.replacements.reasons)),
+        replacement_seconds=percentiles(cluster.replacements.seconds),
+        streams=results.complete,
+        left=results.left,
+        resumed=results.resumed,
+        tokens=results.tokens,
+        differences=results.differences,
+        near=results.near,
+        errors=dict(results.errors),
+        pause_seconds=percentiles(results.pauses),
+        preemptions=preemptions,
+        leaks=leaks,
+        shown=results.shown,
+    )
+
+
+async def _stream_for(streams: Streams, seconds: float) -> None:
+    """Stream without faults, so that every connection is open and every process has its working memory."""
+    asyncio.get_running_loop().call_later(seconds, streams.end)
+    await streams.run()
+
+
+async def _all_ready(cluster: ChaosCluster) -> None:
+    """Return once every process serves and answers."""
+    async with asyncio.timeout(SETTLE_SECONDS * 2):
+        while True:
+            try:
+                for slot in cluster.slots:
+                    await _held(slot)
+                return
+            except (ConnectionError, TimeoutError):
+                await asyncio.sleep(0.1)
+
+
+async def _settled(cluster: ChaosCluster) -> list[str]:
+    """Wait until nothing is held for a client. Returns what is still held after `SETTLE_SECONDS`."""
+    end = time.monotonic() + SETTLE_SECONDS
+    while True:
+        left: list[str] = []
+        for slot in cluster.slots:
+            try:
+                held = (await _held(slot))["held"]
+            except (ConnectionError, TimeoutError) as error:
+                left.append(f"{slot.name} does not answer: {error!r}")
+            else:
+                left += [f"{slot.name} holds {n} {what}" for what, n in held.items() if n and what != "tasks"]
+        if not left or time.monotonic() > end:
+            return left
+        await asyncio.sleep(0.2)
+
+
+async def _held(slot: Slot) -> dict[str, Any]:
+    if slot.process is None or not slot.is_ready:
+        raise ConnectionError("it is not serving")
+    async with asyncio.timeout(10.0):
+        return await slot.process.ask("held")
+
+
+async def _held_by_role(cluster: ChaosCluster) -> dict[str, dict[str, int]]:
+    """The most descriptors, bytes and tasks of any process of each role."""
+    most: dict[str, dict[str, int]] = {}
+    for slot in cluster.slots:
+        answer = await _held(slot)
+        values = {name: answer[name] for name in ("descriptors", "memory")} | {"tasks": answer["held"].get("tasks", 0)}
+        known = most.setdefault(slot.kind, values)
+        most[slot.kind] = {name: max(value, known[name]) for name, value in values.items()}
+    return most
+
+
+def _growth(last: dict[str, dict[str, int]], first: dict[str, dict[str, int]]) -> list[str]:
+    bounds = {"descriptors": MOST_NEW_DESCRIPTORS, "memory": MOST_NEW_BYTES, "tasks": MOST_NEW_DESCRIPTORS}
+    return [
+        f"a {role} has {value} {name}, {first[role][name]} at first"
+        for role, values in last.items()
+        for name, value in values.items()
+        if value > first[role][name] + bounds[name]
+    ]
+
+
+async def _preemptions(clients: Sequence[GenerationClient]) -> int:
+    """Preemptions that the present coordinators counted."""
+    total = 0.0
+    for client in clients:
+        try:
+            total += (await read_counts(client)).get("vllm:num_preemptions_total", 0.0)
+        except PilotfishError:
+            continue
+    return int(total)
+
+
+def limit_threads() -> None:
+    """One thread per process: a tiny model gains nothing from more, and there are many processes."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,0 +1,183 @@
+"""One role of a cluster in a process of its own, which may be killed or stopped at any moment.
+
+The parent sends `{"ask": …}` through a pipe and gets one answer per question. The process ends with its parent. Modules
+that load torch are imported by the fork server, so that a process starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+import psutil
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from cluster.core.config.sections import Configuration
+from cluster.core.errors import PilotfishError
+from cluster.wire.drafter_client import GrpcDrafter
+from cluster.wire.target_client import GrpcTarget
+from deploy.coordinator_server import CoordinatorServer, fixed_address
+from workers.draft.registry import create
+from workers.serve.configuration import load_configuration
+from workers.serve.worker_server import WorkerHost, host_draft, host_target
+from workers.verify.build import build_engine
+from workers.verify.group import DriverRank, join_group, leave_group, run_worker_rank
+
+LOOPBACK = "127.0.0.1"
+
+RoleKind = Literal["target", "rank", "draft", "coordinator"]
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """What a process is: its role, its configuration, and the addresses of the processes that it calls."""
+
+    kind: RoleKind
+    configuration: str
+    """The configuration as JSON. Model paths are local directories."""
+    rank: int = 0
+    rendezvous: int = 0
+    """Port at which the ranks of a target meet."""
+    target: str = ""
+    drafts: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """The role as text."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class RunningRole:
+    """A role that serves."""
+
+    address: str
+    check_health: Callable[[], None]
+    """Raises when the process must be replaced."""
+    held: Callable[[], dict[str, int]] = dict
+    """What it holds for others: numbers of sequences and blocks."""
+
+
+def run_role(spec: str, pipe: Connection, log: str) -> None:
+    """Run a role until the parent ends. It is the main function of the process."""
+    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    torch.set_num_threads(1)
+    values = json.loads(spec)
+    text = f"%(asctime)s {values['kind']} %(process)d: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=text, force=True)
+    disable_progress_bar()  # its lock would be left behind by a killed process
+    role = RoleSpec(**values | {"drafts": tuple(values["drafts"])})
+    asyncio.run(_serve(role, pipe))
+    sys.stderr.flush()
+    os._exit(0)
+
+
+async def _serve(role: RoleSpec, pipe: Connection) -> None:
+    configuration = load_configuration(json.loads(role.configuration))
+    async with AsyncExitStack() as stack:
+        running = await _STARTS[role.kind](role, configuration, stack)
+        pipe.send_bytes(json.dumps({"address": running.address}).encode())
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(pipe.fileno(), lambda: _answer(pipe, running, ended))
+        await ended.wait()
+
+
+def _answer(pipe: Connection, running: RunningRole, ended: asyncio.Event) -> None:
+    try:
+        question = json.loads(pipe.recv_bytes())
+    except (EOFError, OSError):
+        os._exit(1)  # the parent is gone, or does not want this process any more
+    answer: dict[str, Any] = {"number": question["number"]}
+    if question["ask"] == "stop":
+        ended.set()
+    elif question["ask"] == "held":
+        process = psutil.Process()
+        answer |= {"held": running.held(), "descriptors": process.num_fds(), "memory": process.memory_info().rss}
+    else:
+        try:
+            running.check_health()
+        except PilotfishError as error:
+            answer["unhealthy"] = str(error)
+    pipe.send_bytes(json.dumps(answer).encode())
+
+
+async def _start_target(role: RoleSpec, configuration: Configuration, stack: AsyncExitStack) -> RunningRole:
+    target = configuration.target
+    if target.tensor_parallel > 1:
+        await asyncio.to_thread(join_group, target, 0, LOOPBACK, role.rendezvous)
+    engine = await asyncio.to_thread(build_engine, target)
+    driver = DriverRank(engine) if target.tensor_parallel > 1 else None
+    host = await stack.enter_async_context(host_target(LOOPBACK, driver or engine, target.step_timeout_seconds))
+
+    def check_health() -> None:
+        host.check_health()
+        if driver is not None and driver.failure is not None:
+            raise PilotfishError(driver.failure)
+
+    def held() -> dict[str, int]:
+        return {"sequences": len(engine._sequences), "blocks": engine._pool.blocks_total - engine._pool.blocks_free}
+
+    return RunningRole(host.address, check_health, held)
+
+
+async def _start_rank(role: RoleSpec, configuration: Configuration, stack: AsyncExitStack) -> RunningRole:
+    target = configuration.target
+
+    def run() -> None:
+        join_group(target, role.rank, LOOPBACK, role.rendezvous)
+        try:
+            run_worker_rank(build_engine(target, role.rank))
+        finally:
+            leave_group()
+
+    running = asyncio.create_task(asyncio.to_thread(run))
+
+    def check_health() -> None:
+        if running.done():
+            raise PilotfishError(f"the rank has ended: {running.exception()!r}")
+
+    return RunningRole("", check_health)
+
+
+async def _start_draft(role: RoleSpec, configuration: Configuration, stack: AsyncExitStack) -> RunningRole:
+    method = await asyncio.to_thread(create, configuration.draft, configuration.target)
+    host: WorkerHost = await stack.enter_async_context(host_draft(LOOPBACK, method))
+    sessions: Any = getattr(method, "_sessions", ())
+    return RunningRole(host.address, host.check_health, lambda: {"sequences": len(sessions)})
+
+
+async def _start_coordinator(role: RoleSpec, configuration: Configuration, stack: AsyncExitStack) -> RunningRole:
+    step_timeout = configuration.target.step_timeout_seconds
+    target = GrpcTarget(fixed_address(role.target), step_timeout_seconds=step_timeout)
+    stack.push_async_callback(target.close)
+    drafters = [GrpcDrafter(fixed_address(address)) for address in role.drafts]
+    for drafter in drafters:
+        stack.push_async_callback(drafter.close)
+    server = CoordinatorServer(configuration, target, drafters)
+    stack.push_async_callback(server.stop, 0.0)
+    port = await server.start()
+    table = server._coordinator._table
+    return RunningRole(
+        f"{LOOPBACK}:{port}",
+        server.check_health,
+        lambda: {"requests": len(table), "tasks": len(asyncio.all_tasks())},
+    )
+
+
+_STARTS: dict[RoleKind, Callable[..., Any]] = {
+    "target": _start_target,
+    "rank": _start_rank,
+    "draft": _start_draft,
+    "coordinator": _start_coordinator,
+}
