@@ -99,6 +99,6 @@ def draft_paths(
         tokens.append(token)
         parents.append(parent)
         probabilities.append(-path)
-        if len(ranks) < max_depth and token not in ends:
+        if len(ranks) < max_depth and len(tokens) < budget.max_nodes and token not in ends:
             push_children(candidate, len(tokens) - 1, -path, ranks, ranks[-1] == 0)
     return TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities)
