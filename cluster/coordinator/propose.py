@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.coordinator.clients.draft_source import DraftCalls, DraftSource
+from cluster.coordinator.clients.drafter_pool import PREFILL_TOKENS
 from cluster.coordinator.metrics import Metrics
 from cluster.coordinator.probe import BackgroundProbes
 from cluster.coordinator.requests.live_sequence import LiveSequence
@@ -79,6 +80,8 @@ class Proposer:
         """Budgets of the drafts that the target proposes in this round, for the next one."""
         self._requested: Mapping[SequenceId, DraftBudget] = {}
         """Budgets of the drafts that the target has proposed for this round."""
+        self._caught_up: set[SequenceId] = set()
+        """Sequences that the target has drafted for before. A first draft also computes what came before it."""
         self._deciding: frozenset[SequenceId] = frozenset()
         self._expected_rows = 1
 
@@ -92,6 +95,7 @@ class Proposer:
         """Release sequences that have ended."""
         sequence_ids = tuple(sequence_ids)
         self._source.release(sequence_ids)
+        self._caught_up.difference_update(sequence_ids)
         if self._controller is not None:
             self._controller.forget(sequence_ids)
 
@@ -227,8 +231,9 @@ class Proposer:
             asked = {row.sequence_id: row.next_budget.max_depth for row in rows if row.next_budget.max_nodes}
             waited = step.draft_seconds
             is_drafted = tokens > len(rows) or not asked.keys().isdisjoint(self._requested)  # a probe does not count
-            if asked:
+            if asked and all(map(self._is_caught_up, asked)):
                 controller.observe_wait(len(asked), max(asked.values()), waited)
+            self._caught_up.update(asked)
         if any(len(row.pending) > 1 for row in rows):
             return
         unwaited = max(0.0, seconds - waited)
@@ -259,6 +264,11 @@ class Proposer:
         self._probes.collect()
         without_draft = [live for live in drafted if live.sequence.missing == 1]
         self._probes.start([live for live in without_draft if self._wanted.of(live.id) == NO_DRAFT])
+
+    def _is_caught_up(self, sequence_id: SequenceId) -> bool:
+        """Whether a draft of the target for the sequence computes little that came before it."""
+        live = self._running.get(sequence_id)
+        return sequence_id in self._caught_up or live is None or len(live.sequence) <= PREFILL_TOKENS
 
     def _is_worth_prefilling(self, live: LiveSequence) -> bool:
         """Whether drafts for the sequence will save more time than its drafter needs to prefill it."""

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from cluster.core.drafting import DraftRow, Proposal
+from cluster.core.ids import SequenceId
 from cluster.core.verification import StepBatch, StepResult, Verdict, VerifyRow
 from tests.support.fakes.simulated_time import DrafterModel, StepTime, TimedDrafter, TimedTarget
 
@@ -18,6 +19,9 @@ class DraftingTarget(TimedTarget):
         self.drafter = TimedDrafter(self, model)
         self.asked: list[int] = []
         """Number of rows with a budget, for each step."""
+        self.first_seconds = 0.0
+        """Further time of a sequence's first draft, in seconds."""
+        self._known: set[SequenceId] = set()
 
     async def step(self, batch: StepBatch) -> StepResult:
         """See `Target`."""
@@ -28,6 +32,9 @@ class DraftingTarget(TimedTarget):
             return result
         model, deepest = self.drafter.model, max(budget.max_depth for budget in budgets)
         seconds = model.call_seconds + model.row_seconds * len(budgets) + model.depth_seconds * deepest
+        asked = {row.sequence_id for row in batch.rows if row.next_budget.max_nodes}
+        seconds += self.first_seconds * len(asked - self._known)
+        self._known |= asked
         await asyncio.sleep(seconds)
         verdicts = tuple(
             replace(verdict, proposal=self._proposal(row, verdict))

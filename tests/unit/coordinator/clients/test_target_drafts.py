@@ -89,6 +89,21 @@ def test_good_drafts_pay_as_much_as_those_of_a_drafter_of_equal_speed(step_time:
     assert simulate(speed(DraftingTarget(step_time, RIGHT), batch, 150, before=200)) >= 0.95 * elsewhere
 
 
+def test_a_first_draft_that_takes_long_does_not_turn_good_drafts_off() -> None:
+    """It computes the keys and values of the whole prompt; later drafts of the sequence do not."""
+
+    async def serve(first_seconds: float) -> int:
+        target = DraftingTarget(cpu_step, RIGHT)
+        target.first_seconds = first_seconds
+        simulated = cluster(target)
+        async with simulated.coordinator:
+            for number in range(4):
+                await simulated.serve([request(f"r{number}", [1 + token % 40 for token in range(90)], max_tokens=30)])
+        return target.accepted
+
+    assert simulate(serve(0.2)) >= 0.9 * simulate(serve(0.0)) > 0
+
+
 def test_while_drafts_do_not_pay_a_few_steps_probe_and_find_when_they_do_again() -> None:
     target = DraftingTarget(cpu_step, WRONG)
 
