@@ -80,6 +80,10 @@ check: $(INSTALLED)  ## Check style, format, types, imports and gRPC stubs
 proto: $(INSTALLED)  ## Regenerate the gRPC stubs
 	@$(MAKE) --no-print-directory stubs OUT=protos
 
+.PHONY: chart
+chart: $(INSTALLED)  ## Write the table of values into the Helm chart's README
+	$(BIN)/python -m tests.chart
+
 .PHONY: stubs
 stubs:
 	@$(PROTOC) --python_out=$(OUT) --grpc_python_out=$(OUT) --mypy_out=quiet:$(OUT) --mypy_grpc_out=quiet:$(OUT) $(PROTOS)

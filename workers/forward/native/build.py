@@ -1,4 +1,8 @@
-"""Builds the CPU kernels with this machine's C compiler on first use, and keeps the library for the next start."""
+"""Builds the CPU kernels with this machine's C compiler on first use, and keeps the library for the next start.
+
+An image without a compiler has libraries built before, for common instruction sets: see
+`workers.forward.native.prebuild`.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
+
+from workers.forward.native.instruction_sets import INSTRUCTION_SETS, InstructionSet, processor_flags
 
 logger = logging.getLogger(__name__)
 
@@ -23,16 +30,24 @@ _FLAGS = [
 ]
 _HEADERS, _SOURCES = ("attention.h",), ("attention.c", "decoder.c")
 _BUILD_SECONDS = 120.0
+PREBUILT = Path(__file__).parent / "prebuilt"
+"""Folder of libraries that were built before, beside the code."""
 
 
 @cache
 def load_library(directory: str | None) -> ctypes.CDLL | None:
-    """Load the library, building it if `directory` does not have it. Returns `None` if it cannot be built."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        logger.warning("no C compiler found: models on this CPU use a slower path")
-        return None
+    """Load the library, building it if `directory` does not have it. Returns `None` if it cannot be built.
+
+    A library in `PREBUILT` that this processor can run is taken first.
+    """
+    prebuilt = _find_prebuilt()
+    compiler = _find_compiler()
     try:
+        if prebuilt is not None:
+            return ctypes.CDLL(str(prebuilt))
+        if compiler is None:
+            logger.warning("no C compiler found: models on this CPU use a slower path")
+            return None
         if directory is not None:
             return ctypes.CDLL(str(_build(compiler, Path(directory))))
         with tempfile.TemporaryDirectory(prefix="pilotfish-") as temporary:
@@ -42,19 +57,61 @@ def load_library(directory: str | None) -> ctypes.CDLL | None:
         return None
 
 
+def build_for(instruction_set: InstructionSet, directory: Path) -> Path:
+    """Build the library for an instruction set into `directory`. Raises `OSError`, `subprocess.SubprocessError`."""
+    compiler = _find_compiler()
+    if compiler is None:
+        raise FileNotFoundError("building the CPU kernels needs a C compiler: found neither cc nor gcc")
+    return _compile(compiler, _flags(instruction_set), _prebuilt_name(instruction_set), directory)
+
+
+def _find_compiler() -> str | None:
+    return shutil.which("cc") or shutil.which("gcc")
+
+
+def _find_prebuilt() -> Path | None:
+    """The library in `PREBUILT` for the largest instruction set that this processor has."""
+    if not PREBUILT.is_dir():
+        return None
+    flags = processor_flags()
+    files = (PREBUILT / _prebuilt_name(one) for one in INSTRUCTION_SETS if one.needed <= flags)
+    return next((file for file in files if file.exists()), None)
+
+
+def _prebuilt_name(instruction_set: InstructionSet) -> str:
+    return f"kernels-{instruction_set.name}-{_identity(_flags(instruction_set))}.so"
+
+
+def _flags(instruction_set: InstructionSet) -> list[str]:
+    return [*(flag for flag in _FLAGS if flag != "-march=native"), *instruction_set.compiler_flags]
+
+
 def _build(compiler: str, directory: Path) -> Path:
     """The shared library for these sources, flags and processor. It uses the OpenMP runtime that torch has loaded."""
-    code = {name: resources.files(__package__).joinpath(name).read_bytes() for name in (*_HEADERS, *_SOURCES)}
-    identity = hashlib.sha256(b"\0".join((*code.values(), " ".join(_FLAGS).encode(), _processor()))).hexdigest()[:24]
-    library = directory / f"kernels-{identity}.so"
+    return _compile(compiler, _FLAGS, f"kernels-{_identity(_FLAGS, _processor())}.so", directory)
+
+
+def _identity(flags: Sequence[str], processor: bytes = b"") -> str:
+    """A hash of the sources, the compiler's flags and the processor."""
+    parts = (*_code().values(), " ".join(flags).encode(), processor)
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
+
+
+def _code() -> dict[str, bytes]:
+    return {name: resources.files(__package__).joinpath(name).read_bytes() for name in (*_HEADERS, *_SOURCES)}
+
+
+def _compile(compiler: str, flags: Sequence[str], name: str, directory: Path) -> Path:
+    """The library `name` in `directory`, compiled unless it exists."""
+    library = directory / name
     if library.exists():
         return library
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as build_directory:
-        for name, content in code.items():
-            Path(build_directory, name).write_bytes(content)
-        objects = [f"{name}.o" for name in _SOURCES]
-        commands = [[*_FLAGS, "-c", name, "-o", output] for name, output in zip(_SOURCES, objects, strict=True)]
+        for file, content in _code().items():
+            Path(build_directory, file).write_bytes(content)
+        objects = [f"{file}.o" for file in _SOURCES]
+        commands = [[*flags, "-c", file, "-o", output] for file, output in zip(_SOURCES, objects, strict=True)]
         for command in (*commands, ["-shared", *objects, "-o", library.name]):
             subprocess.run(  # noqa: S603 - our own source, with the compiler of this machine
                 [compiler, *command], cwd=build_directory, check=True, capture_output=True, timeout=_BUILD_SECONDS

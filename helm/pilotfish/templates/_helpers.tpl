@@ -1,0 +1,107 @@
+{{- define "pilotfish.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* KubeRay appends to the name of a RayService, and Kubernetes' names have at most 63 characters. */}}
+{{- define "pilotfish.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains (include "pilotfish.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "pilotfish.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "pilotfish.selector" -}}
+app.kubernetes.io/name: {{ include "pilotfish.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "pilotfish.labels" -}}
+{{ include "pilotfish.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: pilotfish
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{/* The metadata of an object: call with (list . SUFFIX), where SUFFIX is appended to the full name. */}}
+{{- define "pilotfish.metadata" -}}
+{{- $root := index . 0 -}}
+name: {{ include "pilotfish.fullname" $root }}{{ index . 1 }}
+namespace: {{ $root.Release.Namespace }}
+labels:
+  {{- include "pilotfish.labels" $root | nindent 2 }}
+{{- end -}}
+
+{{/* Selects the pods of the Ray cluster, and no other pod of the release. */}}
+{{- define "pilotfish.clusterPods" -}}
+matchLabels:
+  {{- include "pilotfish.selector" . | nindent 2 }}
+matchExpressions:
+  - key: app.kubernetes.io/component
+    operator: In
+    values: [head, target, draft, ingress]
+{{- end -}}
+
+{{- define "pilotfish.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+
+{{- define "pilotfish.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- .Values.serviceAccount.name | default (include "pilotfish.fullname" .) -}}
+{{- else -}}
+{{- .Values.serviceAccount.name | default "default" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "pilotfish.raySecret" -}}
+{{- .Values.secrets.ray.existingSecret | default (printf "%s-ray" (include "pilotfish.fullname" .)) -}}
+{{- end -}}
+
+{{- define "pilotfish.clusterSecret" -}}
+{{- .Values.secrets.cluster.existingSecret | default (printf "%s-cluster" (include "pilotfish.fullname" .)) -}}
+{{- end -}}
+
+{{/* The settings in force of the section `server`, as far as the chart needs them. */}}
+{{- define "pilotfish.server" -}}
+{{- $chart := dict "grpc_host" "0.0.0.0" "grpc_port" 9000 "drain_timeout_seconds" 30 -}}
+{{- mergeOverwrite $chart (deepCopy (.Values.settings.server | default dict)) | toYaml -}}
+{{- end -}}
+
+{{- define "pilotfish.grpcPort" -}}
+{{- (include "pilotfish.server" . | fromYaml).grpc_port | int -}}
+{{- end -}}
+
+{{- define "pilotfish.drainSeconds" -}}
+{{- (include "pilotfish.server" . | fromYaml).drain_timeout_seconds | float64 | ceil | int -}}
+{{- end -}}
+
+{{/* Seconds from a pod's first notice to its end: longer than the drain. */}}
+{{- define "pilotfish.graceSeconds" -}}
+{{- add (include "pilotfish.drainSeconds" . | int) (.Values.terminationMarginSeconds | int) -}}
+{{- end -}}
+
+{{/* Ray's object store holds configurations only, and must fit into /dev/shm. */}}
+{{- define "pilotfish.objectStoreBytes" -}}
+100663296
+{{- end -}}
+
+{{/* What Serve deploys: the whole configuration file of `serve deploy`. */}}
+{{- define "pilotfish.serveConfig" -}}
+{{- $settings := mergeOverwrite (dict "config" .Values.preset) (deepCopy .Values.settings) -}}
+{{- $_ := set $settings "server" (include "pilotfish.server" . | fromYaml) -}}
+{{- $application := dict "name" .Values.serve.application "route_prefix" .Values.serve.routePrefix -}}
+{{- $_ := set $application "import_path" "deploy.ray.application:build_app" -}}
+{{- $_ := set $application "args" $settings -}}
+{{- with .Values.serve.deployments -}}
+{{- $_ := set $application "deployments" . -}}
+{{- end -}}
+{{- dict
+  "proxy_location" "EveryNode"
+  "http_options" (dict "host" "0.0.0.0" "port" 8000)
+  "applications" (prepend .Values.serve.extraApplications $application)
+| toYaml -}}
+{{- end -}}

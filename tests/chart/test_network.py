@@ -1,0 +1,133 @@
+"""Who may talk to whom: Services find the ingress, policies let the roles talk, and everything else is denied."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from tests.support.chart.network import Pod, allows, selects
+from tests.support.chart.rendering import CI_VALUES, Rendered, render, render_ci
+
+FREE_PORT = 43121
+"""A port that a process chose: the roles' own gRPC servers, Ray's workers and the ranks' rendezvous have such ports."""
+STRANGER = Pod({"app": "web"}, "shop")
+NEIGHBOUR = Pod({"app": "web"})
+OPERATOR = Pod({"app.kubernetes.io/name": "kuberay-operator"}, "kuberay")
+PROMETHEUS = Pod({"app.kubernetes.io/name": "prometheus"}, "monitoring")
+GATEWAY = Pod({"app.kubernetes.io/name": "envoy"}, "envoy-gateway-system")
+
+
+@pytest.fixture(params=CI_VALUES)
+def rendered(request: pytest.FixtureRequest) -> Rendered:
+    return render_ci(request.param)
+
+
+def pods(rendered: Rendered) -> dict[str, Pod]:
+    return {role: Pod(template["metadata"]["labels"]) for role, template in rendered.pod_templates.items()}
+
+
+def may(rendered: Rendered, source: Pod, role: str, port: int | str) -> bool:
+    container = rendered.pod_templates[role]["spec"]["containers"][0]
+    names = {entry["name"]: entry["containerPort"] for entry in container["ports"]}
+    return allows(rendered.of_kind("NetworkPolicy"), source, pods(rendered)[role], port, names)
+
+
+def test_every_role_reaches_every_role_on_any_port(rendered: Rendered) -> None:
+    for source, role in product(pods(rendered).values(), pods(rendered)):
+        assert may(rendered, source, role, FREE_PORT)
+        assert may(rendered, source, role, "metrics")
+
+
+def test_a_stranger_reaches_nothing(rendered: Rendered) -> None:
+    for role, template in rendered.pod_templates.items():
+        ports = [entry["name"] for entry in template["spec"]["containers"][0]["ports"]]
+        assert not any(may(rendered, STRANGER, role, port) for port in (FREE_PORT, *ports))
+
+
+def test_clients_reach_both_apis_and_nothing_else() -> None:
+    for name, client in (("cpu-smoke", NEIGHBOUR), ("two-by-eight", GATEWAY)):
+        found = render_ci(name)
+        assert may(found, client, "ingress", "http") and may(found, client, "ingress", "grpc")
+        assert not may(found, client, "ingress", FREE_PORT)
+        for role in {"head", "target"}:
+            assert not any(may(found, client, role, port) for port in ("http", "metrics", FREE_PORT))
+    assert not may(render_ci("two-by-eight"), NEIGHBOUR, "ingress", "http")
+
+
+def test_the_test_pod_of_helm_reaches_both_apis(rendered: Rendered) -> None:
+    test = Pod(rendered.one("Pod")["metadata"]["labels"])
+    assert may(rendered, test, "ingress", "http") and may(rendered, test, "ingress", "grpc")
+    assert not may(rendered, test, "target", FREE_PORT)
+
+
+def test_the_operator_reaches_the_head_alone(rendered: Rendered) -> None:
+    assert may(rendered, OPERATOR, "head", "dashboard") and may(rendered, OPERATOR, "head", "http")
+    assert not may(rendered, OPERATOR, "head", "gcs")
+    assert not may(rendered, OPERATOR, "target", FREE_PORT)
+
+
+def test_prometheus_reaches_metrics_alone(rendered: Rendered) -> None:
+    assert may(rendered, PROMETHEUS, "head", "http")
+    for role in pods(rendered):
+        assert may(rendered, PROMETHEUS, role, "metrics")
+        assert not may(rendered, PROMETHEUS, role, FREE_PORT)
+
+
+def test_pods_of_the_cluster_reach_no_other_pod(rendered: Rendered) -> None:
+    for source in pods(rendered).values():
+        for other in (NEIGHBOUR, STRANGER):
+            assert not allows(rendered.of_kind("NetworkPolicy"), source, other, 5432, {})
+            assert allows(rendered.of_kind("NetworkPolicy"), source, other, 53, {})  # names are resolved anywhere
+
+
+def test_redis_is_reached_where_it_is_listed() -> None:
+    redis = Pod({"app.kubernetes.io/name": "redis"})
+    for name, expected in (("two-by-eight", True), ("one-gpu", False)):
+        found = render_ci(name)
+        assert allows(found.of_kind("NetworkPolicy"), pods(found)["head"], redis, 6379, {}) is expected
+
+
+def test_policies_can_be_left_out() -> None:
+    assert not render({"networkPolicy": {"enabled": False}}).of_kind("NetworkPolicy")
+
+
+def test_services_select_the_ingress_and_its_ports(rendered: Rendered) -> None:
+    for api in ("http", "grpc"):
+        spec = rendered.one("Service", f"-{api}")["spec"]
+        selector = {"matchLabels": spec["selector"]}
+        chosen = [role for role, pod in pods(rendered).items() if selects(selector, pod.labels)]
+        assert chosen == ["ingress"]
+        container = rendered.pod_templates["ingress"]["spec"]["containers"][0]
+        assert spec["ports"][0]["targetPort"] in {entry["name"] for entry in container["ports"]}
+    assert rendered.one("Service", "-grpc")["spec"]["clusterIP"] == "None"
+
+
+def test_the_grpc_port_is_the_one_of_the_settings() -> None:
+    found = render({"settings": {"server": {"grpc_port": 9555}}})
+    assert found.one("Service", "-grpc")["spec"]["ports"][0]["port"] == 9555
+    ports = found.pod_templates["ingress"]["spec"]["containers"][0]["ports"]
+    assert {"name": "grpc", "containerPort": 9555} in ports
+    assert found.serve_config["applications"][0]["args"]["server"]["grpc_port"] == 9555
+
+
+def test_routes_and_ingresses_end_at_the_services_with_their_certificates() -> None:
+    found = render_ci("two-by-eight")
+    listeners = {one["name"]: one for one in found.one("Gateway")["spec"]["listeners"]}
+    for api, kind in (("http", "HTTPRoute"), ("grpc", "GRPCRoute")):
+        spec = found.one(kind)["spec"]
+        service = found.one("Service", f"-{api}")
+        assert spec["rules"][0]["backendRefs"] == [
+            {"name": service["metadata"]["name"], "port": service["spec"]["ports"][0]["port"]}
+        ]
+        (parent,) = spec["parentRefs"]
+        listener = listeners[parent["sectionName"]]
+        assert [listener["hostname"]] == spec["hostnames"]
+        assert listener["tls"]["certificateRefs"][0]["name"] == f"pilotfish-{api}-tls"
+    policy = found.one("SecurityPolicy")["spec"]
+    assert {one["kind"] for one in policy["targetRefs"]} == {"HTTPRoute", "GRPCRoute"}
+    assert policy["apiKeyAuth"]["credentialRefs"][0]["name"] == "api-keys"
+    for api, secret in (("http", "llm-tls"), ("grpc", "grpc-llm-tls")):
+        spec = render_ci("one-gpu").one("Ingress", f"-{api}")["spec"]
+        assert spec["tls"][0]["secretName"] == secret
+        assert spec["rules"][0]["http"]["paths"][0]["backend"]["service"]["port"] == {"name": api}

@@ -1,0 +1,164 @@
+"""The pods: what they may do, what they claim, when they are ready, how they end."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.chart.rendering import CI_VALUES, Object, Rendered, render, render_ci
+
+
+@pytest.fixture(params=CI_VALUES)
+def rendered(request: pytest.FixtureRequest) -> Rendered:
+    return render_ci(request.param)
+
+
+def containers(rendered: Rendered) -> dict[str, Object]:
+    return {role: template["spec"]["containers"][0] for role, template in rendered.pod_templates.items()}
+
+
+def environment(container: Object) -> dict[str, Object]:
+    names = [entry["name"] for entry in container["env"]]
+    assert len(names) == len(set(names))
+    return {entry["name"]: entry for entry in container["env"]}
+
+
+def test_no_process_runs_as_root_or_writes_to_its_image(rendered: Rendered) -> None:
+    specs = [template["spec"] for template in rendered.pod_templates.values()] + [rendered.one("Pod")["spec"]]
+    for spec in specs:
+        assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] == 1000
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in spec["containers"]:
+            security = container["securityContext"]
+            assert security["readOnlyRootFilesystem"] and not security["allowPrivilegeEscalation"]
+            assert security["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_ray_and_the_caches_have_places_to_write_to(rendered: Rendered) -> None:
+    for template in rendered.pod_templates.values():
+        mounts = {mount["mountPath"]: mount["name"] for mount in template["spec"]["containers"][0]["volumeMounts"]}
+        assert set(mounts) >= {"/tmp", "/dev/shm", "/home/pilotfish/.cache", "/models"}  # noqa: S108
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"  # noqa: S108
+
+
+def test_requests_equal_limits_and_gpus_are_claimed_in_both(rendered: Rendered) -> None:
+    for container in containers(rendered).values():
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+    if "target" in containers(render_ci("two-by-eight")):
+        claims = containers(render_ci("two-by-eight"))
+        assert claims["target"]["resources"]["limits"]["nvidia.com/gpu"] == "4"
+        assert claims["draft"]["resources"]["limits"]["nvidia.com/gpu"] == "1"
+        assert "nvidia.com/gpu" not in claims["ingress"]["resources"]["limits"]
+
+
+def test_the_head_offers_no_cores_to_replicas(rendered: Rendered) -> None:
+    assert rendered.cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+
+
+def test_every_group_has_a_ray_label_with_its_role(rendered: Rendered) -> None:
+    for group in rendered.cluster["workerGroupSpecs"]:
+        assert group["labels"] == {"pilotfish-role": group["groupName"]}
+        assert group["template"]["metadata"]["labels"]["app.kubernetes.io/component"] == group["groupName"]
+
+
+def test_selectors_tolerations_and_spread_belong_to_a_group() -> None:
+    templates = render_ci("two-by-eight").pod_templates
+    target, ingress = templates["target"]["spec"], templates["ingress"]["spec"]
+    assert target["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+    assert target["tolerations"][0]["key"] == "nvidia.com/gpu" and target["runtimeClassName"] == "nvidia"
+    assert "tolerations" not in ingress and "nodeSelector" not in ingress
+    (spread,) = ingress["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "topology.kubernetes.io/zone"
+    assert spread["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "ingress"
+
+
+def test_rays_token_comes_from_the_secret_that_kuberay_reads(rendered: Rendered) -> None:
+    options = rendered.cluster["authOptions"]
+    assert options["mode"] == "token"
+    for container in containers(rendered).values():
+        variables = environment(container)
+        assert variables["RAY_AUTH_MODE"]["value"] == "token"
+        secret = variables["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]
+        assert secret == {"name": options["secretName"], "key": "auth_token"}
+
+
+def test_tokens_are_in_secrets_only() -> None:
+    for name in CI_VALUES:
+        found = render_ci(name)
+        drawn = {one["metadata"]["name"]: one["data"] for one in found.of_kind("Secret")}
+        assert len(drawn) == (0 if name == "two-by-eight" else 2)
+        for data in drawn.values():
+            (value,) = data.values()
+            assert len(value) >= 64
+            rest = [one for one in found.objects if one["kind"] != "Secret"]
+            assert value not in str(rest)
+        for container in containers(found).values():
+            for entry in container["env"]:
+                assert not entry["name"].endswith("TOKEN") or "secretKeyRef" in entry["valueFrom"]
+
+
+def test_drawn_tokens_differ_between_installations() -> None:
+    first, second = (render().one("Secret", "-cluster")["data"] for _ in range(2))
+    assert first != second
+
+
+def test_the_token_of_the_hub_is_given_only_where_a_secret_is_named() -> None:
+    assert "HF_TOKEN" not in environment(containers(render())["target"])
+    entry = environment(containers(render_ci("one-gpu"))["target"])["HF_TOKEN"]
+    assert entry["valueFrom"]["secretKeyRef"] == {"name": "hugging-face", "key": "token"}
+
+
+def test_ingress_pods_are_ready_when_the_api_is_and_all_live_as_rays_node_does(rendered: Rendered) -> None:
+    for role, container in containers(rendered).items():
+        assert container["livenessProbe"]["httpGet"] == {"path": "/api/local_raylet_healthz", "port": 52365}
+        ready = container["readinessProbe"]["httpGet"]
+        assert ready["path"] == ("/ready" if role == "ingress" else "/api/local_raylet_healthz")
+
+
+def test_a_pod_ends_after_its_requests(rendered: Rendered) -> None:
+    (application,) = rendered.serve_config["applications"]
+    drain = application["args"]["server"]["drain_timeout_seconds"]
+    assert rendered.one("RayService")["spec"]["rayClusterDeletionDelaySeconds"] > drain
+    for role, template in rendered.pod_templates.items():
+        spec = template["spec"]
+        assert spec["terminationGracePeriodSeconds"] > drain
+        if role != "head":
+            assert spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(drain)]
+
+
+def test_only_the_head_may_call_kubernetes_and_only_to_scale() -> None:
+    for name in CI_VALUES:
+        found = render_ci(name)
+        for role, template in found.pod_templates.items():
+            expected = role == "head" and name == "two-by-eight"
+            assert template["spec"]["automountServiceAccountToken"] is expected
+
+
+def test_groups_scale_between_their_bounds_with_rays_autoscaler() -> None:
+    cluster = render_ci("two-by-eight").cluster
+    assert cluster["enableInTreeAutoscaling"] and cluster["autoscalerOptions"]["version"] == "v2"
+    bounds = {one["groupName"]: (one["minReplicas"], one["maxReplicas"]) for one in cluster["workerGroupSpecs"]}
+    assert bounds == {"target": (1, 3), "draft": (2, 4), "ingress": (2, 6)}
+    fixed = render({"workers": {"target": {"replicas": 2, "minReplicas": 1, "maxReplicas": 5}}}).cluster
+    assert {(one["minReplicas"], one["maxReplicas"]) for one in fixed["workerGroupSpecs"]} == {(2, 2), (1, 1)}
+
+
+def test_disruptions_leave_all_but_one_pod_of_a_group() -> None:
+    found = render({"workers": {"ingress": {"replicas": 3}, "target": {"replicas": 2, "minAvailable": 2}}})
+    budgets = {one["metadata"]["name"]: one["spec"] for one in found.of_kind("PodDisruptionBudget")}
+    assert {name: spec["minAvailable"] for name, spec in budgets.items()} == {
+        "demo-pilotfish-ingress": 2,
+        "demo-pilotfish-target": 2,
+    }
+    assert not render().of_kind("PodDisruptionBudget")  # one pod each: a budget would block every node drain
+
+
+def test_the_control_store_may_outlive_the_head() -> None:
+    assert "gcsFaultToleranceOptions" not in render().cluster
+    options = render_ci("two-by-eight").cluster["gcsFaultToleranceOptions"]
+    assert options["redisPassword"]["valueFrom"]["secretKeyRef"] == {"name": "redis", "key": "password"}
+    volume = {"enabled": True, "backend": "rocksdb", "storage": {"size": "1Gi"}}
+    assert render({"gcsFaultTolerance": volume}).cluster["gcsFaultToleranceOptions"] == {
+        "backend": "rocksdb",
+        "storage": {"size": "1Gi"},
+    }

@@ -1,0 +1,99 @@
+"""What KubeRay hands to Ray Serve: Serve's schema and Pilotfish's settings accept every key of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ray.serve.schema import ServeDeploySchema
+
+from cluster.core.config.sections import Configuration
+from cluster.core.errors import ConfigurationError
+from deploy.settings import settings_from_arguments
+from tests.support.chart.rendering import CI_VALUES, Object, Rendered, render, render_ci
+
+
+@pytest.fixture(params=CI_VALUES)
+def rendered(request: pytest.FixtureRequest) -> Rendered:
+    return render_ci(request.param)
+
+
+def checked(config: Object) -> list[Configuration]:
+    """The configuration of each Pilotfish application. Raises `ValueError` for a key that Serve would ignore."""
+    parsed = ServeDeploySchema.model_validate(config)
+    ignored = _missing(config, parsed.model_dump(mode="json", exclude_unset=True))
+    if ignored:
+        raise ValueError(f"Serve ignores {', '.join(ignored)}")
+    return [settings_from_arguments(one["args"], {}).configuration for one in config["applications"]]
+
+
+def _missing(given: Any, kept: Any, path: str = "") -> list[str]:
+    """The paths of keys in `given` that are not in `kept`."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        found = [f"{path}{key}" for key in given if key not in kept]
+        both = given.keys() & kept.keys()
+        return found + [name for key in both for name in _missing(given[key], kept[key], f"{path}{key}.")]
+    if isinstance(given, list) and isinstance(kept, list):
+        return [name for pair in zip(given, kept, strict=True) for name in _missing(*pair, path)]
+    return []
+
+
+def test_serve_and_pilotfish_accept_every_key(rendered: Rendered) -> None:
+    (configuration,) = checked(rendered.serve_config)
+    assert configuration.server.grpc_host == "0.0.0.0"  # other pods reach it
+
+
+def test_the_settings_are_those_of_the_values() -> None:
+    (smoke,) = checked(render_ci("cpu-smoke").serve_config)
+    assert smoke.target.path == "smollm2-135m-instruct" and smoke.target.kv.pool_bytes == 64 << 20
+    (large,) = checked(render_ci("two-by-eight").serve_config)
+    assert (large.target.tensor_parallel, large.draft.replicas) == (4, 2)
+    assert large.server.drain_timeout_seconds == 120.0
+
+
+def test_large_numbers_keep_their_value() -> None:
+    found = render({"settings": {"target": {"kv": {"disk_bytes": 2**53 - 1}}}})
+    (configuration,) = checked(found.serve_config)
+    assert configuration.target.kv.disk_bytes == 2**53 - 1
+
+
+def test_the_pods_of_a_role_have_the_gpus_that_it_claims(rendered: Rendered) -> None:
+    (configuration,) = checked(rendered.serve_config)
+    claims = {"target": configuration.target.tensor_parallel, "draft": 1}
+    devices = {"target": configuration.target.device}
+    devices["draft"] = configuration.draft.weights.device if configuration.draft.weights else "cpu"
+    for role, device in devices.items():
+        if device == "cuda":
+            limits = rendered.pod_templates[role]["spec"]["containers"][0]["resources"]["limits"]
+            assert int(limits["nvidia.com/gpu"]) >= claims[role]
+
+
+def test_further_applications_and_deployment_options_reach_serve() -> None:
+    scaling = {"name": "Target", "autoscaling_config": {"min_replicas": 1, "max_replicas": 3}}
+    other = {
+        "name": "small",
+        "route_prefix": "/small",
+        "import_path": "deploy.ray.application:build_app",
+        "args": {"config": "cpu", "server": {"grpc_port": 9001}},
+    }
+    found = render({"serve": {"deployments": [scaling], "extraApplications": [other]}})
+
+    first, second = checked(found.serve_config)
+
+    assert (first.server.grpc_port, second.server.grpc_port) == (9000, 9001)
+    applications = found.serve_config["applications"]
+    assert applications[0]["deployments"] == [scaling] and applications[1]["route_prefix"] == "/small"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"settings": {"target": {"tensor_paralel": 2}}}, "target.tensor_paralel: unknown key"),
+        ({"settings": {"tarjet": {"path": "x"}}}, "tarjet.*unknown key"),
+        ({"settings": {"draft": {"method": "ngran"}}}, "ngran"),
+        ({"serve": {"deployments": [{"name": "Target", "num_replica": 2}]}}, "num_replica"),
+    ],
+)
+def test_a_planted_typo_in_the_serve_config_fails(values: Object, message: str) -> None:
+    with pytest.raises((ConfigurationError, ValueError), match=message):
+        checked(render(values).serve_config)

@@ -1,0 +1,102 @@
+"""The values: their schema knows each of them, and the chart's README lists them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import helm_python
+import pytest
+import yaml
+
+from tests.chart.values_table import README, VALUES, document, with_values_table
+from tests.support.chart.rendering import CHART, Object, render
+
+SCHEMA = json.loads((CHART / "values.schema.json").read_text("utf-8"))
+DEFAULTS = yaml.safe_load(VALUES.read_text("utf-8"))
+
+
+def resolved(schema: Any) -> Any:
+    reference = schema.get("$ref", "")
+    return SCHEMA["$defs"][reference.removeprefix("#/$defs/")] if reference else schema
+
+
+def differences(values: Object, schema: Any, path: str = "") -> list[str]:
+    """Values without a schema, and schemas without a value."""
+    schema = resolved(schema)
+    if schema.get("additionalProperties") is not False:
+        return []  # Kubernetes' own objects and Pilotfish's settings
+    properties = schema["properties"]
+    found = [f"{path}{key}" for key in values.keys() ^ (properties.keys() - {"global"})]
+    return found + [
+        name
+        for key in values.keys() & properties.keys()
+        if isinstance(values[key], dict)
+        for name in differences(values[key], properties[key], f"{path}{key}.")
+    ]
+
+
+def test_the_schema_knows_exactly_the_values() -> None:
+    assert differences(DEFAULTS, SCHEMA) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"imagee": {"tag": "1"}}, "imagee"),
+        ({"workers": {"target": {"gpu": 1}}}, "gpu"),
+        ({"workers": {"drafts": {"replicas": 1}}}, "drafts"),
+        ({"networkPolicy": {"client": []}}, "client"),
+        ({"preset": "gpus"}, "preset"),
+        ({"workers": {"target": {"replicas": -1}}}, "replicas"),
+        ({"workers": {"target": {"memory": "6 GB"}}}, "memory"),
+        ({"serve": {"routePrefix": "v1"}}, "routePrefix"),
+        ({"workers": {"target": {"gpuResource": "nvidia.com/mig-1g.10gb"}}}, "gpuResource"),
+    ],
+)
+def test_a_planted_typo_in_a_value_is_refused(values: Object, named: str) -> None:
+    with helm_python.Chart.load(CHART) as chart, pytest.raises(helm_python.HelmError, match=named):
+        chart.validate_schema(values)
+    report = helm_python.lint(CHART, values, strict=True)
+    assert named in str(report["errors"]) + str(report["messages"])
+
+
+def test_a_gateway_needs_a_class_or_an_existing_one() -> None:
+    with pytest.raises(helm_python.HelmError, match="a Gateway needs a class"):
+        render({"gateway": {"enabled": True, "create": True}})
+    with pytest.raises(helm_python.HelmError, match=r"name a Gateway, or set gateway\.create"):
+        render({"gateway": {"enabled": True}})
+    gateway = {"enabled": True, "parentRefs": [{"name": "public", "namespace": "infra"}]}
+    assert render({"gateway": gateway}).one("GRPCRoute")["spec"]["parentRefs"] == gateway["parentRefs"]
+
+
+def test_an_existing_claim_or_none_takes_the_place_of_the_chart_s() -> None:
+    assert render().one("PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
+    for cache in ({"existingClaim": "models"}, {"enabled": False}):
+        assert not render({"models": {"cache": cache}}).of_kind("PersistentVolumeClaim")
+
+
+def test_the_notes_say_how_to_reach_the_apis_and_that_no_key_is_demanded() -> None:
+    notes = render().notes
+    assert "service/demo-pilotfish-http 8000:80" in notes and "demand no key" in notes
+    locked = {"enabled": True, "create": True, "className": "envoy", "apiKeys": {"existingSecret": "keys"}}
+    assert "demand no key" not in render({"gateway": locked}).notes
+
+
+def test_every_value_has_a_comment_or_a_clear_name() -> None:
+    undescribed = {key for key, _, text in document(VALUES.read_text("utf-8")) if not text}
+    assert undescribed <= {
+        *("image.pullPolicy", "podDisruptionBudget.enabled", "gcsFaultTolerance.enabled", "tests.enabled"),
+        *("networkPolicy.enabled", "autoscaling.enabled", "ingress.enabled", "gateway.enabled"),
+        *("serviceAccount.create", "serviceAccount.annotations"),
+        *("service.http.type", "service.http.port", "service.http.annotations"),
+        *("ingress.className", "ingress.http.host", "ingress.http.annotations", "ingress.grpc.host"),
+        *("gateway.http.host", "gateway.grpc.host"),
+        *(f"metrics.{one}.{key}" for one in ("serviceMonitor", "podMonitor") for key in ("interval", "labels")),
+        *("metrics.rules.labels", "metrics.dashboards.labels", "metrics.dashboards.annotations"),
+    }
+
+
+def test_the_readme_is_up_to_date() -> None:
+    text = README.read_text("utf-8")
+    assert text == with_values_table(text, VALUES.read_text("utf-8")), "run `make chart` and commit"

@@ -1,0 +1,114 @@
+"""The images and the compose file: checked by hadolint and by a parser of the Compose specification."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from compose_spec import PyCompose
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCKERFILE, COMPOSE = ROOT / "deploy" / "Dockerfile", ROOT / "deploy" / "compose.yaml"
+SERVICES = yaml.safe_load(COMPOSE.read_text("utf-8"))["services"]
+CONFIGURATIONS = sorted((ROOT / "deploy" / "containers").glob("*.yaml"))
+
+
+def lint(file: Path) -> subprocess.CompletedProcess[str]:
+    hadolint = Path(sys.executable).parent / "hadolint"
+    return subprocess.run([hadolint, "--no-color", file], capture_output=True, text=True, check=False)
+
+
+def stages() -> dict[str, str]:
+    """The instructions of each stage of the Dockerfile, by the stage's name."""
+    parts = re.split(r"^FROM \S+ AS (\S+)$", DOCKERFILE.read_text("utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def parse(text: str) -> Any:
+    """The compose file under its specification, with YAML's merge keys resolved. Raises `ValueError`."""
+    return PyCompose.from_yaml(yaml.safe_dump(yaml.safe_load(text)))
+
+
+def test_hadolint_has_nothing_to_say() -> None:
+    outcome = lint(DOCKERFILE)
+    assert (outcome.returncode, outcome.stdout) == (0, "")
+
+
+def test_a_planted_typo_in_the_dockerfile_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "Dockerfile"
+    file.write_text(DOCKERFILE.read_text("utf-8").replace("HEALTHCHECK", "HEALTCHECK"), "utf-8")
+    assert lint(file).returncode != 0
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_an_image_runs_as_a_user_and_comes_from_its_own_build(target: str) -> None:
+    instructions = stages()[target].strip().splitlines()
+    assert instructions[-1] == "USER 1000:1000"
+    assert f"COPY --from=build-{target} /opt/venv /opt/venv" in instructions
+    assert "python -m workers.forward.native.prebuild" in stages()[f"build-{target}"]
+    assert "-c constraints.txt" in stages()[f"build-{target}"]
+    assert "HEALTHCHECK" in stages()["runtime"] and "/health" in stages()["runtime"]
+
+
+def test_the_base_image_has_a_version() -> None:
+    images = re.findall(r"^FROM (\S+) AS", DOCKERFILE.read_text("utf-8"), flags=re.MULTILINE)
+    assert [image for image in images if image not in stages()] == ["python:3.11.13-slim-bookworm"]
+
+
+def test_the_compose_file_follows_the_specification() -> None:
+    assert sorted(parse(COMPOSE.read_text("utf-8")).service_names()) == sorted(SERVICES)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("cap_drop:", "cap_dorp:"),
+        ("stop_grace_period: 60s", "stop_grace_period: sixty"),
+        ("127.0.0.1:3000:3000", "127.0.0.1:3000:http"),
+    ],
+)
+def test_a_planted_typo_in_the_compose_file_fails(right: str, wrong: str) -> None:
+    text = COMPOSE.read_text("utf-8")
+    assert right in text
+    with pytest.raises(ValueError, match=r"services\.|error"):
+        parse(text.replace(right, wrong))
+
+
+def test_every_mounted_file_and_named_volume_exists() -> None:
+    volumes = yaml.safe_load(COMPOSE.read_text("utf-8"))["volumes"]
+    for service in SERVICES.values():
+        for mount in service.get("volumes", []):
+            source = mount.split(":")[0]
+            assert source in volumes or (COMPOSE.parent / source).exists(), mount
+        build = service.get("build")
+        if build:
+            context = COMPOSE.parent / build["context"]
+            assert (context / build["dockerfile"]).resolve() == DOCKERFILE and build["target"] in stages()
+
+
+def test_ports_are_open_on_this_machine_only() -> None:
+    ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
+    assert len(ports) == 5
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_pilotfish_may_write_where_it_must_and_nowhere_else() -> None:
+    for name in ("pilotfish", "pilotfish-gpu"):
+        service = SERVICES[name]
+        assert service["read_only"] and service["user"] == "1000:1000" and service["cap_drop"] == ["ALL"]
+        places = {mount.split(":")[1] for mount in service["volumes"]} | set(service["tmpfs"])
+        assert places == {"/models", "/home/pilotfish/.cache", "/tmp"}  # noqa: S108
+
+
+def test_prometheus_asks_the_service_and_reads_the_rules_of_the_chart() -> None:
+    configuration = yaml.safe_load((ROOT / "deploy/containers/prometheus.yaml").read_text("utf-8"))
+    (job,) = configuration["scrape_configs"]
+    assert job["static_configs"][0]["targets"] == ["pilotfish:8000"]
+    mounted = {mount.split(":")[1] for mount in SERVICES["prometheus"]["volumes"]}
+    assert set(configuration["rule_files"]) <= mounted
+    assert [file.stem for file in CONFIGURATIONS] == ["dashboards", "grafana", "prometheus"]
