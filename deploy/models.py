@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cluster.core.config.sections import Configuration, DraftSection, ModelSection
 from cluster.core.errors import ModelLoadError
+from deploy.packaged_drafts import packaged_drafts
 from workers.model.draft_card import is_distilled
 
 COMPILED = "compiled"
@@ -51,13 +52,6 @@ def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgres
     from workers.model.model_files import resolve_model_directory
 
     return resolve_model_directory(section.path, cache_directory, section.revision)
-
-
-def packaged_drafts() -> dict[str, Path]:
-    """The directories of the packaged drafts, by name: the folders of `deploy/drafts` that hold a draft card."""
-    folder = Path(__file__).parent / "drafts"
-    found = sorted(folder.iterdir()) if folder.is_dir() else []
-    return {directory.name: directory for directory in found if is_distilled(directory)}
 
 
 def _with_modules(draft: DraftSection) -> DraftSection:

@@ -20,6 +20,7 @@ import yaml
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
+from deploy.packaged_drafts import implied_paths
 from workers.serve.configuration import load_configuration
 
 DEFAULT_PRESET = "cpu"
@@ -72,7 +73,7 @@ def _settle(config: str | None, overrides: Mapping[str, Any], environment: Mappi
     values = read_values(config or environment.get("PILOTFISH_CONFIG") or DEFAULT_PRESET)
     cache = environment.get("PILOTFISH_CACHE_DIR") or "~/.cache/pilotfish"
     return Settings(
-        configuration=load_configuration(values, overrides),
+        configuration=load_configuration(values, {**implied_paths(values, overrides), **overrides}),
         cache_directory=Path(cache).expanduser(),
         ray_address=environment.get("PILOTFISH_RAY_ADDRESS") or None,
     )

@@ -10,17 +10,14 @@ from typing import Any
 
 from cluster.core.config.sections import NO_DRAFTS, Configuration
 from cluster.core.errors import ConfigurationError, PilotfishError, shorten
-from deploy.models import packaged_drafts, resolve_models
+from deploy.models import resolve_models
 from deploy.race.options import RaceOptions
 from deploy.settings import Settings, load_settings, parse_assignments, read_list
 from workers.draft.registry import METHODS, MethodPlugin
-from workers.model.draft_card import LAYERS, read_card
 
 FREE_PORTS = ("server.http_port=0", "server.grpc_port=0")
 _MODEL = "model"
 """The drafting method with an independent draft model."""
-_KINDS = {_MODEL: LAYERS, "blockwise": "heads", "recycling": "table", "early_exit": "exit"}
-"""The kind of draft that a method loads, where it is not the method's name."""
 _NEXT_KEY = re.compile(r",(?=[A-Za-z_][\w.]*=)")
 """A comma that is followed by a key; other commas belong to a value."""
 
@@ -75,7 +72,7 @@ def find_competitors(
     if not named and not options.configuration:
         named = tuple(method for method, plugin in METHODS.items() if _is_default(method, plugin))
     for method in named:
-        wanted[method] = (*_selecting(method), *_shipped_draft(method, METHODS.get(method), race_settings))
+        wanted[method] = (*_selecting(method), *_own_dtype(method, METHODS.get(method), race_settings))
     for text in options.configuration:
         for name, assignments in read_configurations(text).items():
             if name in wanted:
@@ -93,7 +90,7 @@ def find_competitors(
 
 def draft_model_directory(race_settings: RaceSettings) -> Path:
     """The directory of the configured draft model, or of the target's shipped one. Raises `PilotfishError`."""
-    own = (*_selecting(_MODEL), *_shipped_draft(_MODEL, METHODS.get(_MODEL), race_settings))
+    own = (*_selecting(_MODEL), *_own_dtype(_MODEL, METHODS.get(_MODEL), race_settings))
     weights = race_settings.settings(own).configuration.draft.weights
     if weights is None:
         raise ConfigurationError("draft.model.path must be set to a draft model")
@@ -144,23 +141,11 @@ def _is_default(method: str, plugin: MethodPlugin) -> bool:
     return method != NO_DRAFTS and plugin.target_settings is None
 
 
-def _shipped_draft(method: str, plugin: MethodPlugin, race_settings: RaceSettings) -> tuple[str, ...]:
-    """The packaged draft of the target, and the target's dtype, for a method whose weights are not set."""
-    fields = plugin.settings.model_fields
-    if "path" not in fields:
+def _own_dtype(method: str, plugin: MethodPlugin, race_settings: RaceSettings) -> tuple[str, ...]:
+    """The target's dtype for a packaged draft model: one whose path is not set."""
+    if "dtype" not in plugin.settings.model_fields:
         return ()
     found = load_settings(race_settings.config, race_settings.assignments).configuration
     if getattr(found.draft.settings(method, plugin.settings), "path", ""):
         return ()
-    own = (f"draft.{method}.dtype={found.target.dtype}",) if "dtype" in fields else ()
-    path = packaged_draft(_KINDS.get(method, method), found.target.path.partition("@")[0])
-    return own if path is None else (f"draft.{method}.path={path}", *own)
-
-
-def packaged_draft(kind: str, target: str) -> str | None:
-    """The name of the packaged draft of a kind for a target; `None` if there is none."""
-    for name, directory in packaged_drafts().items():
-        card = read_card(directory)
-        if (card.kind, card.target) == (kind, Path(target).name):
-            return name
-    return None
+    return (f"draft.{method}.dtype={found.target.dtype}",)

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ModelLoadError
-from deploy import models
+from deploy import models, packaged_drafts
 from workers.model.draft_card import CARD
 from workers.serve.configuration import load_configuration
 
@@ -39,7 +39,7 @@ def test_directories_are_written_into_the_configuration(tmp_path: Path) -> None:
 
 
 def test_a_packaged_draft_is_resolved_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "__file__", str(tmp_path / "models.py"))
+    monkeypatch.setattr(packaged_drafts, "__file__", str(tmp_path / "packaged_drafts.py"))
     target, draft = model_directory(tmp_path / "t"), model_directory(tmp_path / "drafts" / "smollm2-135m-draft")
     (draft / CARD).write_text("{}")
     written = drafted(target, "smollm2-135m-draft")
