@@ -81,6 +81,8 @@ class AdmissionController:
         for field, value in (("n", request.n), ("beam.width", width)):
             if not 1 <= value <= most:
                 raise InvalidRequest(field, value, bound)
+        if not request.open_answers:
+            raise InvalidRequest("resumed", request.n, "at least one answer that is not finished")
         if request.beam is not None and request.n > width:
             raise InvalidRequest("n", request.n, f"at most the beam width of {width}")
         if self._table.find(request.request_id) is not None:

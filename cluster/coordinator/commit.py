@@ -11,7 +11,7 @@ from cluster.coordinator.requests.live_request import LiveRequest
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.coordinator.requests.request_table import RequestTable
 from cluster.core.drafting import RowFaultCode
-from cluster.core.errors import InvalidRequest, NotReady, PilotfishError
+from cluster.core.errors import InvalidRequest, PilotfishError, WorkerUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.request import Commit
 from cluster.core.verification import StepResult, Verdict, VerifyRow
@@ -52,7 +52,7 @@ class Committer:
                 fault = self._commit(request, live, row, verdicts.get(row.sequence_id), result)
             except Exception:
                 log.exception("request %s failed", request.id)
-                self._fail(request, NotReady("the request failed because of an internal error"))
+                self._fail(request, WorkerUnavailable("the request failed because of an internal error"))
                 continue
             if fault is not None:
                 result.faults[row.sequence_id] = fault

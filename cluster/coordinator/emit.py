@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from cluster.coordinator.metrics import Metrics
 from cluster.coordinator.requests.live_request import LiveRequest
 from cluster.coordinator.requests.request_table import RequestTable
-from cluster.core.errors import NotReady, PilotfishError
+from cluster.core.errors import PilotfishError, WorkerUnavailable
 from cluster.core.ids import RequestId
 from cluster.core.request import Commit, FinishReason
 
@@ -44,7 +44,7 @@ class Emitter:
                 self._emit(request, commit)
             except Exception:
                 log.exception("request %s failed", request.id)
-                self.fail(request, NotReady("the request failed because of an internal error"))
+                self.fail(request, WorkerUnavailable("the request failed because of an internal error"))
 
     def conclude(self, request_id: RequestId, answer: int) -> bool:
         """End an answer as `STOP` because its reader found a stop string. Returns whether it was unfinished."""

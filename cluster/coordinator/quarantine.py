@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from cluster.coordinator.requests.live_request import LiveRequest
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.coordinator.requests.request_table import RequestTable
-from cluster.core.errors import NotReady
+from cluster.core.errors import TargetUnavailable
 from cluster.core.verification import VerifyRow
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ MAX_LOSSES = 8
 class Quarantine:
     """Prevents a request that crashes the target every time from blocking all other requests."""
 
-    def __init__(self, table: RequestTable, fail: Callable[[LiveRequest, NotReady], None]) -> None:
+    def __init__(self, table: RequestTable, fail: Callable[[LiveRequest, TargetUnavailable], None]) -> None:
         self._table = table
         self._fail = fail
 
@@ -38,4 +38,5 @@ class Quarantine:
             log.error("request %s: %d calls in a row were lost with it", live.request_id, MAX_LOSSES)
             request = self._table.request_of(live)
             if request is not None:
-                self._fail(request, NotReady(f"the target was lost {MAX_LOSSES} times in a row on this request"))
+                error = TargetUnavailable(f"the target was lost {MAX_LOSSES} times in a row on this request")
+                self._fail(request, error)  # unlike `NotReady`, it does not ask to send the request elsewhere

@@ -111,6 +111,21 @@ class BeamParameters:
 
 
 @dataclass(frozen=True, slots=True)
+class GeneratedPart:
+    """What was generated of one answer before its request was sent again. The answer continues after it."""
+
+    tokens: tuple[int, ...] = ()
+    is_finished: bool = False
+    """Whether nothing more of the answer is generated."""
+    drafted_tokens: int = 0
+    """Draft tokens that were verified for `tokens`."""
+    accepted_tokens: int = 0
+    """How many of `tokens` were accepted draft tokens."""
+    target_steps: int = 0
+    """Number of verdicts that decided `tokens`."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A request as the coordinator admits it: validated and tokenized."""
 
@@ -130,6 +145,13 @@ class GenerationRequest:
     """Most nodes of a draft tree; 0 turns speculation off for this request, `None` takes the server's bound."""
     prediction: tuple[int, ...] = ()
     """See `SequenceStart`."""
+    resumed: tuple[GeneratedPart, ...] = ()
+    """What was generated before: one entry per answer, or none for a new request. Not for beam search."""
+
+    @property
+    def open_answers(self) -> tuple[int, ...]:
+        """The indices of the answers that are to be generated, ascending."""
+        return tuple(index for index in range(self.n) if not (self.resumed and self.resumed[index].is_finished))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +165,8 @@ class Usage:
     """Tokens of the answer that are accepted draft tokens."""
     target_steps: int = 0
     """Number of verdicts that decided tokens. `completion_tokens / target_steps` is the mean tokens per step."""
+    resumed_tokens: int = 0
+    """Tokens of the answer that an earlier call generated, see `GenerationRequest.resumed`."""
 
     @property
     def rejected_tokens(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cluster.core.drafting import DraftBudget, RowFaultCode
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
-from cluster.core.request import Commit, FinishReason, GenerationRequest, SequenceStart, Usage
+from cluster.core.request import Commit, FinishReason, GeneratedPart, GenerationRequest, SequenceStart, Usage
 from cluster.core.verification import Verdict
 
 
@@ -17,19 +17,32 @@ class Sequence:
     Only `commit` changes the tokens. `opened` records what the target holds and never changes the answer.
     """
 
-    __slots__ = ("_drafted", "_accepted", "_steps", "_stored_len", "arrival", "finish", "id", "request", "tokens")
+    __slots__ = (
+        "_accepted",
+        "_drafted",
+        "_resumed_len",
+        "_steps",
+        "_stored_len",
+        "arrival",
+        "finish",
+        "id",
+        "request",
+        "tokens",
+    )
 
     def __init__(self, sequence_id: SequenceId, request: GenerationRequest, arrival: int) -> None:
         self.id = sequence_id
         self.request = request
         self.arrival = arrival
         """Order of arrival: older sequences go first, and a preempted one keeps its number."""
-        self.tokens: list[int] = list(request.prompt)
+        part = request.resumed[0] if request.resumed else GeneratedPart()
+        self.tokens: list[int] = [*request.prompt, *part.tokens]
         self.finish: FinishReason | None = None
         self._stored_len = 0
-        self._drafted = 0
-        self._accepted = 0
-        self._steps = 0
+        self._resumed_len = len(part.tokens)
+        self._drafted = part.drafted_tokens
+        self._accepted = part.accepted_tokens
+        self._steps = part.target_steps
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -67,6 +80,7 @@ class Sequence:
             drafted_tokens=self._drafted,
             accepted_tokens=self._accepted,
             target_steps=self._steps,
+            resumed_tokens=self._resumed_len,
         )
 
     def opened(self, stored_len: int) -> None:

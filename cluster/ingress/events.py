@@ -31,6 +31,8 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     index: int = 0
     """Number of the answer, from 0."""
+    drafted: int = 0
+    """Number of draft tokens that were verified to commit `tokens`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             text=delta.text,
             token_ids=delta.tokens,
             accepted_draft_tokens=delta.accepted,
+            drafted_tokens=delta.drafted,
             logprobs=[self._encode_logprobs(entry) for entry in delta.logprobs],
             token_bytes=[self._service.token_bytes(entry.token) for entry in delta.logprobs],
         )
@@ -156,6 +157,7 @@ def _encode_usage(usage: Usage) -> generation_pb2.Usage:
         drafted_tokens=usage.drafted_tokens,
         accepted_draft_tokens=usage.accepted_tokens,
         target_steps=usage.target_steps,
+        resumed_tokens=usage.resumed_tokens,
     )
 
 

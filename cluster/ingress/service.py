@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cluster.core import bounds
@@ -17,10 +17,15 @@ from cluster.core.request import Commit, GenerationRequest
 from cluster.core.verification import TargetInfo
 from cluster.ingress import validate
 from cluster.ingress.events import Delta, Event, Finished, Started
+from cluster.ingress.recent_answers import RecentAnswers, RequestKey, request_key
+from cluster.ingress.resume import ReceivedPart
 from cluster.ingress.text.request_processor import RequestProcessor, best_answers
 from cluster.ingress.text.tokenizer import Tokenizer
 from cluster.ingress.validate import ChatPrompt, Prompt, TextPrompt, TokenPrompt, ValidatedRequest
 from pilotfish.v1 import generation_pb2
+
+_TAKE_OVER_SECONDS = 5.0
+"""Longest wait for the end of an earlier call of a resumed request, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +94,23 @@ class GenerationService:
         self._draft_method = draft_method
         self._clock = clock
         self._created = int(time.time() if created is None else created)
-        self._running: set[RequestId] = set()
+        self._running: dict[RequestId, asyncio.Event] = {}
+        self._recent = RecentAnswers()
 
     async def generate(
         self, message: generation_pb2.GenerateRequest, seconds_left: float | None = None
     ) -> AsyncGenerator[Event, None]:
         """Yield `Started`, then for each answer a `Delta` per commit and `Finished`.
 
-        The first event follows the first commit, so a refused request yields nothing. Closing the iterator frees
-        the memory of all answers. Raises `InvalidRequest`, `UnknownModel`, `NotReady`, `Overloaded`,
-        `DeadlineExceeded`, `TargetUnavailable`.
+        A resumed request yields what follows the tokens that its caller has. The first event follows the first commit,
+        so a refused request yields nothing. Closing the iterator frees the memory of all answers. Raises
+        `InvalidRequest`, `UnknownModel`, `NotReady`, `Overloaded`, `DeadlineExceeded`, `TargetUnavailable`.
         """
         info = self._info()
         longest = self._limits.max_timeout_seconds
         deadline = self._clock() + (longest if seconds_left is None else min(seconds_left, longest))
         valid = validate.validate(message, info, self._limits, info.eos_token_ids or self._tokenizer.eos_token_ids)
-        with self._reserved(valid.request_id):
+        async with self._reserved(valid.request_id, take_over=bool(valid.received)):
             prompt = await self._encode(valid.prompt, info)
             prediction = await self._encode_prediction(valid.prediction)
             request = validate.fit_to_context(valid, prompt, prediction, info, self._limits, deadline)
@@ -115,40 +121,67 @@ class GenerationService:
                         yield started
                         started = None
                     yield event
+            if started is not None:
+                yield started  # the caller of a resumed request has all answers
 
     async def _returned(
         self, request: GenerationRequest, valid: ValidatedRequest
     ) -> AsyncGenerator[Delta | Finished, None]:
         """Yield the events of the returned answers: all as they come, or the best once all are complete."""
         if not valid.answers.selects_best:
-            async with aclosing(self._generated(request)) as events:
+            received = valid.received if request.beam is None else ()
+            async with aclosing(self._generated(request, received)) as events:
                 async for event in events:
                     yield event
             return
-        async with aclosing(self._generated(request)) as events:
+        async with aclosing(self._generated(request, ())) as events:
             candidates = [event async for event in events]
         for event in best_answers(candidates, valid.answers.returned, logprobs=valid.sampling.logprobs is not None):
             yield event
 
-    async def _generated(self, request: GenerationRequest) -> AsyncGenerator[Delta | Finished, None]:
-        """Yield the events of all `request.n` answers that the engine generates."""
-        processor = RequestProcessor(request, self._tokenizer.detokenizer)
+    async def _generated(
+        self, request: GenerationRequest, received: Sequence[ReceivedPart]
+    ) -> AsyncGenerator[Delta | Finished, None]:
+        """Yield the events of all `request.n` answers, after what the caller has received of them."""
+        key = request_key(request)
+        request, processor, before = self._resumed(request, received, key)
         last: tuple[Delta | Finished, ...] = ()
-        async with aclosing(self._engine.generate(request)) as commits:
-            async for commit in commits:
-                events = processor.process(commit)
-                self._engine.count_sent(sum(len(event.tokens) for event in events if isinstance(event, Delta)))
-                if commit.finish is None and events and isinstance(events[-1], Finished):
-                    self._engine.conclude(request.request_id, commit.index)
-                if processor.done:
-                    last = events
-                    break  # close the engine's stream before the client reads the last event
-                for event in events:
-                    yield event
-        if not processor.done:
+        if processor.running:
+            async with aclosing(self._engine.generate(request)) as commits:
+                async for commit in commits:
+                    self._recent.append(key, commit.index, commit.tokens)
+                    events = processor.process(commit)
+                    self._engine.count_sent(sum(len(event.tokens) for event in events if isinstance(event, Delta)))
+                    if commit.finish is None and events and isinstance(events[-1], Finished):
+                        self._engine.conclude(request.request_id, commit.index)
+                    if processor.done:
+                        last = events
+                        break  # close the engine's stream before the client reads the last event
+                    for event in (*before, *events):
+                        yield event
+                    before = ()
+        if processor.running:
             raise TargetUnavailable(f"the answer to {request.request_id} broke off")
-        for event in last:
+        for event in (*before, *last):
             yield event
+
+    def _resumed(
+        self, request: GenerationRequest, received: Sequence[ReceivedPart], key: RequestKey
+    ) -> tuple[GenerationRequest, RequestProcessor, tuple[Finished, ...]]:
+        """Continue after what the caller has: with its tokens, else the stored ones, else from the start.
+
+        Returns the request to the engine, the processor of its commits, and the ends that the caller does not have.
+        """
+        parts = tuple(
+            part.generated(part.tokens or self._recent.tokens(key, index)) for index, part in enumerate(received)
+        )
+        self._recent.begin(key, [part.tokens for part in parts] or [()] * request.n)
+        request = replace(request, resumed=parts)
+        processor = RequestProcessor(request, self._tokenizer.detokenizer)
+        ends = processor.resume(request, received)
+        left = processor.running
+        parts = tuple(replace(part, is_finished=index not in left) for index, part in enumerate(parts))
+        return replace(request, resumed=parts), processor, ends
 
     def abort(self, request_id: str) -> bool:
         """End the answers of a running request with `ABORT`. Raises `InvalidRequest` (`request_id`)."""
@@ -201,16 +234,31 @@ class GenerationService:
             raise NotReady("the server is starting or draining")
         return self._engine.info
 
-    @contextmanager
-    def _reserved(self, request_id: RequestId) -> Iterator[None]:
-        """Reserve the id of a request while it runs."""
+    @asynccontextmanager
+    async def _reserved(self, request_id: RequestId, *, take_over: bool) -> AsyncIterator[None]:
+        """Reserve the id of a request while it runs. `take_over` ends the request that runs with it."""
+        if take_over:
+            await self._end_earlier(request_id)
         if request_id in self._running:
             raise InvalidRequest("request_id", request_id, "unlike those of running requests")
-        self._running.add(request_id)
+        ended = self._running[request_id] = asyncio.Event()
         try:
             yield
         finally:
-            self._running.discard(request_id)
+            del self._running[request_id]
+            ended.set()
+
+    async def _end_earlier(self, request_id: RequestId) -> None:
+        """End the earlier call of a resumed request, if it still runs. Raises `NotReady` if it does not end."""
+        ended = self._running.get(request_id)
+        if ended is None:
+            return
+        self._engine.abort(request_id)
+        try:
+            async with asyncio.timeout(_TAKE_OVER_SECONDS):
+                await ended.wait()
+        except TimeoutError:
+            raise NotReady(f"the earlier call of {request_id} has not ended yet") from None
 
     async def _encode(self, prompt: Prompt, info: TargetInfo) -> tuple[int, ...]:
         """Return the tokens of the prompt. A text that cannot fit into the context is refused without tokenizing it."""

@@ -18,6 +18,7 @@ from cluster.core.ids import RequestId
 from cluster.core.request import GenerationRequest, SamplingParameters, StoppingCriteria
 from cluster.core.verification import TargetInfo
 from cluster.ingress.answer_count import AnswerCount, answer_count
+from cluster.ingress.resume import ReceivedPart, check_lengths, received_parts
 from cluster.ingress.text.chat_template import Message
 from cluster.wire.codec.common import SamplingLimits, decode_sampling
 from pilotfish.v1 import common_pb2, generation_pb2
@@ -70,6 +71,8 @@ class ValidatedRequest:
     max_draft_tokens: int | None
     prediction: str | tuple[int, ...]
     """The expected answer, as text that is not yet tokenized or as tokens; empty if there is none."""
+    received: tuple[ReceivedPart, ...]
+    """What the caller has of each generated answer; empty for a new request."""
 
 
 def validate(
@@ -88,6 +91,7 @@ def validate(
         end_token_ids=tuple(sorted(stopping.stop_token_ids)),
         min_tokens=bounds.integer("min_tokens", request.stopping.min_tokens, 0, limits.max_output_tokens),
     )
+    answers = answer_count(request, sampling, stopping, info, limits)
     return ValidatedRequest(
         request_id=request_id,
         prompt=prompt,
@@ -96,12 +100,13 @@ def validate(
         max_tokens=bounds.integer("max_tokens", request.stopping.max_tokens, 1, limits.max_output_tokens)
         if request.stopping.HasField("max_tokens")
         else None,
-        answers=answer_count(request, sampling, stopping, info, limits),
+        answers=answers,
         cache_salt=bounds.text("cache_salt", request.cache_salt, bounds.MAX_SALT_BYTES),
         max_draft_tokens=bounds.integer("max_draft_tokens", request.max_draft_tokens, 0, bounds.MAX_TREE_NODES)
         if request.HasField("max_draft_tokens")
         else None,
         prediction=_prediction(request, info, limits),
+        received=received_parts(request, answers, info, limits),
     )
 
 
@@ -138,6 +143,7 @@ def fit_to_context(
         raise InvalidRequest("min_tokens", request.sampling.min_tokens, f"at most max_tokens, which is {max_tokens}")
     if len(prediction) > limits.max_prediction_tokens:
         raise prediction_too_long(len(prediction), "tokens", limits)
+    check_lengths(request.received, max_tokens)
     return GenerationRequest(
         request_id=request.request_id,
         prompt=prompt,

@@ -13,7 +13,7 @@ import grpc
 from google.protobuf import unknown_fields
 from google.protobuf.message import DecodeError, Message
 
-from cluster.core.errors import InvalidRequest, PilotfishError
+from cluster.core.errors import InvalidRequest, PilotfishError, WorkerUnavailable
 from cluster.wire.status import to_status
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,8 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
         code, message, metadata = to_status(error)
         await context.abort(code, message, metadata)
     logger.error("a call failed with an unexpected error", exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, "the server failed; its log has the cause")
+    _, message, metadata = to_status(WorkerUnavailable("the server failed; its log has the cause"))
+    await context.abort(grpc.StatusCode.INTERNAL, message, metadata)
 
 
 def readable(request: Message | _Unreadable) -> Message:

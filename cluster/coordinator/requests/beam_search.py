@@ -42,9 +42,9 @@ class BeamSearch:
         return self._parameters.width
 
     @property
-    def answers(self) -> int:
-        """Number of answers."""
-        return self._request.n
+    def answers(self) -> tuple[int, ...]:
+        """The indices of the answers."""
+        return self._request.open_answers
 
     def start(self) -> tuple[NewSequence, ...]:
         """The first beam."""

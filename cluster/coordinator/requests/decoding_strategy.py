@@ -43,8 +43,8 @@ class DecodingStrategy(Protocol):
         ...
 
     @property
-    def answers(self) -> int:
-        """Number of answers. The reader gets one commit with `finish` for each."""
+    def answers(self) -> tuple[int, ...]:
+        """The indices of the answers, at least one. The reader gets one commit with `finish` for each."""
         ...
 
     def start(self) -> tuple[NewSequence, ...]:

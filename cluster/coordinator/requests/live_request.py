@@ -41,7 +41,7 @@ class LiveRequest:
         """Time of arrival on the coordinator's clock, in seconds."""
         self._in_slot: dict[int, LiveSequence] = {}
         self._sequences: dict[SequenceId, LiveSequence] = {}
-        self._unfinished = set(range(strategy.answers))
+        self._unfinished = set(strategy.answers)
         self._token_count = 0
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._latest_at: dict[int, float] = {}
@@ -134,7 +134,7 @@ class LiveRequest:
 
     async def read(self) -> AsyncGenerator[Commit, None]:
         """Yield the commits in order until every answer is complete. Raises the error of `fail`."""
-        left = self.strategy.answers
+        left = len(self.strategy.answers)
         while left:
             item = await self._queue.get()
             if isinstance(item, PilotfishError):

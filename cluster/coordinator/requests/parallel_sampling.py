@@ -14,11 +14,13 @@ class ParallelSampling:
     """`n` answers that share a prompt. The first sequence computes the prompt; the others fork once it is stored.
 
     Answer `i` is sampled with the request's seed plus `i`, modulo 2**64, so it equals the answer of a separate request.
+    The answers of a resumed request differ after the prompt, so the others find the prompt in the prefix cache.
     """
 
     def __init__(self, request: GenerationRequest) -> None:
         self._request = request
-        self._has_forked = request.n == 1
+        self._answers = request.open_answers
+        self._has_forked = len(self._answers) == 1
 
     @property
     def slots(self) -> int:
@@ -26,13 +28,14 @@ class ParallelSampling:
         return self._request.n
 
     @property
-    def answers(self) -> int:
-        """Number of answers."""
-        return self._request.n
+    def answers(self) -> tuple[int, ...]:
+        """The indices of the answers that are generated."""
+        return self._answers
 
     def start(self) -> tuple[NewSequence, ...]:
         """The sequence that computes the prompt."""
-        return (NewSequence(0, _sample(self._request, 0), 0, may_fork=not self._has_forked),)
+        first = self._answers[0]
+        return (NewSequence(first, _sample(self._request, first), first, may_fork=not self._has_forked),)
 
     def advance(self, slot: int, commit: Commit) -> StrategyStep:
         """Pass the commit on. The first commit also starts the other sequences."""
@@ -40,7 +43,8 @@ class ParallelSampling:
         if self._has_forked:
             return StrategyStep((), commits)
         self._has_forked = True
-        forks = (NewSequence(index, _sample(self._request, index), index, 0) for index in range(1, self._request.n))
+        parent = None if self._request.resumed else self._answers[0]
+        forks = (NewSequence(index, _sample(self._request, index), index, parent) for index in self._answers[1:])
         return StrategyStep(tuple(forks), commits)
 
 
@@ -48,4 +52,5 @@ def _sample(request: GenerationRequest, index: int) -> GenerationRequest:
     """The request for answer `index` alone."""
     if request.n == 1:
         return request
-    return replace(request, n=1, sampling=replace(request.sampling, seed=(request.sampling.seed + index) % _SEEDS))
+    sampling = replace(request.sampling, seed=(request.sampling.seed + index) % _SEEDS)
+    return replace(request, n=1, sampling=sampling, resumed=request.resumed[index : index + 1])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from cluster.core.request import Commit, FinishReason, GenerationRequest, Usage
+from dataclasses import replace
+
+from cluster.core.request import Commit, FinishReason, GeneratedPart, GenerationRequest, Usage
 from cluster.ingress.events import Delta, Finished
 from cluster.ingress.text.stop_strings import StopMatcher
 from cluster.ingress.text.tokenizer import Detokenizer
@@ -14,10 +16,12 @@ class OutputProcessor:
     __slots__ = (
         "_accepted",
         "_drafted",
+        "_hidden",
         "_index",
         "_matcher",
         "_min_tokens",
         "_prompt_len",
+        "_resumed",
         "_steps",
         "_detokenizer",
         "_tokens",
@@ -35,8 +39,47 @@ class OutputProcessor:
         self._drafted = 0
         self._accepted = 0
         self._steps = 0
+        self._resumed = 0
+        self._hidden = 0
+
+    def resume(self, part: GeneratedPart, end: FinishReason | None, hidden: int) -> Finished | None:
+        """Continue an answer after its first tokens, which the caller has. Call it before `process`.
+
+        `end` says whether a stop token or the length bound ended the answer with them. The caller also has the next
+        `hidden` tokens, which are generated again. Returns the end of an answer that has ended.
+        """
+        self._hidden = hidden
+        if part.tokens or end is not None:
+            self._process(Commit(part.tokens, 0, finish=end))
+        self._resumed = len(part.tokens)
+        self._drafted, self._accepted = part.drafted_tokens, part.accepted_tokens
+        self._steps = part.target_steps
+        if self.finished is not None:
+            self.finished = replace(self.finished, usage=self._usage())
+        return self.finished
+
+    @property
+    def token_count(self) -> int:
+        """Number of tokens of the answer so far."""
+        return self._tokens
 
     def process(self, commit: Commit) -> tuple[Delta | Finished, ...]:
+        """Return the events of one commit without the tokens that the caller has; none once the answer has ended."""
+        count = min(self._hidden, len(commit.tokens))
+        if not count:
+            return self._process(commit)
+        self._hidden -= count
+        if count == len(commit.tokens):
+            return _ends(self._process(commit))
+        steps = self._steps
+        ends = _ends(self._process(Commit(commit.tokens[:count], min(commit.accepted, count))))
+        self._steps = steps + bool(ends)  # both parts are one step
+        accepted, logprobs = max(0, commit.accepted - count), commit.logprobs[count:]
+        return ends or self._process(
+            replace(commit, tokens=commit.tokens[count:], accepted=accepted, logprobs=logprobs)
+        )
+
+    def _process(self, commit: Commit) -> tuple[Delta | Finished, ...]:
         """Return the events of one commit; none once the answer has ended.
 
         A stop string cuts the commit after the token that completes the string, unless that is one of the first
@@ -52,7 +95,7 @@ class OutputProcessor:
             if stop is None:
                 text += self._matcher.flush()
         accepted = min(commit.accepted, count)
-        delta = Delta(text, commit.tokens[:count], accepted, commit.logprobs[:count], self._index)
+        delta = Delta(text, commit.tokens[:count], accepted, commit.logprobs[:count], self._index, commit.drafted)
         self._count(commit, delta)
         self.finished = self._end(commit, stop)
         seen = (delta,) if delta.tokens or delta.text else ()
@@ -85,4 +128,8 @@ class OutputProcessor:
         return Finished(commit.finish, commit.usage or self._usage(), stop_token=stop_token, index=self._index)
 
     def _usage(self) -> Usage:
-        return Usage(self._prompt_len, self._tokens, self._drafted, self._accepted, self._steps)
+        return Usage(self._prompt_len, self._tokens, self._drafted, self._accepted, self._steps, self._resumed)
+
+
+def _ends(events: tuple[Delta | Finished, ...]) -> tuple[Finished, ...]:
+    return tuple(event for event in events if isinstance(event, Finished))

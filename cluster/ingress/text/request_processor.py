@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from cluster.core.errors import TargetUnavailable
+from cluster.core.errors import InvalidRequest, TargetUnavailable
 from cluster.core.request import Commit, GenerationRequest
 from cluster.ingress.events import Delta, Finished
+from cluster.ingress.resume import ReceivedPart, ending
 from cluster.ingress.text.output_processor import OutputProcessor
 from cluster.ingress.text.tokenizer import Detokenizer
 
@@ -16,15 +17,40 @@ from cluster.ingress.text.tokenizer import Detokenizer
 class RequestProcessor:
     """Converts the commits of a request to events until all of its answers have ended."""
 
-    __slots__ = ("_outputs",)
+    __slots__ = ("_outputs", "_running")
 
     def __init__(self, request: GenerationRequest, new_detokenizer: Callable[[], Detokenizer]) -> None:
         self._outputs = [OutputProcessor(request, new_detokenizer(), index) for index in range(request.n)]
+        self._running = set(request.open_answers)
 
     @property
     def done(self) -> bool:
         """Whether all answers have ended."""
-        return all(output.finished is not None for output in self._outputs)
+        return not self._running
+
+    def resume(self, request: GenerationRequest, received: Sequence[ReceivedPart]) -> tuple[Finished, ...]:
+        """Continue the answers after what the caller has of them. Returns the ends that it does not have.
+
+        The parts of `request.resumed` are known; the rest of what the caller has is generated again. Raises
+        `InvalidRequest` (`resume`) for tokens after the end of an answer.
+        """
+        ends: list[Finished] = []
+        for index, part in enumerate(request.resumed):
+            output = self._outputs[index]
+            if part.is_finished:
+                continue
+            end = output.resume(part, ending(part.tokens, request.stopping), received[index].count - len(part.tokens))
+            if output.token_count < len(part.tokens):
+                raise InvalidRequest(f"resume[{index}].token_ids", "", "without tokens after a stop string")
+            if end is not None:
+                ends.append(end)
+                self._running.discard(index)
+        return tuple(ends)
+
+    @property
+    def running(self) -> frozenset[int]:
+        """The indices of the answers that have not ended."""
+        return frozenset(self._running)
 
     def process(self, commit: Commit) -> tuple[Delta | Finished, ...]:
         """Return the events of one commit; none once its answer has ended.
@@ -33,7 +59,10 @@ class RequestProcessor:
         """
         if not 0 <= commit.index < len(self._outputs):
             raise TargetUnavailable(f"answer {commit.index} was not requested")
-        return self._outputs[commit.index].process(commit)
+        events = self._outputs[commit.index].process(commit)
+        if events and isinstance(events[-1], Finished):
+            self._running.discard(commit.index)
+        return events
 
 
 def best_answers(events: Sequence[Delta | Finished], count: int, *, logprobs: bool) -> list[Delta | Finished]:

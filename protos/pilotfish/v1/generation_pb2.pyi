@@ -239,6 +239,7 @@ class GenerateRequest(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     PREDICTION_TEXT_FIELD_NUMBER: _builtins.int
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id of the request, for Abort and logs. Bound: 64 letters, digits or ._:-. Unset: the server draws one."""
     model: _builtins.str
@@ -286,6 +287,14 @@ class GenerateRequest(_message.Message):
     def prediction_token_ids(self) -> _common_pb2.TokenIds:
         """Tokens, each below the vocabulary size."""
 
+    @_builtins.property
+    def resume(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumedAnswer]:
+        """What the caller has of the answers, if an earlier call with the same request broke off: only what follows is
+        streamed. It requires sampling.seed. An earlier call that still runs is ended. With beam_search, or best_of above
+        n, nothing is streamed before the end, so every token count must be 0. Bound: n entries, one per index. An answer
+        without an entry starts at its first token.
+        """
+
     def __init__(
         self,
         *,
@@ -303,10 +312,11 @@ class GenerateRequest(_message.Message):
         max_draft_tokens: _builtins.int | None = ...,
         prediction_text: _builtins.str = ...,
         prediction_token_ids: _common_pb2.TokenIds | None = ...,
+        resume: _abc.Iterable[Global___ResumedAnswer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_max_draft_tokens", b"_max_draft_tokens", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_max_draft_tokens", b"_max_draft_tokens", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_max_draft_tokens", b"_max_draft_tokens", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beam_search: _TypeAlias = _typing.Literal["beam_search"]  # noqa: Y015
     _WhichOneofArgType__beam_search: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search"]  # noqa: Y015
@@ -346,6 +356,56 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prediction) -> _WhichOneofReturnType_prediction | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class ResumedAnswer(_message.Message):
+    """What the caller has of one answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    TARGET_STEPS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Number of the answer. Bound: 0 to n - 1."""
+    token_count: _builtins.int
+    """Number of tokens received. Bound: max_tokens."""
+    finished: _builtins.bool
+    """True if the end of the answer was received. Nothing of it is streamed."""
+    drafted_tokens: _builtins.int
+    """Sum of the drafted_tokens received, for the usage. Bound: 256 times token_count."""
+    accepted_draft_tokens: _builtins.int
+    """Sum of the accepted_draft_tokens received, for the usage. Bound: token_count."""
+    target_steps: _builtins.int
+    """Number of deltas with tokens received, for the usage. Bound: token_count."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens received. Unset: the server takes them from memory, or else generates them again from the seed, which
+        takes longer. Bound: none or token_count, each below the vocabulary size; none after one that ends the answer.
+        """
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        finished: _builtins.bool = ...,
+        drafted_tokens: _builtins.int = ...,
+        accepted_draft_tokens: _builtins.int = ...,
+        target_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "drafted_tokens", b"drafted_tokens", "finished", b"finished", "index", b"index", "target_steps", b"target_steps", "token_count", b"token_count", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumedAnswer: _TypeAlias = ResumedAnswer  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
@@ -438,10 +498,13 @@ class GenerationDelta(_message.Message):
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text that is complete. An incomplete character or stop string is held back."""
     accepted_draft_tokens: _builtins.int
     """How many of the leading tokens are accepted draft tokens. The rest are the target's own."""
+    drafted_tokens: _builtins.int
+    """Draft tokens that were verified to commit these tokens."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The committed tokens."""
@@ -462,10 +525,11 @@ class GenerationDelta(_message.Message):
         accepted_draft_tokens: _builtins.int = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
         token_bytes: _abc.Iterable[_builtins.bytes] | None = ...,
+        drafted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "logprobs", b"logprobs", "text", b"text", "token_bytes", b"token_bytes", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "drafted_tokens", b"drafted_tokens", "logprobs", b"logprobs", "text", b"text", "token_bytes", b"token_bytes", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -525,6 +589,7 @@ class Usage(_message.Message):
     DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     TARGET_STEPS_FIELD_NUMBER: _builtins.int
+    RESUMED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
@@ -535,6 +600,8 @@ class Usage(_message.Message):
     """Tokens of the answer that are accepted draft tokens."""
     target_steps: _builtins.int
     """Forward passes of the target that decided tokens."""
+    resumed_tokens: _builtins.int
+    """Tokens of the answer that were taken from the request's resume instead of generated."""
     def __init__(
         self,
         *,
@@ -543,10 +610,11 @@ class Usage(_message.Message):
         drafted_tokens: _builtins.int = ...,
         accepted_draft_tokens: _builtins.int = ...,
         target_steps: _builtins.int = ...,
+        resumed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "prompt_tokens", b"prompt_tokens", "target_steps", b"target_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "prompt_tokens", b"prompt_tokens", "resumed_tokens", b"resumed_tokens", "target_steps", b"target_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

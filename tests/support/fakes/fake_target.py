@@ -93,7 +93,9 @@ class FakeTarget:
     def logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Log-probabilities of all tokens after `tokens`, before warping. The greedy decision is the most probable."""
         seen = zlib.crc32(array("I", tokens).tobytes())
-        logits = [zlib.crc32(bytes([token]), seen) / 2**29 for token in range(self.vocabulary_size)]
+        logits = [
+            zlib.crc32(token.to_bytes(2 if token > 255 else 1), seen) / 2**29 for token in range(self.vocabulary_size)
+        ]
         logits[seen % self.vocabulary_size] = 8.5
         total = math.log(sum(map(math.exp, logits)))
         return [logit - total for logit in logits]

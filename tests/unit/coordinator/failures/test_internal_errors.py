@@ -9,9 +9,7 @@ import pytest
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core import scheduler
-from cluster.core.errors import (
-    NotReady,
-)
+from cluster.core.errors import NotReady, WorkerUnavailable
 from cluster.core.request import Commit
 from cluster.core.sequence import Sequence
 from cluster.core.verification import Verdict
@@ -65,6 +63,6 @@ async def test_a_bug_in_one_request_ends_that_request_alone(monkeypatch: pytest.
             *(tokens_of(coordinator, one) for one in wanted), failing, return_exceptions=True
         )
         assert answers == [target.answer(one) for one in wanted]
-        assert isinstance(end, NotReady)
+        assert isinstance(end, WorkerUnavailable)
         assert coordinator.ready
         await until(lambda: target.blocks_free == target.blocks)

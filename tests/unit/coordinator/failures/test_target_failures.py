@@ -152,7 +152,7 @@ async def test_a_request_that_crashes_the_target_every_time_is_given_up() -> Non
     async with serving(target, PerfectDrafter(target)) as coordinator:
         harmless = requests(4, max_tokens=6)
         reading = asyncio.create_task(all_tokens(coordinator, harmless))
-        with pytest.raises(NotReady, match="times in a row on this request"):
+        with pytest.raises(TargetUnavailable, match="times in a row on this request"):
             await tokens_of(coordinator, poison)
         assert await reading == [target.answer(one) for one in harmless]
     assert target.accepted > 0
