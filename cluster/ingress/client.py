@@ -35,3 +35,26 @@ class ServiceClient(Protocol):
     async def is_ready(self) -> bool:
         """Whether the service accepts requests."""
         ...
+
+
+class FullClient(ServiceClient, Protocol):
+    """A client of all methods of the public services, as the gRPC API of an ingress needs it.
+
+    `GenerationClient` implements it for one server and `cluster.ingress.router.Router` for several.
+    """
+
+    async def abort(self, request_id: str) -> bool:
+        """Abort a request. Returns whether it was running."""
+        ...
+
+    async def tokenize(self, request: generation_pb2.TokenizeRequest) -> generation_pb2.TokenizeResponse:
+        """Convert text or a conversation to token ids."""
+        ...
+
+    async def detokenize(self, request: generation_pb2.DetokenizeRequest) -> generation_pb2.DetokenizeResponse:
+        """Convert token ids to text."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connections."""
+        ...

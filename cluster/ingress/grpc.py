@@ -11,8 +11,10 @@ from typing import Any, Protocol, TypeAlias
 import grpc
 
 from cluster.core.request import FinishReason, TokenLogprobs, Usage
+from cluster.ingress.client import FullClient
 from cluster.ingress.events import Delta, Event, Finished, Started
 from cluster.ingress.service import GenerationService, ServedModel
+from cluster.ingress.validate import check_request_id
 from pilotfish.v1 import common_pb2, generation_pb2, generation_pb2_grpc, operations_pb2, operations_pb2_grpc
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -132,6 +134,68 @@ class OperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
     ) -> operations_pb2.GetMetricsResponse:
         """Return the coordinator's metrics."""
         exposition, content_type = self._metrics.exposition()
+        return operations_pb2.GetMetricsResponse(exposition=exposition, content_type=content_type)
+
+
+class RoutedGenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """The public service of an ingress. It passes every call on, and raises the errors of `client`."""
+
+    def __init__(self, client: FullClient, max_timeout_seconds: float) -> None:
+        """`max_timeout_seconds` is the timeout of a `Generate` call without a deadline, and the longest one."""
+        self._client = client
+        self._max_timeout_seconds = max_timeout_seconds
+
+    async def Generate(
+        self, request: generation_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        """Stream the answers. A cancelled call frees their memory."""
+        left, longest = context.time_remaining(), self._max_timeout_seconds
+        timeout = longest if left is None else min(left, longest)
+        async with aclosing(self._client.generate(request, timeout)) as responses:
+            async for response in responses:
+                yield response
+
+    async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
+        """Abort a running request."""
+        request_id = check_request_id(request.request_id)
+        return generation_pb2.AbortResponse(aborted=await self._client.abort(request_id))
+
+    async def Tokenize(
+        self, request: generation_pb2.TokenizeRequest, context: Context
+    ) -> generation_pb2.TokenizeResponse:
+        """Convert a text or a conversation to token ids."""
+        return await self._client.tokenize(request)
+
+    async def Detokenize(
+        self, request: generation_pb2.DetokenizeRequest, context: Context
+    ) -> generation_pb2.DetokenizeResponse:
+        """Convert token ids to text."""
+        return await self._client.detokenize(request)
+
+    async def ListModels(
+        self, request: generation_pb2.ListModelsRequest, context: Context
+    ) -> generation_pb2.ListModelsResponse:
+        """Return the served models."""
+        return generation_pb2.ListModelsResponse(models=await self._client.list_models())
+
+    async def GetModel(
+        self, request: generation_pb2.GetModelRequest, context: Context
+    ) -> generation_pb2.GetModelResponse:
+        """Return one model by name."""
+        return generation_pb2.GetModelResponse(model=await self._client.get_model(request.model))
+
+
+class RoutedOperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
+    """The service for operators, at an ingress."""
+
+    def __init__(self, client: FullClient) -> None:
+        self._client = client
+
+    async def GetMetrics(
+        self, request: operations_pb2.GetMetricsRequest, context: Context
+    ) -> operations_pb2.GetMetricsResponse:
+        """Return the metrics of all coordinators."""
+        exposition, content_type = await self._client.metrics()
         return operations_pb2.GetMetricsResponse(exposition=exposition, content_type=content_type)
 
 

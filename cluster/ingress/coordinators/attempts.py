@@ -1,0 +1,57 @@
+"""The attempts to send one request: which coordinators failed, and how long to wait before they are asked again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+
+from cluster.core.errors import DeadlineExceeded, NotReady, Overloaded, PilotfishError
+
+FIRST_PAUSE_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 1.0
+
+
+class Attempts:
+    """The attempts since the last response. Pauses between them double up to a bound."""
+
+    def __init__(self, patience_seconds: float) -> None:
+        self._patience_seconds = patience_seconds
+        self._failures: dict[str, PilotfishError] = {}
+        self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._paused_seconds = 0.0
+        self._latest: PilotfishError = NotReady("no coordinator is ready")
+
+    @property
+    def failed(self) -> Collection[str]:
+        """The ids of the coordinators that failed since the last pause or response."""
+        return self._failures.keys()
+
+    def fail(self, coordinator: str, error: PilotfishError) -> None:
+        """Record that an attempt at a coordinator failed."""
+        self._failures[coordinator] = self._latest = error
+
+    def succeed(self) -> None:
+        """Record a response."""
+        self._failures.clear()
+        self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._paused_seconds = 0.0
+
+    async def pause(self, seconds_left: float, *, has_started: bool) -> None:
+        """Wait until all coordinators may be asked again.
+
+        Raises `DeadlineExceeded`. A request that has not started does not wait for a full queue, nor longer than the
+        patience: then the reason is raised.
+        """
+        if seconds_left <= 0:
+            raise DeadlineExceeded(f"the deadline passed while no coordinator was ready: {self._latest}")
+        if not has_started:
+            for error in self._failures.values():
+                if isinstance(error, Overloaded):
+                    raise error
+            if self._paused_seconds >= self._patience_seconds:
+                raise self._latest
+        self._failures.clear()
+        seconds = min(self._pause_seconds, seconds_left)
+        await asyncio.sleep(seconds)
+        self._paused_seconds += seconds
+        self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)

@@ -1,0 +1,124 @@
+"""The clients of the coordinators, and the streams that run on them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from cluster.ingress.client import FullClient
+from cluster.ingress.routing import CoordinatorView
+
+WATCH_SECONDS = 0.5
+"""How often running streams are compared with the view, in seconds."""
+SILENT_SECONDS = 2.0
+"""A stream that brought nothing for this long is lost if its coordinator is no longer in the view, in seconds."""
+
+
+@dataclass(slots=True, eq=False)
+class RunningStream:
+    """A stream on one coordinator."""
+
+    request_id: str
+    coordinator: CoordinatorView
+    client: FullClient
+    active_at: float
+    """Time of the last response on the event loop's clock, in seconds."""
+    waiting: asyncio.Timeout | None = None
+    """The wait for the next response."""
+    is_aborted: bool = False
+    """Whether the caller aborted the request."""
+
+
+class CoordinatorPool:
+    """One client per coordinator in the view. A stream whose coordinator leaves the view and falls silent is ended."""
+
+    def __init__(self, members: Callable[[], Sequence[CoordinatorView]], connect: Callable[[str], FullClient]) -> None:
+        self._members = members
+        self._connect = connect
+        self._clients: dict[tuple[str, str], FullClient] = {}  # by id and address
+        self._streams: dict[str, list[RunningStream]] = {}
+        self._in_flight: Counter[str] = Counter()
+        self._watch: asyncio.TimerHandle | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def members(self) -> Sequence[CoordinatorView]:
+        """Return the coordinators in the view."""
+        return self._members()
+
+    @property
+    def in_flight(self) -> Mapping[str, int]:
+        """Number of streams by coordinator."""
+        return self._in_flight
+
+    def client(self, view: CoordinatorView) -> FullClient:
+        """Return the client of a coordinator."""
+        key = (view.id, view.address)
+        if key not in self._clients:
+            self._drop_unused()
+            self._clients[key] = self._connect(view.address)
+        return self._clients[key]
+
+    def stream(self, request_id: str) -> RunningStream | None:
+        """Return the stream of a request, if it runs."""
+        streams = self._streams.get(request_id)
+        return streams[-1] if streams else None
+
+    @contextmanager
+    def running(self, request_id: str, view: CoordinatorView) -> Iterator[RunningStream]:
+        """Count a stream as in flight inside the block."""
+        now = asyncio.get_running_loop().time()
+        stream = RunningStream(request_id, view, self.client(view), now)
+        self._streams.setdefault(request_id, []).append(stream)
+        self._in_flight[view.id] += 1
+        if self._watch is None:
+            self._schedule()
+        try:
+            yield stream
+        finally:
+            streams = self._streams[request_id]
+            streams.remove(stream)
+            if not streams:
+                del self._streams[request_id]
+            self._in_flight[view.id] -= 1
+            if not self._in_flight[view.id]:
+                del self._in_flight[view.id]
+
+    async def close(self) -> None:
+        """Close all clients. Running streams break off."""
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
+            await client.close()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _schedule(self) -> None:
+        self._watch = asyncio.get_running_loop().call_later(WATCH_SECONDS, self._look)
+
+    def _look(self) -> None:
+        """End the silent streams of coordinators that left the view."""
+        self._watch = None
+        if not self._streams:
+            return
+        self._schedule()
+        now = asyncio.get_running_loop().time()
+        present = {view.id for view in self._members()}
+        for streams in self._streams.values():
+            for stream in streams:
+                is_gone = stream.coordinator.id not in present and now - stream.active_at > SILENT_SECONDS
+                if is_gone and stream.waiting is not None:
+                    stream.waiting.reschedule(now)
+                    stream.waiting = None
+
+    def _drop_unused(self) -> None:
+        """Close the clients of coordinators that left the view and have no stream."""
+        used = {(view.id, view.address) for view in self._members()}
+        used |= {(one.coordinator.id, one.coordinator.address) for all_ in self._streams.values() for one in all_}
+        for key in self._clients.keys() - used:
+            closing = asyncio.create_task(self._clients.pop(key).close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)

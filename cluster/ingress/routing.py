@@ -1,0 +1,133 @@
+"""Routing: which coordinator a new request goes to. Pure functions of what one ingress knows.
+
+A coordinator that has seen the beginning of a prompt probably still stores its keys and values, so the request needs
+less computation there. Against that stands the load. Both are counted in blocks of prompt to compute, and the request
+goes where the sum is least. A request stays with its coordinator until it ends or the coordinator is lost.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from pilotfish.v1 import generation_pb2
+
+BLOCK_BYTES = 128
+"""Bytes of a request's input in one block: about 32 tokens."""
+MAX_BLOCKS = 512
+"""Most blocks of one prompt that are compared; what follows does not matter for routing."""
+MEMORY_BLOCKS = 1 << 16
+"""Most blocks that one ingress remembers."""
+REQUEST_BLOCKS = 8
+"""How many blocks of prompt a coordinator computes in the time by which one more request in flight delays it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorView:
+    """A coordinator that accepts requests, as the directory describes it."""
+
+    id: str
+    """Distinct for each start of a coordinator, because a new one has stored nothing."""
+    address: str
+    """`host:port` of its gRPC services."""
+    waiting: int = 0
+    """Sequences that wait in its queue."""
+    running: int = 0
+    """Sequences that it computes."""
+    kv_usage: float = 0.0
+    """Share of its KV blocks in use, 0 to 1."""
+
+
+def prefix_hashes(request: generation_pb2.GenerateRequest) -> tuple[bytes, ...]:
+    """Return one hash per block of the input: equal hashes mean equal inputs up to the end of the block.
+
+    The salt is part of every hash, because requests with different salts share nothing. The last block may be short.
+    """
+    kind, content = _content(request)
+    digest = blake2b(request.cache_salt.encode(), digest_size=8, key=kind).digest()
+    hashes = []
+    for start in range(0, min(len(content), MAX_BLOCKS * BLOCK_BYTES), BLOCK_BYTES):
+        digest = blake2b(content[start : start + BLOCK_BYTES], digest_size=8, key=digest).digest()
+        hashes.append(digest)
+    return tuple(hashes)
+
+
+class PrefixMemory:
+    """Which coordinators were sent which prefixes. Bounded: the blocks that were used least recently are dropped."""
+
+    def __init__(self, max_blocks: int = MEMORY_BLOCKS) -> None:
+        self._max_blocks = max_blocks
+        self._seen: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def matches(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        """Return how many leading blocks each coordinator was sent before; coordinators without any are left out."""
+        counts: dict[str, int] = {}
+        for count, digest in enumerate(hashes):
+            going_on = [name for name in self._seen.get(digest, ()) if counts.get(name, 0) == count]
+            if not going_on:
+                break
+            counts.update(dict.fromkeys(going_on, count + 1))
+        return counts
+
+    def record(self, hashes: Sequence[bytes], coordinator: str, present: Collection[str]) -> None:
+        """Remember that a coordinator is sent these blocks. Coordinators that are not `present` are forgotten."""
+        for digest in reversed(hashes):  # the first block of a prompt is the one to drop last
+            others = (name for name in self._seen.get(digest, ()) if name != coordinator and name in present)
+            self._seen[digest] = (coordinator, *others)
+            self._seen.move_to_end(digest)
+        while len(self._seen) > self._max_blocks:
+            self._seen.popitem(last=False)
+
+
+def choose(
+    hashes: Sequence[bytes],
+    coordinators: Sequence[CoordinatorView],
+    in_flight: Mapping[str, int],
+    memory: PrefixMemory,
+    excluded: Collection[str] = (),
+) -> CoordinatorView | None:
+    """Return the coordinator with the least work to do before the first token; `None` if all are excluded.
+
+    `in_flight` counts this ingress's own requests by coordinator. Among equals, every ingress prefers the same
+    coordinator for the same first block, so that ingresses that do not know each other agree.
+    """
+    matches = memory.matches(hashes)
+    first = hashes[0] if hashes else b""
+
+    def cost(view: CoordinatorView) -> tuple[float, bytes]:
+        # The report is some time old and includes this ingress's requests, which are counted at once.
+        requests = max(in_flight.get(view.id, 0), view.waiting + view.running) + view.waiting + view.kv_usage
+        missing = len(hashes) - matches.get(view.id, 0)
+        return missing + REQUEST_BLOCKS * requests, blake2b(view.id.encode(), digest_size=8, key=first).digest()
+
+    return min((view for view in coordinators if view.id not in excluded), key=cost, default=None)
+
+
+def _content(request: generation_pb2.GenerateRequest) -> tuple[bytes, bytes]:
+    """Return the kind of the input, and its beginning as bytes."""
+    longest = MAX_BLOCKS * BLOCK_BYTES
+    match request.WhichOneof("input"):
+        case "token_ids":
+            return b"tokens", array("I", request.token_ids.ids[: longest // 4]).tobytes()
+        case "chat":
+            content = bytearray()
+            for part in _chat_parts(request.chat):
+                content += part[:longest].encode() + b"\0"
+                if len(content) > longest:
+                    break
+            return b"chat", bytes(content)
+        case _:
+            return b"text", request.text[:longest].encode()
+
+
+def _chat_parts(chat: generation_pb2.ChatInput) -> Iterator[str]:
+    for message in chat.messages:
+        yield message.role
+        yield message.name
+        yield message.content
