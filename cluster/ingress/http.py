@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 from fastapi import FastAPI, Request, Response
@@ -19,11 +19,12 @@ from cluster.ingress.asgi import EventStream, RequestIdMiddleware, read_body, ti
 from cluster.ingress.client import ServiceClient
 from cluster.ingress.merge import merge
 from cluster.ingress.openai.errors import ErrorResponse, error_response
+from cluster.ingress.openai.event_ids import HEADER, EventId, Stage, body_digest, parse_event_id, restore
 from cluster.ingress.openai.formats import ChatFormat, Choice, CompletionFormat, EndpointFormat, Json
 from cluster.ingress.openai.parse import parse
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
 from cluster.ingress.openai.responses import ResponseMetadata, ResponseOptions, model_card
-from cluster.ingress.openai.stream import Events, by_choice, chunks, whole_response
+from cluster.ingress.openai.stream import Events, by_choice, chunks, note_prompt, whole_response
 from cluster.ingress.openai.translate import chat_request, completion_requests, parameter_names, seed_of
 from pilotfish.v1 import generation_pb2
 
@@ -37,8 +38,8 @@ class _Translated:
     """An HTTP request as requests of the generation service."""
 
     endpoint: EndpointFormat
-    request_id: str
-    seed: int
+    event_id: EventId
+    """Id and seed of the request, and what an earlier response has sent of it."""
     options: ResponseOptions
     stream: bool
     requests: Sequence[generation_pb2.GenerateRequest]
@@ -77,21 +78,19 @@ def _add_generation(app: FastAPI, client: ServiceClient, limits: LimitsSection) 
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         body = parse(CompletionRequest, await read_body(request, limits.max_body_bytes))
-        request_id, seed = _request_id(body, request), seed_of(body)
-        requests = completion_requests(body, limits, request_id, seed)
+        event_id = _event_id(body, request)
+        requests = completion_requests(body, limits, event_id.request_id, event_id.seed)
         options = ResponseOptions(body.logprobs is not None, body.return_token_ids, body.include_usage)
-        names = parameter_names(body)
-        translated = _Translated(CompletionFormat(), request_id, seed, options, body.stream, requests, names)
+        translated = _translated(CompletionFormat(), body, event_id, options, requests)
         return await _generate(client, request, limits, translated)
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         body = parse(ChatRequest, await read_body(request, limits.max_body_bytes))
-        request_id, seed = _request_id(body, request), seed_of(body)
-        requests = [chat_request(body, request_id, seed)]
+        event_id = _event_id(body, request)
+        requests = [chat_request(body, event_id.request_id, event_id.seed)]
         options = ResponseOptions(body.logprobs, body.return_token_ids, body.include_usage)
-        names = parameter_names(body)
-        translated = _Translated(ChatFormat(), request_id, seed, options, body.stream, requests, names)
+        translated = _translated(ChatFormat(), body, event_id, options, requests)
         return await _generate(client, request, limits, translated)
 
     @app.get("/v1/models")
@@ -122,12 +121,18 @@ def _add_operations(app: FastAPI, client: ServiceClient) -> None:
 async def _generate(
     client: ServiceClient, request: Request, limits: LimitsSection, translated: _Translated
 ) -> Response:
+    if translated.event_id.stage is Stage.DONE:
+        return Response(media_type=EventStream.media_type)
     timeout, n = timeout_of(request, limits.max_timeout_seconds), translated.n
-    events = by_choice(merge([client.generate(part, timeout) for part in translated.requests]), n)
     choices = [Choice(index, counts_prompt=index % n == 0) for index in range(len(translated.requests) * n)]
+    if translated.event_id.choices:
+        restore(translated.event_id, choices, translated.requests)
+    events = by_choice(merge([client.generate(part, timeout) for part in translated.requests]), n)
     try:
         # A refused request fails here, before the status line is sent.
-        metadata = _metadata(await while_connected(request, _first(events)), translated)
+        index, first = await while_connected(request, _first(events))
+        note_prompt(choices[index], first.started)
+        metadata = _metadata(first, translated)
         if not translated.stream:
             return JSONResponse(
                 await while_connected(request, whole_response(events, choices, metadata, translated.options))
@@ -142,28 +147,49 @@ async def _generate(
     def in_stream(error: Exception) -> ErrorResponse:
         return _logged(request, error)
 
-    return EventStream(chunks(events, choices, metadata, translated.options, in_stream))
+    return EventStream(chunks(events, choices, metadata, translated.options, translated.event_id, in_stream))
 
 
-async def _first(events: Events) -> generation_pb2.GenerateResponse:
-    return (await anext(events))[1]
+async def _first(events: Events) -> tuple[int, generation_pb2.GenerateResponse]:
+    return await anext(events)
 
 
 def _metadata(first: generation_pb2.GenerateResponse, translated: _Translated) -> ResponseMetadata:
     return ResponseMetadata(
         translated.endpoint,
-        f"{translated.endpoint.id_prefix}-{translated.request_id}",
-        int(time.time()),
+        f"{translated.endpoint.id_prefix}-{translated.event_id.request_id}",
+        translated.event_id.created,
         first.started.model,
-        translated.seed,
+        translated.event_id.seed,
         _FINGERPRINT,
         is_lossless=not first.lossy,
     )
 
 
-def _request_id(body: Parameters, request: Request) -> str:
-    request_id: str = request.state.request_id if body.request_id is None else body.request_id
-    return request_id
+def _event_id(body: Parameters, request: Request) -> EventId:
+    """Return what the client sent as the id of its last event, or the state before the first event."""
+    header = request.headers.get(HEADER)
+    if header is None:
+        request_id: str = request.state.request_id if body.request_id is None else body.request_id
+        return EventId(request_id, seed_of(body), int(time.time()), "")
+    if not body.stream:
+        raise InvalidRequest(HEADER, header, "left out unless stream is true")
+    return parse_event_id(header)
+
+
+def _translated(
+    endpoint: EndpointFormat,
+    body: Parameters,
+    event_id: EventId,
+    options: ResponseOptions,
+    requests: Sequence[generation_pb2.GenerateRequest],
+) -> _Translated:
+    """Raises `InvalidRequest` (`Last-Event-ID`) if the id belongs to another body."""
+    digest = body_digest(requests, endpoint.id_prefix, body.seed, options)
+    if event_id.body not in ("", digest):
+        raise InvalidRequest(HEADER, event_id.request_id, "the id of an event of a response to the same body")
+    event_id = replace(event_id, body=digest)
+    return _Translated(endpoint, event_id, options, body.stream, requests, parameter_names(body))
 
 
 def _logged(request: Request, error: Exception) -> ErrorResponse:

@@ -21,7 +21,12 @@ class Choice:
     """Whether its usage includes the prompt. True for the first answer of each prompt."""
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    received: int = 0
+    """Number of tokens received."""
+    drafted: int = 0
+    """Draft tokens that were verified for them."""
     accepted: int = 0
+    """Accepted draft tokens among them."""
     logprobs: list[Json] = field(default_factory=list)
     finished: generation_pb2.GenerationFinished | None = None
     is_started: bool = False

@@ -57,7 +57,7 @@ def add_delta(endpoint: EndpointFormat, choice: Choice, delta: generation_pb2.Ge
     """Add a delta to a choice."""
     choice.texts.append(delta.text)
     choice.token_ids.extend(delta.token_ids)
-    choice.accepted += delta.accepted_draft_tokens
+    _count(choice, delta)
     choice.logprobs.extend(endpoint.logprobs(choice, delta))
 
 
@@ -76,6 +76,7 @@ def delta_choice(
 ) -> Json | None:
     """Return the choice of a chunk, or `None` if the delta holds nothing for the client."""
     entries = endpoint.logprobs(choice, delta)
+    _count(choice, delta)
     if not delta.text and not options.token_ids and not entries:
         return None
     first, choice.is_started = not choice.is_started, True
@@ -122,6 +123,12 @@ def model_card(model: generation_pb2.Model) -> Json:
         "max_model_len": model.max_context_len,
         "lossless": not model.lossy,
     }
+
+
+def _count(choice: Choice, delta: generation_pb2.GenerationDelta) -> None:
+    choice.received += len(delta.token_ids)
+    choice.drafted += delta.drafted_tokens
+    choice.accepted += delta.accepted_draft_tokens
 
 
 def _ending(finished: generation_pb2.GenerationFinished | None) -> Json:

@@ -39,8 +39,16 @@ class HttpApi:
 def chunks(response: httpx.Response) -> list[Any]:
     assert response.headers["content-type"].startswith("text/event-stream")
     *events, done, rest = response.text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    return [json.loads(event.removeprefix("data: ")) for event in events]
+    assert (data_of(done), rest) == ("[DONE]", "")
+    return [json.loads(data_of(event)) for event in events]
+
+
+def data_of(event: str) -> str:
+    """The data of an event. Every event has an id."""
+    event_id, _, data = event.partition("\n")
+    assert event_id.startswith("id: ")
+    assert data.startswith("data: ")
+    return data.removeprefix("data: ")
 
 
 def error_of(response: httpx.Response) -> Any:

@@ -90,8 +90,10 @@ async def test_the_first_chunk_is_sent_before_the_answer_is_complete(served: tup
         httpx.AsyncClient() as http,
         http.stream("POST", f"{address}/v1/completions", json=body) as response,
     ):
-        first = await anext(response.aiter_lines())
-        assert first.startswith("data: {")
+        lines = response.aiter_lines()
+        event_id, data = await anext(lines), await anext(lines)
+        assert event_id.startswith("id: ")
+        assert data.startswith("data: {")
         assert engine.freed.empty()
 
 

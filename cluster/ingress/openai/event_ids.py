@@ -1,0 +1,111 @@
+"""Ids of server-sent events. A client that sends the last one back, with the same body, gets the events after it.
+
+An id holds what an ingress needs to continue: the request's id and seed, and how many tokens of each choice the client
+has. The tokens themselves are not in it. An id grants nothing that its body does not, so it is checked and not signed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import blake2b
+
+from cluster.core.errors import InvalidRequest
+from cluster.ingress.openai.formats import Choice
+from cluster.ingress.validate import is_request_id
+from pilotfish.v1 import generation_pb2
+
+HEADER = "Last-Event-ID"
+MAX_ID_CHARS = 16_384
+_ID = re.compile(r"([^/]+)/([0-9a-f]{1,16})/([0-9a-f]{1,10})/([0-9a-f]{12})/([^/]*)/([cud])")
+_CHOICE = re.compile(r"([nsf])(\d{1,8})\.(\d{1,10})\.(\d{1,8})\.(\d{1,9})\.((?:[0-9a-f]{2}){0,3})")
+
+
+class Stage(StrEnum):
+    """How far a response has come."""
+
+    CHOICES = "c"
+    USAGE = "u"
+    """The usage was sent too."""
+    DONE = "d"
+    """Everything was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventId:
+    """The content of an id."""
+
+    request_id: str
+    seed: int
+    created: int
+    """When the response began, in seconds since the epoch."""
+    body: str
+    """See `body_digest`."""
+    choices: tuple[str, ...] = ()
+    """The state of each choice, see `restore`."""
+    stage: Stage = Stage.CHOICES
+
+    def after(self, choices: Sequence[Choice], stage: Stage) -> str:
+        """Return the id of an event, which the client sends back to get what follows it."""
+        states = ",".join(map(_state, choices))
+        return f"{self.request_id}/{self.seed:x}/{self.created:x}/{self.body}/{states}/{stage}"
+
+
+def parse_event_id(text: str) -> EventId:
+    """Return the content of an id that a client sent. Raises `InvalidRequest` (`Last-Event-ID`)."""
+    match = _ID.fullmatch(text) if len(text) <= MAX_ID_CHARS else None
+    if match is None or not is_request_id(match[1]):
+        raise InvalidRequest(HEADER, text, "the id of an event of this server")
+    choices = tuple(match[5].split(","))
+    return EventId(match[1], int(match[2], 16), int(match[3], 16), match[4], choices, Stage(match[6]))
+
+
+def body_digest(requests: Sequence[generation_pb2.GenerateRequest], *values: object) -> str:
+    """Return a hash of what a response depends on, apart from the id and the seed that the server draws."""
+    digest = blake2b(repr(values).encode(), digest_size=6)
+    for request in requests:
+        content = generation_pb2.GenerateRequest()
+        content.CopyFrom(request)
+        content.ClearField("request_id")
+        content.sampling.ClearField("seed")
+        digest.update(content.SerializeToString(deterministic=True))
+    return digest.hexdigest()
+
+
+def restore(last: EventId, choices: Sequence[Choice], requests: Sequence[generation_pb2.GenerateRequest]) -> None:
+    """Continue a response: set the state of the choices, and what the requests resume after.
+
+    Raises `InvalidRequest` (`Last-Event-ID`).
+    """
+    if len(last.choices) != len(choices):
+        raise InvalidRequest(HEADER, f"{len(last.choices)} choices", f"an id with {len(choices)} choices")
+    per_request = len(choices) // len(requests)
+    for choice, state in zip(choices, last.choices, strict=True):
+        match = _CHOICE.fullmatch(state)
+        if match is None:
+            raise InvalidRequest(HEADER, state, "the id of an event of this server")
+        kind, (tokens, drafted, accepted, length) = match[1], map(int, match.groups()[1:5])
+        choice.is_started = kind != "n"
+        choice.received, choice.drafted, choice.accepted = tokens, drafted, accepted
+        choice.text_length = length
+        choice.utf8.setstate((bytes.fromhex(match[6]), 0))
+        if kind == "f":
+            usage = generation_pb2.Usage(
+                completion_tokens=tokens, drafted_tokens=drafted, accepted_draft_tokens=accepted
+            )
+            choice.finished = generation_pb2.GenerationFinished(usage=usage)
+        requests[choice.index // per_request].resume.add(
+            index=choice.index % per_request,
+            token_count=tokens,
+            finished=kind == "f",
+            drafted_tokens=drafted,
+            accepted_draft_tokens=accepted,
+        )
+
+
+def _state(choice: Choice) -> str:
+    kind = "f" if choice.finished is not None else "s" if choice.is_started else "n"
+    incomplete = choice.utf8.getstate()[0].hex()
+    return f"{kind}{choice.received}.{choice.drafted}.{choice.accepted}.{choice.text_length}.{incomplete}"

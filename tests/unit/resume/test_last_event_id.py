@@ -1,0 +1,202 @@
+"""A client whose connection breaks sends the same body with `Last-Event-ID`, and gets exactly the events after it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from cluster.core.config.sections import LimitsSection
+from cluster.ingress.http import create_app
+from tests.support.clusters.fake_coordinators import FakeReplicas, fake_replicas
+from tests.support.fakes.fake_engine import listening
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello the world"}]}
+PLAIN: dict[str, Any] = {"prompt": "hello the world"}
+TOKENS = 16
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("chat/completions", CHAT),
+    "chat with log-probabilities": ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2}),
+    "several answers": ("chat/completions", CHAT | {"n": 3, "return_token_ids": True}),
+    "stop strings": ("completions", PLAIN | {"stop": ["a", "b", "c", "he"], "n": 2}),
+    "text offsets": ("completions", PLAIN | {"logprobs": 1}),
+    "several prompts": ("completions", {"prompt": ["hello", "the world", "fish"], "n": 2, "return_token_ids": True}),
+    "no seed": ("completions", PLAIN | {"seed": None, "return_token_ids": True}),
+}
+
+
+@dataclass
+class StreamedChoices:
+    """All that a client received of a response, apart from how it was split into events."""
+
+    choices: dict[int, list[Any]] = field(default_factory=dict)
+    heads: set[tuple[Any, ...]] = field(default_factory=set)
+    """What all chunks share: there must be one."""
+    usage: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, chunk: dict[str, Any]) -> None:
+        self.heads.add(tuple(chunk[key] for key in ("id", "created", "model", "seed")))
+        if chunk.get("usage"):
+            self.usage.append((chunk["usage"]["prompt_tokens"], chunk["usage"]["completion_tokens"]))
+        for choice in chunk["choices"]:
+            text, roles, tokens, logprobs, ends = self.choices.setdefault(choice["index"], ["", [], [], [], []])
+            delta = choice.get("delta", {"content": choice.get("text")})
+            roles += [delta["role"]] if "role" in delta else []
+            tokens += choice.get("token_ids", [])
+            logprobs += _entries(choice["logprobs"])
+            ends += [choice["finish_reason"], choice["stop_reason"]] if choice["finish_reason"] else []
+            self.choices[choice["index"]][0] = text + (delta.get("content") or "")
+
+
+def _entries(logprobs: dict[str, Any] | None) -> list[Any]:
+    if logprobs is None:
+        return []
+    if "content" in logprobs:
+        return list(logprobs["content"])
+    return list(zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["text_offset"], strict=True))
+
+
+@dataclass
+class Ingresses:
+    """Two ingresses over the same coordinators. They share nothing else."""
+
+    urls: list[str]
+    http: httpx.AsyncClient
+    cluster: FakeReplicas
+
+    async def events(
+        self, ingress: int, path: str, body: dict[str, Any], last: str | None = None, most: int | None = None
+    ) -> list[tuple[str, str]]:
+        """Ids and data of the first `most` events, or of all; then the connection is closed."""
+        headers = {} if last is None else {"Last-Event-ID": last}
+        received: list[tuple[str, str]] = []
+        async with self.http.stream("POST", f"{self.urls[ingress]}/v1/{path}", json=body, headers=headers) as response:
+            assert response.status_code == 200, await response.aread()
+            event_id = ""
+            async for line in response.aiter_lines():
+                if line.startswith("id: "):
+                    event_id = line.removeprefix("id: ")
+                elif line.startswith("data: "):
+                    received.append((event_id, line.removeprefix("data: ")))
+                    if len(received) == most:
+                        break
+        return received
+
+
+@asynccontextmanager
+async def ingresses(directory: Path, count: int = 1, **overrides: object) -> AsyncIterator[Ingresses]:
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        cluster = await enter(fake_replicas(directory, count, **overrides))
+        urls = []
+        for _ in range(2):
+            router = cluster.router()
+            stack.push_async_callback(router.close)
+            urls.append(await enter(listening(create_app(router, LimitsSection()))))
+        yield Ingresses(urls, await enter(httpx.AsyncClient(timeout=60.0)), cluster)
+
+
+def read(events: list[tuple[str, str]]) -> StreamedChoices:
+    received = StreamedChoices()
+    assert events[-1][1] == "[DONE]"
+    for _, data in events[:-1]:
+        received.add(json.loads(data))
+    assert len(received.heads) == 1
+    return received
+
+
+def body_of(values: dict[str, Any]) -> dict[str, Any]:
+    common = {"model": "fake", "stream": True, "stream_options": {"include_usage": True}, "max_tokens": TOKENS}
+    return common | {"seed": 5, "ignore_eos": True} | values
+
+
+@pytest.mark.parametrize("case", BODIES)
+async def test_a_stream_cut_after_any_event_continues_at_another_ingress(tmp_path: Path, case: str) -> None:
+    path, values = BODIES[case]
+    body = body_of(values)
+    async with ingresses(tmp_path) as both:
+        whole = await both.events(0, path, body)
+        assert len({event_id for event_id, _ in whole}) == len(whole)
+        if body["seed"] is None:
+            body["seed"] = json.loads(whole[0][1])["seed"]
+            whole = await both.events(0, path, body)
+        expected = read(whole)
+        for most in range(1, len(whole), 1 + len(whole) // 12):
+            first = await both.events(0, path, body, most=most)
+            rest = await both.events(1, path, body, last=first[-1][0])
+            found = read([*first, *rest])
+            assert found.choices == expected.choices
+            assert found.usage == expected.usage
+            assert len({event_id for event_id, _ in (*first, *rest)}) == len(first) + len(rest)
+
+
+async def test_a_body_without_a_seed_continues_with_the_seed_of_its_stream(tmp_path: Path) -> None:
+    path, values = BODIES["no seed"]
+    body = body_of(values)
+    async with ingresses(tmp_path) as both:
+        first = await both.events(0, path, body, most=4)
+        seed = json.loads(first[0][1])["seed"]
+        found = read([*first, *await both.events(1, path, body, last=first[-1][0])])
+        expected = read(await both.events(0, path, body | {"seed": seed}))
+        assert found.choices == expected.choices
+
+
+async def test_nothing_follows_the_last_event_and_only_the_end_follows_the_usage(tmp_path: Path) -> None:
+    path, values = BODIES["chat"]
+    async with ingresses(tmp_path) as both:
+        whole = await both.events(0, path, body_of(values))
+        assert await both.events(1, path, body_of(values), last=whole[-1][0]) == []
+        assert [data for _, data in await both.events(1, path, body_of(values), last=whole[-2][0])] == ["[DONE]"]
+
+
+async def test_ids_that_are_wrong_or_of_another_body_are_refused(tmp_path: Path) -> None:
+    path, values = BODIES["chat"]
+    body = body_of(values)
+    async with ingresses(tmp_path) as both:
+        event_id = (await both.events(0, path, body, most=2))[-1][0]
+        request_id, seed, created, digest, choices, stage = event_id.split("/")
+        wrong = [
+            "",
+            "x",
+            event_id + "/c",
+            event_id.replace(request_id, "ü" * 32).encode("latin-1"),
+            f"{request_id}/{seed}/{created}/{digest}/{choices},{choices}/{stage}",
+            f"{request_id}/{seed}/{created}/{digest}/s99999999.0.0.0./{stage}",
+            f"{request_id}/{seed}/{created}/{digest}/s3.0.2.0./{stage}",
+            f"{request_id}/{seed}/{created}/{digest}/{'9' * 20000}/{stage}",
+        ]
+        url = f"{both.urls[1]}/v1/{path}"
+        for text in wrong:
+            answer = await both.http.post(url, json=body, headers={"Last-Event-ID": text})
+            assert answer.status_code in (400, 431), text
+        for other in ({"max_tokens": 5}, {"seed": 6}, {"stream": False, "stream_options": None}):
+            answer = await both.http.post(url, json=body | other, headers={"Last-Event-ID": event_id})
+            assert answer.status_code == 400
+            assert "Last-Event-ID" in answer.json()["error"]["message"]
+
+
+async def test_the_client_of_openai_reads_a_resumed_stream(tmp_path: Path) -> None:
+    async with ingresses(tmp_path) as both:
+        body = {"model": "fake", "prompt": "hello", "max_tokens": TOKENS, "seed": 5, "stream": True}
+        whole = await both.events(0, "completions", body)
+        text = "".join(json.loads(data)["choices"][0]["text"] for _, data in whole[:-1])
+        first = await both.events(0, "completions", body, most=3)
+        begun = "".join(json.loads(data)["choices"][0]["text"] for _, data in first)
+        async with openai.AsyncOpenAI(base_url=f"{both.urls[1]}/v1", api_key="none", max_retries=0) as client:
+            stream = await client.completions.create(
+                model="fake",
+                prompt="hello",
+                max_tokens=TOKENS,
+                seed=5,
+                stream=True,
+                extra_headers={"Last-Event-ID": first[-1][0]},
+            )
+            rest = "".join([chunk.choices[0].text async for chunk in stream])
+        assert begun + rest == text
