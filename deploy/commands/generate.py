@@ -13,6 +13,8 @@ import typer
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, InvalidRequest
+from cluster.ingress.router import Router
+from cluster.ingress.routing import CoordinatorView
 from cluster.wire.address import join_host_port
 from cluster.wire.generation_client import GenerationClient
 from deploy.commands.options import ConfigOption, SetOption
@@ -109,7 +111,9 @@ async def answer_prompt(
 
 
 async def _stream(address: str, configuration: Configuration, prompt: Prompt, write: Write, notice: Write) -> None:
-    client = GenerationClient(fixed_address(address))
+    # A stream that breaks off continues at whichever server listens at the address by then.
+    server = CoordinatorView(address, address)
+    client = Router(lambda: (server,), lambda _: GenerationClient(fixed_address(address)), patience_seconds=0.0)
     begun = time.perf_counter()
     seed = 0
     try:

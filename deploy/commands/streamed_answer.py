@@ -15,6 +15,11 @@ from rich.text import Text
 from cluster.core.errors import WorkerUnavailable
 from cluster.ingress.text.tokenizer import Tokenizer
 
+_DONE = "[DONE]"
+_RETRY_SECONDS = 0.2
+_TEMPORARY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE)
+"""Status codes of a server that may answer later."""
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -76,17 +81,50 @@ class MarkedPrinter:
 
 
 def stream_chat(url: str, body: dict[str, Any], timeout_seconds: float) -> Iterator[Chunk]:
-    """Post a streaming chat completion and yield one chunk per commit. Raises `WorkerUnavailable`."""
-    try:
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=timeout_seconds) as response:
-            if response.status_code != httpx.codes.OK:
-                raise WorkerUnavailable(f"{url} answered {response.status_code}: {response.read().decode()}")
-            for line in response.iter_lines():
-                chunk = _parse_event(line)
-                if chunk is not None and chunk.tokens:
+    """Post a streaming chat completion and yield one chunk per commit. Raises `WorkerUnavailable`.
+
+    A stream that breaks off is continued after its last event, at whichever server listens at the URL by then.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    last_event_id = ""
+    while True:
+        try:
+            for event_id, payload in _events(f"{url}/v1/chat/completions", body, last_event_id, timeout_seconds):
+                last_event_id = event_id
+                if payload == _DONE:
+                    return
+                chunk = _parse_chunk(payload)
+                if chunk.tokens:
                     yield chunk
-    except httpx.TransportError as error:
-        raise WorkerUnavailable(f"{url} closed the connection: {error!r}") from None
+            reason = "the stream ended before the answer was complete"
+        except httpx.TransportError as error:
+            reason = repr(error)
+        except _Unanswered as error:
+            reason = str(error)
+        if not last_event_id or time.monotonic() >= deadline:
+            raise WorkerUnavailable(f"{url} closed the connection: {reason}")
+        time.sleep(_RETRY_SECONDS)
+
+
+class _Unanswered(Exception):
+    """The server cannot answer now."""
+
+
+def _events(url: str, body: dict[str, Any], last_event_id: str, timeout_seconds: float) -> Iterator[tuple[str, str]]:
+    """Yield id and data of the events after `last_event_id`, or of all. Raises `WorkerUnavailable`, `_Unanswered`."""
+    headers = {"Last-Event-ID": last_event_id} if last_event_id else {}
+    event_id = last_event_id
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=timeout_seconds) as response:
+        if response.status_code != httpx.codes.OK:
+            message = f"{url} answered {response.status_code}: {response.read().decode()}"
+            if response.status_code in _TEMPORARY:
+                raise _Unanswered(message)
+            raise WorkerUnavailable(message)
+        for line in response.iter_lines():
+            if line.startswith("id: "):
+                event_id = line.removeprefix("id: ")
+            elif line.startswith("data: "):
+                yield event_id, line.removeprefix("data: ")
 
 
 def measure(chunks: Iterator[Chunk], on_chunk: Callable[[Chunk], None]) -> TimedAnswer:
@@ -110,11 +148,8 @@ def measure(chunks: Iterator[Chunk], on_chunk: Callable[[Chunk], None]) -> Timed
     )
 
 
-def _parse_event(line: str) -> Chunk | None:
-    """The chunk in one line of a server-sent event stream, if it has one. Raises `WorkerUnavailable` for an error."""
-    payload = line.removeprefix("data: ")
-    if payload == line or payload == "[DONE]":
-        return None
+def _parse_chunk(payload: str) -> Chunk:
+    """The chunk in the data of one server-sent event. Raises `WorkerUnavailable` for an error."""
     event = json.loads(payload)
     if "error" in event:
         raise WorkerUnavailable(f"the server ended the answer with an error: {event['error']}")

@@ -36,7 +36,9 @@ class CuttableConnections:
     address: str = ""
 
     async def start(self) -> None:
-        self.listener = await asyncio.start_server(self._forward, LOOPBACK, 0)
+        """Listen; after `cut`, at the same address."""
+        port = int(self.address.rpartition(":")[2] or 0)
+        self.listener = await asyncio.start_server(self._forward, LOOPBACK, port)
         self.address = f"{LOOPBACK}:{self.listener.sockets[0].getsockname()[1]}"
 
     def cut(self) -> int:
@@ -100,6 +102,12 @@ class FakeReplica:
     @property
     def is_alive(self) -> bool:
         return self._server is not None
+
+    @property
+    def server_port(self) -> int:
+        """The port of the coordinator itself."""
+        assert self._connections is not None
+        return self._connections.port
 
     async def start(self) -> None:
         self._server = CoordinatorServer(self._configuration, self.target, [self.drafter])

@@ -19,8 +19,8 @@ from cluster.ingress.text.tokenizer import Tokenizer
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.fakes.fake_drafters import RandomDrafter
 from tests.support.fakes.fake_target import FakeTarget
-from tests.support.fakes.resumed_calls import ReceivedAnswer, collect, new_answers, read_events, resuming
 from tests.support.models.tiny_tokenizer import byte_level
+from tests.unit.resume.resumed_calls import ReceivedAnswer, collect, new_answers, read_events, resuming
 
 TOKENS = 24
 CASES = {

@@ -13,7 +13,7 @@ from cluster.ingress.recent_answers import RecentAnswers, request_key
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.fakes.fake_cluster import request as engine_request
 from tests.support.fakes.fake_engine import VOCABULARY, fake_service
-from tests.support.fakes.resumed_calls import read_events
+from tests.unit.resume.resumed_calls import read_events
 
 REFUSED: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "an index beyond n": ([{"index": 1}], {}, "resume[0].index"),
