@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+import random
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 
 from cluster.core.config.sections import LimitsSection
 from cluster.ingress.http import create_app
-from tests.support.clusters.fake_coordinators import FakeReplicas, fake_replicas
+from tests.support.clusters.fake_coordinators import CuttableConnections, FakeReplicas, fake_replicas
 from tests.support.fakes.fake_engine import listening
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello the world"}]}
@@ -75,8 +77,19 @@ class Ingresses:
         self, ingress: int, path: str, body: dict[str, Any], last: str | None = None, most: int | None = None
     ) -> list[tuple[str, str]]:
         """Ids and data of the first `most` events, or of all; then the connection is closed."""
-        headers = {} if last is None else {"Last-Event-ID": last}
         received: list[tuple[str, str]] = []
+        async with aclosing(self.stream(ingress, path, body, last)) as events:
+            async for event in events:
+                received.append(event)
+                if len(received) == most:
+                    break
+        return received
+
+    async def stream(
+        self, ingress: int, path: str, body: dict[str, Any], last: str | None
+    ) -> AsyncGenerator[tuple[str, str], None]:
+        """Yield ids and data of the events after `last`."""
+        headers = {} if last is None else {"Last-Event-ID": last}
         async with self.http.stream("POST", f"{self.urls[ingress]}/v1/{path}", json=body, headers=headers) as response:
             assert response.status_code == 200, await response.aread()
             event_id = ""
@@ -84,10 +97,7 @@ class Ingresses:
                 if line.startswith("id: "):
                     event_id = line.removeprefix("id: ")
                 elif line.startswith("data: "):
-                    received.append((event_id, line.removeprefix("data: ")))
-                    if len(received) == most:
-                        break
-        return received
+                    yield event_id, line.removeprefix("data: ")
 
 
 @asynccontextmanager
@@ -135,6 +145,41 @@ async def test_a_stream_cut_after_any_event_continues_at_another_ingress(tmp_pat
             assert found.choices == expected.choices
             assert found.usage == expected.usage
             assert len({event_id for event_id, _ in (*first, *rest)}) == len(first) + len(rest)
+
+
+async def test_streams_survive_dying_ingresses_and_coordinators(tmp_path: Path) -> None:
+    draw, deaths = random.Random(9), 0
+    path, values = BODIES["several answers"]
+    bodies = [body_of(values | {"seed": seed, "max_tokens": 40}) for seed in range(4)]
+    async with ingresses(tmp_path, 2, step_delay=0.002) as both:
+        expected = [read(await both.events(0, path, body)) for body in bodies]
+        direct = list(both.urls)
+        for round_number in range(8):
+            dying = [CuttableConnections(int(url.rpartition(":")[2])) for url in direct]
+            for connections in dying:
+                await connections.start()
+            both.urls = [f"http://{connections.address}" for connections in dying]
+
+            async def read_on(body: dict[str, Any]) -> StreamedChoices:
+                received: list[tuple[str, str]] = []
+                ingress = 0
+                while not received or received[-1][1] != "[DONE]":
+                    last = received[-1][0] if received else None
+                    with suppress(httpx.TransportError):
+                        async for event in both.stream(ingress % 2, path, body, last):
+                            received.append(event)  # noqa: PERF401 - what came before an error counts
+                    ingress += 1
+                return read(received)
+
+            reading = [asyncio.create_task(read_on(body)) for body in bodies]
+            await asyncio.sleep(draw.uniform(0.03, 0.1))
+            deaths += sum(not task.done() for task in reading) if dying[0].cut() else 0
+            if round_number % 2:
+                await both.cluster.kill_one(draw)
+            assert [one.choices for one in await asyncio.gather(*reading)] == [one.choices for one in expected]
+            for connections in dying:
+                await connections.close()
+    assert deaths > 8
 
 
 async def test_a_body_without_a_seed_continues_with_the_seed_of_its_stream(tmp_path: Path) -> None:
