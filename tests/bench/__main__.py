@@ -22,6 +22,7 @@ SECTIONS = {
     "step": "the time of a target step against the time to read its weights once",
     "throughput": "plain decoding at batch 8 and 32, against transformers generate",
     "prefix": "cost of a token with and without stored keys and values; a prompt asked twice",
+    "routing": "two replicas and requests with shared beginnings: routed against round robin",
     "latency": "between tokens while long prompts arrive, with max_prompt_tokens and without",
     "memory": "peak of the target's process; start to ready, cold and warm",
     "ranks": "tensor parallelism: transformers' sharded layers against plain local shards",
