@@ -147,7 +147,8 @@ async def _generate(
     def in_stream(error: Exception) -> ErrorResponse:
         return _logged(request, error)
 
-    return EventStream(chunks(events, choices, metadata, translated.options, translated.event_id, in_stream))
+    event_id = replace(translated.event_id, coordinator=first.started.coordinator)
+    return EventStream(chunks(events, choices, metadata, translated.options, event_id, in_stream))
 
 
 async def _first(events: Events) -> tuple[int, generation_pb2.GenerateResponse]:

@@ -54,14 +54,16 @@ class Router:
         deadline = loop.time() + timeout_seconds
         while True:
             views, left = self._pool.members(), deadline - loop.time()
-            view = choose(hashes, views, self._pool.in_flight, self._memory, attempts.failed) if left > 0 else None
+            in_flight, earlier = self._pool.in_flight, request.coordinator
+            view = choose(hashes, views, in_flight, self._memory, attempts.failed, earlier) if left > 0 else None
             if view is None:
                 await attempts.pause(left, has_started=progress.has_started)
                 continue
+            missing = self._memory.missing(hashes, view.id)
             self._memory.record(hashes, view.id, [one.id for one in views])
-            with self._pool.running(progress.request_id, view) as stream:
+            with self._pool.running(progress.request_id, view, missing) as stream:
                 try:
-                    async with aclosing(_attempt(stream, progress, left)) as responses:
+                    async with aclosing(_attempt(self._pool, stream, progress, left)) as responses:
                         async for response in responses:
                             attempts.succeed()
                             yield response
@@ -142,7 +144,9 @@ class Router:
         return {view.id: answer for view, answer in zip(views, answers, strict=True)}
 
 
-async def _attempt(stream: RunningStream, progress: StreamProgress, timeout_seconds: float) -> Responses:
+async def _attempt(
+    pool: CoordinatorPool, stream: RunningStream, progress: StreamProgress, timeout_seconds: float
+) -> Responses:
     """Yield the responses that one coordinator adds to the stream. Raises its errors."""
     held: list[generation_pb2.GenerateResponse] = []
     if progress.is_held_back:
@@ -157,6 +161,9 @@ async def _attempt(stream: RunningStream, progress: StreamProgress, timeout_seco
                 if progress.is_complete:
                     break  # the connection was lost after the last response
                 raise
+            pool.note_response(stream)
+            if response.HasField("started"):
+                response.started.coordinator = stream.coordinator.id
             passed = progress.receive(response)
             if passed is not None and progress.is_held_back:
                 held.append(passed)
@@ -175,5 +182,4 @@ async def _next(stream: RunningStream, responses: Responses) -> generation_pb2.G
         raise NotReady(f"coordinator {stream.coordinator.id} left the cluster") from None
     finally:
         stream.waiting = None
-    stream.active_at = asyncio.get_running_loop().time()
     return response

@@ -21,8 +21,10 @@ MAX_BLOCKS = 512
 """Most blocks of one prompt that are compared; what follows does not matter for routing."""
 MEMORY_BLOCKS = 1 << 16
 """Most blocks that one ingress remembers."""
-REQUEST_BLOCKS = 8
-"""How many blocks of prompt a coordinator computes in the time by which one more request in flight delays it."""
+RUNNING_BLOCKS = 4
+"""Load of a request that decodes, in blocks of prompt that could be computed in the time that it costs others."""
+WAITING_BLOCKS = 16
+"""Load of a sequence in a coordinator's queue, whose prompt this ingress does not know, in blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,10 @@ class PrefixMemory:
             counts.update(dict.fromkeys(going_on, count + 1))
         return counts
 
+    def missing(self, hashes: Sequence[bytes], coordinator: str) -> int:
+        """Return how many blocks of a prompt a coordinator was not sent before."""
+        return len(hashes) - self.matches(hashes).get(coordinator, 0)
+
     def record(self, hashes: Sequence[bytes], coordinator: str, present: Collection[str]) -> None:
         """Remember that a coordinator is sent these blocks. Coordinators that are not `present` are forgotten."""
         for digest in reversed(hashes):  # the first block of a prompt is the one to drop last
@@ -91,20 +97,24 @@ def choose(
     in_flight: Mapping[str, int],
     memory: PrefixMemory,
     excluded: Collection[str] = (),
+    preferred: str = "",
 ) -> CoordinatorView | None:
     """Return the coordinator with the least work to do before the first token; `None` if all are excluded.
 
-    `in_flight` counts this ingress's own requests by coordinator. Among equals, every ingress prefers the same
-    coordinator for the same first block, so that ingresses that do not know each other agree.
+    A resumed request goes to the `preferred` one, which may still hold its tokens, if that is there.
+    `in_flight` is the load of this ingress's own requests by coordinator, in blocks. Among equals, every ingress
+    prefers the same coordinator for the same first block, so that ingresses that do not know each other agree.
     """
     matches = memory.matches(hashes)
     first = hashes[0] if hashes else b""
 
-    def cost(view: CoordinatorView) -> tuple[float, bytes]:
+    def cost(view: CoordinatorView) -> tuple[bool, float, bytes]:
         # The report is some time old and includes this ingress's requests, which are counted at once.
-        requests = max(in_flight.get(view.id, 0), view.waiting + view.running) + view.waiting + view.kv_usage
+        reported = RUNNING_BLOCKS * view.running + WAITING_BLOCKS * view.waiting
+        load = max(in_flight.get(view.id, 0), reported) + view.kv_usage
         missing = len(hashes) - matches.get(view.id, 0)
-        return missing + REQUEST_BLOCKS * requests, blake2b(view.id.encode(), digest_size=8, key=first).digest()
+        tie = blake2b(view.id.encode(), digest_size=8, key=first).digest()
+        return view.id != preferred, missing + load, tie
 
     return min((view for view in coordinators if view.id not in excluded), key=cost, default=None)
 

@@ -83,6 +83,7 @@ def validate(
     Raises `InvalidRequest`, and `UnknownModel` for another model than the served one.
     """
     check_model(request.model if request.HasField("model") else None, info)
+    bounds.text("coordinator", request.coordinator, bounds.MAX_NAME_BYTES)
     request_id = _request_id(request)
     prompt = _prompt(request, info, limits)
     stopping = _stopping(request.stopping, info, limits, eos_token_ids)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cluster.ingress.client import FullClient
-from cluster.ingress.routing import CoordinatorView
+from cluster.ingress.routing import RUNNING_BLOCKS, CoordinatorView
 
 WATCH_SECONDS = 0.5
 """How often running streams are compared with the view, in seconds."""
@@ -24,6 +24,8 @@ class RunningStream:
     request_id: str
     coordinator: CoordinatorView
     client: FullClient
+    blocks: int
+    """Its load in blocks, see `cluster.ingress.routing`."""
     active_at: float
     """Time of the last response on the event loop's clock, in seconds."""
     waiting: asyncio.Timeout | None = None
@@ -50,7 +52,7 @@ class CoordinatorPool:
 
     @property
     def in_flight(self) -> Mapping[str, int]:
-        """Number of streams by coordinator."""
+        """Load of the streams by coordinator, in blocks."""
         return self._in_flight
 
     def client(self, view: CoordinatorView) -> FullClient:
@@ -67,12 +69,12 @@ class CoordinatorPool:
         return streams[-1] if streams else None
 
     @contextmanager
-    def running(self, request_id: str, view: CoordinatorView) -> Iterator[RunningStream]:
-        """Count a stream as in flight inside the block."""
+    def running(self, request_id: str, view: CoordinatorView, missing: int) -> Iterator[RunningStream]:
+        """Count a stream as in flight inside the block. `missing` blocks of its prompt must be computed first."""
         now = asyncio.get_running_loop().time()
-        stream = RunningStream(request_id, view, self.client(view), now)
+        stream = RunningStream(request_id, view, self.client(view), missing + RUNNING_BLOCKS, now)
         self._streams.setdefault(request_id, []).append(stream)
-        self._in_flight[view.id] += 1
+        self._in_flight[view.id] += stream.blocks
         if self._watch is None:
             self._schedule()
         try:
@@ -82,9 +84,15 @@ class CoordinatorPool:
             streams.remove(stream)
             if not streams:
                 del self._streams[request_id]
-            self._in_flight[view.id] -= 1
+            self._in_flight[view.id] -= stream.blocks
             if not self._in_flight[view.id]:
                 del self._in_flight[view.id]
+
+    def note_response(self, stream: RunningStream) -> None:
+        """Record a response of a stream: it is alive, and its prompt has been computed."""
+        stream.active_at = asyncio.get_running_loop().time()
+        self._in_flight[stream.coordinator.id] -= stream.blocks - RUNNING_BLOCKS
+        stream.blocks = RUNNING_BLOCKS
 
     async def close(self) -> None:
         """Close all clients. Running streams break off."""

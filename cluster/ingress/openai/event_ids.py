@@ -19,7 +19,7 @@ from pilotfish.v1 import generation_pb2
 
 HEADER = "Last-Event-ID"
 MAX_ID_CHARS = 16_384
-_ID = re.compile(r"([^/]+)/([0-9a-f]{1,16})/([0-9a-f]{1,10})/([0-9a-f]{12})/([^/]*)/([cud])")
+_ID = re.compile(r"([^/]+)/([0-9a-f]{1,16})/([0-9a-f]{1,10})/([0-9a-f]{12})/([^/]*)/([^/]*)/([cud])")
 _CHOICE = re.compile(r"([nsf])(\d{1,8})\.(\d{1,10})\.(\d{1,8})\.(\d{1,9})\.((?:[0-9a-f]{2}){0,3})")
 
 
@@ -43,6 +43,8 @@ class EventId:
     """When the response began, in seconds since the epoch."""
     body: str
     """See `body_digest`."""
+    coordinator: str = ""
+    """The coordinator that began the response; empty if it is not known."""
     choices: tuple[str, ...] = ()
     """The state of each choice, see `restore`."""
     stage: Stage = Stage.CHOICES
@@ -50,7 +52,8 @@ class EventId:
     def after(self, choices: Sequence[Choice], stage: Stage) -> str:
         """Return the id of an event, which the client sends back to get what follows it."""
         states = ",".join(map(_state, choices))
-        return f"{self.request_id}/{self.seed:x}/{self.created:x}/{self.body}/{states}/{stage}"
+        coordinator = self.coordinator if is_request_id(self.coordinator) else ""
+        return f"{self.request_id}/{self.seed:x}/{self.created:x}/{self.body}/{coordinator}/{states}/{stage}"
 
 
 def parse_event_id(text: str) -> EventId:
@@ -58,8 +61,10 @@ def parse_event_id(text: str) -> EventId:
     match = _ID.fullmatch(text) if len(text) <= MAX_ID_CHARS else None
     if match is None or not is_request_id(match[1]):
         raise InvalidRequest(HEADER, text, "the id of an event of this server")
-    choices = tuple(match[5].split(","))
-    return EventId(match[1], int(match[2], 16), int(match[3], 16), match[4], choices, Stage(match[6]))
+    if match[5] and not is_request_id(match[5]):
+        raise InvalidRequest(HEADER, match[5], "the id of an event of this server")
+    choices = tuple(match[6].split(","))
+    return EventId(match[1], int(match[2], 16), int(match[3], 16), match[4], match[5], choices, Stage(match[7]))
 
 
 def body_digest(requests: Sequence[generation_pb2.GenerateRequest], *values: object) -> str:
@@ -82,6 +87,8 @@ def restore(last: EventId, choices: Sequence[Choice], requests: Sequence[generat
     if len(last.choices) != len(choices):
         raise InvalidRequest(HEADER, f"{len(last.choices)} choices", f"an id with {len(choices)} choices")
     per_request = len(choices) // len(requests)
+    for request in requests:
+        request.coordinator = last.coordinator
     for choice, state in zip(choices, last.choices, strict=True):
         match = _CHOICE.fullmatch(state)
         if match is None:

@@ -240,6 +240,7 @@ class GenerateRequest(_message.Message):
     PREDICTION_TEXT_FIELD_NUMBER: _builtins.int
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    COORDINATOR_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id of the request, for Abort and logs. Bound: 64 letters, digits or ._:-. Unset: the server draws one."""
     model: _builtins.str
@@ -263,6 +264,10 @@ class GenerateRequest(_message.Message):
     """
     prediction_text: _builtins.str
     """Text. It is tokenized without special tokens."""
+    coordinator: _builtins.str
+    """The coordinator of the earlier call, as its GenerationStarted named it. An ingress prefers it for a resumed request,
+    because it may still hold the tokens. Bound: 256 bytes.
+    """
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds:
         """Tokens. Bound: 1 to the context length, each below the vocabulary size."""
@@ -313,10 +318,11 @@ class GenerateRequest(_message.Message):
         prediction_text: _builtins.str = ...,
         prediction_token_ids: _common_pb2.TokenIds | None = ...,
         resume: _abc.Iterable[Global___ResumedAnswer] | None = ...,
+        coordinator: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_max_draft_tokens", b"_max_draft_tokens", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_coordinator", b"_coordinator", "_max_draft_tokens", b"_max_draft_tokens", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "coordinator", b"coordinator", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_max_draft_tokens", b"_max_draft_tokens", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_coordinator", b"_coordinator", "_max_draft_tokens", b"_max_draft_tokens", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "coordinator", b"coordinator", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beam_search: _TypeAlias = _typing.Literal["beam_search"]  # noqa: Y015
     _WhichOneofArgType__beam_search: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search"]  # noqa: Y015
@@ -324,6 +330,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__best_of: _TypeAlias = _typing.Literal["_best_of", b"_best_of"]  # noqa: Y015
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType__coordinator: _TypeAlias = _typing.Literal["coordinator"]  # noqa: Y015
+    _WhichOneofArgType__coordinator: _TypeAlias = _typing.Literal["_coordinator", b"_coordinator"]  # noqa: Y015
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
@@ -342,6 +350,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__best_of) -> _WhichOneofReturnType__best_of | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__coordinator) -> _WhichOneofReturnType__coordinator | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_draft_tokens) -> _WhichOneofReturnType__max_draft_tokens | None: ...
     @_typing.overload
@@ -463,6 +473,7 @@ class GenerationStarted(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    COORDINATOR_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id of the request."""
     model: _builtins.str
@@ -471,6 +482,8 @@ class GenerationStarted(_message.Message):
     """The seed in force. Sending it again gives the same answer."""
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
+    coordinator: _builtins.str
+    """The coordinator that the ingress chose. Unset by a coordinator itself."""
     def __init__(
         self,
         *,
@@ -478,10 +491,11 @@ class GenerationStarted(_message.Message):
         model: _builtins.str = ...,
         seed: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
+        coordinator: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

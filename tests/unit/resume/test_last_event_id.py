@@ -193,6 +193,19 @@ async def test_a_body_without_a_seed_continues_with_the_seed_of_its_stream(tmp_p
         assert found.choices == expected.choices
 
 
+async def test_a_resumed_stream_goes_to_the_coordinator_that_still_holds_its_tokens(tmp_path: Path) -> None:
+    path, values = BODIES["no seed"]
+    async with ingresses(tmp_path, 2, step_delay=0.001, draft__method="none") as both:
+        for seed in range(6):
+            body = body_of(values | {"seed": seed, "prompt": f"prompt {seed}", "max_tokens": 100})
+            first = await both.events(0, path, body, most=80)
+            steps = sum(len(replica.target.batches) for replica in both.cluster.replicas)
+            await both.events(1, path, body, last=first[-1][0])
+            later = sum(len(replica.target.batches) for replica in both.cluster.replicas) - steps
+            assert later < 60  # the end of the first call and of the resumed one; again from the start it is 100
+        assert all(replica.target.batches for replica in both.cluster.replicas)
+
+
 async def test_nothing_follows_the_last_event_and_only_the_end_follows_the_usage(tmp_path: Path) -> None:
     path, values = BODIES["chat"]
     async with ingresses(tmp_path) as both:
@@ -206,16 +219,17 @@ async def test_ids_that_are_wrong_or_of_another_body_are_refused(tmp_path: Path)
     body = body_of(values)
     async with ingresses(tmp_path) as both:
         event_id = (await both.events(0, path, body, most=2))[-1][0]
-        request_id, seed, created, digest, choices, stage = event_id.split("/")
+        request_id, seed, created, digest, _, choices, stage = event_id.split("/")
         wrong = [
             "",
             "x",
             event_id + "/c",
             event_id.replace(request_id, "ü" * 32).encode("latin-1"),
-            f"{request_id}/{seed}/{created}/{digest}/{choices},{choices}/{stage}",
-            f"{request_id}/{seed}/{created}/{digest}/s99999999.0.0.0./{stage}",
-            f"{request_id}/{seed}/{created}/{digest}/s3.0.2.0./{stage}",
-            f"{request_id}/{seed}/{created}/{digest}/{'9' * 20000}/{stage}",
+            f"{request_id}/{seed}/{created}/{digest}/a b/{choices}/{stage}",
+            f"{request_id}/{seed}/{created}/{digest}//{choices},{choices}/{stage}",
+            f"{request_id}/{seed}/{created}/{digest}//s99999999.0.0.0./{stage}",
+            f"{request_id}/{seed}/{created}/{digest}//s3.0.2.0./{stage}",
+            f"{request_id}/{seed}/{created}/{digest}//{'9' * 20000}/{stage}",
         ]
         url = f"{both.urls[1]}/v1/{path}"
         for text in wrong:

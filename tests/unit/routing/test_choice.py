@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import pytest
 
-from cluster.ingress.routing import BLOCK_BYTES, CoordinatorView, PrefixMemory, choose, prefix_hashes
+from cluster.ingress.routing import BLOCK_BYTES, RUNNING_BLOCKS, CoordinatorView, PrefixMemory, choose, prefix_hashes
 from pilotfish.v1 import common_pb2, generation_pb2
 
 A, B, C = (CoordinatorView(name, f"127.0.0.1:{port}") for port, name in enumerate("abc", 1))
@@ -49,9 +49,9 @@ def test_load_outweighs_a_short_known_beginning_and_not_a_long_one() -> None:
     short, long = (prefix_hashes(text_request(long_text(seed, count))) for seed, count in ((3, 2), (4, 40)))
     for hashes in (short, long):
         memory.record(hashes, "a", PRESENT)
-    assert chosen(short, [A, B], memory, a=2) == "b"
-    assert chosen(long, [A, B], memory, a=2) == "a"
-    assert chosen(long, [A, B], memory, a=9) == "b"
+    assert chosen(short, [A, B], memory, a=RUNNING_BLOCKS) == "b"
+    assert chosen(long, [A, B], memory, a=9 * RUNNING_BLOCKS) == "a"
+    assert chosen(long, [A, B], memory, a=11 * RUNNING_BLOCKS) == "b"
 
 
 def test_the_queue_the_running_sequences_and_the_kv_usage_count_as_load() -> None:
@@ -63,7 +63,7 @@ def test_the_queue_the_running_sequences_and_the_kv_usage_count_as_load() -> Non
     ):
         for seed in range(8):
             assert chosen(prefix_hashes(text_request(long_text(seed, 3))), [busy, idle], memory) == "z"
-    full = CoordinatorView("x", "127.0.0.1:8", running=4, waiting=2)
+    full = CoordinatorView("x", "127.0.0.1:8", running=4, waiting=4)
     assert chosen((), [full, CoordinatorView("y", "127.0.0.1:7", running=7)], memory) == "y"
 
 
@@ -107,6 +107,18 @@ def test_excluded_coordinators_are_not_chosen() -> None:
     assert choose((b"x",), [], {}, memory) is None
 
 
+def test_a_resumed_request_goes_to_its_earlier_coordinator_if_that_is_there() -> None:
+    memory = PrefixMemory()
+    for name in ("a", "b"):
+        found = choose((b"x",), [A, B], {name: 5}, memory, preferred=name)
+        assert found is not None
+        assert found.id == name
+    found = choose((b"x",), [A, B], {"a": 5}, memory, {"b"}, preferred="b")
+    assert found is not None
+    assert found.id == "a"
+    assert choose((b"x",), [A, B], {"a": 5}, memory, preferred="gone") == B
+
+
 def test_the_memory_is_bounded_and_keeps_the_beginnings_used_last() -> None:
     memory = PrefixMemory(max_blocks=30)
     for seed in range(20):
@@ -148,7 +160,7 @@ def simulated(policy: str, coordinators: int = 2, groups: int = 8, requests: int
     for number in range(requests):
         text = long_text(draw.randrange(groups), 16) + long_text(1000 + number, 2)
         hashes = prefix_hashes(text_request(text))
-        in_flight = {name: running.count(name) for name in stored}
+        in_flight = {name: RUNNING_BLOCKS * running.count(name) for name in stored}
         is_routed = policy == "routed"
         name = chosen(hashes, views, memory, **in_flight) if is_routed else views[number % coordinators].id
         memory.record(hashes, name, list(stored))
