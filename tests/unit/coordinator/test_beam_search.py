@@ -9,7 +9,7 @@ import pytest
 
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
-from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady
+from cluster.core.errors import DeadlineExceeded, InvalidRequest, WorkerUnavailable
 from cluster.core.ids import RequestId
 from cluster.core.request import EarlyStopping, FinishReason
 from cluster.core.verification import StepBatch, StepResult, Verdict
@@ -162,7 +162,7 @@ async def test_a_target_that_reports_no_alternatives_fails_only_the_search() -> 
     target.step = silent  # type: ignore[method-assign]
     async with serving(target, PerfectDrafter(target)) as coordinator:
         reading = asyncio.create_task(tokens_of(coordinator, request("other")))
-        with pytest.raises(NotReady):
+        with pytest.raises(WorkerUnavailable):
             await read(coordinator, beam_request())
         assert await reading == target.answer(request("other"))
         await until(lambda: target.is_empty)
