@@ -187,7 +187,7 @@ def load_block_drafter(
     loaded = load_drafter(Path(settings.path), Path(target.path), dtype, choose_device(target.device, 0), kind="block")
     if not isinstance(loaded.module, BlockDrafter):
         raise TypeError(f"{type(loaded.module).__name__} is no block drafter")
-    block = BlockPass(loaded.module, loaded.ends, weights)
+    block = BlockPass(loaded.module, loaded.ends, weights, target.compile_directory)
     make = partial(make_product, weights=weights, directory=target.compile_directory)
     ranker = PathRanker(loaded.ends, loaded.module.selector, make, knows_noise=target.acceptance == _COUPLED)
     taps = TapReader(module_taps(settings), target, loaded.ends.hidden_size)

@@ -19,7 +19,8 @@ from workers.model.drafting.layer import ContextProjection, DrafterLayer
 class BlockPass:
     """The weights of a block drafter, packed, and its two passes."""
 
-    def __init__(self, module: BlockDrafter, ends: TargetEnds, weights: Weights) -> None:
+    def __init__(self, module: BlockDrafter, ends: TargetEnds, weights: Weights, directory: str | None = None) -> None:
+        """`directory` keeps the compiled CPU kernels."""
         shape, layer = module.shape, module.shape.layer
         self._layer_shape = layer
         self._epsilon = layer.norm_epsilon
@@ -30,12 +31,12 @@ class BlockPass:
         contexts = [one for one in module.contexts if isinstance(one, ContextProjection)]
         pairs = [weight for one in contexts for weight in (one.k_proj.weight, one.v_proj.weight)]
         self._context = folded_product(
-            torch.cat([module.fusion.proj.weight, *pairs]), weights, module.fusion.norm.flatten()
+            torch.cat([module.fusion.proj.weight, *pairs]), weights, module.fusion.norm.flatten(), directory
         )
         norms = torch.cat([torch.ones_like(module.feature_norm), module.feature_norm])
-        self._entry = folded_product(module.entry.weight, weights, norms)
+        self._entry = folded_product(module.entry.weight, weights, norms, directory)
         self._slots = module.slots.detach().float()
-        self._layers = LayerStack(layers, module.input_norms, weights)
+        self._layers = LayerStack(layers, module.input_norms, weights, directory)
         self._output_norm = module.output_norm.detach().float()
         self._rotary = RotaryTable(layer.head_width, layer.rope_theta, self.device)
         self.context_shape = ContextShape(

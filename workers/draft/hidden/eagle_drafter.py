@@ -189,7 +189,7 @@ def load_eagle_drafter(
     if not isinstance(loaded.module, EagleHead):
         raise TypeError(f"{type(loaded.module).__name__} is no EAGLE head")
     scratch = max(_LEAST_SCRATCH, width * draft.max_depth)
-    head = EaglePass(loaded.module, loaded.ends, settings.weights, scratch)
+    head = EaglePass(loaded.module, loaded.ends, settings.weights, scratch, target.compile_directory)
     taps = TapReader(module_taps(settings), target, loaded.ends.hidden_size)
     store = ContextStore(settings.store_tokens, dtype)
     knows_noise = target.acceptance == _COUPLED

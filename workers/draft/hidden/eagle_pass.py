@@ -49,21 +49,26 @@ def committed_piece(window: ContextWindow, first: int, following: Sequence[int],
 class EaglePass:
     """The weights of an EAGLE head, packed."""
 
-    def __init__(self, module: EagleHead, ends: TargetEnds, weights: Weights, scratch: int) -> None:
-        """`scratch` is the largest number of tokens of one sequence in a pass, and in a draft."""
+    def __init__(
+        self, module: EagleHead, ends: TargetEnds, weights: Weights, scratch: int, directory: str | None = None
+    ) -> None:
+        """`scratch` is the largest number of tokens of one sequence in a pass, and in a draft.
+
+        `directory` keeps the compiled CPU kernels.
+        """
         shape, layer = module.shape, module.shape.layer
         self._epsilon = layer.norm_epsilon
         self.vocabulary_size = len(ends.embedding)
         self.vocabulary = ends.vocabulary
         self.device = ends.embedding.device
         self._embedding = ends.embedding
-        self._fuse = folded_product(module.fusion.proj.weight, weights, module.fusion.norm.flatten())
+        self._fuse = folded_product(module.fusion.proj.weight, weights, module.fusion.norm.flatten(), directory)
         norms = torch.cat([torch.ones_like(module.feature_norm), module.feature_norm])
-        self._entry = folded_product(module.entry.weight, weights, norms)
+        self._entry = folded_product(module.entry.weight, weights, norms, directory)
         layers = [one for one in module.layers if isinstance(one, DrafterLayer)]
-        self._layers = LayerStack(layers, module.input_norms, weights)
+        self._layers = LayerStack(layers, module.input_norms, weights, directory)
         self._output_norm = module.output_norm.detach().float()
-        self._head = make_product(ends.head, weights)
+        self._head = make_product(ends.head, weights, directory)
         self.context_shape = ContextShape(shape.layers, layer.kv_heads, layer.head_width, 0, layer.window, scratch)
         """What is kept of each position; there is no feature."""
 

@@ -19,9 +19,9 @@ from workers.forward.native.window_layers import LayerWeights, WindowPiece, Wind
 from workers.model.drafting.layer import DrafterLayer
 
 
-def folded_product(weight: Tensor, weights: Weights, norm: Tensor | None = None) -> Product:
+def folded_product(weight: Tensor, weights: Weights, norm: Tensor, directory: str | None = None) -> Product:
     """The product with `weight` [out, in]. `norm` [in] are the weights of a norm before it."""
-    return make_product(weight if norm is None else weight.detach().float() * norm.detach().float(), weights)
+    return make_product(weight.detach().float() * norm.detach().float(), weights, directory)
 
 
 def scaled(x: Tensor, epsilon: float) -> Tensor:
@@ -58,12 +58,14 @@ class RotaryTable:
 class LayerStack:
     """All layers of a module, each with the norm before its projections."""
 
-    def __init__(self, layers: Sequence[DrafterLayer], input_norms: Tensor, weights: Weights) -> None:
-        """`input_norms` [layers, hidden size] are the norms' weights."""
+    def __init__(
+        self, layers: Sequence[DrafterLayer], input_norms: Tensor, weights: Weights, directory: str | None
+    ) -> None:
+        """`input_norms` [layers, hidden size] are the norms' weights. `directory` keeps the compiled CPU kernels."""
         shape = layers[0].shape
         own = WindowShape(shape.heads, shape.kv_heads, shape.head_width, shape.norm_epsilon, shape.rope_theta)
         given = [_weights_of(layer, norm) for layer, norm in zip(layers, input_norms, strict=True)]
-        self._packed = pack_window_layers(given, own, stored_type(weights))
+        self._packed = pack_window_layers(given, own, stored_type(weights), directory)
         if self._packed is None:
             device = layers[0].q_proj.weight.device
             self._rotary = RotaryTable(shape.head_width, shape.rope_theta, device)
