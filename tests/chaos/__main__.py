@@ -18,6 +18,7 @@ import torch
 
 from deploy.settings import parse_assignments
 from tests.chaos.harness import ChaosOptions, limit_threads, run_chaos
+from tests.chaos.serve_harness import run_serve_chaos
 
 
 def main() -> None:
@@ -29,7 +30,10 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=12, help="number of clients")
     parser.add_argument("--ranks", default="1,2", help="ranks of each target")
     parser.add_argument("--drafters", type=int, default=2, help="number of drafters")
+    parser.add_argument("--ingresses", type=int, default=ChaosOptions.ingresses, help="number of ingresses")
     parser.add_argument("--roles", default="", help="roles that faults are for (default: all)")
+    parser.add_argument("--most-lost", type=int, default=2, help="most processes that are away at a further fault")
+    parser.add_argument("--serve", action="store_true", help="run under Ray Serve, which replaces lost processes")
     parser.add_argument("--json", type=Path, help="file that the report is appended to, as a line of JSON")
     parser.add_argument("--logs", type=Path, help="directory for the logs of the processes")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
@@ -45,14 +49,16 @@ def main() -> None:
         pause_seconds=arguments.pause,
         ranks=tuple(int(size) for size in arguments.ranks.split(",")),
         drafters=arguments.drafters,
+        ingresses=arguments.ingresses,
         at_once=arguments.at_once,
-        roles=tuple(filter(None, arguments.roles.split(","))),
+        roles=tuple(filter(None, arguments.roles.split(","))) or ChaosOptions.roles,
+        most_lost=arguments.most_lost,
         settings=parse_assignments(arguments.set),
     )
     with tempfile.TemporaryDirectory(prefix="pilotfish-chaos-") as scratch:
         directory = arguments.logs or Path(scratch)
         directory.mkdir(parents=True, exist_ok=True)
-        report = asyncio.run(run_chaos(options, directory))
+        report = asyncio.run((run_serve_chaos if arguments.serve else run_chaos)(options, directory))
     sys.stdout.write(report.to_text() + "\n")
     if arguments.json is not None:
         with arguments.json.open("a") as file:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cluster.core.config.sections import Configuration
+from tests.chaos.faults import Victim
 from tests.support.clusters.faulty_link import FaultyLink
 from tests.support.clusters.role_main import LOOPBACK, RoleKind, RoleSpec
 from tests.support.clusters.role_process import START_SECONDS, RoleProcess
@@ -119,33 +120,55 @@ class Owner:
             slot.process.launch()
         async with asyncio.timeout(START_SECONDS):
             addresses = await asyncio.gather(*(slot.process.ready() for slot in self.slots if slot.process))
-        for slot, address in zip(self.slots, addresses, strict=True):
-            slot.address, slot.is_ready, slot.starts = address, True, slot.starts + 1
+        for slot, (address, http_url) in zip(self.slots, addresses, strict=True):
+            slot.address, slot.http_url, slot.is_ready, slot.starts = address, http_url, True, slot.starts + 1
 
     async def _end(self) -> None:
         for slot in self.slots:
-            slot.address, slot.is_ready = "", False
+            slot.address, slot.http_url, slot.is_ready = "", "", False
         await asyncio.gather(*(slot.process.end() for slot in self.slots if slot.process is not None))
 
 
 class ChaosCluster:
     """`targets` targets, each with a coordinator, and `drafters` drafters, between `start()` and `stop()`.
 
-    Target `i` has `ranks[i]` ranks. `doors` are the links from clients to the coordinators.
+    Target `i` has `ranks[i]` ranks. `ingresses` ingresses serve both APIs and route to the coordinators. `doors` are
+    the links from gRPC clients to the ingresses, or to the coordinators if there are no ingresses.
     """
 
     def __init__(
-        self, configuration: Configuration, ranks: Sequence[int], drafters: int, logs: Path, seed: int
+        self,
+        configuration: Configuration,
+        ranks: Sequence[int],
+        drafters: int,
+        ingresses: int,
+        logs: Path,
+        seed: int,
     ) -> None:
         self.replacements = Replacements()
+        self.look_seconds = 0.05
         self.links: list[FaultyLink] = []
         self.doors: list[FaultyLink] = []
         self._configuration = configuration
         self._ranks = tuple(ranks)
         self._drafters = drafters
+        self._ingresses = ingresses
         self._logs = logs
         self._seed = seed
         self._owners: list[Owner] = []
+
+    @property
+    def size(self) -> int:
+        """Number of its processes while none is lost."""
+        return len(self.slots)
+
+    def victims(self) -> list[Victim]:
+        """The processes that serve."""
+        return [
+            Victim(slot.name, slot.kind, slot.process.pid, slot.process.signal)
+            for slot in self.slots
+            if slot.is_ready and slot.process is not None
+        ]
 
     @property
     def slots(self) -> list[Slot]:
@@ -173,15 +196,19 @@ class ChaosCluster:
             spec = RoleSpec("coordinator", values, target=target.address, drafts=tuple(link.address for link in links))
             coordinators.append(Slot(f"coordinator-{index}", "coordinator", spec, self._log()))
         workers = list(self._owners)
-        self._owners += [Owner([slot], self.replacements) for slot in coordinators]
+        entrances = [await self._link(slot) for slot in coordinators]
+        addresses = tuple(link.address for link in entrances)
+        spec = RoleSpec("ingress", values, coordinators=addresses)
+        ingresses = [Slot(f"ingress-{index}", "ingress", spec, self._log()) for index in range(self._ingresses)]
+        self._owners += [Owner([slot], self.replacements) for slot in (*coordinators, *ingresses)]
         await asyncio.gather(*(owner.start() for owner in workers))
         await asyncio.gather(*(owner.start() for owner in self._owners[len(workers) :]))
-        self.doors = [await self._link(slot) for slot in coordinators]
+        self.doors = [await self._link(slot) for slot in ingresses] or entrances
 
     async def stop(self) -> None:
         """Kill all processes."""
         await asyncio.gather(*(owner.stop() for owner in self._owners))
-        for link in self.links:
+        for link in dict.fromkeys((*self.links, *self.doors)):
             await link.stop()
 
     def check(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,7 +13,6 @@ import httpx
 from cluster.core.errors import Aborted, NotReady, Overloaded, WorkerUnavailable
 from cluster.wire.generation_client import GenerationClient
 from pilotfish.v1 import generation_pb2
-from tests.chaos.cluster import Slot
 from tests.soak.requests import SoakRequest
 
 MODEL = "chaos"
@@ -31,6 +30,8 @@ class Received:
     answers: dict[int, list[int]]
     finished: set[int] = field(default_factory=set)
     last_event_id: str = ""
+    door: str = ""
+    """The kind of door, for logs."""
     pause: float = 0.0
     """The longest time without a token, in seconds."""
     latest: float = field(default_factory=time.monotonic)
@@ -64,10 +65,9 @@ class GrpcDoor:
 
     async def read(self, name: str, request: SoakRequest, received: Received, seconds: float) -> None:
         """See `Door`."""
+        received.door = "gRPC"
         message = request.message(name)
         if received.has_begun:
-            if not can_resume():
-                raise ConnectionError("the stream broke off, and requests cannot be resumed")
             resume(message, received)
         try:
             async for response in self.client.generate(message, seconds):
@@ -82,16 +82,17 @@ class GrpcDoor:
 class HttpDoor:
     """Over HTTP, as server-sent events. A request that continues names the last event."""
 
-    def __init__(self, client: httpx.AsyncClient, slot: Slot) -> None:
+    def __init__(self, client: httpx.AsyncClient, url: Callable[[], str]) -> None:
+        """`url` returns the URL of a server, or an empty text while none serves."""
         self._client = client
-        self._slot = slot
+        self._url = url
 
     async def read(self, name: str, request: SoakRequest, received: Received, seconds: float) -> None:
         """See `Door`."""
-        url, headers = self._slot.http_url, {"x-request-id": name}
+        received.door = "HTTP"
+        url, headers = self._url(), {"x-request-id": name}
         if not url:
-            await asyncio.sleep(0)
-            raise Lost(f"{self._slot.name} is not serving")
+            raise Lost("no ingress is serving")
         if received.last_event_id:
             headers["last-event-id"] = received.last_event_id
         try:
@@ -135,12 +136,7 @@ def _body(request: SoakRequest) -> dict[str, Any]:
     return body | ({"cache_salt": request.cache_salt} if request.cache_salt else {})
 
 
-def can_resume() -> bool:
-    """Whether requests have a field for the tokens received so far."""
-    return "resume" in generation_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
-
-
-def resume(message: Any, received: Received) -> None:
+def resume(message: generation_pb2.GenerateRequest, received: Received) -> None:
     """Put what was received into a request, so that only the rest is streamed."""
     for index, tokens in received.answers.items():
         if tokens or index in received.finished:

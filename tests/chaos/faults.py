@@ -7,11 +7,11 @@ import logging
 import random
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from tests.chaos.cluster import ChaosCluster, Slot
-from tests.chaos.doors import can_resume
-from tests.support.clusters.faulty_link import UNDISTURBED, FaultRates
+from tests.support.clusters.faulty_link import UNDISTURBED, FaultRates, FaultyLink
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +24,42 @@ DISTURBED_SHARE = 0.3
 """Share of the time in which the messages of a link are disturbed."""
 
 
+@dataclass(frozen=True)
+class Victim:
+    """A process that serves."""
+
+    name: str
+    kind: str
+    pid: int
+    signal: Callable[[signal.Signals], None]
+    """Sends a signal, unless the process has ended."""
+
+
+class Disturbable(Protocol):
+    """A cluster that faults are applied to."""
+
+    links: list[FaultyLink]
+    look_seconds: float
+    """Pause between looks at its processes, in seconds."""
+
+    @property
+    def size(self) -> int:
+        """Number of its processes while none is lost."""
+        ...
+
+    def victims(self) -> list[Victim]:
+        """The processes that serve."""
+        ...
+
+    def check(self) -> None:
+        """Raise the error of an owner that has failed."""
+        ...
+
+
 class Disturber:
     """Draws faults from a seed and applies them."""
 
-    def __init__(self, cluster: ChaosCluster, seed: int, pause_seconds: float, most_lost: int) -> None:
+    def __init__(self, cluster: Disturbable, seed: int, pause_seconds: float, most_lost: int) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
         """Number of faults by role and kind."""
         self._cluster = cluster
@@ -48,42 +80,35 @@ class Disturber:
             for _ in range(rounds):
                 await asyncio.sleep(self._draw.expovariate(1 / self._pause_seconds))
                 self._disturb_links()
-                await self._apply(await self._victim(kinds))
+                self._apply(await self._victim(kinds))
                 self._cluster.check()
         finally:
             for link in self._cluster.links:
                 link.rates = UNDISTURBED
 
     def _disturb_links(self) -> None:
-        doors = () if can_resume() else self._cluster.doors
-        link = self._draw.choice([link for link in self._cluster.links if link not in doors])
-        link.rates = DISTURBED if self._draw.random() < DISTURBED_SHARE else UNDISTURBED
+        if self._cluster.links:
+            link = self._draw.choice(self._cluster.links)
+            link.rates = DISTURBED if self._draw.random() < DISTURBED_SHARE else UNDISTURBED
 
-    async def _victim(self, kinds: Sequence[str]) -> Slot:
-        """A process that serves. Waits while as many as `most_lost` do not: streams would not progress any more."""
+    async def _victim(self, kinds: Sequence[str]) -> Victim:
+        """A process that serves. Waits while more than `most_lost` do not: streams would not progress any more."""
         while True:
-            slots = self._cluster.slots
-            lost = [slot for slot in slots if not self._serves(slot)]
-            candidates = [slot for slot in slots if self._serves(slot) and (not kinds or slot.kind in kinds)]
-            if candidates and len(lost) <= self._most_lost:
-                kind = self._draw.choice(sorted({slot.kind for slot in candidates}))
-                return self._draw.choice([slot for slot in candidates if slot.kind == kind])
-            await asyncio.sleep(0.05)
+            serving = [victim for victim in self._cluster.victims() if victim.pid not in self._hit]
+            candidates = [victim for victim in serving if not kinds or victim.kind in kinds]
+            if candidates and self._cluster.size - len(serving) <= self._most_lost:
+                kind = self._draw.choice(sorted({victim.kind for victim in candidates}))
+                return self._draw.choice([victim for victim in candidates if victim.kind == kind])
+            await asyncio.sleep(self._cluster.look_seconds)
             self._cluster.check()
 
-    def _serves(self, slot: Slot) -> bool:
-        return slot.is_ready and slot.process is not None and slot.process.pid not in self._hit
-
-    async def _apply(self, slot: Slot) -> None:
-        process = slot.process
-        if process is None:
-            return
+    def _apply(self, victim: Victim) -> None:
         (fault,) = self._draw.choices(list(WEIGHTS), WEIGHTS.values())
-        self.counts[slot.kind, fault] += 1
-        logger.info("%s (%d) is %s", slot.name, process.pid, fault)
-        process.signal(signal.SIGKILL if fault == KILL else signal.SIGSTOP)
+        self.counts[victim.kind, fault] += 1
+        logger.info("%s (%d) is %s", victim.name, victim.pid, fault)
+        victim.signal(signal.SIGKILL if fault == KILL else signal.SIGSTOP)
         if fault != PAUSE:
-            self._hit.add(process.pid)
+            self._hit.add(victim.pid)
         else:
             loop = asyncio.get_running_loop()
-            loop.call_later(self._draw.uniform(0.1, 2.0), process.signal, signal.SIGCONT)
+            loop.call_later(self._draw.uniform(0.1, 2.0), victim.signal, signal.SIGCONT)

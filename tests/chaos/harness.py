@@ -9,9 +9,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 
 from cluster.core.config.sections import MIB, Configuration
@@ -19,13 +21,14 @@ from cluster.core.errors import PilotfishError
 from cluster.ingress.text.tokenizer import Tokenizer
 from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
+from pilotfish.v1 import generation_pb2
 from tests.chaos.cluster import ChaosCluster, Slot
-from tests.chaos.doors import GrpcDoor
+from tests.chaos.doors import Door, GrpcDoor, HttpDoor
 from tests.chaos.faults import Disturber
 from tests.chaos.report import ChaosReport, by_role, percentiles
 from tests.chaos.streams import Streams
 from tests.soak.reference import Reference
-from tests.soak.requests import MAX_TOKENS, RequestCatalogue
+from tests.soak.requests import MAX_TOKENS, RequestCatalogue, SoakRequest
 from tests.soak.watch import read_counts
 from tests.support.engines.kept_kernels import KEPT
 from tests.support.models import tiny, tiny_tokenizer
@@ -40,6 +43,8 @@ MOST_NEW_DESCRIPTORS = 8
 """Descriptors that a process may have more than at first: connections that it opened since."""
 MOST_NEW_BYTES = 128 << 20
 """Memory that a process may have more than at first."""
+CAN_RESUME = "resume" in generation_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
+"""Whether a client can continue a stream elsewhere. If not, only workers are killed."""
 BOUND = 1e-3
 """Scores closer than this may be swapped by rounding."""
 
@@ -56,12 +61,13 @@ class ChaosOptions:
     ranks: tuple[int, ...] = (1, 2)
     """Ranks of each target."""
     drafters: int = 2
+    ingresses: int = 2 if CAN_RESUME else 0
     at_once: int = 12
     distinct: int = 32
     """Number of distinct requests."""
     kinds: tuple[str, ...] = ("short", "long", "sharing", "several")
     """Kinds of requests."""
-    roles: tuple[str, ...] = ()
+    roles: tuple[str, ...] = () if CAN_RESUME else ("target", "rank", "draft")
     """Roles that faults are for; empty: all."""
     most_lost: int = 2
     """Most processes that are away when a further fault is applied."""
@@ -69,9 +75,9 @@ class ChaosOptions:
 
 
 def make_model(directory: Path) -> Path:
-    """A random model with two KV heads, so that two ranks can share it. A token takes 1 KiB of KV memory."""
-    changes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 4}
-    shape = tiny.llama(vocab_size=320, hidden_size=64, max_position_embeddings=MAX_TOKENS, **changes)
+    """A random model with two KV heads, so that two ranks can share it. A token takes 2 KiB of KV memory."""
+    changes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 4}
+    shape = tiny.llama(vocab_size=320, hidden_size=128, max_position_embeddings=MAX_TOKENS, **changes)
     return tiny_tokenizer.byte_level(tiny.save(directory, shape))
 
 
@@ -98,28 +104,48 @@ def configure(model: Path, settings: dict[str, object]) -> Configuration:
     return load_configuration({}, chosen | settings)
 
 
-async def run_chaos(options: ChaosOptions, scratch: Path) -> ChaosReport:
-    """Run streams through a cluster whose processes are killed and stopped. Returns what was seen."""
+@dataclass(frozen=True)
+class Workload:
+    """A model, requests, and the answers of the model alone."""
+
+    model: Path
+    requests: tuple[SoakRequest, ...]
+    reference: Reference
+
+
+def prepare(options: ChaosOptions, scratch: Path) -> Workload:
+    """Make the model and compute all answers."""
     model = make_model(scratch / "model")
     tokenizer = Tokenizer.load(model)
     phrases = [tokenizer.encode(text) for text in PLAIN]
-    catalogue = RequestCatalogue(phrases, options.kinds, options.distinct, options.seed)
+    requests = RequestCatalogue(phrases, options.kinds, options.distinct, options.seed).requests
     reference = Reference(model, BOUND)
-    for request in catalogue.requests:
+    for request in requests:
         reference.answers(request)
-    cluster = ChaosCluster(configure(model, options.settings), options.ranks, options.drafters, scratch, options.seed)
-    own = psutil.Process()
-    begun = time.monotonic()
+    return Workload(model, requests, reference)
+
+
+async def run_chaos(options: ChaosOptions, scratch: Path) -> ChaosReport:
+    """Run streams through a cluster whose processes are killed and stopped. Returns what was seen."""
+    work = prepare(options, scratch)
+    configuration = configure(work.model, options.settings)
+    cluster = ChaosCluster(configuration, options.ranks, options.drafters, options.ingresses, scratch, options.seed)
+    own, begun = psutil.Process(), time.monotonic()
+    http = httpx.AsyncClient(limits=httpx.Limits(max_connections=None))
     try:
         await cluster.start()
-        clients = [GenerationClient(fixed_address(door.address)) for door in cluster.doors]
-        doors = [[GrpcDoor(client) for client in clients]]
-        streams = Streams(doors, catalogue.requests, reference, options.at_once, options.seed)
         logger.info("all processes serve after %.1f s", time.monotonic() - begun)
-        await _stream_for(streams, 2.0)
+        clients = [GenerationClient(fixed_address(door.address)) for door in cluster.doors]
+        ingresses = [slot for slot in cluster.slots if slot.kind == "ingress"]
+        over_http = [HttpDoor(http, partial(getattr, slot, "http_url")) for slot in ingresses]
+        doors: list[Sequence[Door]] = [[GrpcDoor(client) for client in clients], over_http]
+        streams = Streams(doors[: 2 if ingresses else 1], work.requests, work.reference, options.at_once, options.seed)
+        await stream_for(streams, 2.0)
         await _settled(cluster)
         first, descriptors = await _held_by_role(cluster), own.num_fds()
-        logger.info("%d streams without faults after %.1f s", streams.results.complete, time.monotonic() - begun)
+        preemptions = await _preemptions(clients)
+        if not CAN_RESUME:
+            cluster.links = [link for link in cluster.links if link not in cluster.doors]
         disturber = Disturber(cluster, options.seed, options.pause_seconds, options.most_lost)
         running = asyncio.create_task(streams.run())
         await disturber.run(options.rounds, options.roles)
@@ -130,21 +156,46 @@ async def run_chaos(options: ChaosOptions, scratch: Path) -> ChaosReport:
         leaks += _growth(await _held_by_role(cluster), first)
         if own.num_fds() > descriptors + 4 * MOST_NEW_DESCRIPTORS:
             leaks.append(f"the clients have {own.num_fds()} descriptors, {descriptors} at first")
-        preemptions = await _preemptions(clients)
+        preemptions += await _preemptions(clients)
         for client in clients:
             await client.close()
         cluster.check()
     finally:
+        await http.aclose()
         await cluster.stop()
-    results = streams.results
-    messages: Counter[str] = sum((link.counts for link in cluster.links), Counter())
-    return ChaosReport(
-        seed=options.seed,
-        seconds=round(time.monotonic() - begun, 1),
-        faults=by_role(disturber.counts),
-        messages=dict(messages),
+    return report_of(
+        options,
+        time.monotonic() - begun,
+        disturber,
+        streams,
+        leaks,
+        preemptions,
+        messages=dict(sum((link.counts for link in cluster.links), Counter[str]())),
         replaced=dict(Counter(role for role, _ in cluster.replacements.reasons)),
         replacement_seconds=percentiles(cluster.replacements.seconds),
+    )
+
+
+def report_of(
+    options: ChaosOptions,
+    seconds: float,
+    disturber: Disturber,
+    streams: Streams,
+    leaks: list[str],
+    preemptions: int,
+    messages: dict[str, int],
+    replaced: dict[str, int],
+    replacement_seconds: dict[str, float],
+) -> ChaosReport:
+    """The report of a run."""
+    results = streams.results
+    return ChaosReport(
+        seed=options.seed,
+        seconds=round(seconds, 1),
+        faults=by_role(disturber.counts),
+        messages=messages,
+        replaced=replaced,
+        replacement_seconds=replacement_seconds,
         streams=results.complete,
         left=results.left,
         resumed=results.resumed,
@@ -159,7 +210,7 @@ async def run_chaos(options: ChaosOptions, scratch: Path) -> ChaosReport:
     )
 
 
-async def _stream_for(streams: Streams, seconds: float) -> None:
+async def stream_for(streams: Streams, seconds: float) -> None:
     """Stream without faults, so that every connection is open and every process has its working memory."""
     asyncio.get_running_loop().call_later(seconds, streams.end)
     await streams.run()
@@ -223,14 +274,14 @@ def _growth(last: dict[str, dict[str, int]], first: dict[str, dict[str, int]]) -
 
 
 async def _preemptions(clients: Sequence[GenerationClient]) -> int:
-    """Preemptions that the present coordinators counted."""
-    total = 0.0
+    """Preemptions that the present coordinators counted. Every client asks all of them."""
+    most = 0.0
     for client in clients:
         try:
-            total += (await read_counts(client)).get("vllm:num_preemptions_total", 0.0)
+            most = max(most, (await read_counts(client)).get("vllm:num_preemptions_total", 0.0))
         except PilotfishError:
             continue
-    return int(total)
+    return int(most)
 
 
 def limit_threads() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import random
 import time
 from collections import Counter
@@ -15,12 +16,16 @@ from tests.chaos.doors import Door, Lost, Received
 from tests.soak.reference import Reference
 from tests.soak.requests import SoakRequest
 
+logger = logging.getLogger(__name__)
+
 ANSWER_SECONDS = 240.0
 """Deadline of a request. Longer than any answer takes, so that a hang becomes a failure."""
 RETRY_SECONDS = 0.1
 LEAVE_SHARE = 0.1
 """Share of the requests whose client leaves early."""
 MAX_SHOWN = 20
+SLOW_SECONDS = 15.0
+"""Longer pauses are logged."""
 
 
 @dataclass
@@ -108,6 +113,8 @@ class Streams:
             else:
                 results.complete += 1
                 results.pauses.append(received.pause)
+                if received.pause > SLOW_SECONDS:
+                    logger.info("%s over %s paused for %.1f s", name, received.door, received.pause)
         for index, answer in received.answers.items():
             results.tokens += len(answer)
             self._check(name, request, index, answer, whole=not has_left)

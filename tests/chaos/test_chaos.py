@@ -22,8 +22,8 @@ async def chaos(options: ChaosOptions, logs: Path) -> ChaosReport:
     return report
 
 
-async def test_killed_and_frozen_workers_change_no_token_and_leave_nothing_behind(logs: Path) -> None:
-    options = ChaosOptions(rounds=10, at_once=8, distinct=16, seed=3, roles=("target", "rank", "draft"))
+async def test_killed_and_frozen_processes_change_no_token_and_leave_nothing_behind(logs: Path) -> None:
+    options = ChaosOptions(rounds=7, pause_seconds=0.4, at_once=8, distinct=12, seed=3)
     report = await chaos(options, logs)
     assert report.kills > 5
-    assert report.replaced["target"] and report.replaced["draft"]
+    assert len(report.replaced) > 1, "few roles were killed"

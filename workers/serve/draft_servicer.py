@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +24,11 @@ from cluster.wire.codec.draft import decode_client, decode_draft_rows, encode_pr
 from pilotfish.v1 import draft_pb2, draft_pb2_grpc
 from workers.draft.idle_work import IdleWork
 from workers.serve.compute_thread import ComputeThread, compute_rows, count_failures
+from workers.serve.leases import LEASE_SECONDS, Leases
 
 logger = logging.getLogger(__name__)
+
+CHECKS_PER_LEASE = 4
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
@@ -32,11 +37,20 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     A cancelled call that has not begun is not computed. One that has begun is finished, so that a repeated call is
     fast. Waiting calls are computed together, one per client, so that a client that calls more often does not delay
     the others. A call without any budget is answered when its committed tokens are computed, so that its duration
-    shows their cost. Between calls the method may do idle work.
+    shows their cost. Between calls the method may do idle work. What a client holds is released when the client has
+    been silent for `lease_seconds`: it is gone, or it sends its tokens again.
     """
 
-    def __init__(self, method: DraftMethod) -> None:
+    def __init__(
+        self,
+        method: DraftMethod,
+        lease_seconds: float = LEASE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._method = method
+        self._leases = Leases(lease_seconds, clock)
+        self._lease_seconds = lease_seconds
+        self._expiring: asyncio.Task[None] | None = None
         self._idle_work = method if isinstance(method, IdleWork) else None
         self._compute = ComputeThread("draft", None if self._idle_work is None else self._idle_work.run_ahead)
         self._lock = threading.Lock()
@@ -58,6 +72,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         client = decode_client(request)
         ids = [_qualified(client, sequence_id) for sequence_id in decode_sequence_ids(request.sequence_ids)]
         await self._compute.run_shielded(self._method.release, ids)
+        self._leases.release(client, ids)
         return draft_pb2.DraftServiceReleaseResponse()
 
     @property
@@ -72,9 +87,31 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     async def close(self) -> None:
         """Finish the computation that is under way and end the thread. Closing again does nothing."""
+        if self._expiring is not None:
+            self._expiring.cancel()
         await self._compute.close()
 
+    async def release_expired(self) -> None:
+        """Release what silent clients hold. It is called again and again once a client has called."""
+        if expired := self._leases.take_expired():
+            logger.warning("%d sequences of clients that are silent for %g s end", len(expired), self._lease_seconds)
+            await self._compute.run_shielded(self._method.release, expired)
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_seconds / CHECKS_PER_LEASE)
+            try:
+                await self.release_expired()
+            except Exception:
+                logger.exception("expired sequences could not be released")
+
     async def _propose(self, call: _Call) -> tuple[Proposal, ...]:
+        if self._expiring is None:
+            self._expiring = asyncio.create_task(self._expire(), name="leases")
+        with self._leases.call(call.client, call.ids):
+            return await self._compute_call(call)
+
+    async def _compute_call(self, call: _Call) -> tuple[Proposal, ...]:
         with self._lock:
             self._waiting.append(call)
         try:

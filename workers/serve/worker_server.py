@@ -14,6 +14,7 @@ from cluster.wire.address import join_host_port
 from cluster.wire.server import WireServer
 from pilotfish.v1 import draft_pb2_grpc, target_pb2_grpc
 from workers.serve.draft_servicer import DraftServicer
+from workers.serve.leases import LEASE_SECONDS
 from workers.serve.target_servicer import StepEngine, TargetServicer
 
 TARGET_SERVICE = "pilotfish.v1.TargetService"
@@ -105,7 +106,12 @@ def host_target(host: str, engine: StepEngine, hang_seconds: float = HANG_SECOND
     return WorkerHost(host, TARGET_SERVICE, TargetServicer(engine), add_to_server, hang_seconds)
 
 
-def host_draft(host: str, method: DraftMethod, hang_seconds: float = HANG_SECONDS) -> WorkerHost:
-    """Host `DraftService` over a drafting method. Idle work ends when the host stops."""
+def host_draft(
+    host: str, method: DraftMethod, hang_seconds: float = HANG_SECONDS, lease_seconds: float = LEASE_SECONDS
+) -> WorkerHost:
+    """Host `DraftService` over a drafting method. Idle work ends when the host stops.
+
+    Sequences of a client that is silent for `lease_seconds` are released.
+    """
     add_to_server = draft_pb2_grpc.add_DraftServiceServicer_to_server
-    return WorkerHost(host, DRAFT_SERVICE, DraftServicer(method), add_to_server, hang_seconds)
+    return WorkerHost(host, DRAFT_SERVICE, DraftServicer(method, lease_seconds), add_to_server, hang_seconds)

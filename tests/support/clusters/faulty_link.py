@@ -20,6 +20,7 @@ from cluster.wire.channel import message_options, open_channel
 
 MAX_BYTES = 64 << 20
 LOOPBACK = "127.0.0.1"
+LONGEST_CALL_SECONDS = 600.0
 REPEATABLE = ("Step", "Open", "Release", "GetInfo", "Propose", "Heartbeat")
 """Methods whose calls may be repeated. A request to generate is never sent twice."""
 
@@ -29,7 +30,7 @@ class FaultRates:
     """Probabilities per message, and the longest delay in seconds."""
 
     drop: float = 0.0
-    """A message is lost. A lost message of a stream to a client ends the stream, because gRPC would not skip it."""
+    """A message is lost, and its caller waits for its timeout. A stream to a client ends: gRPC skips nothing."""
     delay: float = 0.0
     """A message comes later, and so after messages of other calls that were sent after it."""
     repeat: float = 0.0
@@ -100,8 +101,8 @@ class FaultyLink:
     ) -> AsyncIterator[bytes]:
         async for request in requests:
             await self._maybe_delay()
-            if self._happens("drop", self.rates.drop):
-                await asyncio.Event().wait()  # the caller gives up
+            if not method.endswith("/Generate") and self._happens("drop", self.rates.drop):
+                await asyncio.sleep(LONGEST_CALL_SECONDS)  # the caller gives up before
             if method.endswith(REPEATABLE) and self._happens("repeat", self.rates.repeat):
                 await self._send_alone(channel, method, metadata, request)
             yield request

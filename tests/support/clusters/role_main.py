@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -19,13 +20,18 @@ from typing import Any, Literal
 
 import psutil
 import torch
+import uvicorn
 from transformers.utils.logging import disable_progress_bar
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError
+from cluster.ingress.http import create_app
 from cluster.wire.drafter_client import GrpcDrafter
+from cluster.wire.generation_client import GenerationClient
+from cluster.wire.server import WireServer
 from cluster.wire.target_client import GrpcTarget
-from deploy.coordinator_server import CoordinatorServer, fixed_address
+from deploy.coordinator_server import GENERATION_SERVICE, OPERATIONS_SERVICE, CoordinatorServer, fixed_address
+from pilotfish.v1 import generation_pb2_grpc, operations_pb2_grpc
 from workers.draft.registry import create
 from workers.serve.configuration import load_configuration
 from workers.serve.worker_server import WorkerHost, host_draft, host_target
@@ -33,8 +39,10 @@ from workers.verify.build import build_engine
 from workers.verify.group import DriverRank, join_group, leave_group, run_worker_rank
 
 LOOPBACK = "127.0.0.1"
+LEASE_SECONDS = 5.0
+"""Silence after which a drafter releases what a coordinator holds, in seconds."""
 
-RoleKind = Literal["target", "rank", "draft", "coordinator"]
+RoleKind = Literal["target", "rank", "draft", "coordinator", "ingress"]
 
 
 @dataclass(frozen=True)
@@ -49,10 +57,18 @@ class RoleSpec:
     """Port at which the ranks of a target meet."""
     target: str = ""
     drafts: tuple[str, ...] = ()
+    coordinators: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """The role as text."""
         return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RoleSpec:
+        """The role from text."""
+        values = json.loads(text)
+        lists = {name: tuple(values[name]) for name in ("drafts", "coordinators")}
+        return cls(**values | lists)
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,7 @@ class RunningRole:
     """Raises when the process must be replaced."""
     held: Callable[[], dict[str, int]] = dict
     """What it holds for others: numbers of sequences and blocks."""
+    http_url: str = ""
 
 
 def run_role(spec: str, pipe: Connection, log: str) -> None:
@@ -72,11 +89,9 @@ def run_role(spec: str, pipe: Connection, log: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     torch.set_num_threads(1)
-    values = json.loads(spec)
-    text = f"%(asctime)s {values['kind']} %(process)d: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=text, force=True)
+    role = RoleSpec.from_json(spec)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {role.kind} %(process)d: %(message)s", force=True)
     disable_progress_bar()  # its lock would be left behind by a killed process
-    role = RoleSpec(**values | {"drafts": tuple(values["drafts"])})
     asyncio.run(_serve(role, pipe))
     sys.stderr.flush()
     os._exit(0)
@@ -86,7 +101,7 @@ async def _serve(role: RoleSpec, pipe: Connection) -> None:
     configuration = load_configuration(json.loads(role.configuration))
     async with AsyncExitStack() as stack:
         running = await _STARTS[role.kind](role, configuration, stack)
-        pipe.send_bytes(json.dumps({"address": running.address}).encode())
+        pipe.send_bytes(json.dumps({"address": running.address, "http_url": running.http_url}).encode())
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_reader(pipe.fileno(), lambda: _answer(pipe, running, ended))
@@ -152,7 +167,7 @@ async def _start_rank(role: RoleSpec, configuration: Configuration, stack: Async
 
 async def _start_draft(role: RoleSpec, configuration: Configuration, stack: AsyncExitStack) -> RunningRole:
     method = await asyncio.to_thread(create, configuration.draft, configuration.target)
-    host: WorkerHost = await stack.enter_async_context(host_draft(LOOPBACK, method))
+    host: WorkerHost = await stack.enter_async_context(host_draft(LOOPBACK, method, lease_seconds=LEASE_SECONDS))
     sessions: Any = getattr(method, "_sessions", ())
     return RunningRole(host.address, host.check_health, lambda: {"sequences": len(sessions)})
 
@@ -175,9 +190,42 @@ async def _start_coordinator(role: RoleSpec, configuration: Configuration, stack
     )
 
 
+async def _start_ingress(role: RoleSpec, configuration: Configuration, stack: AsyncExitStack) -> RunningRole:
+    from cluster.ingress.grpc import RoutedGenerationServicer, RoutedOperationsServicer
+    from cluster.ingress.router import Router
+    from cluster.ingress.routing import CoordinatorView
+
+    views = tuple(CoordinatorView(f"coordinator-{n}", address) for n, address in enumerate(role.coordinators))
+    router = Router(lambda: views, lambda address: GenerationClient(fixed_address(address)))
+    stack.push_async_callback(router.close)
+    server = await stack.enter_async_context(WireServer(LOOPBACK, 0))
+    generation = RoutedGenerationServicer(router, configuration.limits.max_timeout_seconds)
+    add_to_server = generation_pb2_grpc.add_GenerationServiceServicer_to_server
+    server.add(GENERATION_SERVICE, add_to_server, generation)
+    add_to_server = operations_pb2_grpc.add_OperationsServiceServicer_to_server
+    server.add(OPERATIONS_SERVICE, add_to_server, RoutedOperationsServicer(router))
+    port = await server.start()
+    listener = socket.create_server((LOOPBACK, 0))
+    app = create_app(router, configuration.limits)
+    http = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+    serving = asyncio.create_task(http.serve([listener]))
+
+    def check_health() -> None:
+        if serving.done():
+            raise PilotfishError("the HTTP server has ended")
+
+    return RunningRole(
+        f"{LOOPBACK}:{port}",
+        check_health,
+        lambda: {"tasks": len(asyncio.all_tasks())},
+        f"http://{LOOPBACK}:{listener.getsockname()[1]}",
+    )
+
+
 _STARTS: dict[RoleKind, Callable[..., Any]] = {
     "target": _start_target,
     "rank": _start_rank,
     "draft": _start_draft,
     "coordinator": _start_coordinator,
+    "ingress": _start_ingress,
 }

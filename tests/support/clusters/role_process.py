@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import signal
-import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,10 +35,9 @@ class RoleProcess:
         self._log = log
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._ready: asyncio.Future[str] | None = None
+        self._ready: asyncio.Future[tuple[str, str]] | None = None
         self._pipe: Connection | None = None
         self._process: Any = None
-        self.started_at = 0.0
 
     @property
     def pid(self) -> int:
@@ -58,14 +56,15 @@ class RoleProcess:
         self._ready = loop.create_future()
         loop.add_reader(self._pipe.fileno(), self._receive)
 
-    async def ready(self) -> str:
-        """Return its address once it serves. Raises `RuntimeError` when it ends before."""
+    async def ready(self) -> tuple[str, str]:
+        """Return its address, and the URL of its HTTP API, if it has one, once it serves.
+
+        Raises `ConnectionError` when it ends before.
+        """
         if self._ready is None:
             raise RuntimeError("the process was not launched")
         async with asyncio.timeout(START_SECONDS):
-            address = await asyncio.shield(self._ready)
-        self.started_at = time.monotonic()
-        return address
+            return await asyncio.shield(self._ready)
 
     async def ask(self, question: str) -> dict[str, Any]:
         """Ask the process. Raises `ConnectionError` when it has ended."""
@@ -112,7 +111,7 @@ class RoleProcess:
             self._lose()
             return
         if "address" in answer and self._ready is not None and not self._ready.done():
-            self._ready.set_result(answer["address"])
+            self._ready.set_result((answer["address"], answer["http_url"]))
         asked = self._asked.pop(answer.get("number", -1), None)
         if asked is not None and not asked.done():
             asked.set_result(answer)

@@ -1,0 +1,135 @@
+"""One run under Ray Serve: replicas, ranks, proxy, controller and directory are killed and frozen."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import httpx
+import psutil
+
+from cluster.core.errors import PilotfishError
+from cluster.wire.generation_client import GenerationClient
+from deploy.coordinator_server import fixed_address
+from tests.chaos.doors import GrpcDoor, HttpDoor
+from tests.chaos.faults import Disturber, Victim
+from tests.chaos.harness import ChaosOptions, configure, prepare, report_of, stream_for
+from tests.chaos.report import ChaosReport, percentiles
+from tests.chaos.streams import Streams
+from tests.soak.watch import read_counts
+from tests.support.clusters.faulty_link import FaultyLink
+from tests.support.clusters.serve_process import ServeProcess
+
+logger = logging.getLogger(__name__)
+
+TITLES = {
+    "coordinator": "ray::ServeReplica:pilotfish:Target",
+    "draft": "ray::ServeReplica:pilotfish:Draft",
+    "ingress": "ray::ServeReplica:pilotfish:Ingress",
+    "target": "ray::FirstRank",
+    "rank": "ray::WorkerRank",
+    "proxy": "ray::ProxyActor",
+    "controller": "ray::ServeController",
+    "directory": "ray::Directory",
+}
+"""The titles that Ray gives to the processes of each role, which may go on."""
+SETTLE_SECONDS = 150.0
+"""Longest time until everything is back after the last fault, in seconds. Serve notices frozen replicas late."""
+HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+"""Metrics that are 0 while nobody is served."""
+
+
+class ServeVictims:
+    """The processes of a running cluster, found by their titles. It is `Disturbable`."""
+
+    def __init__(self, process: ServeProcess) -> None:
+        self.links: list[FaultyLink] = []
+        self.look_seconds = 1.0
+        self._process = process
+        self._first = self.by_role()
+
+    @property
+    def size(self) -> int:
+        """Number of processes at first."""
+        return sum(self._first.values())
+
+    def victims(self) -> list[Victim]:
+        """The processes that run now. One that starts counts from its first moment."""
+        found = []
+        for process in self._process.descendants("ray::"):
+            with suppress(psutil.Error):
+                title = " ".join(process.cmdline())
+                kind = next((kind for kind, start in TITLES.items() if title.startswith(start)), None)
+                if kind is not None and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED):
+                    found.append(Victim(title[:60], kind, process.pid, partial(_signal, process)))
+        return found
+
+    def by_role(self) -> dict[str, int]:
+        """Number of running processes of each role."""
+        counts: dict[str, int] = {}
+        for victim in self.victims():
+            counts[victim.kind] = counts.get(victim.kind, 0) + 1
+        return counts
+
+    def check(self) -> None:
+        """Do nothing: Ray and Serve are the owners."""
+
+    def missing(self) -> list[str]:
+        """How the numbers of processes differ from those at first."""
+        now = self.by_role()
+        return [f"{now.get(kind, 0)} {kind}, {n} at first" for kind, n in self._first.items() if now.get(kind, 0) != n]
+
+
+async def run_serve_chaos(options: ChaosOptions, scratch: Path) -> ChaosReport:
+    """Run streams through a cluster under Ray Serve whose processes are killed and stopped."""
+    work = prepare(options, scratch)
+    settings: dict[str, object] = {"server.http_port": 0, "target.tensor_parallel": 2, "draft.replicas": 1}
+    configuration = configure(work.model, settings | options.settings)
+    begun = time.monotonic()
+    http = httpx.AsyncClient(limits=httpx.Limits(max_connections=None))
+    with ServeProcess(scratch) as process:
+        server = await asyncio.to_thread(process.start, configuration)
+        victims = ServeVictims(process)
+        logger.info("the cluster serves after %.1f s: %s", time.monotonic() - begun, victims.by_role())
+        client = GenerationClient(fixed_address(server.grpc_address))
+        doors = [[GrpcDoor(client)], [HttpDoor(http, lambda: server.http_url)]]
+        streams = Streams(doors, work.requests, work.reference, options.at_once, options.seed)
+        await stream_for(streams, 2.0)
+        disturber = Disturber(victims, options.seed, options.pause_seconds, options.most_lost)
+        running = asyncio.create_task(streams.run())
+        await disturber.run(options.rounds, options.roles)
+        streams.end()
+        await running
+        leaks = await _settled(victims, client)
+        preemptions = int((await read_counts(client)).get("vllm:num_preemptions_total", 0.0))
+        await client.close()
+        await http.aclose()
+    seconds = time.monotonic() - begun
+    return report_of(options, seconds, disturber, streams, leaks, preemptions, {}, {}, percentiles(()))
+
+
+async def _settled(victims: ServeVictims, client: GenerationClient) -> list[str]:
+    """Wait until all processes are back and hold nothing. Returns what is different after `SETTLE_SECONDS`."""
+    end = time.monotonic() + SETTLE_SECONDS
+    while True:
+        left = victims.missing()
+        try:
+            counts = await read_counts(client)
+            left += [f"{name} is {counts[name]}" for name in HELD if counts.get(name)]
+        except PilotfishError as error:
+            left.append(f"no metrics: {error}")
+        if not left or time.monotonic() > end:
+            return left
+        await asyncio.sleep(1.0)
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    if process.is_running():  # also false when another process has the id now
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)
