@@ -67,6 +67,10 @@ chaos: $(WEIGHTS)  ## Kill and freeze processes of every role while clients stre
 soak: $(WEIGHTS)  ## Random traffic for half an hour with too little memory; every answer is checked (ARGS='--minutes 5')
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.soak $(ARGS)
 
+.PHONY: simulate
+simulate: $(INSTALLED)  ## 10,000 fault schedules of simulated clusters (ARGS='--schedules 1000 --seed 7', '--replay SEED')
+	$(BIN)/pilotfish simulate faults --schedules 10000 $(ARGS)
+
 check: $(INSTALLED)  ## Check style, format, types, imports and gRPC stubs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

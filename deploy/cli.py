@@ -19,6 +19,7 @@ from deploy.commands.generate import generate
 from deploy.commands.plan import plan_command
 from deploy.commands.prepare import prepare
 from deploy.commands.serve import serve
+from deploy.commands.simulate import simulate
 from deploy.signals import Interrupted
 from deploy.terminal import notify, output
 
@@ -63,6 +64,7 @@ cli.command("plan")(plan_command)
 for command in (prepare, serve, generate, demo, distill):
     cli.command()(command)
 cli.add_typer(bench, name="bench")
+cli.add_typer(simulate, name="simulate")
 
 
 if __name__ == "__main__":

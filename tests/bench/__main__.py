@@ -30,6 +30,7 @@ SECTIONS = {
     "serving-pairs": "two clusters with default settings, plain and with a draft model, in turn (--pairs 10)",
     "speculation": "a draft model with a core of its own against plain decoding, on Spec-Bench's six tasks",
     "overlap": "drafts that run ahead against serial ones; the same with synthetic acceptance, beside theory",
+    "calibration": "what the capacity simulation predicts beside the real cluster, at several loads",
 }
 """In the order in which they run. Each is a module of this package with `run(options)`."""
 

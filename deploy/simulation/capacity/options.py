@@ -1,0 +1,115 @@
+"""The options of `pilotfish simulate capacity`. Each is declared once, with its type, default and help text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.core.errors import ConfigurationError
+from deploy.simulation.capacity.step_times import Roofline, Times, measured_times
+
+ROOFLINE = "roofline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityOptions:
+    """A cluster, its machines and its load. Raises `ConfigurationError` for a value out of bounds."""
+
+    targets: Annotated[int, typer.Option(help="Number of target replicas.")] = 4
+    drafters: Annotated[int, typer.Option(help="Number of drafters; 0 decodes without drafts.")] = 4
+    target_gpus: Annotated[int, typer.Option(help="GPUs of one target.")] = 1
+    arrivals: Annotated[
+        float, typer.Option(metavar="RATE", help="Requests per second on the whole cluster, at random intervals.")
+    ] = 8.0
+    in_flight: Annotated[
+        int, typer.Option(help="Keep this many requests in flight instead of random arrivals; 0: arrivals.")
+    ] = 0
+    lengths: Annotated[
+        str,
+        typer.Option(metavar="PROMPT:ANSWER[:SPREAD]", help="Mean lengths in tokens; standard deviation ÷ mean."),
+    ] = "512:128:0.5"
+    acceptance: Annotated[float, typer.Option(help="Probability that a drafted token is right after right ones.")] = 0.7
+    max_nodes: Annotated[int, typer.Option(help="Most drafted tokens in a tree.")] = 8
+    network_delay: Annotated[float, typer.Option(help="Time of a message, in seconds.")] = 0.0002
+    step_times: Annotated[
+        str, typer.Option(metavar="FILE|roofline", help="A JSON file of measured times, or the roofline options.")
+    ] = ROOFLINE
+    target_parameters: Annotated[float, typer.Option(help="Roofline: parameters of the target.")] = 8e9
+    draft_parameters: Annotated[float, typer.Option(help="Roofline: parameters of the draft model.")] = 3e8
+    bytes_per_parameter: Annotated[float, typer.Option(help="Roofline: bytes of a parameter.")] = 2.0
+    bandwidth: Annotated[float, typer.Option(help="Roofline: bytes per second that a GPU reads.")] = 3.35e12
+    flops: Annotated[float, typer.Option(help="Roofline: operations per second of a GPU.")] = 9.9e14
+    kv_bytes_per_token: Annotated[float, typer.Option(help="Roofline: bytes of keys and values of a token.")] = 131072.0
+    pass_seconds: Annotated[float, typer.Option(help="Roofline: constant time of a pass, in seconds.")] = 0.0005
+    kv_tokens: Annotated[int, typer.Option(help="Tokens whose keys and values a target stores.")] = 200_000
+    max_sequences: Annotated[int, typer.Option(help="Most sequences that a target computes at once.")] = 64
+    seconds: Annotated[float, typer.Option(help="Virtual time of the run, in seconds; the first fifth warms up.")] = (
+        20.0
+    )
+    sample: Annotated[
+        int, typer.Option(help="Simulate only this many targets with their share of the rest, and scale; 0: all.")
+    ] = 0
+    plain: Annotated[bool, typer.Option(help="Simulate plain decoding too, for comparison.")] = True
+    seed: Annotated[int, typer.Option(help="Seed of arrivals and lengths.")] = 0
+    out: Annotated[Path | None, typer.Option(help="Directory for capacity.json, capacity.md and capacity.png.")] = None
+
+    def __post_init__(self) -> None:
+        least = {"targets": 1, "target_gpus": 1, "max_sequences": 1, "kv_tokens": 1024}
+        for name in ("drafters", "in_flight", "max_nodes", "network_delay", "sample", "pass_seconds", "seed"):
+            least[name] = 0
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ConfigurationError(
+                    f"--{name.replace('_', '-')}: {getattr(self, name)} is refused; at least {bound}"
+                )
+        for name in ("arrivals", "seconds", "target_parameters", "bytes_per_parameter", "bandwidth", "flops"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"--{name.replace('_', '-')}: {getattr(self, name)} is refused; above 0")
+        if not 0 <= self.acceptance <= 1:
+            raise ConfigurationError(f"--acceptance: {self.acceptance} is refused; it must be within 0 and 1")
+        if self.sample > self.targets:
+            raise ConfigurationError(f"--sample: {self.sample} is refused; at most --targets ({self.targets})")
+        self.mean_lengths()
+
+    @property
+    def simulated_targets(self) -> int:
+        """Number of targets that are simulated."""
+        return self.sample or self.targets
+
+    @property
+    def share(self) -> float:
+        """Share of the cluster that is simulated."""
+        return self.simulated_targets / self.targets
+
+    @property
+    def simulated_drafters(self) -> int:
+        """Number of drafters that are simulated."""
+        return max(1, round(self.drafters * self.share)) if self.drafters else 0
+
+    def mean_lengths(self) -> tuple[float, float, float]:
+        """Mean tokens of prompt and answer, and their standard deviation ÷ mean."""
+        try:
+            prompt, answer, *spread = (float(part) for part in self.lengths.split(":"))
+        except ValueError:
+            raise ConfigurationError(f"--lengths: {self.lengths!r} is refused; PROMPT:ANSWER[:SPREAD]") from None
+        if prompt < 1 or answer < 1 or len(spread) > 1 or any(not 0 <= value <= 2 for value in spread):
+            raise ConfigurationError(f"--lengths: {self.lengths!r} is refused; at least 1:1, spread within 0 and 2")
+        return prompt, answer, spread[0] if spread else 0.0
+
+    def times(self) -> Times:
+        """How long steps and proposals take."""
+        if self.step_times != ROOFLINE:
+            return measured_times(Path(self.step_times))
+        return Roofline(
+            self.target_parameters,
+            self.draft_parameters,
+            self.bytes_per_parameter,
+            self.bandwidth,
+            self.flops,
+            self.target_gpus,
+            self.kv_bytes_per_token,
+            self.pass_seconds,
+        ).times()

@@ -1,0 +1,111 @@
+"""How long steps and proposals take in a capacity simulation: from measurements, or from a roofline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cluster.core.errors import ConfigurationError
+from cluster.core.verification import StepSample
+from cluster.speculation.latency import LatencyModel
+from deploy.simulation.simulated_drafter import DrafterSpeed
+from deploy.simulation.simulated_target import StepTime
+
+PROFILED = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 10), (1, 16), (1, 32), (8, 8), (8, 16), (8, 32), (32, 32), (32, 64))
+"""(rows, tokens) of the steps that a target measures at warm-up, as in `workers.verify.step_profile`."""
+
+Time = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
+
+
+class MeasuredTimes(BaseModel):
+    """A file of measured times, in seconds. Unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    steps: Annotated[tuple[tuple[int, int, Annotated[float, Field(gt=0, le=3600)]], ...], Field(min_length=1)]
+    """(rows, tokens, seconds) of steps of the target."""
+    held_token_seconds: Time = 0.0
+    """Time that one stored token adds to a step, because its keys and values are read."""
+    round_seconds: Time = 0.0
+    """Time of a round outside of its step and of the wait for drafts: coordinator, codecs, transport."""
+    draft_call_seconds: Time = 0.0005
+    """Time of a proposal without its rows, depth and new tokens."""
+    draft_row_seconds: Time = 0.0
+    draft_depth_seconds: Time = 0.0
+    """Time of one level of the deepest tree."""
+    draft_token_seconds: Time = 0.0
+    """Time of one committed token that the drafter has not seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """All times of a simulated cluster."""
+
+    step: StepTime
+    drafter: DrafterSpeed
+    round_seconds: float = 0.0
+    """See `MeasuredTimes.round_seconds`."""
+
+    def profile(self) -> tuple[StepSample, ...]:
+        """What a target measures at warm-up: sequences of one stored token."""
+        return tuple(StepSample(rows, tokens, self.step(rows, tokens, rows)) for rows, tokens in PROFILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A machine and its models. A step takes the longer of reading memory and computing, and a constant."""
+
+    target_parameters: float
+    draft_parameters: float
+    bytes_per_parameter: float
+    bandwidth: float
+    """Bytes per second of one GPU."""
+    flops: float
+    """Operations per second of one GPU."""
+    target_gpus: int
+    kv_bytes_per_token: float
+    pass_seconds: float
+    """Time of a pass that neither reading nor computing explains."""
+
+    def times(self) -> Times:
+        """The times of steps and proposals."""
+        bandwidth, flops = self.bandwidth * self.target_gpus, self.flops * self.target_gpus
+
+        def step(rows: int, tokens: int, held: int) -> float:  # noqa: ARG001 - rows share one pass
+            read = self.target_parameters * self.bytes_per_parameter + held * self.kv_bytes_per_token
+            return max(read / bandwidth, 2 * self.target_parameters * tokens / flops) + self.pass_seconds
+
+        one_pass = self.draft_parameters * self.bytes_per_parameter / self.bandwidth + self.pass_seconds
+        per_token = 2 * self.draft_parameters / self.flops
+        return Times(step, DrafterSpeed(0.0, per_token, one_pass, per_token))
+
+
+def measured_times(path: Path) -> Times:
+    """The times of a file. Raises `ConfigurationError`."""
+    try:
+        values = MeasuredTimes.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, ValidationError) as error:
+        raise ConfigurationError(f"--step-times {path}: needed measured times, found: {error}") from None
+    return of_measured(values)
+
+
+def of_measured(values: MeasuredTimes) -> Times:
+    """The times that measurements give: interpolated between the sizes, extended by a line beyond them."""
+    model = LatencyModel.of_profile(_samples(values.steps))
+
+    def step(rows: int, tokens: int, held: int) -> float:
+        return model.seconds(rows, tokens) + values.held_token_seconds * held
+
+    speed = DrafterSpeed(
+        values.draft_call_seconds, values.draft_row_seconds, values.draft_depth_seconds, values.draft_token_seconds
+    )
+    return Times(step, speed, values.round_seconds)
+
+
+def _samples(steps: Iterable[tuple[int, int, float]]) -> list[StepSample]:
+    return [StepSample(rows, tokens, seconds) for rows, tokens, seconds in steps]

@@ -1,0 +1,106 @@
+"""The clients of a fault schedule. Each compares every token that it reads with the reference."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+from cluster.core.errors import DeadlineExceeded, Overloaded, PilotfishError
+from deploy.simulation.faults.schedule import EOS_TOKENS, PATIENCE_SECONDS, PlannedRequest
+from deploy.simulation.hashed_model import HashedModel
+from deploy.simulation.invariants import Ledger
+from deploy.simulation.resubmission import GeneratesAnswers
+from deploy.simulation.virtual_time import now
+from pilotfish.v1 import generation_pb2
+
+LATE_SECONDS = 2.0
+"""How long after its deadline a client may wait for the status."""
+
+
+class SimulatedClient:
+    """Sends one request and reads its stream."""
+
+    def __init__(self, name: str, planned: PlannedRequest, service: GeneratesAnswers, ledger: Ledger) -> None:
+        self.name = name
+        self.tokens = 0
+        """Number of tokens read."""
+        self.outcome = "unfinished"
+        self._planned = planned
+        self._service = service
+        self._ledger = ledger
+
+    async def run(self, model: HashedModel) -> None:
+        """Ask, read and compare."""
+        planned = self._planned
+        await asyncio.sleep(planned.at)
+        begun = now()
+        references = [self._reference(model, index) for index in range(planned.n)]
+        while True:
+            try:
+                self.outcome = await self._read(references, planned.timeout_seconds - (now() - begun))
+            except Overloaded as error:
+                await asyncio.sleep(error.retry_after_seconds)
+                if now() - begun < planned.timeout_seconds:
+                    continue
+                self.outcome = "overloaded"
+            except DeadlineExceeded:
+                self.outcome = "deadline"
+            except PilotfishError as error:
+                self.outcome = "error"
+                self._ledger.violate(f"{self.name} ended with {type(error).__name__}: {error}")
+            break
+        waited = now() - begun
+        if waited > planned.timeout_seconds + LATE_SECONDS:
+            self._ledger.violate(f"{self.name} ended {waited - planned.timeout_seconds:.2f} s after its deadline")
+        if planned.timeout_seconds >= PATIENCE_SECONDS and self.outcome not in ("complete", "left"):
+            self._ledger.violate(f"{self.name} starved: {self.outcome} after {waited:.1f} s and {self.tokens} tokens")
+
+    def _reference(self, model: HashedModel, index: int) -> list[int]:
+        planned = self._planned
+        seed = planned.seed + index if planned.temperature > 0 else 0
+        return model.answer(planned.prompt, seed, planned.max_tokens, {*planned.stops, *EOS_TOKENS})
+
+    async def _read(self, references: list[list[int]], timeout_seconds: float) -> str:
+        planned = self._planned
+        answers: list[list[int]] = [[] for _ in references]
+        ended: set[int] = set()
+        if planned.leaves_after == 0:
+            return "left"
+        async with aclosing(self._service.generate(self._message(), timeout_seconds)) as responses:
+            async for response in responses:
+                index = response.index
+                match response.WhichOneof("event"):
+                    case "delta":
+                        if index in ended:
+                            self._ledger.violate(f"{self.name}: answer {index} grew after its end")
+                        answers[index].extend(response.delta.token_ids)
+                        self.tokens += len(response.delta.token_ids)
+                        if answers[index] != references[index][: len(answers[index])]:
+                            self._ledger.violate(
+                                f"{self.name}: answer {index} differs: {answers[index]} instead of {references[index]}"
+                            )
+                            return "wrong"
+                    case "finished":
+                        ended.add(index)
+                        if answers[index] != references[index]:
+                            self._ledger.violate(
+                                f"{self.name}: answer {index} ended after {len(answers[index])} tokens"
+                            )
+                            return "wrong"
+                if planned.leaves_after is not None and self.tokens >= planned.leaves_after:
+                    return "left"
+        if len(ended) < planned.n:
+            self._ledger.violate(f"{self.name}: the stream ended with {len(ended)} of {planned.n} answers")
+        return "complete"
+
+    def _message(self) -> generation_pb2.GenerateRequest:
+        planned = self._planned
+        message = generation_pb2.GenerateRequest(request_id=self.name, n=planned.n, cache_salt=planned.salt)
+        message.token_ids.ids.extend(planned.prompt)
+        message.sampling.seed = planned.seed
+        message.sampling.temperature = planned.temperature
+        message.stopping.max_tokens = planned.max_tokens
+        message.stopping.stop_token_ids.extend(planned.stops)
+        if planned.max_draft_tokens is not None:
+            message.max_draft_tokens = planned.max_draft_tokens
+        return message

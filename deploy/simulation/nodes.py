@@ -1,0 +1,192 @@
+"""The simulated processes of a cluster: targets, drafters, coordinators. Each serves its methods as bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import cache
+
+import tokenizers
+
+from cluster.coordinator.coordinator import Coordinator
+from cluster.core.config.sections import Configuration
+from cluster.core.drafting import Proposal
+from cluster.core.ids import SequenceId
+from cluster.ingress.grpc import GenerationServicer
+from cluster.ingress.service import GenerationService
+from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.wire.codec.common import decode_sequence_ids
+from cluster.wire.codec.draft import decode_client, decode_draft_rows, encode_proposals
+from cluster.wire.codec.target import decode_open_rows, decode_step_batch, encode_open_result, encode_step_result
+from cluster.wire.codec.target_info import encode_occupancy, encode_target_info
+from deploy.simulation.counted_metrics import CountedMetrics
+from deploy.simulation.invariants import Ledger
+from deploy.simulation.network import Call, ComputeQueue, Endpoint, Network
+from deploy.simulation.remote import RemoteDrafter, RemoteTarget
+from deploy.simulation.simulated_drafter import SimulatedDrafter
+from deploy.simulation.simulated_target import SimulatedTarget
+from deploy.simulation.virtual_time import Process, now
+from pilotfish.v1 import draft_pb2, generation_pb2, target_pb2
+
+
+class TargetNode:
+    """The process of a target."""
+
+    def __init__(self, network: Network, address: str, target: SimulatedTarget) -> None:
+        self.process = Process(address)
+        self.target = target
+        self.compute = ComputeQueue()
+        unary = {"Step": self._step, "Open": self._open, "Release": self._release, "GetInfo": self._info}
+        network.serve(address, Endpoint(self.process, unary))
+
+    async def _step(self, request: bytes, call: Call) -> bytes:
+        batch = decode_step_batch(target_pb2.TargetServiceStepRequest.FromString(request))
+        target = self.target
+        return await self.compute.run(
+            call,
+            lambda: target.seconds(batch) + target.draft_seconds(batch),
+            lambda: encode_step_result(target.step(batch)).SerializeToString(),
+        )
+
+    async def _open(self, request: bytes, call: Call) -> bytes:
+        rows = decode_open_rows(target_pb2.TargetServiceOpenRequest.FromString(request))
+        return await self.compute.run(
+            call, lambda: 0.0, lambda: encode_open_result(self.target.open(rows)).SerializeToString()
+        )
+
+    async def _release(self, request: bytes, call: Call) -> bytes:
+        message = target_pb2.TargetServiceReleaseRequest.FromString(request)
+
+        def release() -> bytes:
+            ids = decode_sequence_ids(message.sequence_ids)
+            kv = self.target.release_all() if message.all else self.target.release(ids)
+            return target_pb2.TargetServiceReleaseResponse(kv=encode_occupancy(kv)).SerializeToString()
+
+        return await self.compute.run(call, lambda: 0.0, release, always=True)
+
+    async def _info(self, request: bytes, call: Call) -> bytes:  # noqa: ARG002 - the request is empty
+        return await self.compute.run(
+            call, lambda: 0.0, lambda: encode_target_info(self.target.info()).SerializeToString()
+        )
+
+
+class DrafterNode:
+    """The process of a drafter, which serves several coordinators."""
+
+    def __init__(self, network: Network, address: str, drafter: SimulatedDrafter, lease_seconds: float) -> None:
+        """What a coordinator holds is released when it is silent for `lease_seconds`."""
+        self.process = Process(address)
+        self.drafter = drafter
+        self.compute = ComputeQueue()
+        self.answers_stale: Callable[[], bool] = lambda: False
+        """Whether the next answer is the one before: a broken drafter."""
+        self._lease_seconds = lease_seconds
+        self._heard_at: dict[str, float] = {}
+        self._latest: dict[str, Proposal] = {}
+        network.serve(address, Endpoint(self.process, {"Propose": self._propose, "Release": self._release}))
+
+    async def _propose(self, request: bytes, call: Call) -> bytes:
+        message = draft_pb2.DraftServiceProposeRequest.FromString(request)
+        rows, client = decode_draft_rows(message), self._hear(decode_client(message))
+
+        def seconds() -> float:
+            deepest = max((row.budget.max_depth for row in rows), default=0)
+            return self.drafter.speed.seconds(len(rows), deepest, sum(len(row.new_tokens) - 1 for row in rows))
+
+        def propose() -> bytes:
+            named = [replace(row, sequence_id=SequenceId(f"{client}/{row.sequence_id}")) for row in rows]
+            proposals = self.drafter.propose(named)
+            if self.answers_stale():
+                proposals = tuple(self._latest.get(one.sequence_id, one) for one in proposals)
+            self._latest.update((one.sequence_id, one) for one in proposals)
+            answers = [replace(one, sequence_id=row.sequence_id) for one, row in zip(proposals, rows, strict=True)]
+            return encode_proposals(answers).SerializeToString()
+
+        return await self.compute.run(call, seconds, propose)
+
+    async def _release(self, request: bytes, call: Call) -> bytes:
+        message = draft_pb2.DraftServiceReleaseRequest.FromString(request)
+        client = self._hear(decode_client(message))
+        names = [SequenceId(f"{client}/{name}") for name in decode_sequence_ids(message.sequence_ids)]
+
+        def release() -> bytes:
+            self._forget(names)
+            return draft_pb2.DraftServiceReleaseResponse().SerializeToString()
+
+        return await self.compute.run(call, lambda: 0.0, release, always=True)
+
+    def expire(self) -> None:
+        """Release what silent coordinators hold."""
+        for client, heard_at in list(self._heard_at.items()):
+            if now() - heard_at >= self._lease_seconds:
+                del self._heard_at[client]
+                self._forget([name for name in self.drafter.known if name.startswith(f"{client}/")])
+
+    def _hear(self, client: str) -> str:
+        self._heard_at[client] = now()
+        return client
+
+    def _forget(self, names: Sequence[SequenceId]) -> None:
+        self.drafter.release(names)
+        for name in names:
+            self._latest.pop(name, None)
+
+
+class CoordinatorNode:
+    """The process of a coordinator and its public generation service."""
+
+    def __init__(
+        self,
+        network: Network,
+        address: str,
+        target: str,
+        drafters: Sequence[str],
+        configuration: Configuration,
+        ledger: Ledger,
+        client: str,
+    ) -> None:
+        """`client` names what the coordinator holds on drafters."""
+        self.process = Process(address)
+        self.metrics = CountedMetrics()
+        ports = [RemoteDrafter(network, drafter, client, ledger) for drafter in drafters]
+        remote = RemoteTarget(network, target, configuration.target.step_timeout_seconds, ledger)
+        self.coordinator = Coordinator(remote, ports, configuration, self.metrics, now)
+        service = GenerationService(self.coordinator, simulated_tokenizer(), configuration.limits, clock=now, created=0)
+        self._servicer = GenerationServicer(service)
+        network.serve(address, Endpoint(self.process, {"Check": self._check}, {"Generate": self._generate}))
+        self._starting = self.process.spawn(self.coordinator.start())
+
+    async def stop(self, drain_seconds: float) -> None:
+        """Stop as `deploy.coordinator_server` does."""
+        self._starting.cancel()
+        await asyncio.gather(self._starting, return_exceptions=True)
+        await self.coordinator.stop(drain_seconds)
+
+    async def _check(self, request: bytes, call: Call) -> bytes:  # noqa: ARG002 - the request is empty
+        return b"1" if self.coordinator.ready else b""
+
+    async def _generate(self, request: bytes, seconds_left: float) -> AsyncGenerator[bytes, None]:
+        message = generation_pb2.GenerateRequest.FromString(request)
+        context = _Deadline(now() + seconds_left)
+        async with aclosing(self._servicer.Generate(message, context)) as responses:  # type: ignore[arg-type,type-var]
+            async for response in responses:
+                yield response.SerializeToString()
+
+
+class _Deadline:
+    """The part of a gRPC call's context that the servicer reads."""
+
+    def __init__(self, at: float) -> None:
+        self._at = at
+
+    def time_remaining(self) -> float:
+        return self._at - now()
+
+
+@cache
+def simulated_tokenizer(vocabulary_size: int = 4096) -> Tokenizer:
+    """A tokenizer whose token `i` is the text `i` and a space."""
+    pieces = {f"{token} ": token for token in range(vocabulary_size)}
+    return Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel(pieces, "0 ")), str.encode)

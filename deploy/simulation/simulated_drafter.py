@@ -1,0 +1,110 @@
+"""A simulated drafter: it stores sequences as drafters do, and agrees with the target with a given probability."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cluster.core.drafting import DraftRow, Proposal, RowFault, RowFaultCode
+from cluster.core.ids import SequenceId
+from cluster.core.request import SequenceStart
+from cluster.core.tree import ROOT, TokenTree
+from deploy.simulation.hashed_model import HashedModel
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSpeed:
+    """How long proposals take, in seconds."""
+
+    call_seconds: float = 0.0005
+    row_seconds: float = 0.0
+    depth_seconds: float = 0.0
+    """Time per level of the deepest tree: one pass of a draft model."""
+    token_seconds: float = 0.0
+    """Time per committed token that the drafter has not seen."""
+
+    def seconds(self, rows: int, depth: int, new_tokens: int) -> float:
+        """The time of one call."""
+        return (
+            self.call_seconds + rows * self.row_seconds + depth * self.depth_seconds + new_tokens * self.token_seconds
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSkill:
+    """How good drafts are."""
+
+    acceptance: float
+    """The probability that the best child of a node is the target's token, given that the node is."""
+    width: int = 1
+    """Children of the root; further ones are right in half of the cases in which all earlier ones are wrong."""
+    has_probabilities: bool = True
+    """Whether proposals estimate their acceptance."""
+
+
+@dataclass(slots=True)
+class _Known:
+    start: SequenceStart
+    states: list[int] = field(default_factory=lambda: [HashedModel.first_state])
+
+
+class SimulatedDrafter:
+    """Drafts trees. Synchronous; it has the interface of `DraftMethod`."""
+
+    def __init__(self, model: HashedModel, skill: DrafterSkill, speed: DrafterSpeed) -> None:
+        self._model = model
+        self._skill = skill
+        self.speed = speed
+        self.known: dict[SequenceId, _Known] = {}
+        """The sequences that were not released."""
+
+    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        """Return one proposal per row, in order."""
+        return tuple(self._propose(row) for row in rows)
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """Drop what is stored for the sequences."""
+        for sequence_id in sequence_ids:
+            self.known.pop(sequence_id, None)
+
+    def _propose(self, row: DraftRow) -> Proposal:
+        known = self.known.get(row.sequence_id)
+        if row.start is not None and row.known_len == 0:
+            known = self.known[row.sequence_id] = _Known(row.start)
+        if known is None or len(known.states) <= row.known_len:
+            fault = RowFault(RowFaultCode.OUT_OF_SYNC, "tokens are missing")
+            return Proposal(row.sequence_id, row.base_len, fault=fault)
+        states = known.states
+        del states[row.known_len + 1 :]
+        for token in row.new_tokens:
+            states.append(HashedModel.advance(states[-1], token))
+        tree, probabilities = self._tree(known, row)
+        return Proposal(row.sequence_id, row.base_len, tree, probabilities=probabilities)
+
+    def _tree(self, known: _Known, row: DraftRow) -> tuple[TokenTree, tuple[float, ...]]:
+        model, skill = self._model, self._skill
+        sampling = known.start.sampling
+        seed = sampling.seed if sampling.temperature > 0 else 0
+        state, nodes = known.states[-1], row.budget.max_nodes
+        tokens: list[int] = []
+        parents: list[int] = []
+        probabilities: list[float] = []
+        parent, probability = ROOT, 1.0
+        for _ in range(min(row.budget.max_depth, nodes)):
+            is_right = model.chance(state, seed, 1) < skill.acceptance
+            probability *= skill.acceptance
+            token = model.decide(state, seed) if is_right else model.other(state, seed, 0)
+            tokens.append(token)
+            parents.append(parent)
+            probabilities.append(probability)
+            parent = len(tokens) - 1
+            state = model.advance(state, token)
+        first = known.states[-1]
+        is_first_wrong = bool(tokens) and tokens[0] != model.decide(first, seed)
+        for rank in range(1, min(skill.width, nodes - len(tokens) + 1)):
+            is_right = is_first_wrong and model.chance(first, seed, 1 + rank) < 0.5
+            is_first_wrong = is_first_wrong and not is_right
+            tokens.append(model.decide(first, seed) if is_right else model.other(first, seed, rank))
+            parents.append(ROOT)
+            probabilities.append((1 - skill.acceptance) * 0.5**rank)
+        return TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities) if skill.has_probabilities else ()

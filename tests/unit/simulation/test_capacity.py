@@ -1,0 +1,93 @@
+"""Capacity simulations: theory where it is known, and the files that they write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.core.errors import ConfigurationError
+from deploy.simulation.capacity.capacity_run import CapacityRun, simulate_capacity
+from deploy.simulation.capacity.options import CapacityOptions
+from deploy.simulation.capacity.report import markdown, write
+from deploy.simulation.capacity.step_times import MeasuredTimes, measured_times, of_measured
+
+STEP_SECONDS = 0.02
+
+
+def run(*, drafts: bool = False, step: float = STEP_SECONDS, **options: object) -> CapacityRun:
+    """One target with a constant step time and a free drafter."""
+    values: dict[str, object] = {"targets": 1, "drafters": 1, "lengths": "16:40", "seconds": 6.0, "network_delay": 0.0}
+    times = of_measured(MeasuredTimes(steps=((1, 1, step), (1, 64, step)), draft_call_seconds=0.0005))
+    return simulate_capacity(CapacityOptions(**(values | options)), times, lambda _, __: None, drafts=drafts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_plain_decoding_commits_one_token_per_step_and_request(in_flight: int) -> None:
+    found = run(in_flight=in_flight)
+    assert found.tokens_per_step == 1.0
+    assert found.tokens_per_second == pytest.approx(in_flight / STEP_SECONDS, rel=0.05)
+    assert found.per_token["p50"] == pytest.approx(STEP_SECONDS, rel=0.02)
+    assert found.target_idle < 0.03
+
+
+def test_a_free_drafter_that_is_always_right_multiplies_the_speed() -> None:
+    plain = run(in_flight=1)
+    drafted = run(in_flight=1, drafts=True, acceptance=1.0, max_nodes=4)
+    assert drafted.tokens_per_step > 4
+    assert drafted.tokens_per_second > 3.5 * plain.tokens_per_second
+    assert drafted.gpus == 2
+    assert drafted.drafter_idle > 0.9
+
+
+def test_a_drafter_that_is_always_wrong_costs_next_to_nothing() -> None:
+    plain, drafted = run(in_flight=2), run(in_flight=2, drafts=True, acceptance=0.0)
+    assert drafted.tokens_per_second > 0.95 * plain.tokens_per_second
+
+
+def test_an_idle_cluster_serves_what_arrives() -> None:
+    found = run(arrivals=2.0, targets=2, seconds=20.0)
+    assert found.requests_per_second == pytest.approx(2.0, rel=0.5)
+    assert found.target_idle > 0.3
+    assert found.refused == 0
+
+
+def test_a_sample_scales_to_thousands_of_gpus() -> None:
+    found = run(in_flight=2000, targets=1000, target_gpus=4, sample=1)
+    assert found.gpus == 4000
+    assert found.tokens_per_second == pytest.approx(2000 / STEP_SECONDS, rel=0.05)
+
+
+def test_the_same_seed_gives_the_same_figures() -> None:
+    assert run(arrivals=5.0, lengths="32:16:0.5", drafts=True) == run(arrivals=5.0, lengths="32:16:0.5", drafts=True)
+
+
+def test_the_roofline_is_bound_by_memory_for_few_tokens_and_by_computing_for_many() -> None:
+    step = CapacityOptions(target_parameters=1e9, bandwidth=1e12, flops=1e14, pass_seconds=0.0).times().step
+    assert step(1, 1, 0) == pytest.approx(2e-3)
+    assert step(8, 64, 0) == step(1, 1, 0)
+    assert step(1, 1000, 0) == pytest.approx(2e-2)
+
+
+def test_json_markdown_and_a_plot_are_written(tmp_path: Path) -> None:
+    options = CapacityOptions(targets=1, drafters=1)
+    runs = {"drafts": run(in_flight=1, drafts=True), "plain": run(in_flight=1)}
+    files = write(tmp_path / "out", options, runs)
+    assert [file.name for file in files][:2] == ["capacity.json", "capacity.md"]
+    assert json.loads(files[0].read_text())["runs"]["plain"]["tokens_per_step"] == 1.0
+    assert "Per GPU, drafts give" in markdown(options, runs)
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_wrong_times_and_options_are_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "times.json"
+    file.write_text('{"steps": []}')
+    with pytest.raises(ConfigurationError, match="--step-times"):
+        measured_times(file)
+    with pytest.raises(ConfigurationError, match="--lengths"):
+        CapacityOptions(lengths="10")
+    with pytest.raises(ConfigurationError, match="--sample"):
+        CapacityOptions(targets=2, sample=3)
+    with pytest.raises(ConfigurationError, match="--acceptance"):
+        CapacityOptions(acceptance=1.5)
