@@ -12,9 +12,10 @@ from cluster.coordinator.metrics import Metrics
 class _Series:
     """A counter, gauge or histogram that keeps a sum. Labels other than the model are dropped."""
 
-    def __init__(self, name: str, sums: Sums[str]) -> None:
+    def __init__(self, name: str, sums: Sums[str], gauges: dict[str, Callable[[], float]]) -> None:
         self._name = name
         self._sums = sums
+        self._gauges = gauges
 
     def labels(self, *_: object) -> _Series:
         return self
@@ -28,7 +29,7 @@ class _Series:
         self._sums[self._name] = value  # type: ignore[assignment]
 
     def set_function(self, function: Callable[[], float]) -> None:
-        """Gauges that are read at an exposition are not needed here."""
+        self._gauges[self._name] = function
 
 
 class CountedMetrics(Metrics):
@@ -36,13 +37,15 @@ class CountedMetrics(Metrics):
 
     def __init__(self) -> None:
         self.sums: Sums[str] = Sums()
+        self.gauges: dict[str, Callable[[], float]] = {}
+        """Functions that return the present value."""
         super().__init__()
 
     def _gauge(self, name: str, text: str) -> Any:  # noqa: ARG002 - the base class's signature
-        return _Series(name, self.sums)
+        return _Series(name, self.sums, self.gauges)
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:  # noqa: ARG002
-        return _Series(name, self.sums)
+        return _Series(name, self.sums, self.gauges)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Any:  # noqa: ARG002
-        return _Series(name, self.sums)
+        return _Series(name, self.sums, self.gauges)

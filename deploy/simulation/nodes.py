@@ -15,6 +15,7 @@ from cluster.core.config.sections import Configuration
 from cluster.core.drafting import Proposal
 from cluster.core.ids import SequenceId
 from cluster.ingress.grpc import GenerationServicer
+from cluster.ingress.routing import CoordinatorView
 from cluster.ingress.service import GenerationService
 from cluster.ingress.text.tokenizer import Tokenizer
 from cluster.wire.codec.common import decode_sequence_ids
@@ -147,15 +148,20 @@ class CoordinatorNode:
         ledger: Ledger,
         client: str,
     ) -> None:
-        """`client` names what the coordinator holds on drafters."""
+        """`client` names this start of the coordinator, and what it holds on drafters."""
         self.process = Process(address)
         self.metrics = CountedMetrics()
         ports = [RemoteDrafter(network, drafter, client, ledger) for drafter in drafters]
         remote = RemoteTarget(network, target, configuration.target.step_timeout_seconds, ledger)
         self.coordinator = Coordinator(remote, ports, configuration, self.metrics, now)
-        service = GenerationService(self.coordinator, simulated_tokenizer(), configuration.limits, clock=now, created=0)
-        self._servicer = GenerationServicer(service)
-        network.serve(address, Endpoint(self.process, {"Check": self._check}, {"Generate": self._generate}))
+        self._client = client
+        self._service = GenerationService(
+            self.coordinator, simulated_tokenizer(), configuration.limits, clock=now, created=0
+        )
+        self._servicer = GenerationServicer(self._service)
+        network.serve(
+            address, Endpoint(self.process, {"Check": self._check, "Abort": self._abort}, {"Generate": self._generate})
+        )
         self._starting = self.process.spawn(self.coordinator.start())
 
     async def stop(self, drain_seconds: float) -> None:
@@ -163,6 +169,21 @@ class CoordinatorNode:
         self._starting.cancel()
         await asyncio.gather(self._starting, return_exceptions=True)
         await self.coordinator.stop(drain_seconds)
+
+    def view(self) -> CoordinatorView:
+        """What a heartbeat says of the coordinator."""
+        gauges = self.metrics.gauges
+        return CoordinatorView(
+            self._client,
+            self.process.name,
+            int(gauges["vllm:num_requests_waiting"]()),
+            int(gauges["vllm:num_requests_running"]()),
+            gauges["vllm:kv_cache_usage_perc"](),
+        )
+
+    async def _abort(self, request: bytes, call: Call) -> bytes:  # noqa: ARG002 - there is nothing to compute
+        message = generation_pb2.AbortRequest.FromString(request)
+        return b"1" if self._service.abort(message.request_id) else b""
 
     async def _check(self, request: bytes, call: Call) -> bytes:  # noqa: ARG002 - the request is empty
         return b"1" if self.coordinator.ready else b""

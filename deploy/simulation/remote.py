@@ -130,6 +130,17 @@ class RemoteGeneration:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, NotReady) from error
 
+    async def abort(self, request_id: str) -> bool:
+        """Abort a request. Returns whether it was running."""
+        request = generation_pb2.AbortRequest(request_id=request_id).SerializeToString()
+        try:
+            return bool(await self._network.call(self.address, "Abort", request, SHORT_CALL_SECONDS))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, NotReady) from error
+
+    async def close(self) -> None:
+        """Do nothing: the simulated network keeps no connection."""
+
     async def is_ready(self) -> bool:
         """Whether the service accepts requests."""
         try:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from cluster.core.config.load import load
 from cluster.core.errors import Overloaded
+from cluster.ingress.router import Router
 from deploy.simulation.block_memory import BlockMemory
 from deploy.simulation.capacity.options import CapacityOptions
 from deploy.simulation.capacity.step_times import Times
@@ -18,9 +19,8 @@ from deploy.simulation.hashed_model import HashedModel
 from deploy.simulation.invariants import Ledger
 from deploy.simulation.network import Network
 from deploy.simulation.nodes import CoordinatorNode, DrafterNode, TargetNode
-from deploy.simulation.remote import RemoteGeneration
-from deploy.simulation.resubmission import RoundRobinRouter
 from deploy.simulation.simulated_drafter import DrafterSkill, SimulatedDrafter
+from deploy.simulation.simulated_ingress import HEARTBEAT_SECONDS, SimulatedDirectory, routed
 from deploy.simulation.simulated_target import SimulatedTarget
 from deploy.simulation.virtual_time import now, run_virtual
 from deploy.simulation.weather import Weather
@@ -115,8 +115,11 @@ class CapacityCluster:
         nodes = [self._coordinator(index, count) for index in range(options.simulated_targets)]
         while not all(node.coordinator.ready for node in nodes):  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.001)
-        router = RoundRobinRouter([RemoteGeneration(self._network, node.process.name) for node in nodes])
         queues = [*(node.compute for node in targets), *(node.compute for node in drafters)]
+        directory = SimulatedDirectory()
+        beating = asyncio.create_task(_beat(directory, nodes))
+        router = routed(self._network, directory.members)
+        await asyncio.sleep(0)
         begun = now()
         warm = begun + WARM_UP_SHARE * options.seconds
         load_task = asyncio.create_task(self._load(router))
@@ -127,11 +130,12 @@ class CapacityCluster:
                 busy_before = [queue.busy_seconds for queue in queues]
             report((tick + 1) / _TICKS, f"{len(self._answers)} requests, {now() - begun:.1f} virtual seconds")
         load_task.cancel()
+        beating.cancel()
         window = now() - warm
         busy = [(queue.busy_seconds - before) / window for queue, before in zip(queues, busy_before, strict=True)]
         return self._result(warm, window, busy[: len(targets)], busy[len(targets) :])
 
-    async def _load(self, router: RoundRobinRouter) -> None:
+    async def _load(self, router: Router) -> None:
         options = self._options
         async with asyncio.TaskGroup() as running:
             if options.in_flight:
@@ -142,11 +146,11 @@ class CapacityCluster:
                 await asyncio.sleep(self._rng.expovariate(options.arrivals * options.share))
                 running.create_task(self._ask(router))
 
-    async def _repeat(self, router: RoundRobinRouter) -> None:
+    async def _repeat(self, router: Router) -> None:
         while True:
             await self._ask(router)
 
-    async def _ask(self, router: RoundRobinRouter) -> None:
+    async def _ask(self, router: Router) -> None:
         answer = SimulatedAnswer(now())
         self._answers.append(answer)
         try:
@@ -241,6 +245,12 @@ def _share(index: int, coordinators: int, drafters: int) -> Iterator[int]:
         yield from range(index, drafters, coordinators)
     elif drafters:
         yield index % drafters
+
+
+async def _beat(directory: SimulatedDirectory, nodes: Sequence[CoordinatorNode]) -> None:
+    while True:
+        directory.beat(nodes)
+        await asyncio.sleep(HEARTBEAT_SECONDS)
 
 
 def _length(rng: random.Random, mean: float, spread: float) -> int:

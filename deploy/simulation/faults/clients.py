@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from cluster.core.errors import DeadlineExceeded, Overloaded, PilotfishError
+from cluster.core.errors import DeadlineExceeded, NotReady, Overloaded, PilotfishError
+from cluster.ingress.coordinators.progress import StreamProgress
 from deploy.simulation.faults.schedule import EOS_TOKENS, PATIENCE_SECONDS, PlannedRequest
 from deploy.simulation.hashed_model import HashedModel
 from deploy.simulation.invariants import Ledger
-from deploy.simulation.resubmission import GeneratesAnswers
+from deploy.simulation.remote import RemoteGeneration
 from deploy.simulation.virtual_time import now
 from pilotfish.v1 import generation_pb2
 
 LATE_SECONDS = 2.0
 """How long after its deadline a client may wait for the status."""
+PAUSE_SECONDS = 0.05
+"""Pause of a client before it continues its stream at another ingress."""
 
 
 class SimulatedClient:
     """Sends one request and reads its stream."""
 
-    def __init__(self, name: str, planned: PlannedRequest, service: GeneratesAnswers, ledger: Ledger) -> None:
+    def __init__(
+        self, name: str, planned: PlannedRequest, ingresses: Sequence[RemoteGeneration], ledger: Ledger
+    ) -> None:
         self.name = name
         self.tokens = 0
         """Number of tokens read."""
         self.outcome = "unfinished"
         self._planned = planned
-        self._service = service
+        self._ingresses = ingresses
         self._ledger = ledger
 
     async def run(self, model: HashedModel) -> None:
@@ -66,7 +72,7 @@ class SimulatedClient:
         ended: set[int] = set()
         if planned.leaves_after == 0:
             return "left"
-        async with aclosing(self._service.generate(self._message(), timeout_seconds)) as responses:
+        async with aclosing(self._responses(timeout_seconds)) as responses:
             async for response in responses:
                 index = response.index
                 match response.WhichOneof("event"):
@@ -92,6 +98,32 @@ class SimulatedClient:
         if len(ended) < planned.n:
             self._ledger.violate(f"{self.name}: the stream ended with {len(ended)} of {planned.n} answers")
         return "complete"
+
+    async def _responses(self, timeout_seconds: float) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        """The stream of the request. When its ingress is lost, it continues at another one."""
+        progress, deadline = StreamProgress(self._message()), now() + timeout_seconds
+        attempt = 0
+        while True:
+            message = progress.message()
+            if self._planned.resumes_by_count:
+                for answer in message.resume:
+                    del answer.token_ids[:]
+            ingress = self._ingresses[attempt % len(self._ingresses)]
+            attempt += 1
+            try:
+                async with aclosing(ingress.generate(message, deadline - now())) as responses:
+                    async for response in responses:
+                        passed = progress.receive(response)
+                        if passed is not None:
+                            yield passed
+            except NotReady:
+                if progress.is_complete:
+                    return
+                if now() + PAUSE_SECONDS >= deadline:
+                    raise DeadlineExceeded("the deadline passed while no ingress could answer") from None
+                await asyncio.sleep(PAUSE_SECONDS)
+            else:
+                return
 
     def _message(self) -> generation_pb2.GenerateRequest:
         planned = self._planned

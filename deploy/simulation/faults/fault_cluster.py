@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 
 from cluster.core.config.load import load
 from cluster.core.errors import PilotfishError
@@ -15,15 +14,13 @@ from deploy.simulation.block_memory import BlockMemory
 from deploy.simulation.faults.schedule import EOS_TOKENS, MAX_CONTEXT_LEN, VOCABULARY_SIZE, FaultEvent, FaultSchedule
 from deploy.simulation.hashed_model import HashedModel
 from deploy.simulation.invariants import Ledger
-from deploy.simulation.network import Endpoint, Network
+from deploy.simulation.network import Network
 from deploy.simulation.nodes import CoordinatorNode, DrafterNode, TargetNode
-from deploy.simulation.remote import RemoteGeneration
-from deploy.simulation.resubmission import RoundRobinRouter
 from deploy.simulation.simulated_drafter import SimulatedDrafter
+from deploy.simulation.simulated_ingress import HEARTBEAT_SECONDS, IngressNode, SimulatedDirectory
 from deploy.simulation.simulated_target import SimulatedTarget
 from deploy.simulation.virtual_time import Process
 from deploy.simulation.weather import FaultyWeather
-from pilotfish.v1 import generation_pb2
 
 Trace = Callable[[str], None]
 
@@ -44,7 +41,8 @@ class FaultCluster:
         self.targets: list[TargetNode] = []
         self.drafters: list[DrafterNode] = []
         self.coordinators: list[CoordinatorNode] = []
-        self.ingresses: list[Process] = []
+        self.ingresses: list[IngressNode] = []
+        self.directory = SimulatedDirectory()
         self.kills = Counter[str]()
         self.freezes = Counter[str]()
         self._trace = trace
@@ -88,9 +86,10 @@ class FaultCluster:
         self._trace(f"{event.role}-{event.index} is repaired after {event.kind}")
 
     async def supervise(self) -> None:
-        """Expire leases."""
+        """Send heartbeats and expire leases."""
         while True:
-            await asyncio.sleep(1.0)
+            self.directory.beat(self.coordinators)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
             for drafter in self.drafters:
                 if drafter.process.is_alive and not drafter.process.is_frozen:
                     drafter.expire()
@@ -132,7 +131,7 @@ class FaultCluster:
                 return self.drafters[event.index].process
             case "coordinator":
                 return self.coordinators[event.index].process
-        return self.ingresses[event.index]
+        return self.ingresses[event.index].process
 
     def _restart(self, event: FaultEvent) -> None:
         if self._process(event).is_alive:
@@ -178,16 +177,5 @@ class FaultCluster:
             self.network, address, f"target-{index}", drafters, self.configuration, self.ledger, client
         )
 
-    def _ingress(self, index: int) -> Process:
-        process = Process(f"ingress-{index}")
-        members = [RemoteGeneration(self.network, f"coordinator-{number}") for number in range(self.schedule.targets)]
-        router = RoundRobinRouter(members, first=index)
-
-        async def generate(request: bytes, seconds_left: float) -> AsyncGenerator[bytes, None]:
-            message = generation_pb2.GenerateRequest.FromString(request)
-            async with aclosing(router.generate(message, seconds_left)) as responses:
-                async for response in responses:
-                    yield response.SerializeToString()
-
-        self.network.serve(process.name, Endpoint(process, {}, {"Generate": generate}))
-        return process
+    def _ingress(self, index: int) -> IngressNode:
+        return IngressNode(self.network, f"ingress-{index}", self.directory)

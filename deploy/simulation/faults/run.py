@@ -12,7 +12,6 @@ from deploy.simulation.faults.fault_cluster import FaultCluster, Trace
 from deploy.simulation.faults.schedule import FAULT_SECONDS, LONGEST_FAULT_SECONDS, FaultSchedule, derive
 from deploy.simulation.invariants import Ledger
 from deploy.simulation.remote import RemoteGeneration
-from deploy.simulation.resubmission import RoundRobinRouter
 from deploy.simulation.virtual_time import Stalled, current_process, now, run_virtual
 
 TOO_LONG_SECONDS = 1000.0
@@ -79,7 +78,12 @@ async def _run(schedule: FaultSchedule, run: FaultRun, ledger: Ledger, trace: Tr
         cluster.start()
         ingresses = [RemoteGeneration(cluster.network, f"ingress-{index}") for index in range(schedule.ingresses)]
         clients = [
-            SimulatedClient(f"client-{index}", planned, RoundRobinRouter(ingresses, index), ledger)
+            SimulatedClient(
+                f"client-{index}",
+                planned,
+                ingresses[index % len(ingresses) :] + ingresses[: index % len(ingresses)],
+                ledger,
+            )
             for index, planned in enumerate(schedule.requests)
         ]
         faults = [asyncio.create_task(cluster.inject(event)) for event in schedule.events]
@@ -122,7 +126,7 @@ async def _stop(cluster: FaultCluster, ledger: Ledger) -> None:
         if node.metrics.sums["pilotfish:loop_restarts"]:
             ledger.violate(f"{node.process.name}: the loop failed because of a bug")
     workers = [*(node.process for node in cluster.targets), *(node.process for node in cluster.drafters)]
-    for process in (*workers, *cluster.ingresses):
+    for process in (*workers, *(node.process for node in cluster.ingresses)):
         if process.tasks:
             ledger.violate(f"leak: {process.name} still has {len(process.tasks)} tasks")
 

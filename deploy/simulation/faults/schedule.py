@@ -34,6 +34,8 @@ class PlannedRequest:
     leaves_after: int | None
     """The client leaves after this many tokens; `None`: it stays."""
     max_draft_tokens: int | None
+    resumes_by_count: bool
+    """Whether the client, when its ingress is lost, sends how many tokens it has instead of the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,7 @@ def _request(rng: random.Random, index: int, common: tuple[int, ...], pool: int)
         timeout_seconds=rng.uniform(0.02, 1.5) if rng.random() < 0.12 else PATIENCE_SECONDS,
         leaves_after=rng.randrange(0, 12) if rng.random() < 0.15 else None,
         max_draft_tokens=rng.choice([None, None, None, 0, 2]),
+        resumes_by_count=rng.random() < 0.3,
     )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -16,7 +15,7 @@ from cluster.coordinator.commit import CommitResult, Committer
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.verification import StepResult, VerifyRow
-from deploy.simulation.resubmission import RoundRobinRouter
+from cluster.ingress.coordinators.progress import StreamProgress
 from pilotfish.v1 import generation_pb2
 
 
@@ -65,20 +64,18 @@ def plant_accepted_stale_draft(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_lost_resume(patch: pytest.MonkeyPatch) -> None:
-    """A resubmitted request does not say which tokens were delivered."""
-    after = RoundRobinRouter.after
+    """A request that is sent again does not say which tokens were received."""
+    message = StreamProgress.message
 
-    def after_nothing(
-        self: RoundRobinRouter,
-        responses: AsyncGenerator[generation_pb2.GenerateResponse, None],
-        delivered: Counter[int],
-        ended: set[int],
-        *,
-        is_first: bool,
-    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        return after(self, responses, Counter(), ended, is_first=is_first)
+    def from_the_start(self: StreamProgress) -> generation_pb2.GenerateRequest:
+        request = generation_pb2.GenerateRequest()
+        request.CopyFrom(message(self))
+        for answer in request.resume:
+            answer.token_count = 0
+            del answer.token_ids[:]
+        return request
 
-    patch.setattr(RoundRobinRouter, "after", after_nothing)
+    patch.setattr(StreamProgress, "message", from_the_start)
 
 
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
