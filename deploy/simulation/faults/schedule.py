@@ -116,7 +116,7 @@ def derive(seed: int) -> FaultSchedule:
         speed=DrafterSpeed(0.0005, 0.0, rng.choice([0.0, 0.002]), rng.choice([0.0, 0.001])),
         requests=tuple(_request(rng, index, common, pool) for index in range(count)),
         events=tuple(_event(rng, targets, drafters, ingresses) for _ in range(rng.choice([0, 1, 2, 4]))),
-        windows=tuple(_window(rng) for _ in range(rng.choice([0, 0, 1, 2]))),
+        windows=tuple(_window(rng) for _ in range(rng.choice([0, 1, 2, 3]))),
     )
 
 
@@ -151,6 +151,6 @@ def _event(rng: random.Random, targets: int, drafters: int, ingresses: int) -> F
 def _window(rng: random.Random) -> FaultWindow:
     begin = rng.uniform(0.0, FAULT_SECONDS)
     end = begin + rng.choice([0.05, 0.3, 1.0])
-    kind = rng.choice(["loss", "delay", "duplicate", "reorder"])
+    kind = rng.choice(["loss", "loss", "delay", "duplicate", "reorder"])
     prefix = rng.choice(["", "target", "draft", "coordinator"])
     return FaultWindow(kind, begin, end, rng.choice([0.05, 0.3, 1.0]), rng.choice([0.005, 0.1, 1.0]), prefix)

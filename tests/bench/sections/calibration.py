@@ -34,6 +34,7 @@ from tests.bench.report import heading, percentile, table, write
 LOADS, QUICK_LOADS = ((1, False), (2, False), (4, False), (8, False), (1, True), (4, True)), ((1, False), (1, True))
 """(requests in flight, with drafts)."""
 ACCEPTANCE, NODES = 0.7, 4
+PROMPT_TOKENS = 96
 ROWS, WIDTHS, PREFILLS = (1, 2, 4, 8), (1, 1 + NODES), (32, 96, 192)
 REPETITIONS = 7
 SIMULATED_SECONDS = 30.0
@@ -44,7 +45,7 @@ def run(options: Options) -> None:
     """Measure, simulate and compare."""
     heading("Calibration: the capacity simulation beside the real cluster")
     base = _configuration(options)
-    prompts = options.prompts(16)
+    prompts = [options.long_prompt(PROMPT_TOKENS, which) for which in range(2 * max(load for load, _ in LOADS))]
     loads = QUICK_LOADS if options.quick else LOADS
     with ExitStack() as stack:
         target = stack.enter_context(clusters.target(base, clusters.all_cores()))
@@ -52,16 +53,15 @@ def run(options: Options) -> None:
         times = asyncio.run(_measured(target.address, cluster.draft.address, prompts[0]))
         drafting.warm(cluster, prompts, options.tokens, (1,))
         found = [(*load, _serve(cluster.coordinator.address, prompts, options.tokens, *load)) for load in loads]
-    length = round(statistics.mean(map(len, prompts)))
-    plain = of_measured(times).step(1, 1, length)
+    plain = of_measured(times).step(1, 1, PROMPT_TOKENS)
     round_seconds = max(0.0, _per_token(found[0][2], 0.5) - plain)
     times = times.model_copy(update={"round_seconds": round_seconds})
-    write(f"{base.target.served_name}, {base.target.dtype}; {length} tokens in a prompt, {options.tokens} in an answer")
+    write(
+        f"{base.target.served_name}, {base.target.dtype}; prompts of {PROMPT_TOKENS}, answers of {options.tokens} tokens"
+    )
     write(f"one plain step {1e3 * plain:.1f} ms, a round beyond it {1e3 * round_seconds:.1f} ms (fitted), ")
     write(f"drafts: {NODES} tokens, synthetic acceptance {ACCEPTANCE:g}. {NOT_LOSSLESS}.")
-    _report(
-        [(load, drafts, real, _predict(times, load, drafts, length, options.tokens)) for load, drafts, real in found]
-    )
+    _report([(load, drafts, real, _predict(times, load, drafts, options.tokens)) for load, drafts, real in found])
 
 
 def _configuration(options: Options) -> Configuration:
@@ -80,12 +80,12 @@ def _serve(address: str, prompts: Sequence[Sequence[int]], tokens: int, load: in
     return asyncio.run(ask_all(address, [*prompts[: max(4, 2 * load)]], tokens, load, asked))
 
 
-def _predict(times: MeasuredTimes, load: int, drafts: bool, prompt: int, tokens: int) -> CapacityRun:
+def _predict(times: MeasuredTimes, load: int, drafts: bool, tokens: int) -> CapacityRun:
     options = CapacityOptions(
         targets=1,
         drafters=1,
         in_flight=load,
-        lengths=f"{prompt}:{tokens}:0",
+        lengths=f"{PROMPT_TOKENS}:{tokens}:0",
         acceptance=ACCEPTANCE,
         max_nodes=NODES,
         max_sequences=32,

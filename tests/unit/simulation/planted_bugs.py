@@ -71,8 +71,7 @@ def plant_lost_resume(patch: pytest.MonkeyPatch) -> None:
         request = generation_pb2.GenerateRequest()
         request.CopyFrom(message(self))
         for answer in request.resume:
-            answer.token_count = 0
-            del answer.token_ids[:]
+            answer.CopyFrom(generation_pb2.ResumedAnswer(index=answer.index))
         return request
 
     patch.setattr(StreamProgress, "message", from_the_start)
