@@ -277,6 +277,8 @@ class GenerationService:
         """Return the tokens of the prediction. A text beyond the bound is refused without tokenizing it."""
         if not isinstance(prediction, str):
             return prediction
+        if not prediction:  # nearly every request; a thread would delay it
+            return ()
         if len(prediction) > self._limits.max_prediction_tokens * self._tokenizer.longest_token_chars:
             raise validate.prediction_too_long(len(prediction), "characters", self._limits)
         return await asyncio.to_thread(self._tokenizer.encode, prediction, False)

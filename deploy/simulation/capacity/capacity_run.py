@@ -34,6 +34,7 @@ WARM_UP_SHARE = 0.2
 CONTEXT_TOKENS = 1 << 15
 _NO_LIMIT_SECONDS = 1e6
 _TICKS = 50
+_SETTLE_SECONDS = 5.0
 
 
 @dataclass(slots=True)
@@ -129,10 +130,13 @@ class CapacityCluster:
             if tick + 1 == round(_TICKS * WARM_UP_SHARE):
                 busy_before = [queue.busy_seconds for queue in queues]
             report((tick + 1) / _TICKS, f"{len(self._answers)} requests, {now() - begun:.1f} virtual seconds")
-        load_task.cancel()
-        beating.cancel()
         window = now() - warm
         busy = [(queue.busy_seconds - before) / window for queue, before in zip(queues, busy_before, strict=True)]
+        load_task.cancel()
+        beating.cancel()
+        await asyncio.gather(load_task, beating, return_exceptions=True)
+        await asyncio.sleep(_SETTLE_SECONDS)
+        await asyncio.gather(*(node.process.spawn(node.stop(0.0)) for node in nodes))
         return self._result(warm, window, busy[: len(targets)], busy[len(targets) :])
 
     async def _load(self, router: Router) -> None:

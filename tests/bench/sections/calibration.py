@@ -57,7 +57,7 @@ def run(options: Options) -> None:
     round_seconds = max(0.0, _per_token(found[0][2], 0.5) - plain)
     times = times.model_copy(update={"round_seconds": round_seconds})
     write(
-        f"{base.target.served_name}, {base.target.dtype}; prompts of {PROMPT_TOKENS}, answers of {options.tokens} tokens"
+        f"{base.target.served_name}, {base.target.dtype}; {PROMPT_TOKENS} prompt tokens, {options.tokens} of an answer"
     )
     write(f"one plain step {1e3 * plain:.1f} ms, a round beyond it {1e3 * round_seconds:.1f} ms (fitted), ")
     write(f"drafts: {NODES} tokens, synthetic acceptance {ACCEPTANCE:g}. {NOT_LOSSLESS}.")
