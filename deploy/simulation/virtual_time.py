@@ -105,16 +105,19 @@ class Process:
         """Run a coroutine as a task of this process."""
         return asyncio.get_running_loop().create_task(coroutine, context=self._context.copy())
 
-    def kill(self) -> None:
-        """End the process. Its tasks are cancelled, and nothing that they still do leaves the process."""
+    def kill(self, unnoticed_seconds: float = 0.0) -> None:
+        """End the process. Its tasks are cancelled, and nothing that they still do leaves the process.
+
+        Callers notice after `unnoticed_seconds`.
+        """
         if not self.is_alive:
             return
         self.thaw()
         self.is_alive = False
         for task in self.tasks:
             task.cancel()
-        for callback in self.on_exit:
-            callback()
+        for callback in list(self.on_exit):
+            _loop().call_later(unnoticed_seconds, callback)
 
     def freeze(self) -> None:
         """Stop the process as SIGSTOP does: its callbacks wait, the clock goes on."""

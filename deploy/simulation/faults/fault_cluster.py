@@ -14,7 +14,7 @@ from deploy.simulation.block_memory import BlockMemory
 from deploy.simulation.faults.schedule import EOS_TOKENS, MAX_CONTEXT_LEN, VOCABULARY_SIZE, FaultEvent, FaultSchedule
 from deploy.simulation.hashed_model import HashedModel
 from deploy.simulation.invariants import Ledger
-from deploy.simulation.network import Network
+from deploy.simulation.network import KEEPALIVE_SECONDS, Network
 from deploy.simulation.nodes import CoordinatorNode, DrafterNode, TargetNode
 from deploy.simulation.simulated_drafter import SimulatedDrafter
 from deploy.simulation.simulated_ingress import HEARTBEAT_SECONDS, IngressNode, SimulatedDirectory
@@ -24,6 +24,8 @@ from deploy.simulation.weather import FaultyWeather
 
 Trace = Callable[[str], None]
 
+DRAIN_SLACK_SECONDS = 5.0
+"""A coordinator that drains is killed this long after its drain time."""
 LEASE_SECONDS = 5.0
 """A drafter releases what a coordinator holds after this silence."""
 
@@ -61,9 +63,9 @@ class FaultCluster:
         await asyncio.sleep(event.at)
         self._trace(f"{event.kind} {event.role}-{event.index} for {event.seconds} s")
         match event.kind:
-            case "kill":
+            case "kill" | "vanish":
                 self.kills[event.role] += 1
-                self._process(event).kill()
+                self._process(event).kill(KEEPALIVE_SECONDS if event.kind == "vanish" else 0.0)
                 await asyncio.sleep(event.seconds)
                 self._restart(event)
             case "freeze":
@@ -72,6 +74,13 @@ class FaultCluster:
                 frozen.freeze()
                 await asyncio.sleep(event.seconds)
                 frozen.thaw()
+            case "drain":
+                node = self.coordinators[event.index]
+                if node.process.is_alive:
+                    stopping = node.process.spawn(node.stop(event.seconds))
+                    await asyncio.wait({stopping}, timeout=event.seconds + DRAIN_SLACK_SECONDS)
+                    node.process.kill()
+                    self._restart(event)
             case "shortage":
                 memory = self.targets[event.index].target.memory
                 memory.occupied = memory.total

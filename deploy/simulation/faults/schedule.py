@@ -34,6 +34,9 @@ class PlannedRequest:
     leaves_after: int | None
     """The client leaves after this many tokens; `None`: it stays."""
     max_draft_tokens: int | None
+    stop_string: str | None
+    aborts_after: int | None
+    """The client aborts its request after this many tokens; `None`: it does not."""
     resumes_by_count: bool
     """Whether the client, when its ingress is lost, sends how many tokens it has instead of the tokens."""
 
@@ -44,7 +47,8 @@ class FaultEvent:
 
     at: float
     kind: str
-    """`kill`, `freeze`, `shortage` (KV blocks of a target are taken away), `stale` (a drafter repeats its answers)."""
+    """`kill`, `vanish` (a kill that no caller is told of), `drain`, `freeze`, `shortage` (KV blocks of a target are
+    taken away), `stale` (a drafter repeats its answers)."""
     role: str
     """`target`, `draft`, `coordinator` or `ingress`."""
     index: int
@@ -135,6 +139,8 @@ def _request(rng: random.Random, index: int, common: tuple[int, ...], pool: int)
         timeout_seconds=rng.uniform(0.02, 1.5) if rng.random() < 0.12 else PATIENCE_SECONDS,
         leaves_after=rng.randrange(0, 12) if rng.random() < 0.15 else None,
         max_draft_tokens=rng.choice([None, None, None, 0, 2]),
+        stop_string=f"{rng.randrange(10)} {rng.randrange(1, 10)}" if rng.random() < 0.2 else None,
+        aborts_after=rng.randrange(1, 12) if rng.random() < 0.08 else None,
         resumes_by_count=rng.random() < 0.3,
     )
 
@@ -142,8 +148,13 @@ def _request(rng: random.Random, index: int, common: tuple[int, ...], pool: int)
 def _event(rng: random.Random, targets: int, drafters: int, ingresses: int) -> FaultEvent:
     counts = {"target": targets, "draft": drafters, "coordinator": targets, "ingress": ingresses}
     role = rng.choice([name for name, count in counts.items() if count])
-    kinds = {"target": ["kill", "freeze", "shortage"], "draft": ["kill", "freeze", "stale"]}
-    kind = rng.choice(kinds.get(role, ["kill", "freeze"]))
+    kinds = {
+        "target": ["kill", "vanish", "freeze", "shortage"],
+        "draft": ["kill", "vanish", "freeze", "stale"],
+        "coordinator": ["kill", "vanish", "freeze", "drain"],
+        "ingress": ["kill", "freeze"],
+    }
+    kind = rng.choice(kinds[role])
     seconds = rng.choice([0.01, 0.1, 0.5, LONGEST_FAULT_SECONDS])
     return FaultEvent(rng.uniform(0.0, FAULT_SECONDS), kind, role, rng.randrange(counts[role]), seconds)
 
