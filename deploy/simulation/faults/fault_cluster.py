@@ -26,6 +26,10 @@ Trace = Callable[[str], None]
 
 DRAIN_SLACK_SECONDS = 5.0
 """A coordinator that drains is killed this long after its drain time."""
+MAX_TASKS = 100
+"""Most tasks of one coordinator. Its requests are few."""
+MAX_CALLS = 100
+"""Most calls under way in the cluster."""
 LEASE_SECONDS = 5.0
 """A drafter releases what a coordinator holds after this silence."""
 
@@ -92,12 +96,14 @@ class FaultCluster:
                 node.answers_stale = lambda: rng.random() < 0.5
                 await asyncio.sleep(event.seconds)
                 node.answers_stale = lambda: False
+        self.check_bounds()
         self._trace(f"{event.role}-{event.index} is repaired after {event.kind}")
 
     async def supervise(self) -> None:
         """Send heartbeats and expire leases."""
         while True:
             self.directory.beat(self.coordinators)
+            self.check_bounds()
             await asyncio.sleep(HEARTBEAT_SECONDS)
             for drafter in self.drafters:
                 if drafter.process.is_alive and not drafter.process.is_frozen:
@@ -110,6 +116,19 @@ class FaultCluster:
                 node.target.check()
             except PilotfishError as error:
                 self.ledger.violate(f"{node.process.name}: {error}")
+        limits = self.configuration.scheduler
+        for coordinator in self.coordinators:
+            if not coordinator.coordinator.ready:
+                continue
+            view, name = coordinator.view(), coordinator.process.name
+            if view.running > limits.max_sequences:
+                self.ledger.violate(f"{name} runs {view.running} of {limits.max_sequences} sequences")
+            if view.running + view.waiting > limits.max_sequences + limits.max_waiting:
+                self.ledger.violate(f"{name} has {view.waiting} waiting sequences, {limits.max_waiting} are allowed")
+            if len(coordinator.process.tasks) > MAX_TASKS:
+                self.ledger.violate(f"{name} has {len(coordinator.process.tasks)} tasks")
+        if self.network.under_way > MAX_CALLS:
+            self.ledger.violate(f"{self.network.under_way} calls are under way")
 
     def leaks(self) -> list[str]:
         """What is held although no request runs."""
