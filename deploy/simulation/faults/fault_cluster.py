@@ -79,11 +79,11 @@ class FaultCluster:
                 await asyncio.sleep(event.seconds)
                 frozen.thaw()
             case "drain":
-                node = self.coordinators[event.index]
-                if node.process.is_alive:
-                    stopping = node.process.spawn(node.stop(event.seconds))
+                draining = self.coordinators[event.index]
+                if draining.process.is_alive:
+                    stopping = draining.process.spawn(draining.stop(event.seconds))
                     await asyncio.wait({stopping}, timeout=event.seconds + DRAIN_SLACK_SECONDS)
-                    node.process.kill()
+                    draining.process.kill()
                     self._restart(event)
             case "shortage":
                 memory = self.targets[event.index].target.memory
