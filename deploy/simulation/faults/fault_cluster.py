@@ -146,6 +146,10 @@ class FaultCluster:
             for node in self.drafters
             if node.drafter.known
         ]
+        servers = [node.process for node in self.targets]
+        servers += [node.process for node in self.drafters]
+        servers += [node.process for node in self.ingresses]
+        found += [f"{process.name} still has {len(process.tasks)} tasks" for process in servers if process.tasks]
         found += [f"{node.process.name} is not ready" for node in self.coordinators if not node.coordinator.ready]
         if self.network.under_way > 2 * len(self.coordinators):
             found.append(f"{self.network.under_way} calls are under way")
