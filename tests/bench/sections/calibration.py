@@ -35,7 +35,8 @@ LOADS, QUICK_LOADS = ((1, False), (2, False), (4, False), (8, False), (1, True),
 """(requests in flight, with drafts)."""
 ACCEPTANCE, NODES = 0.7, 4
 PROMPT_TOKENS = 96
-ROWS, WIDTHS, PREFILLS = (1, 2, 4, 8), (1, 1 + NODES), (32, 96, 192)
+ROWS, WIDTHS, PREFILLS = (1, 2, 4, 8), (1, 1 + NODES), (2, 4, 8, 10, 20, 40, 96, 192)
+"""Sequences, tokens of each, and tokens of steps of one sequence: equal sums show what a sequence costs."""
 REPETITIONS = 7
 SIMULATED_SECONDS = 30.0
 _GREEDY = SamplingParameters(temperature=0.0)
@@ -50,8 +51,8 @@ def run(options: Options) -> None:
     with ExitStack() as stack:
         target = stack.enter_context(clusters.target(base, clusters.all_cores()))
         cluster = clusters.start_cluster(stack, base, target)
+        drafting.warm(cluster, prompts, options.tokens, (1, 4))
         times = asyncio.run(_measured(target.address, cluster.draft.address, prompts[0]))
-        drafting.warm(cluster, prompts, options.tokens, (1,))
         found = [(*load, _serve(cluster.coordinator.address, prompts, options.tokens, *load)) for load in loads]
     plain = of_measured(times).step(1, 1, PROMPT_TOKENS)
     round_seconds = max(0.0, _per_token(found[0][2], 0.5) - plain)
@@ -60,6 +61,10 @@ def run(options: Options) -> None:
         f"{base.target.served_name}, {base.target.dtype}; {PROMPT_TOKENS} prompt tokens, {options.tokens} of an answer"
     )
     write(f"one plain step {1e3 * plain:.1f} ms, a round beyond it {1e3 * round_seconds:.1f} ms (fitted), ")
+    write(
+        "steps, rows × tokens: "
+        + ", ".join(f"{rows} × {tokens // rows}: {1e3 * s:.0f} ms" for rows, tokens, s in times.steps)
+    )
     write(f"drafts: {NODES} tokens, synthetic acceptance {ACCEPTANCE:g}. {NOT_LOSSLESS}.")
     _report([(load, drafts, real, _predict(times, load, drafts, options.tokens)) for load, drafts, real in found])
 
