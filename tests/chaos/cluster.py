@@ -208,7 +208,7 @@ class ChaosCluster:
     async def stop(self) -> None:
         """Kill all processes."""
         await asyncio.gather(*(owner.stop() for owner in self._owners))
-        for link in dict.fromkeys((*self.links, *self.doors)):
+        for link in self.links:
             await link.stop()
 
     def check(self) -> None:

@@ -78,9 +78,12 @@ class Disturber:
         """Apply `rounds` faults, to roles of `kinds` if any are named. Then messages are undisturbed again."""
         try:
             for _ in range(rounds):
+                await self._candidates(kinds)  # the pause begins when enough processes serve
                 await asyncio.sleep(self._draw.expovariate(1 / self._pause_seconds))
                 self._disturb_links()
-                self._apply(await self._victim(kinds))
+                candidates = await self._candidates(kinds)
+                kind = self._draw.choice(sorted({victim.kind for victim in candidates}))
+                self._apply(self._draw.choice([victim for victim in candidates if victim.kind == kind]))
                 self._cluster.check()
         finally:
             for link in self._cluster.links:
@@ -91,14 +94,13 @@ class Disturber:
             link = self._draw.choice(self._cluster.links)
             link.rates = DISTURBED if self._draw.random() < DISTURBED_SHARE else UNDISTURBED
 
-    async def _victim(self, kinds: Sequence[str]) -> Victim:
-        """A process that serves. Waits while more than `most_lost` do not: streams would not progress any more."""
+    async def _candidates(self, kinds: Sequence[str]) -> list[Victim]:
+        """The processes that serve. Waits while more than `most_lost` do not: streams would not progress any more."""
         while True:
             serving = [victim for victim in self._cluster.victims() if victim.pid not in self._hit]
             candidates = [victim for victim in serving if not kinds or victim.kind in kinds]
             if candidates and self._cluster.size - len(serving) <= self._most_lost:
-                kind = self._draw.choice(sorted({victim.kind for victim in candidates}))
-                return self._draw.choice([victim for victim in candidates if victim.kind == kind])
+                return candidates
             await asyncio.sleep(self._cluster.look_seconds)
             self._cluster.check()
 

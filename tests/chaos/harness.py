@@ -21,7 +21,6 @@ from cluster.core.errors import PilotfishError
 from cluster.ingress.text.tokenizer import Tokenizer
 from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
-from pilotfish.v1 import generation_pb2
 from tests.chaos.cluster import ChaosCluster, Slot
 from tests.chaos.doors import Door, GrpcDoor, HttpDoor
 from tests.chaos.faults import Disturber
@@ -43,8 +42,6 @@ MOST_NEW_DESCRIPTORS = 8
 """Descriptors that a process may have more than at first: connections that it opened since."""
 MOST_NEW_BYTES = 128 << 20
 """Memory that a process may have more than at first."""
-CAN_RESUME = "resume" in generation_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
-"""Whether a client can continue a stream elsewhere. If not, only workers are killed."""
 BOUND = 1e-3
 """Scores closer than this may be swapped by rounding."""
 
@@ -61,13 +58,13 @@ class ChaosOptions:
     ranks: tuple[int, ...] = (1, 2)
     """Ranks of each target."""
     drafters: int = 2
-    ingresses: int = 2 if CAN_RESUME else 0
+    ingresses: int = 2
     at_once: int = 12
     distinct: int = 32
     """Number of distinct requests."""
     kinds: tuple[str, ...] = ("short", "long", "sharing", "several")
     """Kinds of requests."""
-    roles: tuple[str, ...] = () if CAN_RESUME else ("target", "rank", "draft")
+    roles: tuple[str, ...] = ()
     """Roles that faults are for; empty: all."""
     most_lost: int = 2
     """Most processes that are away when a further fault is applied."""
@@ -144,8 +141,6 @@ async def run_chaos(options: ChaosOptions, scratch: Path) -> ChaosReport:
         await _settled(cluster)
         first, descriptors = await _held_by_role(cluster), own.num_fds()
         preemptions = await _preemptions(clients)
-        if not CAN_RESUME:
-            cluster.links = [link for link in cluster.links if link not in cluster.doors]
         disturber = Disturber(cluster, options.seed, options.pause_seconds, options.most_lost)
         running = asyncio.create_task(streams.run())
         await disturber.run(options.rounds, options.roles)

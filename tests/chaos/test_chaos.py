@@ -23,7 +23,7 @@ async def chaos(options: ChaosOptions, logs: Path) -> ChaosReport:
 
 
 async def test_killed_and_frozen_processes_change_no_token_and_leave_nothing_behind(logs: Path) -> None:
-    options = ChaosOptions(rounds=7, pause_seconds=0.4, at_once=8, distinct=12, seed=3)
+    options = ChaosOptions(rounds=5, pause_seconds=0.2, at_once=8, distinct=12, seed=3)
     report = await chaos(options, logs)
-    assert report.kills > 5
+    assert report.kills > 2
     assert len(report.replaced) > 1, "few roles were killed"

@@ -25,7 +25,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError
+from cluster.ingress.grpc import RoutedGenerationServicer, RoutedOperationsServicer
 from cluster.ingress.http import create_app
+from cluster.ingress.router import Router
+from cluster.ingress.routing import CoordinatorView
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.server import WireServer
@@ -191,10 +194,6 @@ async def _start_coordinator(role: RoleSpec, configuration: Configuration, stack
 
 
 async def _start_ingress(role: RoleSpec, configuration: Configuration, stack: AsyncExitStack) -> RunningRole:
-    from cluster.ingress.grpc import RoutedGenerationServicer, RoutedOperationsServicer
-    from cluster.ingress.router import Router
-    from cluster.ingress.routing import CoordinatorView
-
     views = tuple(CoordinatorView(f"coordinator-{n}", address) for n, address in enumerate(role.coordinators))
     router = Router(lambda: views, lambda address: GenerationClient(fixed_address(address)))
     stack.push_async_callback(router.close)
