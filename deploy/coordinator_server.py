@@ -10,6 +10,7 @@ from pathlib import Path
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core.config.sections import Configuration
+from cluster.core.membership import Load
 from cluster.core.ports import Drafter, Target
 from cluster.ingress.grpc import GenerationServicer, OperationsServicer
 from cluster.ingress.service import GenerationService
@@ -32,15 +33,25 @@ _CLOSING_SECONDS = 1.0
 
 
 class CoordinatorServer:
-    """A coordinator and its gRPC server. Listens after `start()`; ready once the target has sent its `TargetInfo`."""
+    """A coordinator and its gRPC server. Listens after `start()`; ready once the target has sent its `TargetInfo`.
 
-    def __init__(self, configuration: Configuration, target: Target, drafters: Sequence[Drafter]) -> None:
+    It listens on the public address, or, where an ingress does that, on a free port of `internal_host`.
+    """
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        target: Target,
+        drafters: Sequence[Drafter] = (),
+        internal_host: str | None = None,
+    ) -> None:
         self._configuration = configuration
         self._metrics = Metrics()
         self._coordinator = Coordinator(target, drafters, configuration, self._metrics)
+        server = configuration.server
         self._server = WireServer(
-            configuration.server.grpc_host,
-            configuration.server.grpc_port,
+            server.grpc_host if internal_host is None else internal_host,
+            server.grpc_port if internal_host is None else 0,
             max_message_bytes=configuration.limits.max_body_bytes,
         )
         self._opening: asyncio.Task[None] | None = None
@@ -49,6 +60,19 @@ class CoordinatorServer:
     def ready(self) -> bool:
         """Whether requests are accepted."""
         return self._coordinator.ready
+
+    @property
+    def load(self) -> Load:
+        """How busy the coordinator and its target are."""
+        return self._coordinator.load
+
+    def add_drafter(self, name: str, drafter: Drafter) -> None:
+        """See `Coordinator.add_drafter`."""
+        self._coordinator.add_drafter(name, drafter)
+
+    async def remove_drafter(self, name: str) -> None:
+        """See `Coordinator.remove_drafter`."""
+        await self._coordinator.remove_drafter(name)
 
     async def start(self) -> int:
         """Start listening and return the bound port. Raises `ConfigurationError` if the model has no tokenizer."""

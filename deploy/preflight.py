@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.core.config.sections import Configuration, PoolSection, ServerSection
+from cluster.core.config.sections import Configuration, PoolSection
+from cluster.core.config.server import ServerSection
 from cluster.core.errors import ConfigurationError
 from cluster.wire.address import join_host_port
 from deploy.placement import Placement, Resources, RolePlacement

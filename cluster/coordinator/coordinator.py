@@ -27,6 +27,7 @@ from cluster.coordinator.wakeup import LoopProgress, Wakeup
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import NotReady
 from cluster.core.ids import RequestId
+from cluster.core.membership import Load
 from cluster.core.ports import Drafter, Target
 from cluster.core.request import Commit, GenerationRequest
 from cluster.core.verification import TargetInfo
@@ -60,8 +61,10 @@ class Coordinator:
         step_timeout = configuration.target.step_timeout_seconds
         progress = LoopProgress(clock, step_timeout + draft.timeout_seconds + HANG_SLACK_SECONDS)
         self._target = TargetClient(target, step_timeout, wakeup.notify, progress.mark)
-        source = TargetDrafts(metrics) if draft.is_colocated else DrafterPool(drafters, draft, metrics, clock)
-        self._proposer = Proposer(source, draft, limits.max_sequences, table.running, metrics, clock)
+        self._pool = None if draft.is_colocated else DrafterPool(drafters, draft, metrics, clock)
+        self._proposer = Proposer(
+            self._pool or TargetDrafts(metrics), draft, limits.max_sequences, table.running, metrics, clock
+        )
         quarantine = Quarantine(table, self._emitter.fail)
         self._loop = Loop(
             table,
@@ -102,6 +105,21 @@ class Coordinator:
         """Raise `NotReady` if the loop hangs or has ended unexpectedly. Only a new process can help."""
         self._loop.check_health()
 
+    @property
+    def load(self) -> Load:
+        """How busy the coordinator and its target are."""
+        return Load(self._table.waiting_count, len(self._table.running), self._kv_usage())
+
+    def add_drafter(self, name: str, drafter: Drafter) -> None:
+        """Use one more drafter. Does nothing if the target drafts. Raises `ValueError` if the name is taken."""
+        if self._pool is not None:
+            self._pool.join(name, drafter)
+
+    async def remove_drafter(self, name: str) -> None:
+        """Use a drafter no more, and return when the calls to it have ended. An unknown one is no error."""
+        if self._pool is not None:
+            await self._pool.leave(name, RELEASE_SECONDS)
+
     async def start(self) -> None:
         """Wait for the target without a time limit, then accept requests."""
         await self._target.take_over()
@@ -111,7 +129,7 @@ class Coordinator:
             self.info.is_lossless,
             running=lambda: len(self._table.running),
             waiting=lambda: self._table.waiting_count,
-            kv_usage=lambda: 1 - self._target.kv.blocks_free / max(1, self._target.kv.blocks_total),
+            kv_usage=self._kv_usage,
         )
         self._loop.start()
 
@@ -160,3 +178,6 @@ class Coordinator:
     def count_sent(self, tokens: int) -> None:
         """Count tokens that a reader has sent to its client."""
         self._metrics.sent(tokens)
+
+    def _kv_usage(self) -> float:
+        return 1 - self._target.kv.blocks_free / max(1, self._target.kv.blocks_total)

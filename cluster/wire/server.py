@@ -27,12 +27,14 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.so_reuseport", 0),
 )
 
 
 class WireServer:
-    """A gRPC server for Pilotfish services. `start()` starts it; `async with` stops it at the end of the block."""
+    """A gRPC server for Pilotfish services. `start()` starts it; `async with` stops it at the end of the block.
+
+    With `shares_port`, other servers that say so may listen on the same port of the same machine.
+    """
 
     def __init__(
         self,
@@ -41,11 +43,16 @@ class WireServer:
         *,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         credentials: grpc.ServerCredentials | None = None,
+        shares_port: bool = False,
     ) -> None:
         self._host = host
         self._port = port
         self._credentials = credentials
-        self._options = (*message_options(max_message_bytes), *_SERVER_OPTIONS)
+        self._options = (
+            *message_options(max_message_bytes),
+            *_SERVER_OPTIONS,
+            ("grpc.so_reuseport", int(shares_port)),
+        )
         self._health = health.aio.HealthServicer()
         self._services: list[tuple[str, Callable[[Any, Any], None], object]] = []
         self._interceptor = CallInterceptor()

@@ -1,13 +1,14 @@
 """The Serve application: its deployments, their arguments and their placement.
 
-`serve run deploy.ray.application:build_app config=cpu` and `pilotfish serve` build the same application. A client asks
-Serve for a worker's address whenever it opens a connection, and so finds a restarted worker at its new port.
+`serve run deploy.ray.application:build_app config=cpu` and `pilotfish serve` build the same application.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,17 @@ from deploy.machine import local_resources
 from deploy.models import resolve_models
 from deploy.placement import STRATEGY, Placement, Resources, RolePlacement, plan
 from deploy.preflight import model_problems, raise_problems
-from deploy.ray.deployments import IngressReplica, TargetReplica
+from deploy.ray.autoscaling import number_of_replicas
+from deploy.ray.deployments import DraftReplica, IngressReplica, TargetReplica
 from deploy.settings import Settings, load_settings, settings_from_arguments
-from workers.serve.draft_replica import DraftReplica
 
 APPLICATION = "pilotfish"
 
 _HEALTH_PERIOD_SECONDS = 1.0
 _HEALTH_TIMEOUT_SECONDS = 30.0
-_CLOSING_SECONDS = 5.0
+_CLOSING_SECONDS = 15.0
+"""Time to stop after a replica has drained, in seconds. Then Serve kills it."""
+_NODE_CLAIM = 0.001
 _MOST_HTTP_CALLS = 10_000
 """Far above the coordinator's queue limit, so that the coordinator rejects requests (`Overloaded`), not Serve."""
 
@@ -50,46 +53,54 @@ def build_app(config: Configuration | Mapping[str, Any] | str | Path | None = No
 def bind(configuration: Configuration, placement: Placement, worker_host: str | None) -> Application:
     """Bind the deployments. Model paths in `configuration` are local directories.
 
-    Workers listen on `worker_host`, or on their node's address if it is `None`.
+    Processes listen for each other on `worker_host`, or on their node's address if it is `None`. They find each other
+    in the directory; the ingress is bound to the other deployments only so that all are deployed.
     """
     configuration = with_implied_settings(configuration)
     # A process that claims no GPU may still see all GPUs, so its device is set explicitly.
-    planned = {
-        "target": configuration.target.model_copy(update={"device": placement.target.device}),
-        "draft": configuration.draft.with_weights(device=placement.draft.device),
-    }
-    values = configuration.model_copy(update=planned).model_dump(mode="json")
-    # Each drafter is a deployment of its own, because Serve cannot address single replicas of a deployment.
-    drafts = [
-        serve.deployment(
-            name=name, ray_actor_options=actor_options(placement.draft, worker_host), **_supervision(configuration)
-        )(DraftReplica).bind(
-            values["draft"], values["target"] | {"device": placement.draft.device}, placement.draft.threads, worker_host
-        )
-        for name in draft_names(0 if configuration.draft.is_colocated else configuration.draft.replicas)
-    ]
-    target = serve.deployment(
+    target = configuration.target.model_copy(update={"device": placement.target.device})
+    draft = configuration.draft.with_weights(device=placement.draft.device)
+    values = configuration.model_copy(update={"target": target, "draft": draft}).model_dump(mode="json")
+    version = _version(values)
+    targets = serve.deployment(
         name="Target",
         placement_group_bundles=[
-            bundle.claims() for bundle in (*placement.coordinator.bundles, *placement.target.bundles)
+            bundle.claims() | node_claim(target.node_resource)
+            for bundle in (*placement.coordinator.bundles, *placement.target.bundles)
         ],
         placement_group_strategy=STRATEGY,
         ray_actor_options=actor_options(placement.coordinator, worker_host),
         **_supervision(configuration),
+        **number_of_replicas(target.replicas, target.autoscaling),
     )(TargetReplica).bind(
-        values, placement.target.threads, environment(placement.target, worker_host), worker_host, *drafts
+        values, version, placement.target.threads, environment(placement.target, worker_host), worker_host
     )
+    others = [targets]
+    if not draft.is_colocated:
+        # A drafter reads settings of the target, such as its weights, but computes on its own device.
+        read = values | {"target": values["target"] | {"device": placement.draft.device}}
+        drafters = serve.deployment(
+            name="Draft",
+            ray_actor_options=actor_options(placement.draft, worker_host)
+            | {"resources": node_claim(draft.node_resource)},
+            num_replicas=draft.replicas,
+            **_supervision(configuration),
+        )(DraftReplica)
+        others.append(drafters.bind(read, version, placement.draft.threads, worker_host))
     return serve.deployment(
         name="Ingress",
         max_ongoing_requests=_MOST_HTTP_CALLS,
         ray_actor_options=actor_options(placement.ingress, worker_host),
-        **_supervision(configuration) | {"user_config": None},
-    )(IngressReplica).bind(values, target)
+        num_replicas=configuration.server.ingress_replicas,
+        **_supervision(configuration),
+    )(IngressReplica).bind(values, *others)
 
 
-def draft_names(replicas: int) -> tuple[str, ...]:
-    """The names of the drafters' deployments."""
-    return ("Draft", *(f"Draft{number}" for number in range(2, replicas + 1)))[:replicas]
+def _version(values: Mapping[str, Any]) -> str:
+    """A name of what target and drafters must have in common, to serve each other."""
+    counts = ("replicas", "autoscaling", "threads", "device", "node_resource")
+    common = {key: {k: v for k, v in values[key].items() if k not in counts} for key in ("target", "draft")}
+    return sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def cluster_resources() -> Resources:
@@ -125,6 +136,11 @@ def actor_options(role: RolePlacement, worker_host: str | None) -> dict[str, Any
     return options
 
 
+def node_claim(resource: str | None) -> dict[str, float]:
+    """A tiny part of a custom resource: a process that claims it runs on a node that has the resource."""
+    return {} if resource is None else {resource: _NODE_CLAIM}
+
+
 def environment(role: RolePlacement, worker_host: str | None) -> dict[str, str]:
     """Environment variables of the role's processes."""
     variables: dict[str, str] = {}
@@ -142,11 +158,10 @@ def environment(role: RolePlacement, worker_host: str | None) -> dict[str, str]:
 def _supervision(configuration: Configuration) -> dict[str, Any]:
     """Serve's options for supervision. It notices a dead replica in two seconds and never retries a constructor."""
     return {
-        "num_replicas": 1,
         "user_config": {"log_level": configuration.log_level},  # Serve passes it to `reconfigure`
         "health_check_period_s": _HEALTH_PERIOD_SECONDS,
         "health_check_timeout_s": _HEALTH_TIMEOUT_SECONDS,
         "graceful_shutdown_wait_loop_s": 0.1,
-        "graceful_shutdown_timeout_s": _CLOSING_SECONDS,
+        "graceful_shutdown_timeout_s": configuration.server.drain_timeout_seconds + _CLOSING_SECONDS,
         "max_constructor_retry_count": 1,
     }

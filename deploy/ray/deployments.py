@@ -1,110 +1,203 @@
-"""The Serve deployments of the control plane. Their processes do not import torch."""
+"""The Serve deployments. Ray places and restarts them; gRPC carries every token.
+
+The processes of the control plane do not import torch.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from cluster.core.errors import DrafterUnavailable, NotReady, PilotfishError
+from cluster.core.membership import Member, MemberRole, View
+from cluster.core.ports import DraftMethod
 from cluster.ingress.http import create_app
+from cluster.ingress.router import Router
+from cluster.ingress.routing import CoordinatorView
 from cluster.wire.address import join_host_port
-from cluster.wire.connection import Resolve
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.target_client import GrpcTarget
-from deploy.coordinator_server import CoordinatorServer
+from deploy.coordinator_server import CoordinatorServer, fixed_address
+from deploy.drafter_follower import DrafterFollower
+from deploy.ingress_server import IngressServer
+from deploy.ray.autoscaling import METRIC
+from deploy.ray.directory import DirectoryClient
+from workers.draft.registry import create
 from workers.serve.configuration import load_configuration
-from workers.serve.node import node_address
+from workers.serve.node import node_address, set_threads
 from workers.serve.rank_actors import RankActors
 from workers.serve.rank_supervisor import RankSupervisor
-from workers.serve.worker_server import set_log_level
-
-_EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared with, never bound to
+from workers.serve.worker_server import WorkerHost, host_draft, set_log_level
 
 
 class TargetReplica:
     """The Serve replica of a target: the coordinator with its gRPC API, in this process, and the target's ranks.
 
     The ranks are actors in the further bundles of the replica's placement group. This process starts, watches and
-    restarts them, and keeps the streams of its clients while they restart. It owns its target alone.
+    restarts them, and keeps the streams of its clients while they restart. It owns its target alone. It registers in
+    the directory, and takes its drafters from there.
     """
 
     def __init__(
         self,
         values: Mapping[str, Any],
+        version: str,
         threads: int,
         environment: Mapping[str, str],
         worker_host: str | None,
-        *drafts: DeploymentHandle[Any],
     ) -> None:
         configuration = load_configuration(values)
+        context = serve.get_replica_context()
         self._drain_seconds = configuration.server.drain_timeout_seconds
-        self._host = configuration.server.grpc_host
-        rank_host = worker_host or node_address()
-        self._ranks = RankSupervisor(lambda: RankActors(configuration, threads, rank_host, environment))
-        self._target = GrpcTarget(self._ranks.address, step_timeout_seconds=configuration.target.step_timeout_seconds)
-        self._drafters = [GrpcDrafter(resolver(draft, DrafterUnavailable)) for draft in drafts]
-        self._server = CoordinatorServer(configuration, self._target, self._drafters)
-        self._port = 0
+        self._has_drafters = configuration.draft.is_enabled and not configuration.draft.is_colocated
+        self._host = worker_host or node_address()
+        self._ranks = RankSupervisor(lambda: RankActors(configuration, threads, self._host, environment))
+        step_timeout = configuration.target.step_timeout_seconds
+        self._target = GrpcTarget(self._ranks.address, step_timeout_seconds=step_timeout)
+        self._server = CoordinatorServer(configuration, self._target, internal_host=self._host)
+        self._drafters = DrafterFollower(self._server, version, lambda address: GrpcDrafter(fixed_address(address)))
+        self._member = Member(MemberRole.TARGET, _member_id(context), "", version)
+        self._was_ready = False
+        self._directory = DirectoryClient(
+            context.app_name, self._describe, self._drafters.follow, self._drain, self._is_complete
+        )
+        self._draining: set[asyncio.Task[None]] = set()
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:
         """Start on the first call. Serve calls this on the request event loop before the replica is healthy."""
         set_log_level(user_config)
-        if not self._port:
-            _, self._port = await asyncio.gather(self._ranks.start(), self._server.start())
-
-    async def address(self) -> str:
-        """The address of the gRPC API."""
-        host = node_address() if self._host in _EVERYWHERE else self._host
-        return join_host_port(host, self._port)
-
-    async def drain(self) -> None:
-        """Refuse new requests and wait for the running ones."""
-        await self._server.stop(self._drain_seconds)
+        if not self._member.address:
+            _, port = await asyncio.gather(self._ranks.start(), self._server.start())
+            self._member = replace(self._member, address=join_host_port(self._host, port))
+            self._directory.start()
 
     async def check_health(self) -> None:
         """Raise an error if this replica cannot serve any more, so that Serve replaces it with all its ranks."""
         self._ranks.check_health()
         self._server.check_health()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """The load by which Serve chooses the number of replicas. Serve calls this."""
+        load = self._server.load
+        return {METRIC: float(load.waiting + load.running)}
+
     async def __del__(self) -> None:
-        """Stop. Serve calls and awaits this when it stops the replica."""
-        await self._server.stop(drain_seconds=0.0)
+        """Drain and stop. Serve calls and awaits this when it stops the replica."""
+        self._drain(self._drain_seconds)
+        await self._directory.beat()
+        await asyncio.gather(*self._draining)
+        await self._directory.stop()
+        await self._drafters.close()
         await self._target.close()
-        for drafter in self._drafters:
-            await drafter.close()
         await self._ranks.stop()
+
+    def _drain(self, seconds: float) -> None:
+        """Refuse new requests, and end those that run after `seconds`."""
+        self._member = replace(self._member, is_draining=True)
+        self._draining.add(asyncio.create_task(self._server.stop(min(seconds, self._drain_seconds))))
+
+    def _describe(self) -> Member | None:
+        """The coordinator registers when it is ready for the first time, and stays while its ranks restart."""
+        self._was_ready = self._was_ready or self._server.ready
+        return replace(self._member, load=self._server.load) if self._was_ready else None
+
+    def _is_complete(self, view: View) -> bool:
+        return self._was_ready and (not self._has_drafters or bool(view.of(MemberRole.DRAFTER)))
+
+
+class DraftReplica:
+    """The Serve replica of a drafter: hosts one drafting method behind `DraftService`, and registers."""
+
+    def __init__(self, values: Mapping[str, Any], version: str, threads: int, worker_host: str | None) -> None:
+        self._configuration = load_configuration(values)
+        context = serve.get_replica_context()
+        self._threads = threads
+        self._host_address = worker_host or node_address()
+        self._member = Member(MemberRole.DRAFTER, _member_id(context), "", version)
+        self._host: WorkerHost | None = None
+        self._directory = DirectoryClient(context.app_name, self._describe)
+
+    async def reconfigure(self, user_config: Mapping[str, str]) -> None:
+        """Start the drafter at the first call. Serve counts the replica as ready when this returns."""
+        set_log_level(user_config)
+        if self._host is None:
+            host = host_draft(self._host_address, await asyncio.to_thread(self._load))
+            await host.start()
+            self._host = host
+            self._member = replace(self._member, address=host.address)
+            await self._directory.beat()
+            self._directory.start()
+
+    async def check_health(self) -> None:
+        """Raise an error if this replica is unusable, so that Serve replaces it."""
+        if self._host is not None:
+            self._host.check_health()
+
+    async def __del__(self) -> None:
+        """Leave and stop. Serve awaits this when it shuts the replica down."""
+        await self._directory.stop()
+        if self._host is not None:
+            await self._host.stop()
+
+    def _describe(self) -> Member:
+        return self._member
+
+    def _load(self) -> DraftMethod:
+        if self._configuration.draft.weights is not None:
+            set_threads(self._threads)
+        return create(self._configuration.draft, self._configuration.target)
 
 
 @serve.ingress()
 class IngressReplica:
-    """The Serve replica that runs the HTTP API. It is a gRPC client of the coordinator."""
+    """The Serve replica that runs the HTTP API, behind Serve's proxy, and the gRPC API on the public port.
 
-    def __init__(self, values: Mapping[str, Any], target: DeploymentHandle[Any]) -> None:
+    It holds no state of its own. It finds the coordinators in the directory and is a gRPC client of them.
+    """
+
+    def __init__(self, values: Mapping[str, Any], *_: DeploymentHandle[Any]) -> None:
         configuration = load_configuration(values)
-        set_log_level({"log_level": configuration.log_level})
+        context = serve.get_replica_context()
         self._limits = configuration.limits
-        self._client = GenerationClient(resolver(target, NotReady))
+        self._drain_seconds = configuration.server.drain_timeout_seconds
+        self._directory = DirectoryClient(context.app_name, is_complete=lambda view: bool(view.of(MemberRole.TARGET)))
+        self._client = Router(self._coordinators, lambda address: GenerationClient(fixed_address(address)))
+        self._server = IngressServer(self._client, configuration.server, configuration.limits)
+        self._is_started = False
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The ASGI application. Serve asks for it once the replica is constructed."""
         return create_app(self._client, self._limits, adds_request_id=False)  # Serve's proxy adds the header
 
+    async def reconfigure(self, user_config: Mapping[str, str]) -> None:
+        """Start to listen on the first call. Serve calls this before the replica is healthy."""
+        set_log_level(user_config)
+        if not self._is_started:
+            self._is_started = True
+            self._directory.start()
+            await self._server.start()
 
-def resolver(handle: DeploymentHandle[Any], unavailable: type[PilotfishError]) -> Resolve:
-    """A resolver that asks Serve for the current address of a deployment's replica."""
+    async def __del__(self) -> None:
+        """Let running calls end, then stop. Serve awaits this when it stops the replica."""
+        await self._server.stop(self._drain_seconds)
+        await self._directory.stop()
+        await self._client.close()
 
-    async def resolve() -> str:
-        try:
-            return str(await handle.address.remote())
-        except (RayError, RayServeException) as error:
-            raise unavailable(f"{handle.deployment_name} cannot be reached: {error}") from error
+    def _coordinators(self) -> tuple[CoordinatorView, ...]:
+        """The coordinators that accept requests."""
+        members = (member for member in self._directory.view.of(MemberRole.TARGET) if not member.is_draining)
+        return tuple(
+            CoordinatorView(one.id, one.address, one.load.waiting, one.load.running, one.load.kv_usage)
+            for one in members
+        )
 
-    return resolve
+
+def _member_id(context: serve.context.ReplicaContext) -> str:
+    """The id of this replica, which no other one ever has."""
+    return f"{context.deployment.lower()}-{context.replica_id.unique_id}"

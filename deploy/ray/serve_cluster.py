@@ -24,6 +24,7 @@ from deploy.models import ReportProgress, resolve_models, served_name
 from deploy.placement import Resources, plan
 from deploy.preflight import machine_problems, model_problems, raise_problems
 from deploy.ray.application import APPLICATION, bind, cluster_resources
+from deploy.ray.directory import drain
 from deploy.ray.proxy import CALLBACK, CALLBACK_VARIABLE
 from deploy.settings import Settings, set_ray_environment
 from workers.serve.node import free_port
@@ -107,11 +108,7 @@ class ServeCluster:
 
     def drain(self) -> None:
         """Refuse new requests and wait for the running ones, up to `server.drain_timeout_seconds`."""
-        seconds = self._configuration.server.drain_timeout_seconds
-        try:
-            serve.get_deployment_handle("Target", APPLICATION).drain.remote().result(timeout_s=seconds + 5)
-        except (RayError, RayServeException, TimeoutError) as error:
-            self._report(f"draining ended early: {error}")
+        self._drain(self._configuration.server.drain_timeout_seconds)
 
     def stop(self) -> None:
         """Stop everything that `start` started. Stopping twice is harmless."""
@@ -119,11 +116,18 @@ class ServeCluster:
             return
         self._report("stopping")
         try:
+            self._drain(0.0)
             # Deleted replicas release their resources. Serve's own actors end with Ray.
             _in_thread(lambda: serve.delete(APPLICATION)).result(_STOP_SECONDS)
         except (RayError, RayServeException, TimeoutError) as error:
             logger.warning("the application did not stop in time: %s", error)
         ray.shutdown()
+
+    def _drain(self, seconds: float) -> None:
+        try:
+            drain(APPLICATION, seconds)
+        except (RayError, TimeoutError) as error:
+            self._report(f"draining ended early: {error}")
 
     def _deploy(self) -> None:
         """Resolve the models, check that they fit, run the application and wait until it is ready."""

@@ -111,6 +111,11 @@ class DrafterClient:
                 call.cancel()  # none of its sequences needs the prefill any more
         self._flush()
 
+    async def leave(self, timeout_seconds: float) -> None:
+        """Release all sequences, because the drafter is not used any more. See `close`."""
+        self.release(tuple(self._synced_lens))
+        await self.close(timeout_seconds)
+
     async def close(self, timeout_seconds: float) -> None:
         """Cancel the calls under way and send the queued releases."""
         calls = tuple(self._calls)

@@ -97,22 +97,52 @@ def _has_result(call: ProposeCall) -> bool:
 class DrafterPool:
     """Assigns each new sequence to the least loaded drafter.
 
-    The sequences of a drafter that fails move to the others. When its circuit breaker is due for a trial, the failed
-    drafter gets one sequence. Once it answers, it gets its share of the sequences again.
+    The sequences of a drafter that fails or leaves move to the others. When its circuit breaker is due for a trial, the
+    failed drafter gets one sequence. Once it answers, it gets its share of the sequences again.
     """
 
     def __init__(
         self, drafters: Iterable[Drafter], section: DraftSection, metrics: Metrics, clock: Callable[[], float]
     ) -> None:
-        self._clients = tuple(DrafterClient(drafter, section, metrics, clock) for drafter in drafters)
-        self._timeout = section.timeout_seconds
+        self._section = section
         self._metrics = metrics
+        self._clock = clock
+        self._by_name: dict[str, DrafterClient] = {}
+        self._timeout = section.timeout_seconds
         self._vocabulary_size = 0
         self._assigned: dict[SequenceId, DrafterClient] = {}
         self._loads = Counter[DrafterClient]()
         self._prefilling: dict[DrafterClient, ProposeCall] = {}
         self._prefill_tokens = self._prefill_seconds_sum = 0.0
         self._evidence = EvidenceStore()
+        for number, drafter in enumerate(drafters):
+            self.join(str(number), drafter)
+
+    def join(self, name: str, drafter: Drafter) -> None:
+        """Add a drafter under a name that no other one has. It gets its share of the sequences from the next round on.
+
+        Raises `ValueError` if the name is taken.
+        """
+        if name in self._by_name:
+            raise ValueError(f"there is a drafter {name} already")
+        self._by_name[name] = DrafterClient(drafter, self._section, self._metrics, self._clock)
+
+    async def leave(self, name: str, timeout_seconds: float) -> None:
+        """Remove a drafter; an unknown one is no error. Its sequences move to the others at once.
+
+        Returns when its calls have ended and its sequences are released there, or after `timeout_seconds`.
+        """
+        client = self._by_name.pop(name, None)
+        if client is None:
+            return
+        for sequence_id in [one for one, assigned in self._assigned.items() if assigned is client]:
+            self._unassign(sequence_id)
+        self._prefilling.pop(client, None)
+        await client.leave(timeout_seconds)
+
+    @property
+    def _clients(self) -> Collection[DrafterClient]:
+        return self._by_name.values()
 
     @property
     def is_idle(self) -> bool:
@@ -237,7 +267,7 @@ class DrafterPool:
                 continue
             served = [request for request in requests if not client.refuses(request.sequence.id)]
             if served:
-                self._start(client, served if len(self._clients) == 1 else served[-1:])
+                self._start(client, served if len(self._by_name) == 1 else served[-1:])
 
     def _unassign(self, sequence_id: SequenceId) -> None:
         assigned = self._assigned.pop(sequence_id, None)

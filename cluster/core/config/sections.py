@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from cluster.core.config.base import Choice, ModuleSection, PluginHost, PluginSettings, Port, Positive, Seconds, Section
+from cluster.core.config.base import Choice, ModuleSection, PluginHost, PluginSettings, Positive, Seconds, Section
+from cluster.core.config.server import AutoscalingSection, ServerSection
 
 MIB = 1024 * 1024
 NO_DRAFTS = "none"
@@ -94,6 +95,12 @@ class TargetSection(ModelSection, PluginHost):
 
     served_name: str | None = None
     """Model name that clients send; unset takes the last part of `path`."""
+    replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Number of targets. Each has its own coordinator and ranks, and answers a part of the requests."""
+    autoscaling: AutoscalingSection = AutoscalingSection()
+    """How the number of replicas changes with the load."""
+    node_resource: str | None = None
+    """Custom Ray resource of the nodes that targets run on; unset: any node with enough cores and GPUs."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of ranks that share each layer; it must divide the number of attention heads and of KV heads."""
     max_context_len: Positive | None = None
@@ -157,6 +164,8 @@ class DraftSection(PluginHost):
     """`on` splits the running sequences into two halves: one half is verified while the other is drafted for."""
     replicas: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of drafters. Each serves a part of the sequences and has the resources of one drafter."""
+    node_resource: str | None = None
+    """Custom Ray resource of the nodes that drafters run on; unset: any node, also one that a target has room on."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Intra-op threads of each drafter on CPU; 0 lets the placement choose."""
     timeout_seconds: Seconds = 0.5
@@ -263,23 +272,6 @@ class LimitsSection(Section):
     """Most messages in one chat request."""
     max_timeout_seconds: Seconds = 3600.0
     """Longest timeout of a request, in seconds; it is also the default."""
-
-
-class ServerSection(Section):
-    """Addresses and lifetime of the public APIs."""
-
-    http_host: str = "127.0.0.1"
-    """Address that the HTTP API binds to."""
-    http_port: Port = 8000
-    """Port of the HTTP API; 0 takes a free one."""
-    grpc_host: str = "127.0.0.1"
-    """Address that the gRPC API binds to."""
-    grpc_port: Port = 9000
-    """Port of the gRPC API; 0 takes a free one."""
-    start_timeout_seconds: Seconds = 600.0
-    """Longest time from start to readiness, in seconds; then `serve` gives up."""
-    drain_timeout_seconds: Seconds = 30.0
-    """Longest time that running requests may continue after SIGTERM, in seconds."""
 
 
 class Configuration(Section):

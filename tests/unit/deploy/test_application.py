@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploy.placement import Bundle, RolePlacement
-from deploy.ray.application import actor_options, draft_names
+from deploy.ray.application import actor_options
 
 
 def test_every_thread_of_a_role_on_cpu_may_use_the_planned_number_of_openmp_threads() -> None:
@@ -24,11 +24,6 @@ def test_ranks_of_one_machine_communicate_over_loopback() -> None:
     options = actor_options(RolePlacement("target", "cpu", (Bundle(0.5),) * 2, threads=1), "127.0.0.1")
 
     assert options["runtime_env"]["env_vars"]["GLOO_SOCKET_IFNAME"] == "lo"
-
-
-def test_every_drafter_has_a_unique_name() -> None:
-    assert draft_names(1) == ("Draft",)
-    assert draft_names(3) == ("Draft", "Draft2", "Draft3")
 
 
 def test_a_role_without_a_model_keeps_the_environment_so_that_ray_gives_it_a_process_that_has_started() -> None:

@@ -62,6 +62,41 @@ def test_the_sequences_of_a_dead_drafter_move_and_some_return_with_it() -> None:
     simulate(scenario())
 
 
+def test_a_drafter_that_joins_gets_its_share_and_one_that_leaves_loses_all() -> None:
+    async def scenario() -> None:
+        target = FakeTarget(blocks=4000, max_context_len=4096, step_delay=0.005)
+        first, second = PerfectDrafter(target), PerfectDrafter(target)
+        cluster = SimulatedCluster([], target, draft__controller="off")
+        async with cluster.coordinator as coordinator:
+            reading = asyncio.create_task(cluster.serve(equal_requests(4, 1000)))
+            coordinator.add_drafter("first", first)
+            await until(lambda: len(first.known) == 4)
+            coordinator.add_drafter("second", second)
+            await until(lambda: len(second.known) == 2)
+            await coordinator.remove_drafter("first")
+            assert not first.known
+            calls = len(first.calls)
+            await until(lambda: len(second.known) == 4)
+            await coordinator.remove_drafter("second")
+            await coordinator.remove_drafter("unknown")
+            await reading
+            assert len(first.calls) == calls
+        assert target.accepted > 0
+
+    simulate(scenario())
+
+
+def test_two_drafters_of_one_name_are_refused() -> None:
+    async def scenario() -> None:
+        target = FakeTarget()
+        cluster = SimulatedCluster([], target)
+        cluster.coordinator.add_drafter("one", PerfectDrafter(target))
+        with pytest.raises(ValueError, match="there is a drafter one already"):
+            cluster.coordinator.add_drafter("one", PerfectDrafter(target))
+
+    simulate(scenario())
+
+
 @pytest.mark.parametrize("controller", ["auto", "off"])
 @pytest.mark.parametrize("alternate", ["on", "off"])
 def test_the_tokens_are_the_same_while_drafters_die_and_come_back(alternate: str, controller: str) -> None:

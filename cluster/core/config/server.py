@@ -1,0 +1,37 @@
+"""Settings of the public APIs, and of how many replicas answer requests."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from cluster.core.config.base import Port, Positive, Seconds, Section
+
+
+class AutoscalingSection(Section):
+    """How Ray Serve changes the number of target replicas with the load."""
+
+    max_replicas: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Most target replicas, with `target.replicas` as the least number; 0: the number does not change."""
+    sequences_per_replica: Positive = 32
+    """Number of waiting and running sequences for which one replica is enough."""
+
+
+class ServerSection(Section):
+    """Addresses and lifetime of the public APIs."""
+
+    http_host: str = "127.0.0.1"
+    """Address that the HTTP API binds to."""
+    http_port: Port = 8000
+    """Port of the HTTP API; 0 takes a free one."""
+    grpc_host: str = "127.0.0.1"
+    """Address that the gRPC API binds to."""
+    grpc_port: Port = 9000
+    """Port of the gRPC API; 0 takes a free one."""
+    ingress_replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of ingress processes. Each serves both APIs, and those on one node share the ports."""
+    start_timeout_seconds: Seconds = 600.0
+    """Longest time from start to readiness, in seconds; then `serve` gives up."""
+    drain_timeout_seconds: Seconds = 30.0
+    """Longest time that running requests may continue after SIGTERM, in seconds."""

@@ -1,0 +1,61 @@
+"""The gRPC API of an ingress: the public services on the public port, over a client of the coordinators."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cluster.core.config.sections import LimitsSection
+from cluster.core.config.server import ServerSection
+from cluster.ingress.client import FullClient
+from cluster.ingress.grpc import RoutedGenerationServicer, RoutedOperationsServicer
+from cluster.wire.server import WireServer
+from deploy.coordinator_server import GENERATION_SERVICE, OPERATIONS_SERVICE
+from pilotfish.v1 import generation_pb2_grpc, operations_pb2_grpc
+
+_HEALTH_SECONDS = 0.5
+"""How often the readiness of the coordinators is copied to `grpc.health.v1`, in seconds."""
+
+
+class IngressServer:
+    """Serves from `start()` to `stop()`. Several of one node share the port, and the kernel spreads the connections."""
+
+    def __init__(self, client: FullClient, server: ServerSection, limits: LimitsSection) -> None:
+        self._client = client
+        self._server = WireServer(
+            server.grpc_host, server.grpc_port, max_message_bytes=limits.max_body_bytes, shares_port=True
+        )
+        self._server.add(
+            GENERATION_SERVICE,
+            generation_pb2_grpc.add_GenerationServiceServicer_to_server,
+            RoutedGenerationServicer(client, limits.max_timeout_seconds),
+        )
+        self._server.add(
+            OPERATIONS_SERVICE,
+            operations_pb2_grpc.add_OperationsServiceServicer_to_server,
+            RoutedOperationsServicer(client),
+        )
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Start listening and return the port. Raises `ConfigurationError` if the address cannot be bound."""
+        port = await self._server.start()
+        self._watching = asyncio.create_task(self._watch(), name="ingress-health")
+        return port
+
+    async def stop(self, drain_seconds: float) -> None:
+        """Refuse new calls, wait up to `drain_seconds` for the running ones, then close. Again, it does nothing."""
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            await self._server.stop(drain_seconds)
+
+    async def _watch(self) -> None:
+        """Keep `grpc.health.v1` up to date."""
+        serving = False
+        while True:
+            if await self._client.is_ready() != serving:
+                serving = not serving
+                for service in (GENERATION_SERVICE, OPERATIONS_SERVICE):
+                    await self._server.set_serving(service, serving)
+            await asyncio.sleep(_HEALTH_SECONDS)
