@@ -36,6 +36,10 @@ class ServiceClient(Protocol):
         """Whether the service accepts requests."""
         ...
 
+    async def is_reachable(self) -> bool:
+        """Whether the service answers, ready or not."""
+        ...
+
 
 class FullClient(ServiceClient, Protocol):
     """A client of all methods of the public services, as the gRPC API of an ingress needs it.

@@ -105,7 +105,8 @@ def _add_generation(app: FastAPI, client: ServiceClient, limits: LimitsSection) 
 def _add_operations(app: FastAPI, client: ServiceClient) -> None:
     @app.get("/health")
     async def health() -> Response:
-        return JSONResponse({"status": "alive"})
+        is_reachable = await client.is_reachable()
+        return JSONResponse({"status": "alive" if is_reachable else "no coordinator"}, 200 if is_reachable else 503)
 
     @app.get("/ready")
     async def ready() -> Response:

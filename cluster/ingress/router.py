@@ -116,6 +116,10 @@ class Router:
         """Whether a coordinator accepts requests."""
         return True in (await self._all(lambda client: client.is_ready())).values()
 
+    async def is_reachable(self) -> bool:
+        """Whether a coordinator answers, ready or not."""
+        return True in (await self._all(lambda client: client.is_reachable())).values()
+
     async def close(self) -> None:
         """Close all connections. Running streams break off."""
         await self._pool.close()

@@ -74,16 +74,23 @@ class GenerationClient:
 
     async def is_ready(self) -> bool:
         """Whether the service accepts requests."""
-        try:
-            stub: Any = health_pb2_grpc.HealthStub(await self._connection.channel())
-            answer = await self._call(stub.Check, health_pb2.HealthCheckRequest(service=_GENERATION_SERVICE))
-        except PilotfishError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        return await self._is_serving(_GENERATION_SERVICE)
+
+    async def is_reachable(self) -> bool:
+        """Whether the server answers, ready or not."""
+        return await self._is_serving("")
 
     async def close(self) -> None:
         """Close the connection."""
         await self._connection.close()
+
+    async def _is_serving(self, service: str) -> bool:
+        try:
+            stub: Any = health_pb2_grpc.HealthStub(await self._connection.channel())
+            answer = await self._call(stub.Check, health_pb2.HealthCheckRequest(service=service))
+        except PilotfishError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def _stub(self) -> Any:
         return generation_pb2_grpc.GenerationServiceStub(await self._connection.channel())

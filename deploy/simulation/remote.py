@@ -147,3 +147,11 @@ class RemoteGeneration:
             return bool(await self._network.call(self.address, "Check", b"", SHORT_CALL_SECONDS))
         except grpc.aio.AioRpcError:
             return False
+
+    async def is_reachable(self) -> bool:
+        """Whether the server answers, ready or not."""
+        try:
+            await self._network.call(self.address, "Check", b"", SHORT_CALL_SECONDS)
+        except grpc.aio.AioRpcError:
+            return False
+        return True

@@ -131,6 +131,7 @@ class InProcessClient:
     def __init__(self, servicer: GenerationServicer, ready: Callable[[], bool]) -> None:
         self._servicer = servicer
         self._ready = ready
+        self.reachable = True
         self.timeouts: list[float] = []
 
     async def generate(
@@ -153,6 +154,9 @@ class InProcessClient:
 
     async def is_ready(self) -> bool:
         return self._ready()
+
+    async def is_reachable(self) -> bool:
+        return self.reachable
 
 
 class Remaining:

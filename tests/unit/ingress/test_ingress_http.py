@@ -139,6 +139,8 @@ async def test_health_readiness_and_metrics(api: HttpApi) -> None:
     api.engine.ready = False
     assert (await api.http.get("/ready")).status_code == 503
     assert (await api.http.get("/health")).status_code == 200
+    api.client.reachable = False
+    assert (await api.http.get("/health")).status_code == 503
     metrics = await api.http.get("/metrics")
     assert metrics.text == "answers_total 1\n"
     assert metrics.headers["content-type"] == "text/plain; version=0.0.4"
