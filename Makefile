@@ -18,7 +18,7 @@ PROTOS := $(wildcard protos/pilotfish/v1/*.proto)
 PYTEST := OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false $(BIN)/pytest -q --durations=10 --ignore=tests/bench
 NOTHING_COLLECTED := 5
 
-.PHONY: help setup demo serve distill test check bench chaos soak proto clean
+.PHONY: help setup demo serve distill test nodes check bench chaos soak proto clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 8
@@ -55,8 +55,11 @@ distill: $(WEIGHTS)  ## Make a draft model (ARGS='--prompts FILE --layers 0,1,29
 test: $(TEST_WEIGHTS)  ## Run the tests (ARGS goes to pytest)
 	@first=0; OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile -m "not ray and not weights" $(ARGS) || first=$$?; \
 	case $$first in 0|$(NOTHING_COLLECTED)) ;; *) exit $$first ;; esac; \
-	second=0; $(PYTEST) -m "ray or weights" $(ARGS) || second=$$?; \
+	second=0; $(PYTEST) -m "ray or weights" --ignore=tests/nodes $(ARGS) || second=$$?; \
 	case $$second in 0) ;; $(NOTHING_COLLECTED)) exit $$first ;; *) exit $$second ;; esac
+
+nodes: $(INSTALLED)  ## Test several targets, drafters and ingresses on a Ray cluster of four nodes, one of which is killed
+	$(PYTEST) tests/nodes $(ARGS)
 
 bench: $(WEIGHTS)  ## Measure (ARGS='serving --repeats 3'; --help lists the sections)
 	$(BIN)/python -m tests.bench $(ARGS)

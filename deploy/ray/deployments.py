@@ -24,10 +24,10 @@ from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import CoordinatorServer, fixed_address
-from deploy.drafter_follower import DrafterFollower
-from deploy.ingress_server import IngressServer
 from deploy.ray.autoscaling import METRIC
 from deploy.ray.directory import DirectoryClient
+from deploy.ray.drafter_follower import DrafterFollower
+from deploy.ray.ingress_server import IngressServer
 from workers.draft.registry import create
 from workers.serve.configuration import load_configuration
 from workers.serve.node import node_address, set_threads

@@ -9,7 +9,7 @@ from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.membership import Member, MemberRole, View
 from cluster.core.ports import Drafter
-from deploy.drafter_follower import DrafterFollower
+from deploy.ray.drafter_follower import DrafterFollower
 
 
 class ConnectedDrafter:

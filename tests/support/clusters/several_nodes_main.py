@@ -1,0 +1,95 @@
+"""The child process of `SeveralNodes`: a Ray cluster of several nodes on this machine, and the application on it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from typing import Any
+
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+
+from cluster.core.config.sections import Configuration
+from deploy.placement import Bundle, Placement, RolePlacement
+from deploy.ray.application import APPLICATION, bind
+from deploy.settings import set_ray_environment
+from workers.serve.configuration import load_configuration
+
+OBJECT_STORE_BYTES = 80 * 2**20
+
+
+class RunningNodes:
+    """The nodes by name, and what runs on them."""
+
+    def __init__(self, nodes: dict[str, dict[str, Any]]) -> None:
+        set_ray_environment()
+        self._cluster = Cluster()  # type: ignore[no-untyped-call]
+        self._nodes = {name: self._add(options) for name, options in nodes.items()}
+        ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+
+    def _add(self, options: dict[str, Any]) -> Any:
+        return self._cluster.add_node(object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False, **options)
+
+    def raylets(self) -> dict[str, int]:
+        """The process ids of the nodes' raylets, which are the parents of all processes on a node."""
+        return {name: node.all_processes["raylet"][0].process.pid for name, node in self._nodes.items()}
+
+    def free_gpus(self) -> float:
+        """Number of GPUs of all nodes that nobody claims."""
+        return float(ray.available_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]
+
+    def deploy(self, configuration: Configuration) -> None:
+        """Deploy as on GPUs, but compute on the CPU. Every GPU is claimed by one rank or one drafter."""
+        target, draft = configuration.target, configuration.draft
+        placement = Placement(
+            target=RolePlacement("target", "cpu", (Bundle(0.45, 1),) * target.tensor_parallel, 1),
+            draft=RolePlacement("draft", "cpu", (Bundle(1.0, 1),) * draft.replicas, 1),
+            coordinator=RolePlacement("coordinator", "cpu", (Bundle(0.1),), 1),
+            ingress=RolePlacement("ingress", "cpu", (Bundle(0.1),), 1),
+        )
+        server = configuration.server
+        # The nodes share one address: a proxy on each would share the port, too.
+        location = {"location": "HeadOnly"}
+        serve.start(http_options={"host": server.http_host, "port": server.http_port} | location)
+        serve.run(bind(configuration, placement, worker_host=None), name=APPLICATION)
+
+    def remove(self, name: str) -> None:
+        """Kill all processes of a node."""
+        self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
+
+    def close(self) -> None:
+        """Stop everything."""
+        ray.shutdown()
+        self._cluster.shutdown()  # type: ignore[no-untyped-call]
+
+
+def main() -> None:
+    """Answer every line of stdin until it is closed."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # keeps other printed text out of the answers
+    nodes = RunningNodes(json.loads(sys.argv[1]))
+    commands: dict[str, Any] = {
+        "raylets": nodes.raylets,
+        "free_gpus": nodes.free_gpus,
+        "deploy": lambda values: nodes.deploy(load_configuration(values)),
+        "remove": nodes.remove,
+    }
+    try:
+        for line in sys.stdin:
+            command = json.loads(line)
+            answer: dict[str, Any]
+            try:
+                answer = {"result": commands[command["name"]](*command["arguments"])}
+            except Exception as error:
+                answer = {"error": repr(error)}
+            answers.write(f"{json.dumps(answer)}\n")
+            answers.flush()
+    finally:
+        nodes.close()
+
+
+if __name__ == "__main__":
+    main()
