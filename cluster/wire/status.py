@@ -76,9 +76,12 @@ def to_status(error: PilotfishError) -> tuple[grpc.StatusCode, str, Metadata]:
 def from_rpc_error(
     error: grpc.aio.AioRpcError, unavailable: type[PilotfishError] = WorkerUnavailable
 ) -> PilotfishError:
-    """Return the error that the server raised, or `unavailable` for an error of the connection."""
+    """Return the error that the server raised, or `unavailable` for an error of the connection.
+
+    `unavailable` also replaces an error of one of its base classes, because the caller knows what has failed.
+    """
     message = error.details() or error.code().name
-    rebuilt = _rebuild(error, message)
+    rebuilt = _rebuild(error, message, unavailable)
     if rebuilt is not None:
         return rebuilt
     match error.code():
@@ -94,7 +97,7 @@ def from_rpc_error(
             return unavailable(message)
 
 
-def _rebuild(error: grpc.aio.AioRpcError, message: str) -> PilotfishError | None:
+def _rebuild(error: grpc.aio.AioRpcError, message: str, unavailable: type[PilotfishError]) -> PilotfishError | None:
     """Rebuild an error from the trailing metadata, which may be malformed."""
     for key, value in error.trailing_metadata() or ():
         if key != DETAIL_KEY:
@@ -106,7 +109,7 @@ def _rebuild(error: grpc.aio.AioRpcError, message: str) -> PilotfishError | None
                 return _with_message(kind(str(detail["field"]), "", str(detail["bound"])), message)
             if issubclass(kind, Overloaded):
                 return Overloaded(message, float(detail["retry_after_seconds"]))
-            return kind(message)
+            return unavailable(message) if issubclass(unavailable, kind) else kind(message)
         except (ValueError, KeyError, TypeError):
             return None
     return None
