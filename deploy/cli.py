@@ -15,6 +15,7 @@ from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishErr
 from deploy.commands.bench import bench
 from deploy.commands.demo import demo
 from deploy.commands.distill import distill
+from deploy.commands.doctor import doctor
 from deploy.commands.generate import generate
 from deploy.commands.plan import plan_command
 from deploy.commands.prepare import prepare
@@ -61,7 +62,7 @@ def common_options(
 
 
 cli.command("plan")(plan_command)
-for command in (prepare, serve, generate, demo, distill):
+for command in (prepare, serve, generate, demo, distill, doctor):
     cli.command()(command)
 cli.add_typer(bench, name="bench")
 cli.add_typer(simulate, name="simulate")

@@ -16,6 +16,7 @@ from cluster.ingress.grpc import GenerationServicer, OperationsServicer
 from cluster.ingress.service import GenerationService
 from cluster.ingress.text.tokenizer import Tokenizer
 from cluster.wire.connection import Resolve
+from cluster.wire.peer_access import OPEN, PeerAccess
 from cluster.wire.server import WireServer
 from deploy.implied_settings import NOT_LOSSLESS
 from pilotfish.v1 import generation_pb2_grpc, operations_pb2_grpc
@@ -35,7 +36,8 @@ _CLOSING_SECONDS = 1.0
 class CoordinatorServer:
     """A coordinator and its gRPC server. Listens after `start()`; ready once the target has sent its `TargetInfo`.
 
-    It listens on the public address, or, where an ingress does that, on a free port of `internal_host`.
+    It listens on the public address, or, where an ingress does that, on a free port of `internal_host`, where it
+    demands `access`.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class CoordinatorServer:
         target: Target,
         drafters: Sequence[Drafter] = (),
         internal_host: str | None = None,
+        access: PeerAccess = OPEN,
     ) -> None:
         self._configuration = configuration
         self._metrics = Metrics()
@@ -53,6 +56,7 @@ class CoordinatorServer:
             server.grpc_host if internal_host is None else internal_host,
             server.grpc_port if internal_host is None else 0,
             max_message_bytes=configuration.limits.max_body_bytes,
+            access=OPEN if internal_host is None else access,
         )
         self._opening: asyncio.Task[None] | None = None
 

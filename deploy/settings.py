@@ -4,14 +4,15 @@ This is the only module that reads the environment:
 
 - `PILOTFISH_CONFIG`: the preset or file if none is named (default: the preset `cpu`);
 - `PILOTFISH_CACHE_DIR`: the directory for converted weights (default: `~/.cache/pilotfish`);
-- `PILOTFISH_RAY_ADDRESS`: a running Ray cluster to join (default: start one on this machine).
+- `PILOTFISH_RAY_ADDRESS`: a running Ray cluster to join (default: start one on this machine);
+- `PILOTFISH_CLUSTER_TOKEN`: the cluster token (default: from `cluster.token_file`, or drawn at the start).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ import yaml
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
+from cluster.wire.peer_access import ClusterToken, PeerAccess
+from deploy.network.cluster_token import draw_token, find_token
 from deploy.packaged_drafts import implied_paths
 from workers.serve.configuration import load_configuration
 
@@ -35,6 +38,13 @@ class Settings:
     """Directory for converted weights and compiled code."""
     ray_address: str | None = None
     """Address of a running Ray cluster to join. `None` starts one on this machine."""
+    token: ClusterToken = field(default_factory=draw_token)
+    """What the processes of the cluster present to each other."""
+
+    @property
+    def access(self) -> PeerAccess:
+        """What internal services demand, and what their clients present."""
+        return PeerAccess(self.token, self.configuration.cluster.tls)
 
 
 def load_settings(
@@ -77,10 +87,12 @@ def set_ray_environment() -> None:
 def _settle(config: str | None, overrides: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
     values = read_values(config or environment.get("PILOTFISH_CONFIG") or DEFAULT_PRESET)
     cache = environment.get("PILOTFISH_CACHE_DIR") or "~/.cache/pilotfish"
+    configuration = load_configuration(values, {**implied_paths(values, overrides), **overrides})
     return Settings(
-        configuration=load_configuration(values, {**implied_paths(values, overrides), **overrides}),
+        configuration=configuration,
         cache_directory=Path(cache).expanduser(),
         ray_address=environment.get("PILOTFISH_RAY_ADDRESS") or None,
+        token=find_token(environment.get("PILOTFISH_CLUSTER_TOKEN"), configuration.cluster.token_file),
     )
 
 

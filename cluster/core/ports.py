@@ -47,7 +47,7 @@ class Target(Protocol):
         ...
 
     async def release_all(self) -> None:
-        """Free all sequences. A coordinator that starts calls this before anything else.
+        """Free all sequences of this coordinator. One that starts calls this before anything else.
 
         Raises `TargetUnavailable`.
         """

@@ -27,9 +27,13 @@ def open_channel(
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     credentials: grpc.ChannelCredentials | None = None,
+    server_name: str | None = None,
 ) -> grpc.aio.Channel:
-    """Return a channel to `host:port`, without TLS if there are no `credentials`."""
-    options = (
+    """Return a channel to `host:port`, without TLS if there are no `credentials`.
+
+    With `server_name`, the server's certificate must have this name instead of its address.
+    """
+    options: tuple[tuple[str, int | str], ...] = (
         *message_options(max_message_bytes),
         *_KEEPALIVE_OPTIONS,
         ("grpc.enable_retries", 0),  # a Generate call must not run twice
@@ -39,4 +43,6 @@ def open_channel(
     )
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
+    if server_name is not None:
+        options += (("grpc.ssl_target_name_override", server_name),)
     return grpc.aio.secure_channel(address, credentials, options=options)

@@ -11,6 +11,7 @@ import grpc
 from cluster.core.bounds import MAX_MESSAGE_BYTES
 from cluster.core.errors import PilotfishError
 from cluster.wire.channel import open_channel
+from cluster.wire.peer_access import OPEN, PeerAccess
 from cluster.wire.status import from_rpc_error
 
 Resolve = Callable[[], Awaitable[str]]
@@ -29,12 +30,14 @@ class Connection:
         resolve: Resolve,
         unavailable: type[PilotfishError],
         max_message_bytes: int = MAX_MESSAGE_BYTES,
-        credentials: grpc.ChannelCredentials | None = None,
+        access: PeerAccess = OPEN,
     ) -> None:
         self._resolve = resolve
         self._unavailable = unavailable
         self._max_message_bytes = max_message_bytes
-        self._credentials = credentials
+        self._access = access
+        self.metadata = access.metadata()
+        """The metadata that every call must have."""
         self._channel: grpc.aio.Channel | None = None
 
     async def channel(self) -> grpc.aio.Channel:
@@ -47,16 +50,21 @@ class Connection:
                 raise self._unavailable(f"the address of the server is not known: {error!r}") from error
             if self._channel is None:
                 self._channel = open_channel(
-                    address, max_message_bytes=self._max_message_bytes, credentials=self._credentials
+                    address,
+                    max_message_bytes=self._max_message_bytes,
+                    credentials=self._access.channel_credentials(),
+                    server_name=self._access.server_name,
                 )
         return self._channel
 
     def failed(self, error: grpc.aio.AioRpcError) -> PilotfishError:
-        """Return the error to raise for a failed call, and drop the channel if the server was unavailable.
+        """Return the error to raise for a failed call, and drop the channel if the server was lost.
+
+        A server that refuses the token is lost, too: another cluster may have its port now.
 
         The channel is not closed, because other calls may still run on it. It ends with the last of them.
         """
-        if error.code() is grpc.StatusCode.UNAVAILABLE:
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED):
             self._channel = None
         return from_rpc_error(error, self._unavailable)
 

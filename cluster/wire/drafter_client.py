@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from uuid import uuid4
 
 import grpc
 
+from cluster.core.config.cluster_section import LEASE_SECONDS
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.errors import DrafterUnavailable, InvalidRequest
 from cluster.core.ids import SequenceId
 from cluster.wire.codec.draft import decode_proposals, encode_draft_rows
 from cluster.wire.connection import SHORT_CALL_SECONDS, Connection, Resolve
+from cluster.wire.lease import Lease
+from cluster.wire.peer_access import OPEN, PeerAccess
 from cluster.wire.stream_exchange import StreamExchange
 from pilotfish.v1 import draft_pb2, draft_pb2_grpc
 
@@ -20,16 +22,16 @@ from pilotfish.v1 import draft_pb2, draft_pb2_grpc
 class GrpcDrafter:
     """`cluster.core.ports.Drafter` over gRPC. A drafter separates the sequences of its clients."""
 
-    def __init__(self, resolve: Resolve, credentials: grpc.ChannelCredentials | None = None) -> None:
-        self._client = uuid4().hex
-        self._connection = Connection(resolve, DrafterUnavailable, credentials=credentials)
+    def __init__(self, resolve: Resolve, access: PeerAccess = OPEN, lease_seconds: float = LEASE_SECONDS) -> None:
+        self._connection = Connection(resolve, DrafterUnavailable, access=access)
+        self._lease = Lease(self._connection, lease_seconds)
         self._propose = StreamExchange(
-            self._connection, lambda channel: draft_pb2_grpc.DraftServiceStub(channel).Propose()
+            self._connection, lambda channel: draft_pb2_grpc.DraftServiceStub(channel).Propose
         )
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
         """See `Drafter.propose`. Raises `DrafterUnavailable`, also after `timeout_seconds`."""
-        answer = await self._call(self._propose, encode_draft_rows(rows, self._client), timeout_seconds)
+        answer = await self._call(self._propose, encode_draft_rows(rows, self._lease.client), timeout_seconds)
         try:
             return decode_proposals(answer)
         except InvalidRequest as error:
@@ -38,17 +40,20 @@ class GrpcDrafter:
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """See `Drafter.release`."""
         stub = draft_pb2_grpc.DraftServiceStub(await self._connection.channel())
-        request = draft_pb2.DraftServiceReleaseRequest(sequence_ids=sequence_ids, client=self._client)
+        request = draft_pb2.DraftServiceReleaseRequest(sequence_ids=sequence_ids, client=self._lease.client)
         await self._call(stub.Release, request, SHORT_CALL_SECONDS)
 
     async def close(self) -> None:
         """Close the connection."""
+        self._lease.close()
         self._propose.close()
         await self._connection.close()
 
     async def _call(self, method: Any, request: Any, timeout_seconds: float) -> Any:
+        self._lease.use()
         try:
-            return self._connection.checked(await method(request, timeout=timeout_seconds))
+            answer = await method(request, timeout=timeout_seconds, metadata=self._connection.metadata)
+            return self._connection.checked(answer)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise DrafterUnavailable(f"no answer within {timeout_seconds} s") from error

@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.core.errors import NotReady, PilotfishError
 from cluster.wire.connection import SHORT_CALL_SECONDS, Connection, Resolve
+from cluster.wire.peer_access import OPEN, PeerAccess
 from pilotfish.v1 import generation_pb2, generation_pb2_grpc, operations_pb2, operations_pb2_grpc
 
 _GENERATION_SERVICE = "pilotfish.v1.GenerationService"
@@ -18,15 +19,15 @@ _GENERATION_SERVICE = "pilotfish.v1.GenerationService"
 class GenerationClient:
     """A client of the public service. It raises the same `PilotfishError` as the service."""
 
-    def __init__(self, resolve: Resolve, credentials: grpc.ChannelCredentials | None = None) -> None:
-        self._connection = Connection(resolve, NotReady, credentials=credentials)
+    def __init__(self, resolve: Resolve, access: PeerAccess = OPEN) -> None:
+        self._connection = Connection(resolve, NotReady, access=access)
 
     async def generate(
         self, request: generation_pb2.GenerateRequest, timeout_seconds: float
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yield the responses of one request. Closing the iterator cancels the call."""
         stub = await self._stub()
-        call = stub.Generate(request, timeout=timeout_seconds)
+        call = stub.Generate(request, timeout=timeout_seconds, metadata=self._connection.metadata)
         try:
             async for response in call:
                 yield self._connection.checked(response)
@@ -97,6 +98,7 @@ class GenerationClient:
 
     async def _call(self, method: Any, request: Any) -> Any:
         try:
-            return self._connection.checked(await method(request, timeout=SHORT_CALL_SECONDS))
+            answer = await method(request, timeout=SHORT_CALL_SECONDS, metadata=self._connection.metadata)
+            return self._connection.checked(answer)
         except grpc.aio.AioRpcError as error:
             raise self._connection.failed(error) from error

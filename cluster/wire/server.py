@@ -17,6 +17,8 @@ from cluster.core.errors import ConfigurationError
 from cluster.wire.address import join_host_port
 from cluster.wire.channel import message_options
 from cluster.wire.interceptor import CallInterceptor
+from cluster.wire.peer_access import OPEN, PeerAccess
+from cluster.wire.token_interceptor import TokenInterceptor
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,8 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 class WireServer:
     """A gRPC server for Pilotfish services. `start()` starts it; `async with` stops it at the end of the block.
 
-    With `shares_port`, other servers that say so may listen on the same port of the same machine.
+    With `shares_port`, other servers that say so may listen on the same port of the same machine. Internal services
+    demand what `access` says of every call, except of health checks.
     """
 
     def __init__(
@@ -42,12 +45,12 @@ class WireServer:
         port: int,
         *,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
-        credentials: grpc.ServerCredentials | None = None,
+        access: PeerAccess = OPEN,
         shares_port: bool = False,
     ) -> None:
         self._host = host
         self._port = port
-        self._credentials = credentials
+        self._access = access
         self._options = (
             *message_options(max_message_bytes),
             *_SERVER_OPTIONS,
@@ -73,7 +76,9 @@ class WireServer:
     async def start(self) -> int:
         """Listen, and return the port. Raises `ConfigurationError` if the address cannot be bound."""
         self._interceptor = CallInterceptor()  # a stopped server may be started again
-        server = grpc.aio.server(interceptors=(self._interceptor,), options=self._options)
+        token = self._access.token
+        first = () if token is None else (TokenInterceptor(token),)
+        server = grpc.aio.server(interceptors=(*first, self._interceptor), options=self._options)
         for _, add_to_server, servicer in self._services:
             add_to_server(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -82,11 +87,12 @@ class WireServer:
         for name in names:
             await self.set_serving(name, False)
         address = join_host_port(self._host, self._port)
+        credentials = self._access.server_credentials()
         try:
-            if self._credentials is None:
+            if credentials is None:
                 port = server.add_insecure_port(address)
             else:
-                port = server.add_secure_port(address, self._credentials)
+                port = server.add_secure_port(address, credentials)
         except RuntimeError as error:
             port = 0
             reason = error

@@ -87,6 +87,8 @@ def from_rpc_error(
     match error.code():
         case grpc.StatusCode.INVALID_ARGUMENT:
             return _with_message(InvalidRequest("request", "", "valid"), message)
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return unavailable("the server refused the call: it demands another cluster token")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded(message)
         case grpc.StatusCode.CANCELLED:

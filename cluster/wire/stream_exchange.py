@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 
 from cluster.wire.connection import Connection
+from cluster.wire.peer_access import Metadata
 
 
 class StreamExchange:
@@ -18,15 +19,16 @@ class StreamExchange:
     stream that failed or was cancelled is not reused.
     """
 
-    def __init__(self, connection: Connection, open_stream: Callable[[grpc.aio.Channel], Any]) -> None:
+    def __init__(self, connection: Connection, method: Callable[[grpc.aio.Channel], Any]) -> None:
+        """`method` returns the streaming method of a channel."""
         self._connection = connection
-        self._open = open_stream
+        self._method = method
         self._idle: list[tuple[grpc.aio.Channel, Any]] = []
 
-    async def __call__(self, request: Any, timeout: float) -> Any:  # noqa: ASYNC109 - the signature is gRPC's
+    async def __call__(self, request: Any, timeout: float, metadata: Metadata) -> Any:  # noqa: ASYNC109 - gRPC's names
         """Send a request and return the response. Raises `AioRpcError`, as a unary method does."""
         channel = await self._connection.channel()
-        stream = self._take(channel)
+        stream = self._take(channel) or self._method(channel)(metadata=metadata)
         try:
             async with asyncio.timeout(timeout):
                 await _write(stream, request)
@@ -49,11 +51,12 @@ class StreamExchange:
             stream.cancel()
 
     def _take(self, channel: grpc.aio.Channel) -> Any:
+        """Return an idle stream of the channel, or `None`."""
         for opened_on, stream in self._idle:
             if opened_on is not channel:  # the channel was lost and replaced
                 stream.cancel()
         self._idle = [(opened_on, stream) for opened_on, stream in self._idle if not stream.done()]
-        return self._idle.pop()[1] if self._idle else self._open(channel)
+        return self._idle.pop()[1] if self._idle else None
 
 
 async def _write(stream: Any, request: Any) -> None:

@@ -7,12 +7,15 @@ from typing import Any
 
 import grpc
 
+from cluster.core.config.cluster_section import LEASE_SECONDS
 from cluster.core.errors import DeadlineExceeded, InvalidRequest, TargetUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
 from cluster.wire.codec.target import decode_open_result, decode_step_result, encode_open_rows, encode_step_batch
 from cluster.wire.codec.target_info import decode_target_info
 from cluster.wire.connection import SHORT_CALL_SECONDS, Connection, Resolve
+from cluster.wire.lease import Lease
+from cluster.wire.peer_access import OPEN, PeerAccess
 from cluster.wire.stream_exchange import StreamExchange
 from pilotfish.v1 import target_pb2, target_pb2_grpc
 
@@ -25,17 +28,19 @@ class GrpcTarget:
     def __init__(
         self,
         resolve: Resolve,
-        credentials: grpc.ChannelCredentials | None = None,
+        access: PeerAccess = OPEN,
         step_timeout_seconds: float = _STEP_SECONDS,
+        lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        self._connection = Connection(resolve, TargetUnavailable, credentials=credentials)
-        self._step = StreamExchange(self._connection, lambda channel: target_pb2_grpc.TargetServiceStub(channel).Step())
+        self._connection = Connection(resolve, TargetUnavailable, access=access)
+        self._lease = Lease(self._connection, lease_seconds)
+        self._step = StreamExchange(self._connection, lambda channel: target_pb2_grpc.TargetServiceStub(channel).Step)
         self._step_timeout_seconds = step_timeout_seconds
 
     async def open(self, rows: Sequence[OpenRow]) -> OpenResult:
         """See `Target.open`."""
         stub = await self._stub()
-        answer = await self._call(stub.Open, encode_open_rows(rows), self._step_timeout_seconds)
+        answer = await self._call(stub.Open, encode_open_rows(rows, self._lease.client), self._step_timeout_seconds)
         try:
             return decode_open_result(answer)
         except InvalidRequest as error:
@@ -43,7 +48,7 @@ class GrpcTarget:
 
     async def step(self, batch: StepBatch) -> StepResult:
         """See `Target.step`."""
-        answer = await self._call(self._step, encode_step_batch(batch), self._step_timeout_seconds)
+        answer = await self._call(self._step, encode_step_batch(batch, self._lease.client), self._step_timeout_seconds)
         try:
             return decode_step_result(answer)
         except InvalidRequest as error:
@@ -52,13 +57,13 @@ class GrpcTarget:
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """See `Target.release`."""
         stub = await self._stub()
-        request = target_pb2.TargetServiceReleaseRequest(sequence_ids=sequence_ids)
+        request = target_pb2.TargetServiceReleaseRequest(sequence_ids=sequence_ids, client=self._lease.client)
         await self._call(stub.Release, request, self._step_timeout_seconds)
 
     async def release_all(self) -> None:
         """See `Target.release_all`."""
         stub = await self._stub()
-        request = target_pb2.TargetServiceReleaseRequest(all=True)
+        request = target_pb2.TargetServiceReleaseRequest(all=True, client=self._lease.client)
         await self._call(stub.Release, request, self._step_timeout_seconds)
 
     async def info(self) -> TargetInfo:
@@ -72,6 +77,7 @@ class GrpcTarget:
 
     async def close(self) -> None:
         """Close the connection."""
+        self._lease.close()
         self._step.close()
         await self._connection.close()
 
@@ -79,8 +85,10 @@ class GrpcTarget:
         return target_pb2_grpc.TargetServiceStub(await self._connection.channel())
 
     async def _call(self, method: Any, request: Any, timeout_seconds: float) -> Any:
+        self._lease.use()
         try:
-            return self._connection.checked(await method(request, timeout=timeout_seconds))
+            answer = await method(request, timeout=timeout_seconds, metadata=self._connection.metadata)
+            return self._connection.checked(answer)
         except grpc.aio.AioRpcError as error:
             raised = self._connection.failed(error)
             if isinstance(raised, DeadlineExceeded):

@@ -19,9 +19,11 @@ from cluster.ingress.http import create_app
 from cluster.wire.address import http_url, join_host_port, socket_family
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
+from cluster.wire.peer_access import PeerAccess
 from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import CoordinatorServer, fixed_address
 from deploy.implied_settings import with_implied_settings
+from deploy.network.cluster_token import draw_token
 from workers.draft.registry import create
 from workers.serve.worker_server import host_draft, host_target
 from workers.verify.build import build_engine
@@ -78,11 +80,13 @@ class LocalCluster:
         methods = [await asyncio.to_thread(create, draft, configuration.target) for _ in range(draft.replicas)]
         colocated = methods.pop() if draft.is_colocated else None
         engine = await asyncio.to_thread(build_engine, configuration.target, method=colocated)
-        target = await enter(host_target(LOOPBACK, engine))
-        hosts = [await enter(host_draft(LOOPBACK, method)) for method in methods]
+        lease_seconds = configuration.cluster.lease_seconds
+        access = PeerAccess(draw_token(), configuration.cluster.tls)
+        target = await enter(host_target(LOOPBACK, engine, access, lease_seconds=lease_seconds))
+        hosts = [await enter(host_draft(LOOPBACK, method, access, lease_seconds=lease_seconds)) for method in methods]
         step_timeout = configuration.target.step_timeout_seconds
-        target_client = GrpcTarget(fixed_address(target.address), step_timeout_seconds=step_timeout)
-        draft_clients = [GrpcDrafter(fixed_address(host.address)) for host in hosts]
+        target_client = GrpcTarget(fixed_address(target.address), access, step_timeout, lease_seconds)
+        draft_clients = [GrpcDrafter(fixed_address(host.address), access, lease_seconds) for host in hosts]
         for close in (target_client.close, *(client.close for client in draft_clients)):
             self._stack.push_async_callback(close)
         coordinator = CoordinatorServer(configuration, target_client, draft_clients)

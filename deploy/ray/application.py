@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -17,6 +16,7 @@ from ray import serve
 from ray.serve import Application
 
 from cluster.core.config.sections import Configuration
+from cluster.wire.peer_access import PeerAccess
 from deploy.implied_settings import with_implied_settings
 from deploy.machine import local_resources
 from deploy.models import resolve_models
@@ -24,6 +24,7 @@ from deploy.placement import STRATEGY, Placement, Resources, RolePlacement, plan
 from deploy.preflight import model_problems, raise_problems
 from deploy.ray.autoscaling import number_of_replicas
 from deploy.ray.deployments import DraftReplica, IngressReplica, TargetReplica
+from deploy.ray.start_ray import check_ray_authentication
 from deploy.settings import Settings, load_settings, settings_from_arguments
 
 APPLICATION = "pilotfish"
@@ -44,17 +45,22 @@ def build_app(config: Configuration | Mapping[str, Any] | str | Path | None = No
     """
     settings = _settings(config)
     models = resolve_models(settings.configuration, settings.cache_directory, report=lambda _: None)
+    if ray.is_initialized() and models.configuration.cluster.ray_auth == "token":
+        check_ray_authentication()
     resources = cluster_resources()
     placement = plan(models.configuration, resources)
     raise_problems(model_problems(models.configuration, placement, resources, models.target, models.draft))
-    return bind(models.configuration, placement, worker_host=None)
+    return bind(models.configuration, placement, worker_host=None, access=settings.access)
 
 
-def bind(configuration: Configuration, placement: Placement, worker_host: str | None) -> Application:
+def bind(
+    configuration: Configuration, placement: Placement, worker_host: str | None, access: PeerAccess
+) -> Application:
     """Bind the deployments. Model paths in `configuration` are local directories.
 
     Processes listen for each other on `worker_host`, or on their node's address if it is `None`. They find each other
-    in the directory; the ingress is bound to the other deployments only so that all are deployed.
+    in the directory; the ingress is bound to the other deployments only so that all are deployed. Internal
+    services demand `access`.
     """
     configuration = with_implied_settings(configuration)
     # A process that claims no GPU may still see all GPUs, so its device is set explicitly.
@@ -69,31 +75,28 @@ def bind(configuration: Configuration, placement: Placement, worker_host: str | 
             for bundle in (*placement.coordinator.bundles, *placement.target.bundles)
         ],
         placement_group_strategy=STRATEGY,
-        ray_actor_options=actor_options(placement.coordinator, worker_host),
+        ray_actor_options=actor_options(placement.coordinator),
         **_supervision(configuration),
         **number_of_replicas(target.replicas, target.autoscaling),
-    )(TargetReplica).bind(
-        values, version, placement.target.threads, environment(placement.target, worker_host), worker_host
-    )
+    )(TargetReplica).bind(values, version, placement.target.threads, environment(placement.target), worker_host, access)
     others = [targets]
     if not draft.is_colocated:
         # A drafter reads settings of the target, such as its weights, but computes on its own device.
         read = values | {"target": values["target"] | {"device": placement.draft.device}}
         drafters = serve.deployment(
             name="Draft",
-            ray_actor_options=actor_options(placement.draft, worker_host)
-            | {"resources": node_claim(draft.node_resource)},
+            ray_actor_options=actor_options(placement.draft) | {"resources": node_claim(draft.node_resource)},
             num_replicas=draft.replicas,
             **_supervision(configuration),
         )(DraftReplica)
-        others.append(drafters.bind(read, version, placement.draft.threads, worker_host))
+        others.append(drafters.bind(read, version, placement.draft.threads, worker_host, access))
     return serve.deployment(
         name="Ingress",
         max_ongoing_requests=_MOST_HTTP_CALLS,
-        ray_actor_options=actor_options(placement.ingress, worker_host),
+        ray_actor_options=actor_options(placement.ingress),
         num_replicas=configuration.server.ingress_replicas,
         **_supervision(configuration),
-    )(IngressReplica).bind(values, *others)
+    )(IngressReplica).bind(values, access, *others)
 
 
 def _version(values: Mapping[str, Any]) -> str:
@@ -126,11 +129,11 @@ def _settings(config: Configuration | Mapping[str, Any] | str | Path | None) -> 
     return load_settings(None if config is None else str(config))
 
 
-def actor_options(role: RolePlacement, worker_host: str | None) -> dict[str, Any]:
+def actor_options(role: RolePlacement) -> dict[str, Any]:
     """Ray's options for a replica that claims the role's first bundle."""
     claims = role.bundles[0].claims()
     options: dict[str, Any] = {"num_cpus": claims["CPU"], "num_gpus": claims.get("GPU", 0)}
-    variables = environment(role, worker_host)
+    variables = environment(role)
     if variables:
         options["runtime_env"] = {"env_vars": variables}
     return options
@@ -141,7 +144,7 @@ def node_claim(resource: str | None) -> dict[str, float]:
     return {} if resource is None else {resource: _NODE_CLAIM}
 
 
-def environment(role: RolePlacement, worker_host: str | None) -> dict[str, str]:
+def environment(role: RolePlacement) -> dict[str, str]:
     """Environment variables of the role's processes."""
     variables: dict[str, str] = {}
     if role.device == "cpu" and role.role in ("target", "draft"):
@@ -149,9 +152,6 @@ def environment(role: RolePlacement, worker_host: str | None) -> dict[str, str]:
         variables["OMP_WAIT_POLICY"] = "PASSIVE"
         # torch.set_num_threads does not reach threads that start later, and Ray sets one OpenMP thread for them.
         variables["OMP_NUM_THREADS"] = str(role.threads)
-    if worker_host == "127.0.0.1" and len(role.bundles) > 1 and sys.platform == "linux":
-        # Ranks on one machine also communicate over loopback.
-        variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return variables
 
 

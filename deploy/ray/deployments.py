@@ -22,6 +22,7 @@ from cluster.ingress.routing import CoordinatorView
 from cluster.wire.address import join_host_port
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
+from cluster.wire.peer_access import PeerAccess
 from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import CoordinatorServer, fixed_address
 from deploy.ray.autoscaling import METRIC
@@ -51,17 +52,21 @@ class TargetReplica:
         threads: int,
         environment: Mapping[str, str],
         worker_host: str | None,
+        access: PeerAccess,
     ) -> None:
         configuration = load_configuration(values)
         context = serve.get_replica_context()
         self._drain_seconds = configuration.server.drain_timeout_seconds
         self._has_drafters = configuration.draft.is_enabled and not configuration.draft.is_colocated
         self._host = worker_host or node_address()
-        self._ranks = RankSupervisor(lambda: RankActors(configuration, threads, self._host, environment))
+        self._ranks = RankSupervisor(lambda: RankActors(configuration, threads, self._host, environment, access))
         step_timeout = configuration.target.step_timeout_seconds
-        self._target = GrpcTarget(self._ranks.address, step_timeout_seconds=step_timeout)
-        self._server = CoordinatorServer(configuration, self._target, internal_host=self._host)
-        self._drafters = DrafterFollower(self._server, version, lambda address: GrpcDrafter(fixed_address(address)))
+        lease_seconds = configuration.cluster.lease_seconds
+        self._target = GrpcTarget(self._ranks.address, access, step_timeout, lease_seconds)
+        self._server = CoordinatorServer(configuration, self._target, internal_host=self._host, access=access)
+        self._drafters = DrafterFollower(
+            self._server, version, lambda address: GrpcDrafter(fixed_address(address), access, lease_seconds)
+        )
         self._member = Member(MemberRole.TARGET, _member_id(context), "", version)
         self._was_ready = False
         self._directory = DirectoryClient(
@@ -114,11 +119,14 @@ class TargetReplica:
 class DraftReplica:
     """The Serve replica of a drafter: hosts one drafting method behind `DraftService`, and registers."""
 
-    def __init__(self, values: Mapping[str, Any], version: str, threads: int, worker_host: str | None) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], version: str, threads: int, worker_host: str | None, access: PeerAccess
+    ) -> None:
         self._configuration = load_configuration(values)
         context = serve.get_replica_context()
         self._threads = threads
         self._host_address = worker_host or node_address()
+        self._access = access
         self._member = Member(MemberRole.DRAFTER, _member_id(context), "", version)
         self._host: WorkerHost | None = None
         self._directory = DirectoryClient(context.app_name, self._describe)
@@ -127,7 +135,9 @@ class DraftReplica:
         """Start the drafter at the first call. Serve counts the replica as ready when this returns."""
         set_log_level(user_config)
         if self._host is None:
-            host = host_draft(self._host_address, await asyncio.to_thread(self._load))
+            method = await asyncio.to_thread(self._load)
+            lease_seconds = self._configuration.cluster.lease_seconds
+            host = host_draft(self._host_address, method, self._access, lease_seconds=lease_seconds)
             await host.start()
             self._host = host
             self._member = replace(self._member, address=host.address)
@@ -161,13 +171,13 @@ class IngressReplica:
     It holds no state of its own. It finds the coordinators in the directory and is a gRPC client of them.
     """
 
-    def __init__(self, values: Mapping[str, Any], *_: DeploymentHandle[Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], access: PeerAccess, *_: DeploymentHandle[Any]) -> None:
         configuration = load_configuration(values)
         context = serve.get_replica_context()
         self._limits = configuration.limits
         self._drain_seconds = configuration.server.drain_timeout_seconds
         self._directory = DirectoryClient(context.app_name, is_complete=lambda view: bool(view.of(MemberRole.TARGET)))
-        self._client = Router(self._coordinators, lambda address: GenerationClient(fixed_address(address)))
+        self._client = Router(self._coordinators, lambda address: GenerationClient(fixed_address(address), access))
         self._server = IngressServer(self._client, configuration.server, configuration.limits)
         self._is_started = False
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -25,16 +24,14 @@ from deploy.placement import Resources, plan
 from deploy.preflight import machine_problems, model_problems, raise_problems
 from deploy.ray.application import APPLICATION, bind, cluster_resources
 from deploy.ray.directory import drain
-from deploy.ray.proxy import CALLBACK, CALLBACK_VARIABLE
-from deploy.settings import Settings, set_ray_environment
+from deploy.ray.start_ray import join_ray, start_local_ray
+from deploy.settings import Settings
 from workers.serve.node import free_port
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 
-_OBJECT_STORE_BYTES = 96 * 2**20
-"""Size of Ray's object store. It only holds configurations."""
 _STOP_SECONDS = 20.0
 _POLL_SECONDS = 0.25
 _LONGEST_REASON = 2000
@@ -87,9 +84,9 @@ class ServeCluster:
     def start(self) -> None:
         """Return once requests are accepted. Raises `ConfigurationError`, `ModelLoadError`, `WorkerUnavailable`."""
         try:
-            if not self._owns_ray:
+            if self._settings.ray_address is not None:
                 self._report(f"joining Ray at {self._settings.ray_address}")
-                ray.init(address=self._settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)
+                join_ray(self._settings.ray_address, demands_token=self._configuration.cluster.ray_auth == "token")
             self._report("reading the resources of the machine")
             self._resources = cluster_resources()
             configuration = self._configuration
@@ -138,12 +135,12 @@ class ServeCluster:
         raise_problems(model_problems(models.configuration, placement, resources, models.target, models.draft))
         if not ray.is_initialized():
             self._report("starting Ray")
-            _start_local_ray(resources)
+            start_local_ray(resources)
         server = models.configuration.server
         self._report("starting Ray Serve")
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(http_options={"host": server.http_host, "port": server.http_port})
-        application = bind(models.configuration, placement, LOOPBACK if self._owns_ray else None)
+        application = bind(models.configuration, placement, LOOPBACK if self._owns_ray else None, self._settings.access)
         deadline = time.monotonic() + server.start_timeout_seconds
         running = _in_thread(lambda: serve.run(application, name=APPLICATION))
         while not running.done():
@@ -211,21 +208,6 @@ def _in_thread(function: Callable[[], object]) -> Future[None]:
 
     threading.Thread(target=run, name="serve-run", daemon=True).start()
     return outcome
-
-
-def _start_local_ray(resources: Resources) -> None:
-    """Start Ray on this machine, without its dashboard, usage reports and worker logs."""
-    set_ray_environment()
-    os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)  # inherited by the processes of Serve's proxies
-    ray.init(
-        address="local",
-        num_cpus=int(resources.cpus),
-        num_gpus=resources.gpus,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
 
 
 def _progress() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import cache
 
 import tokenizers
@@ -18,8 +17,8 @@ from cluster.ingress.grpc import GenerationServicer
 from cluster.ingress.routing import CoordinatorView
 from cluster.ingress.service import GenerationService
 from cluster.ingress.text.tokenizer import Tokenizer
-from cluster.wire.codec.common import decode_sequence_ids
-from cluster.wire.codec.draft import decode_client, decode_draft_rows, encode_proposals
+from cluster.wire.codec.common import decode_client, decode_sequence_ids
+from cluster.wire.codec.draft import decode_draft_rows, encode_proposals
 from cluster.wire.codec.target import decode_open_rows, decode_step_batch, encode_open_result, encode_step_result
 from cluster.wire.codec.target_info import encode_occupancy, encode_target_info
 from deploy.simulation.counted_metrics import CountedMetrics
@@ -90,27 +89,25 @@ class DrafterNode:
 
     async def _propose(self, request: bytes, call: Call) -> bytes:
         message = draft_pb2.DraftServiceProposeRequest.FromString(request)
-        rows, client = decode_draft_rows(message), self._hear(decode_client(message))
+        client = self._hear(decode_client(message.client))
+        rows = decode_draft_rows(message, client)
 
         def seconds() -> float:
             deepest = max((row.budget.max_depth for row in rows), default=0)
             return self.drafter.speed.seconds(len(rows), deepest, sum(len(row.new_tokens) - 1 for row in rows))
 
         def propose() -> bytes:
-            named = [replace(row, sequence_id=SequenceId(f"{client}/{row.sequence_id}")) for row in rows]
-            proposals = self.drafter.propose(named)
+            proposals = self.drafter.propose(rows)
             if self.answers_stale():
                 proposals = tuple(self._latest.get(one.sequence_id, one) for one in proposals)
             self._latest.update((one.sequence_id, one) for one in proposals)
-            answers = [replace(one, sequence_id=row.sequence_id) for one, row in zip(proposals, rows, strict=True)]
-            return encode_proposals(answers).SerializeToString()
+            return encode_proposals(proposals, client).SerializeToString()
 
         return await self.compute.run(call, seconds, propose)
 
     async def _release(self, request: bytes, call: Call) -> bytes:
         message = draft_pb2.DraftServiceReleaseRequest.FromString(request)
-        client = self._hear(decode_client(message))
-        names = [SequenceId(f"{client}/{name}") for name in decode_sequence_ids(message.sequence_ids)]
+        names = decode_sequence_ids(message.sequence_ids, prefix=self._hear(decode_client(message.client)))
 
         def release() -> bytes:
             self._forget(names)
@@ -123,7 +120,7 @@ class DrafterNode:
         for client, heard_at in list(self._heard_at.items()):
             if now() - heard_at >= self._lease_seconds:
                 del self._heard_at[client]
-                self._forget([name for name in self.drafter.known if name.startswith(f"{client}/")])
+                self._forget([name for name in self.drafter.known if name.startswith(client)])
 
     def _hear(self, client: str) -> str:
         self._heard_at[client] = now()

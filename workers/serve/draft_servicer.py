@@ -4,12 +4,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -19,16 +16,14 @@ from cluster.core.drafting import DraftRow, Proposal, RowFault
 from cluster.core.errors import PilotfishError
 from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftMethod
-from cluster.wire.codec.common import decode_sequence_ids
-from cluster.wire.codec.draft import decode_client, decode_draft_rows, encode_proposals
+from cluster.wire.codec.common import decode_client, decode_sequence_ids
+from cluster.wire.codec.draft import decode_draft_rows, encode_proposals
 from pilotfish.v1 import draft_pb2, draft_pb2_grpc
 from workers.draft.idle_work import IdleWork
 from workers.serve.compute_thread import ComputeThread, compute_rows, count_failures
-from workers.serve.leases import LEASE_SECONDS, Leases
+from workers.serve.leases import Leases
 
 logger = logging.getLogger(__name__)
-
-CHECKS_PER_LEASE = 4
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
@@ -37,20 +32,14 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     A cancelled call that has not begun is not computed. One that has begun is finished, so that a repeated call is
     fast. Waiting calls are computed together, one per client, so that a client that calls more often does not delay
     the others. A call without any budget is answered when its committed tokens are computed, so that its duration
-    shows their cost. Between calls the method may do idle work. What a client holds is released when the client has
-    been silent for `lease_seconds`: it is gone, or it sends its tokens again.
+    shows their cost. Between calls the method may do idle work. Sequences belong to the lease of the client that stored
+    them.
     """
 
-    def __init__(
-        self,
-        method: DraftMethod,
-        lease_seconds: float = LEASE_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, method: DraftMethod, leases: Leases | None = None) -> None:
         self._method = method
-        self._leases = Leases(lease_seconds, clock)
-        self._lease_seconds = lease_seconds
-        self._expiring: asyncio.Task[None] | None = None
+        self.leases = leases or Leases()
+        """The leases of the clients."""
         self._idle_work = method if isinstance(method, IdleWork) else None
         self._compute = ComputeThread("draft", None if self._idle_work is None else self._idle_work.run_ahead)
         self._lock = threading.Lock()
@@ -63,16 +52,20 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     ) -> AsyncIterator[draft_pb2.DraftServiceProposeResponse]:
         """Commit tokens and propose drafts."""
         async for request in request_iterator:
-            yield encode_proposals(await self._propose(_Call(decode_client(request), decode_draft_rows(request))))
+            client = decode_client(request.client)
+            call = _Call(client, decode_draft_rows(request, client))
+            with self.leases.call(client):
+                proposals = await self._propose(call)
+            yield encode_proposals(proposals, client)
 
     async def Release(
         self, request: draft_pb2.DraftServiceReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> draft_pb2.DraftServiceReleaseResponse:
         """Free everything that is stored for the sequences."""
-        client = decode_client(request)
-        ids = [_qualified(client, sequence_id) for sequence_id in decode_sequence_ids(request.sequence_ids)]
-        await self._compute.run_shielded(self._method.release, ids)
-        self._leases.release(client, ids)
+        client = decode_client(request.client)
+        sequence_ids = decode_sequence_ids(request.sequence_ids, prefix=client)
+        with self.leases.call(client):
+            await self._compute.run_shielded(self._release, client, sequence_ids)
         return draft_pb2.DraftServiceReleaseResponse()
 
     @property
@@ -85,33 +78,16 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """How long the computation under way has been running, in seconds; 0 while there is none."""
         return self._compute.busy_seconds
 
+    async def release_expired(self) -> None:
+        """Free what clients with an ended lease stored."""
+        if self.leases.has_expired:
+            await self._compute.run_shielded(lambda: self._method.release(self.leases.expire()))
+
     async def close(self) -> None:
         """Finish the computation that is under way and end the thread. Closing again does nothing."""
-        if self._expiring is not None:
-            self._expiring.cancel()
         await self._compute.close()
 
-    async def release_expired(self) -> None:
-        """Release what silent clients hold. It is called again and again once a client has called."""
-        if expired := self._leases.take_expired():
-            logger.warning("%d sequences of clients that are silent for %g s end", len(expired), self._lease_seconds)
-            await self._compute.run_shielded(self._method.release, expired)
-
-    async def _expire(self) -> None:
-        while True:
-            await asyncio.sleep(self._lease_seconds / CHECKS_PER_LEASE)
-            try:
-                await self.release_expired()
-            except Exception:
-                logger.exception("expired sequences could not be released")
-
     async def _propose(self, call: _Call) -> tuple[Proposal, ...]:
-        if self._expiring is None:
-            self._expiring = asyncio.create_task(self._expire(), name="leases")
-        with self._leases.call(call.client, call.ids):
-            return await self._compute_call(call)
-
-    async def _compute_call(self, call: _Call) -> tuple[Proposal, ...]:
         with self._lock:
             self._waiting.append(call)
         try:
@@ -139,10 +115,16 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         if call.proposals is None:
             batch = self._take(call)
             rows = [row for each in batch for row in each.rows]
+            for each in batch:
+                self.leases.store(each.client, each.ids)
             proposals = iter(count_failures(self._compute, lambda: compute_rows(rows, self._method.propose, _faulted)))
             for each in batch:
-                each.set_proposals([next(proposals) for _ in each.rows])
+                each.proposals = tuple(next(proposals) for _ in each.rows)
         return call.proposals or ()
+
+    def _release(self, client: str, sequence_ids: Sequence[SequenceId]) -> None:
+        self.leases.forget(client, sequence_ids)
+        self._method.release(sequence_ids)
 
     def _take(self, call: _Call) -> list[_Call]:
         """Remove the call, and the first waiting call of each other client, from the waiting ones."""
@@ -169,20 +151,10 @@ class _Call:
 
     def __init__(self, client: str, rows: Sequence[DraftRow]) -> None:
         self.client = client
-        self.rows = [replace(row, sequence_id=_qualified(client, row.sequence_id)) for row in rows]
-        self.ids = [row.sequence_id for row in self.rows]
+        self.rows = rows
+        self.ids = [row.sequence_id for row in rows]
         self.is_without_budget = not any(row.budget.max_nodes for row in rows)
-        self._client_ids = [row.sequence_id for row in rows]
         self.proposals: tuple[Proposal, ...] | None = None
-
-    def set_proposals(self, proposals: Sequence[Proposal]) -> None:
-        """Store the method's proposals for `rows` under the client's own sequence ids."""
-        pairs = zip(proposals, self._client_ids, strict=True)
-        self.proposals = tuple(replace(proposal, sequence_id=sequence_id) for proposal, sequence_id in pairs)
-
-
-def _qualified(client: str, sequence_id: SequenceId) -> SequenceId:
-    return SequenceId(f"{client}/{sequence_id}")
 
 
 def _faulted(row: DraftRow, fault: RowFault) -> Proposal:

@@ -1,57 +1,79 @@
-"""What each client holds on a worker, until the client releases it or has been silent for too long."""
+"""The leases of a worker's clients: which sequences each of them stores here, and for how long each has been silent."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from cluster.core.config.cluster_section import LEASE_SECONDS
 from cluster.core.ids import SequenceId
-
-LEASE_SECONDS = 60.0
-"""Default silence after which a client counts as gone, in seconds. One that comes back sends its tokens again."""
 
 
 class Leases:
-    """The sequences of every client. A client with a call under way is not silent."""
+    """What a client stores on a worker belongs to its lease, which every call renews. Used by several threads.
 
-    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
-        self._seconds = seconds
+    Clients are named by the prefix of their sequence ids.
+    """
+
+    def __init__(self, seconds: float = LEASE_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = seconds
+        """How long a client may be silent, in seconds."""
         self._clock = clock
-        self._held: dict[str, set[SequenceId]] = {}
-        self._heard_at: dict[str, float] = {}
-        self._calls: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._leases: dict[str, _Lease] = {}
 
     @contextmanager
-    def call(self, client: str, sequence_ids: Iterable[SequenceId]) -> Iterator[None]:
-        """Note a call of a client from its beginning to its end. Afterwards the client holds the sequences."""
-        self._held.setdefault(client, set()).update(sequence_ids)
-        self._calls[client] = self._calls.get(client, 0) + 1
+    def call(self, client: str) -> Iterator[None]:
+        """Renew the client's lease, and keep it for as long as the block runs."""
+        with self._lock:
+            lease = self._leases.setdefault(client, _Lease())
+            lease.calls += 1
         try:
             yield
         finally:
-            self._calls[client] -= 1
-            if not self._calls[client]:
-                del self._calls[client]
-            self._heard_at[client] = self._clock()
+            with self._lock:
+                lease.calls -= 1
+                lease.renewed_at = self._clock()
 
-    def release(self, client: str, sequence_ids: Iterable[SequenceId]) -> None:
-        """Note that a client has released sequences."""
-        held = self._held.get(client, set())
-        held.difference_update(sequence_ids)
-        if not held:
-            self._held.pop(client, None)
-            self._heard_at.pop(client, None)
+    def store(self, client: str, sequence_ids: Iterable[SequenceId]) -> None:
+        """Record that a call of the client stores these sequences. The call is under way."""
+        with self._lock:
+            self._leases.setdefault(client, _Lease(self._clock())).sequence_ids.update(sequence_ids)
 
-    def take_expired(self) -> list[SequenceId]:
-        """Return, once, the sequences of the clients that have been silent for longer than the lease."""
-        now = self._clock()
-        silent = [
-            client
-            for client, heard_at in self._heard_at.items()
-            if client not in self._calls and now - heard_at > self._seconds
-        ]
-        expired: list[SequenceId] = []
-        for client in silent:
-            del self._heard_at[client]
-            expired += sorted(self._held.pop(client, ()))
-        return expired
+    def stored(self, client: str) -> tuple[SequenceId, ...]:
+        """The sequences that the client stores here."""
+        with self._lock:
+            lease = self._leases.get(client)
+            return () if lease is None else tuple(lease.sequence_ids)
+
+    def forget(self, client: str, sequence_ids: Iterable[SequenceId]) -> None:
+        """Record that the client has released these sequences."""
+        with self._lock:
+            lease = self._leases.get(client)
+            if lease is not None:
+                lease.sequence_ids.difference_update(sequence_ids)
+
+    @property
+    def has_expired(self) -> bool:
+        """Whether `expire` would end a lease."""
+        with self._lock:
+            return any(self._is_over(lease) for lease in self._leases.values())
+
+    def expire(self) -> tuple[SequenceId, ...]:
+        """End the leases of clients that have been silent for too long. Returns the sequences that they stored."""
+        with self._lock:
+            over = [client for client, lease in self._leases.items() if self._is_over(lease)]
+            return tuple(sequence_id for client in over for sequence_id in self._leases.pop(client).sequence_ids)
+
+    def _is_over(self, lease: _Lease) -> bool:
+        return not lease.calls and self._clock() - lease.renewed_at > self.seconds
+
+
+class _Lease:
+    def __init__(self, renewed_at: float = 0.0) -> None:
+        self.renewed_at = renewed_at
+        self.calls = 0
+        """Number of calls under way."""
+        self.sequence_ids: set[SequenceId] = set()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
+import psutil
 import ray
 
 from cluster.wire.address import socket_family
@@ -19,6 +21,17 @@ def set_threads(threads: int) -> None:
 def node_address() -> str:
     """The address at which other nodes reach this one."""
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def use_interface_of(address: str) -> None:
+    """Make the ranks' collectives listen on the network interface that has `address`, unless the environment has one.
+
+    By default they listen on the address that the name of the host resolves to.
+    """
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            for library in ("GLOO", "NCCL"):
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", name)
 
 
 def free_port(host: str) -> int:

@@ -23,10 +23,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError, TargetUnavailable
+from cluster.wire.peer_access import PeerAccess
 from workers.draft.registry import create, create_for_worker_rank
 from workers.serve.configuration import load_configuration
 from workers.serve.heartbeat import until_lost
-from workers.serve.node import free_port, set_threads
+from workers.serve.node import free_port, set_threads, use_interface_of
 from workers.serve.target_servicer import StepEngine
 from workers.serve.worker_server import WorkerHost, host_target, set_log_level
 
@@ -49,11 +50,12 @@ class FirstRank:
     It also drafts, if the configuration places the drafting method on the target.
     """
 
-    def __init__(self, values: Mapping[str, Any], threads: int, host: str, rendezvous: int) -> None:
+    def __init__(self, values: Mapping[str, Any], threads: int, host: str, rendezvous: int, access: PeerAccess) -> None:
         self._configuration = load_configuration(values)
         self._threads = threads
         self._host = host
         self._rendezvous = rendezvous
+        self._access = access
         self._driver: DriverRank | None = None
         self._engine: StepEngine | None = None
         self._server: WorkerHost | None = None
@@ -67,7 +69,13 @@ class FirstRank:
     async def start(self) -> str:
         """Load the model and listen. Returns the address. Raises `ConfigurationError`, `ModelLoadError`."""
         engine = await asyncio.to_thread(self._load)
-        self._server = host_target(self._host, engine, self._configuration.target.step_timeout_seconds)
+        self._server = host_target(
+            self._host,
+            engine,
+            self._access,
+            lease_seconds=self._configuration.cluster.lease_seconds,
+            hang_seconds=self._configuration.target.step_timeout_seconds,
+        )
         await self._server.start()
         return self._server.address
 
@@ -100,6 +108,7 @@ class FirstRank:
         target, draft = self._configuration.target, self._configuration.draft
         set_threads(self._threads)
         if target.tensor_parallel > 1:
+            use_interface_of(self._host)
             join_group(target, 0, self._host, self._rendezvous)
         method = create(draft, target) if draft.is_colocated else None
         engine = self._engine = build_engine(target, method=method)
@@ -129,6 +138,7 @@ class WorkerRank:
         target = configuration.target
         set_log_level(values)
         set_threads(threads)
+        use_interface_of(host)
         join_group(target, rank, host, rendezvous)
         try:
             method = create_for_worker_rank(configuration.draft, target)
@@ -143,12 +153,20 @@ class RankActors:
     The owner's process is in bundle 0 of the current placement group, rank `i` in bundle `i + 1`, all on one node.
     """
 
-    def __init__(self, configuration: Configuration, threads: int, host: str, environment: Mapping[str, str]) -> None:
-        self._values = configuration.model_dump(mode="json", include={"target", "draft", "log_level"})
+    def __init__(
+        self,
+        configuration: Configuration,
+        threads: int,
+        host: str,
+        environment: Mapping[str, str],
+        access: PeerAccess,
+    ) -> None:
+        self._values = configuration.model_dump(mode="json", include={"target", "draft", "cluster", "log_level"})
         self._size = configuration.target.tensor_parallel
         self._threads = threads
         self._host = host
         self._environment = dict(environment)
+        self._access = access
         self._actors: list[Any] = []  # Ray's types do not know the methods of actors
         self._process_ids: list[int | None] = []
         self._running: dict[asyncio.Future[None], int] = {}
@@ -157,7 +175,7 @@ class RankActors:
         """Start all ranks. Returns the address of `TargetService`. Raises the error of the rank that failed."""
         rendezvous = free_port(self._host)
         arguments = (self._values, self._threads)
-        first = self._place(FirstRank, 0).remote(*arguments, self._host, rendezvous)
+        first = self._place(FirstRank, 0).remote(*arguments, self._host, rendezvous, self._access)
         self._actors = [first, *(self._place(WorkerRank, rank).remote() for rank in range(1, self._size))]
         self._process_ids = [None] * self._size
         identified = asyncio.gather(*(self._identify(rank) for rank in range(self._size)), return_exceptions=True)

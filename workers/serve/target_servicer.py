@@ -13,11 +13,12 @@ from cluster.core.drafting import RowFault
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo, Verdict, VerifyRow
-from cluster.wire.codec.common import decode_sequence_ids
+from cluster.wire.codec.common import decode_client, decode_sequence_ids
 from cluster.wire.codec.target import decode_open_rows, decode_step_batch, encode_open_result, encode_step_result
 from cluster.wire.codec.target_info import encode_occupancy, encode_target_info
 from pilotfish.v1 import target_pb2, target_pb2_grpc
 from workers.serve.compute_thread import ComputeThread, compute_rows, count_failures
+from workers.serve.leases import Leases
 
 
 class StepEngine(Protocol):
@@ -29,10 +30,6 @@ class StepEngine(Protocol):
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
         """Free the sequences' blocks; unknown ids are no error."""
-        ...
-
-    def release_all(self) -> KvOccupancy:
-        """Free every sequence's blocks."""
         ...
 
     def open(self, rows: Sequence[OpenRow]) -> OpenResult:
@@ -52,11 +49,13 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     """Owns the engine and the thread that it computes in. `WireServer` maps raised errors to gRPC status codes.
 
     A cancelled step that has not begun is not computed. One that has begun is finished, and repeating its rows repeats
-    their verdicts.
+    their verdicts. Sequences belong to the lease of the client that stored them.
     """
 
-    def __init__(self, engine: StepEngine) -> None:
+    def __init__(self, engine: StepEngine, leases: Leases | None = None) -> None:
         self._engine = engine
+        self.leases = leases or Leases()
+        """The leases of the clients."""
         self._compute = ComputeThread("target")
 
     async def Step(
@@ -66,25 +65,32 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     ) -> AsyncIterator[target_pb2.TargetServiceStepResponse]:
         """Verify batches of rows, one response per request."""
         async for request in request_iterator:
-            batch = decode_step_batch(request)
-            yield encode_step_result(await self._compute.run(self._step, batch))
+            client = decode_client(request.client)
+            batch = decode_step_batch(request, client)
+            with self.leases.call(client):
+                result = await self._compute.run(self._step, client, batch)
+            yield encode_step_result(result, client)
 
     async def Release(
         self, request: target_pb2.TargetServiceReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.TargetServiceReleaseResponse:
-        """Free the named sequences, or all."""
+        """Free the named sequences of the client, or all of them."""
+        client = decode_client(request.client)
+        sequence_ids = decode_sequence_ids(request.sequence_ids, prefix=client)
         if request.all:
-            kv = await self._compute.run_shielded(self._engine.release_all)
-        else:
-            kv = await self._compute.run_shielded(self._engine.release, decode_sequence_ids(request.sequence_ids))
+            sequence_ids = self.leases.stored(client)
+        with self.leases.call(client):
+            kv = await self._compute.run_shielded(self._release, client, sequence_ids)
         return target_pb2.TargetServiceReleaseResponse(kv=encode_occupancy(kv))
 
     async def Open(
         self, request: target_pb2.TargetServiceOpenRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.TargetServiceOpenResponse:
         """Create sequences, each with as much of its KV as is already stored."""
-        rows = decode_open_rows(request)
-        return encode_open_result(await self._compute.run(self._engine.open, rows))
+        client = decode_client(request.client)
+        rows = decode_open_rows(request, client)
+        with self.leases.call(client):
+            return encode_open_result(await self._compute.run(self._open, client, rows))
 
     async def GetInfo(
         self, request: target_pb2.TargetServiceGetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -102,11 +108,25 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """How long the computation under way has been running, in seconds; 0 while there is none."""
         return self._compute.busy_seconds
 
+    async def release_expired(self) -> None:
+        """Free what clients with an ended lease stored."""
+        if self.leases.has_expired:
+            await self._compute.run_shielded(lambda: self._engine.release(self.leases.expire()))
+
     async def close(self) -> None:
         """Finish the steps that have begun and close the engine. Closing again does nothing."""
         await self._compute.close(self._engine.close)
 
-    def _step(self, batch: StepBatch) -> StepResult:
+    def _open(self, client: str, rows: Sequence[OpenRow]) -> OpenResult:
+        self.leases.store(client, (row.sequence_id for row in rows))
+        return self._engine.open(rows)
+
+    def _release(self, client: str, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
+        self.leases.forget(client, sequence_ids)
+        return self._engine.release(sequence_ids)
+
+    def _step(self, client: str, batch: StepBatch) -> StepResult:
+        self.leases.store(client, (row.sequence_id for row in batch.rows))
         results: list[StepResult] = []
 
         def compute(rows: Sequence[VerifyRow]) -> tuple[Verdict, ...]:

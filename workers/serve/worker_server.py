@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from cluster.core.config.cluster_section import LEASE_SECONDS
 from cluster.core.config.sections import TargetSection
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.ports import DraftMethod
 from cluster.wire.address import join_host_port
+from cluster.wire.lease import RENEWALS
+from cluster.wire.peer_access import OPEN, PeerAccess
 from cluster.wire.server import WireServer
-from pilotfish.v1 import draft_pb2_grpc, target_pb2_grpc
+from pilotfish.v1 import draft_pb2_grpc, lease_pb2_grpc, target_pb2_grpc
 from workers.serve.draft_servicer import DraftServicer
-from workers.serve.leases import LEASE_SECONDS
+from workers.serve.lease_servicer import LeaseServicer
+from workers.serve.leases import Leases
 from workers.serve.target_servicer import StepEngine, TargetServicer
+
+logger = logging.getLogger(__name__)
 
 TARGET_SERVICE = "pilotfish.v1.TargetService"
 DRAFT_SERVICE = "pilotfish.v1.DraftService"
+LEASE_SERVICE = "pilotfish.v1.LeaseService"
 
 HANG_SECONDS = TargetSection().step_timeout_seconds
 """Longest time of one computation where no configuration sets it, in seconds."""
@@ -41,15 +49,17 @@ class WorkerHost:
         service: str,
         servicer: TargetServicer | DraftServicer,
         add_to_server: Callable[[Any, Any], None],
-        hang_seconds: float,
+        access: PeerAccess = OPEN,
+        hang_seconds: float = HANG_SECONDS,
     ) -> None:
         self._host = host
         self._service = service
         self._servicer = servicer
         self._add_to_server = add_to_server
         self._hang_seconds = hang_seconds
-        self._server = WireServer(host, 0)
+        self._server = WireServer(host, 0, access=access)
         self._port = 0
+        self._expiry: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         try:
@@ -83,16 +93,30 @@ class WorkerHost:
 
     async def start(self) -> None:
         """Start to listen. Raises `ConfigurationError` when the address cannot be bound."""
+        leases = LeaseServicer(self._servicer.leases)
         self._server.add(self._service, self._add_to_server, self._servicer)
+        self._server.add(LEASE_SERVICE, lease_pb2_grpc.add_LeaseServiceServicer_to_server, leases)
         self._port = await self._server.start()
-        await self._server.set_serving(self._service, True)
+        for service in (self._service, LEASE_SERVICE):
+            await self._server.set_serving(service, True)
+        self._expiry = asyncio.create_task(self._release_expired(), name="leases")
 
     async def stop(self) -> None:
         """End the calls in flight, then close the servicer and its engine. Calling it again does nothing."""
         try:
+            if self._expiry is not None:
+                self._expiry.cancel()
             await self._server.stop(_GRACE_SECONDS)
         finally:
             await self._servicer.close()
+
+    async def _release_expired(self) -> None:
+        while True:
+            await asyncio.sleep(self._servicer.leases.seconds / RENEWALS)
+            try:
+                await self._servicer.release_expired()
+            except Exception:  # health checks report a lost device, and the worker is then replaced as a whole
+                logger.exception("what a client left behind cannot be released")
 
 
 def set_log_level(user_config: Mapping[str, str]) -> None:
@@ -100,18 +124,29 @@ def set_log_level(user_config: Mapping[str, str]) -> None:
     logging.getLogger().setLevel(user_config["log_level"].upper())
 
 
-def host_target(host: str, engine: StepEngine, hang_seconds: float = HANG_SECONDS) -> WorkerHost:
+def host_target(
+    host: str,
+    engine: StepEngine,
+    access: PeerAccess = OPEN,
+    *,
+    lease_seconds: float = LEASE_SECONDS,
+    hang_seconds: float = HANG_SECONDS,
+) -> WorkerHost:
     """Host `TargetService` over an engine, or over the driver rank of a group. The host closes the engine."""
+    servicer = TargetServicer(engine, Leases(lease_seconds))
     add_to_server = target_pb2_grpc.add_TargetServiceServicer_to_server
-    return WorkerHost(host, TARGET_SERVICE, TargetServicer(engine), add_to_server, hang_seconds)
+    return WorkerHost(host, TARGET_SERVICE, servicer, add_to_server, access, hang_seconds)
 
 
 def host_draft(
-    host: str, method: DraftMethod, hang_seconds: float = HANG_SECONDS, lease_seconds: float = LEASE_SECONDS
+    host: str,
+    method: DraftMethod,
+    access: PeerAccess = OPEN,
+    *,
+    lease_seconds: float = LEASE_SECONDS,
+    hang_seconds: float = HANG_SECONDS,
 ) -> WorkerHost:
-    """Host `DraftService` over a drafting method. Idle work ends when the host stops.
-
-    Sequences of a client that is silent for `lease_seconds` are released.
-    """
+    """Host `DraftService` over a drafting method. Idle work ends when the host stops."""
+    servicer = DraftServicer(method, Leases(lease_seconds))
     add_to_server = draft_pb2_grpc.add_DraftServiceServicer_to_server
-    return WorkerHost(host, DRAFT_SERVICE, DraftServicer(method, lease_seconds), add_to_server, hang_seconds)
+    return WorkerHost(host, DRAFT_SERVICE, servicer, add_to_server, access, hang_seconds)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import distributed
@@ -22,7 +24,7 @@ from cluster.core.errors import TargetUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
-from cluster.wire.address import join_host_port
+from cluster.wire.address import socket_family
 from cluster.wire.codec.target import (
     open_rows_from_bytes,
     open_rows_to_bytes,
@@ -42,15 +44,23 @@ _COLLECTIVE_TIMEOUT = timedelta(days=365)
 def join_group(section: TargetSection, rank: int, address: str, port: int) -> None:
     """Join the process group whose rank 0 listens at `address:port`: gloo between CPUs, NCCL between GPUs.
 
-    Raises `ConfigurationError` when CUDA is configured and absent.
+    Raises `ConfigurationError` when CUDA is configured and absent, and `OSError` when rank 0 cannot listen.
     """
     backend = "cpu:gloo,cuda:nccl" if choose_device(section.device, rank).type == "cuda" else "gloo"
     distributed.init_process_group(
         backend,
-        init_method=f"tcp://{join_host_port(address, port)}",
+        store=_store(rank, address, port),
         rank=rank,
         world_size=section.tensor_parallel,
         timeout=_COLLECTIVE_TIMEOUT,
+    )
+
+
+def _store(rank: int, address: str, port: int) -> Any:
+    """The store in which the ranks find each other. Rank 0 listens on `address` alone, not on all interfaces."""
+    listener = socket.create_server((address, port), family=socket_family(address)).detach() if rank == 0 else None
+    return distributed.TCPStore(  # type: ignore[attr-defined]
+        address, port, is_master=rank == 0, timeout=_COLLECTIVE_TIMEOUT, master_listen_fd=listener
     )
 
 

@@ -57,7 +57,7 @@ class TargetClient:
         return self._info
 
     async def take_over(self) -> None:
-        """Connect for the first time, and free the sequences that an earlier coordinator left on the target."""
+        """Connect for the first time, and free the sequences that this coordinator has on the target, if any."""
         while True:
             await self.connect(lambda: ())
             try:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from cluster.core.config.base import Choice, ModuleSection, PluginHost, PluginSettings, Positive, Seconds, Section
+from cluster.core.config.cluster_section import ClusterSection
 from cluster.core.config.server import AutoscalingSection, ServerSection
 
 MIB = 1024 * 1024
@@ -287,5 +288,7 @@ class Configuration(Section):
     """Bounds on requests."""
     server: ServerSection = ServerSection()
     """Addresses and lifetime of the public APIs."""
+    cluster: ClusterSection = ClusterSection()
+    """The traffic inside the cluster."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level of messages that are logged."""

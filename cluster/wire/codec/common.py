@@ -188,9 +188,25 @@ def _logprob(field: str, value: float) -> float:
     return bounds.number(field, value, bounds.MIN_LOGPROB, 0.0)
 
 
+def decode_client(client: str) -> str:
+    """Return the prefix that a worker puts before a client's sequence ids, so that no other client has the same ids.
+
+    Raises `InvalidRequest`.
+    """
+    bounds.text("client", client, bounds.MAX_CLIENT_BYTES)
+    if "/" in client:
+        raise InvalidRequest("client", client, "without a slash")
+    return f"{client}/"
+
+
+def decode_id(field: str, value: str, prefix: str = "") -> SequenceId:
+    """Decode a sequence id and put the client's prefix before it. Raises `InvalidRequest`."""
+    return SequenceId(bounds.identifier(field, prefix + value if value else value))
+
+
 def decode_sequence_ids(
-    values: Sequence[str], field: str = "sequence_ids", most: int = bounds.MAX_ROWS
+    values: Sequence[str], field: str = "sequence_ids", most: int = bounds.MAX_ROWS, prefix: str = ""
 ) -> tuple[SequenceId, ...]:
-    """Decode sequence ids. Raises `InvalidRequest`."""
+    """Decode sequence ids and put the client's prefix before each. Raises `InvalidRequest`."""
     bounds.count(field, values, 0, most)
-    return tuple(SequenceId(bounds.identifier(f"{field}[{index}]", value)) for index, value in enumerate(values))
+    return tuple(decode_id(f"{field}[{index}]", value, prefix) for index, value in enumerate(values))

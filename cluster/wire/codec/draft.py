@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from cluster.core import bounds
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.errors import InvalidRequest
-from cluster.core.ids import SequenceId
-from cluster.wire.codec.common import decode_start, encode_start
+from cluster.wire.codec.common import decode_id, decode_start, encode_start
 from cluster.wire.codec.proposal import decode_evidences, decode_proposal, encode_evidence, encode_proposal
 from pilotfish.v1 import draft_pb2 as pb
 
@@ -32,8 +31,8 @@ def encode_draft_rows(rows: Sequence[DraftRow], client: str = "") -> pb.DraftSer
     )
 
 
-def decode_draft_rows(message: pb.DraftServiceProposeRequest) -> tuple[DraftRow, ...]:
-    """Decode the rows of a request for drafts. Raises `InvalidRequest`."""
+def decode_draft_rows(message: pb.DraftServiceProposeRequest, prefix: str = "") -> tuple[DraftRow, ...]:
+    """Decode the rows of a request for drafts, with the client's prefix before their ids. Raises `InvalidRequest`."""
     bounds.count("rows", message.rows, 0, bounds.MAX_ROWS)
     seen: set[str] = set()
     rows = []
@@ -41,26 +40,15 @@ def decode_draft_rows(message: pb.DraftServiceProposeRequest) -> tuple[DraftRow,
         if row.sequence_id in seen:
             raise InvalidRequest(f"rows[{index}].sequence_id", row.sequence_id, "in one row only")
         seen.add(row.sequence_id)
-        rows.append(_decode_row(row, f"rows[{index}]"))
+        rows.append(_decode_row(row, f"rows[{index}]", prefix))
     return tuple(rows)
 
 
-def decode_client(message: pb.DraftServiceProposeRequest | pb.DraftServiceReleaseRequest) -> str:
-    """Return the client that owns the sequence ids; empty for the only client of a drafter.
-
-    Raises `InvalidRequest`.
-    """
-    client = bounds.text("client", message.client, bounds.MAX_CLIENT_BYTES)
-    if "/" in client:
-        raise InvalidRequest("client", client, "without a slash")
-    return client
-
-
-def _decode_row(row: pb.DraftRow, field: str) -> DraftRow:
+def _decode_row(row: pb.DraftRow, field: str, prefix: str) -> DraftRow:
     base_len = bounds.integer(f"{field}.base_len", row.base_len, 1, bounds.MAX_TOKENS)
     least = base_len if row.HasField("start") else 0
     return DraftRow(
-        sequence_id=SequenceId(bounds.identifier(f"{field}.sequence_id", row.sequence_id)),
+        sequence_id=decode_id(f"{field}.sequence_id", row.sequence_id, prefix),
         base_len=base_len,
         new_tokens=bounds.tokens(f"{field}.new_tokens", row.new_tokens, least, base_len),
         budget=DraftBudget(
@@ -72,9 +60,9 @@ def _decode_row(row: pb.DraftRow, field: str) -> DraftRow:
     )
 
 
-def encode_proposals(proposals: Sequence[Proposal]) -> pb.DraftServiceProposeResponse:
-    """Encode proposals."""
-    return pb.DraftServiceProposeResponse(proposals=[encode_proposal(proposal) for proposal in proposals])
+def encode_proposals(proposals: Sequence[Proposal], prefix: str = "") -> pb.DraftServiceProposeResponse:
+    """Encode proposals, without the client's prefix before the sequence ids."""
+    return pb.DraftServiceProposeResponse(proposals=[encode_proposal(proposal, prefix) for proposal in proposals])
 
 
 def decode_proposals(message: pb.DraftServiceProposeResponse) -> tuple[Proposal, ...]:

@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from cluster.core import bounds
 from cluster.core.drafting import DraftDistribution, Evidence, HiddenStates, Proposal
 from cluster.core.errors import InvalidRequest
-from cluster.core.ids import SequenceId
 from cluster.core.tree import ROOT, TokenTree
-from cluster.wire.codec.common import decode_fault, decode_tree, encode_fault, encode_tree
+from cluster.wire.codec.common import decode_fault, decode_id, decode_tree, encode_fault, encode_tree
 from pilotfish.v1 import common_pb2 as pb
 
 _SUM_TOLERANCE = 1e-3
 
 
-def encode_proposal(proposal: Proposal) -> pb.Proposal:
-    """Encode a proposal."""
+def encode_proposal(proposal: Proposal, prefix: str = "") -> pb.Proposal:
+    """Encode a proposal, without the client's prefix before the sequence id."""
     return pb.Proposal(
-        sequence_id=proposal.sequence_id,
+        sequence_id=proposal.sequence_id.removeprefix(prefix),
         base_len=proposal.base_len,
         tree=encode_tree(proposal.tree),
         fault=encode_fault(proposal.fault) if proposal.fault is not None else None,
@@ -33,7 +32,7 @@ def decode_proposal(message: pb.Proposal, field: str) -> Proposal:
     """Decode a proposal. Raises `InvalidRequest`."""
     tree = decode_tree(message.tree, f"{field}.tree")
     return Proposal(
-        sequence_id=SequenceId(bounds.identifier(f"{field}.sequence_id", message.sequence_id)),
+        sequence_id=decode_id(f"{field}.sequence_id", message.sequence_id),
         base_len=bounds.integer(f"{field}.base_len", message.base_len, 1, bounds.MAX_TOKENS),
         tree=tree,
         fault=decode_fault(message.fault, f"{field}.fault") if message.HasField("fault") else None,

@@ -20,6 +20,7 @@ from cluster.core.verification import (
 )
 from cluster.wire.codec.common import (
     decode_fault,
+    decode_id,
     decode_logprobs,
     decode_start,
     decode_tree,
@@ -40,9 +41,10 @@ from cluster.wire.codec.target_info import decode_occupancy, encode_occupancy
 from pilotfish.v1 import target_pb2 as pb
 
 
-def encode_open_rows(rows: Sequence[OpenRow]) -> pb.TargetServiceOpenRequest:
-    """Encode sequences to open."""
+def encode_open_rows(rows: Sequence[OpenRow], client: str = "") -> pb.TargetServiceOpenRequest:
+    """Encode sequences to open. `client` names the owner of the sequence ids."""
     return pb.TargetServiceOpenRequest(
+        client=client,
         rows=[
             pb.OpenRow(
                 sequence_id=row.sequence_id,
@@ -51,14 +53,14 @@ def encode_open_rows(rows: Sequence[OpenRow]) -> pb.TargetServiceOpenRequest:
                 parent=row.parent or "",
             )
             for row in rows
-        ]
+        ],
     )
 
 
-def decode_open_rows(message: pb.TargetServiceOpenRequest) -> tuple[OpenRow, ...]:
-    """Decode sequences to open. Raises `InvalidRequest`."""
+def decode_open_rows(message: pb.TargetServiceOpenRequest, prefix: str = "") -> tuple[OpenRow, ...]:
+    """Decode sequences to open, with the client's prefix before their ids. Raises `InvalidRequest`."""
     bounds.count("rows", message.rows, 0, bounds.MAX_ROWS)
-    rows = tuple(_decode_open_row(row, f"rows[{index}]") for index, row in enumerate(message.rows))
+    rows = tuple(_decode_open_row(row, f"rows[{index}]", prefix) for index, row in enumerate(message.rows))
     seen: set[SequenceId] = set()
     for index, row in enumerate(rows):
         if row.sequence_id in seen:
@@ -67,12 +69,12 @@ def decode_open_rows(message: pb.TargetServiceOpenRequest) -> tuple[OpenRow, ...
     return rows
 
 
-def _decode_open_row(row: pb.OpenRow, field: str) -> OpenRow:
+def _decode_open_row(row: pb.OpenRow, field: str, prefix: str) -> OpenRow:
     return OpenRow(
-        sequence_id=SequenceId(bounds.identifier(f"{field}.sequence_id", row.sequence_id)),
+        sequence_id=decode_id(f"{field}.sequence_id", row.sequence_id, prefix),
         tokens=bounds.tokens(f"{field}.tokens", row.tokens, 1, bounds.MAX_TOKENS),
         start=decode_start(row.start, f"{field}.start"),
-        parent=SequenceId(bounds.identifier(f"{field}.parent", row.parent)) if row.parent else None,
+        parent=decode_id(f"{field}.parent", row.parent, prefix) if row.parent else None,
     )
 
 
@@ -104,9 +106,10 @@ def decode_open_result(message: pb.TargetServiceOpenResponse) -> OpenResult:
     return OpenResult(lens, decode_occupancy(message.kv))
 
 
-def encode_step_batch(batch: StepBatch) -> pb.TargetServiceStepRequest:
-    """Encode the rows of a step."""
+def encode_step_batch(batch: StepBatch, client: str = "") -> pb.TargetServiceStepRequest:
+    """Encode the rows of a step. `client` names the owner of the sequence ids."""
     return pb.TargetServiceStepRequest(
+        client=client,
         rows=[
             pb.VerifyRow(
                 sequence_id=row.sequence_id,
@@ -120,23 +123,23 @@ def encode_step_batch(batch: StepBatch) -> pb.TargetServiceStepRequest:
                 next_max_depth=row.next_budget.max_depth,
             )
             for row in batch.rows
-        ]
+        ],
     )
 
 
-def decode_step_batch(message: pb.TargetServiceStepRequest) -> StepBatch:
-    """Decode the rows of a step. Raises `InvalidRequest`."""
+def decode_step_batch(message: pb.TargetServiceStepRequest, prefix: str = "") -> StepBatch:
+    """Decode the rows of a step, with the client's prefix before their ids. Raises `InvalidRequest`."""
     bounds.count("rows", message.rows, 0, bounds.MAX_ROWS)
-    return StepBatch(tuple(_decode_row(row, f"rows[{index}]") for index, row in enumerate(message.rows)))
+    return StepBatch(tuple(_decode_row(row, f"rows[{index}]", prefix) for index, row in enumerate(message.rows)))
 
 
-def _decode_row(row: pb.VerifyRow, field: str) -> VerifyRow:
+def _decode_row(row: pb.VerifyRow, field: str, prefix: str) -> VerifyRow:
     base_len = bounds.integer(f"{field}.base_len", row.base_len, 1, bounds.MAX_TOKENS)
     tree = decode_tree(row.tree, f"{field}.tree")
     if tree and not row.decide:
         raise InvalidRequest(f"{field}.tree", f"{len(tree)} nodes", "empty if decide is false")
     return VerifyRow(
-        sequence_id=SequenceId(bounds.identifier(f"{field}.sequence_id", row.sequence_id)),
+        sequence_id=decode_id(f"{field}.sequence_id", row.sequence_id, prefix),
         base_len=base_len,
         pending=bounds.tokens(f"{field}.pending", row.pending, 1, base_len),
         tree=tree,
@@ -163,19 +166,19 @@ def step_batch_from_bytes(data: bytes) -> StepBatch:
         raise InvalidRequest("batch", f"{len(data)} bytes", "a TargetServiceStepRequest message") from error
 
 
-def encode_step_result(result: StepResult) -> pb.TargetServiceStepResponse:
-    """Encode the result of a step."""
+def encode_step_result(result: StepResult, prefix: str = "") -> pb.TargetServiceStepResponse:
+    """Encode the result of a step, without the client's prefix before the sequence ids."""
     return pb.TargetServiceStepResponse(
         verdicts=[
             pb.Verdict(
-                sequence_id=verdict.sequence_id,
+                sequence_id=verdict.sequence_id.removeprefix(prefix),
                 base_len=verdict.base_len,
                 tokens=verdict.tokens,
                 drafted=verdict.drafted,
                 logprobs=[encode_logprobs(entry) for entry in verdict.logprobs],
                 fault=encode_fault(verdict.fault) if verdict.fault is not None else None,
                 evidence=encode_evidence(verdict.evidence) if verdict.evidence is not None else None,
-                proposal=encode_proposal(verdict.proposal) if verdict.proposal is not None else None,
+                proposal=encode_proposal(verdict.proposal, prefix) if verdict.proposal is not None else None,
             )
             for verdict in result.verdicts
         ],
@@ -202,7 +205,7 @@ def _decode_verdict(verdict: pb.Verdict, field: str) -> Verdict:
     if verdict.logprobs:
         bounds.count(f"{field}.logprobs", verdict.logprobs, len(tokens), len(tokens))
     return Verdict(
-        sequence_id=SequenceId(bounds.identifier(f"{field}.sequence_id", verdict.sequence_id)),
+        sequence_id=decode_id(f"{field}.sequence_id", verdict.sequence_id),
         base_len=bounds.integer(f"{field}.base_len", verdict.base_len, 1, bounds.MAX_TOKENS),
         tokens=tokens,
         drafted=drafted,

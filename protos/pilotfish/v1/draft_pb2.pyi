@@ -61,7 +61,7 @@ class DraftRow(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     EVIDENCE_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.str
-    """The sequence. Bound: 1 to 128 bytes."""
+    """The sequence. Bound: 1 to 128 bytes, the client's name and a slash included."""
     base_len: _builtins.int
     """Committed length, new_tokens included. Bound: 1 to 2^20."""
     max_nodes: _builtins.int
@@ -135,7 +135,7 @@ class DraftServiceReleaseRequest(_message.Message):
     """See DraftServiceProposeRequest."""
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Bound: 4096 ids of 1 to 128 bytes."""
+        """Bound: 4096 ids of 1 to 128 bytes, the client's name and a slash included."""
 
     def __init__(
         self,

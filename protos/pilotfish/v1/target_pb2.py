@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pilotfish.v1 import common_pb2 as pilotfish_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pilotfish/v1/target.proto\x12\x0cpilotfish.v1\x1a\x19pilotfish/v1/common.proto\"?\n\x18TargetServiceOpenRequest\x12#\n\x04rows\x18\x01 \x03(\x0b\x32\x15.pilotfish.v1.OpenRow\"j\n\x07OpenRow\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12*\n\x05start\x18\x03 \x01(\x0b\x32\x1b.pilotfish.v1.SequenceStart\x12\x0e\n\x06parent\x18\x04 \x01(\t\"W\n\x19TargetServiceOpenResponse\x12\x13\n\x0bstored_lens\x18\x01 \x03(\r\x12%\n\x02kv\x18\x02 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\"A\n\x18TargetServiceStepRequest\x12%\n\x04rows\x18\x01 \x03(\x0b\x32\x17.pilotfish.v1.VerifyRow\"\x8e\x02\n\tVerifyRow\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x0f\n\x07pending\x18\x03 \x03(\r\x12%\n\x04tree\x18\x04 \x01(\x0b\x32\x17.pilotfish.v1.TokenTree\x12\x0e\n\x06\x64\x65\x63ide\x18\x05 \x01(\x08\x12*\n\x05start\x18\x06 \x01(\x0b\x32\x1b.pilotfish.v1.SequenceStart\x12\x36\n\rdistributions\x18\x07 \x03(\x0b\x32\x1f.pilotfish.v1.DraftDistribution\x12\x16\n\x0enext_max_nodes\x18\x08 \x01(\r\x12\x16\n\x0enext_max_depth\x18\t \x01(\r\"\x98\x01\n\x19TargetServiceStepResponse\x12\'\n\x08verdicts\x18\x01 \x03(\x0b\x32\x15.pilotfish.v1.Verdict\x12%\n\x02kv\x18\x02 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\x12\x14\n\x0cstep_seconds\x18\x03 \x01(\x01\x12\x15\n\rdraft_seconds\x18\x04 \x01(\x01\"\xfb\x01\n\x07Verdict\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0f\n\x07\x64rafted\x18\x04 \x01(\r\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.pilotfish.v1.TokenLogprobs\x12%\n\x05\x66\x61ult\x18\x06 \x01(\x0b\x32\x16.pilotfish.v1.RowFault\x12(\n\x08\x65vidence\x18\x07 \x01(\x0b\x32\x16.pilotfish.v1.Evidence\x12(\n\x08proposal\x18\x08 \x01(\x0b\x32\x16.pilotfish.v1.Proposal\"8\n\x0bKvOccupancy\x12\x14\n\x0c\x62locks_total\x18\x01 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x02 \x01(\r\"8\n\x07KvGroup\x12\x0e\n\x06tables\x18\x01 \x01(\r\x12\x0e\n\x06window\x18\x02 \x01(\r\x12\r\n\x05sinks\x18\x03 \x01(\r\"@\n\x1bTargetServiceReleaseRequest\x12\x14\n\x0csequence_ids\x18\x01 \x03(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"E\n\x1cTargetServiceReleaseResponse\x12%\n\x02kv\x18\x01 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\"\x1d\n\x1bTargetServiceGetInfoRequest\"\xc9\x02\n\x1cTargetServiceGetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x02 \x01(\r\x12\x17\n\x0fmax_context_len\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12%\n\x02kv\x18\x05 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x17\n\x0ftensor_parallel\x18\x07 \x01(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\t\x12%\n\x06groups\x18\n \x03(\x0b\x32\x15.pilotfish.v1.KvGroup\x12)\n\x07profile\x18\x0b \x03(\x0b\x32\x18.pilotfish.v1.StepSample\x12\r\n\x05lossy\x18\x0c \x01(\x08\";\n\nStepSample\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x32\x89\x03\n\rTargetService\x12W\n\x04Open\x12&.pilotfish.v1.TargetServiceOpenRequest\x1a\'.pilotfish.v1.TargetServiceOpenResponse\x12[\n\x04Step\x12&.pilotfish.v1.TargetServiceStepRequest\x1a\'.pilotfish.v1.TargetServiceStepResponse(\x01\x30\x01\x12`\n\x07Release\x12).pilotfish.v1.TargetServiceReleaseRequest\x1a*.pilotfish.v1.TargetServiceReleaseResponse\x12`\n\x07GetInfo\x12).pilotfish.v1.TargetServiceGetInfoRequest\x1a*.pilotfish.v1.TargetServiceGetInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pilotfish/v1/target.proto\x12\x0cpilotfish.v1\x1a\x19pilotfish/v1/common.proto\"O\n\x18TargetServiceOpenRequest\x12#\n\x04rows\x18\x01 \x03(\x0b\x32\x15.pilotfish.v1.OpenRow\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\"j\n\x07OpenRow\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12*\n\x05start\x18\x03 \x01(\x0b\x32\x1b.pilotfish.v1.SequenceStart\x12\x0e\n\x06parent\x18\x04 \x01(\t\"W\n\x19TargetServiceOpenResponse\x12\x13\n\x0bstored_lens\x18\x01 \x03(\r\x12%\n\x02kv\x18\x02 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\"Q\n\x18TargetServiceStepRequest\x12%\n\x04rows\x18\x01 \x03(\x0b\x32\x17.pilotfish.v1.VerifyRow\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\"\x8e\x02\n\tVerifyRow\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x0f\n\x07pending\x18\x03 \x03(\r\x12%\n\x04tree\x18\x04 \x01(\x0b\x32\x17.pilotfish.v1.TokenTree\x12\x0e\n\x06\x64\x65\x63ide\x18\x05 \x01(\x08\x12*\n\x05start\x18\x06 \x01(\x0b\x32\x1b.pilotfish.v1.SequenceStart\x12\x36\n\rdistributions\x18\x07 \x03(\x0b\x32\x1f.pilotfish.v1.DraftDistribution\x12\x16\n\x0enext_max_nodes\x18\x08 \x01(\r\x12\x16\n\x0enext_max_depth\x18\t \x01(\r\"\x98\x01\n\x19TargetServiceStepResponse\x12\'\n\x08verdicts\x18\x01 \x03(\x0b\x32\x15.pilotfish.v1.Verdict\x12%\n\x02kv\x18\x02 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\x12\x14\n\x0cstep_seconds\x18\x03 \x01(\x01\x12\x15\n\rdraft_seconds\x18\x04 \x01(\x01\"\xfb\x01\n\x07Verdict\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0f\n\x07\x64rafted\x18\x04 \x01(\r\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.pilotfish.v1.TokenLogprobs\x12%\n\x05\x66\x61ult\x18\x06 \x01(\x0b\x32\x16.pilotfish.v1.RowFault\x12(\n\x08\x65vidence\x18\x07 \x01(\x0b\x32\x16.pilotfish.v1.Evidence\x12(\n\x08proposal\x18\x08 \x01(\x0b\x32\x16.pilotfish.v1.Proposal\"8\n\x0bKvOccupancy\x12\x14\n\x0c\x62locks_total\x18\x01 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x02 \x01(\r\"8\n\x07KvGroup\x12\x0e\n\x06tables\x18\x01 \x01(\r\x12\x0e\n\x06window\x18\x02 \x01(\r\x12\r\n\x05sinks\x18\x03 \x01(\r\"P\n\x1bTargetServiceReleaseRequest\x12\x14\n\x0csequence_ids\x18\x01 \x03(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\x12\x0e\n\x06\x63lient\x18\x03 \x01(\t\"E\n\x1cTargetServiceReleaseResponse\x12%\n\x02kv\x18\x01 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\"\x1d\n\x1bTargetServiceGetInfoRequest\"\xc9\x02\n\x1cTargetServiceGetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x02 \x01(\r\x12\x17\n\x0fmax_context_len\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12%\n\x02kv\x18\x05 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x17\n\x0ftensor_parallel\x18\x07 \x01(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\t\x12%\n\x06groups\x18\n \x03(\x0b\x32\x15.pilotfish.v1.KvGroup\x12)\n\x07profile\x18\x0b \x03(\x0b\x32\x18.pilotfish.v1.StepSample\x12\r\n\x05lossy\x18\x0c \x01(\x08\";\n\nStepSample\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x32\x89\x03\n\rTargetService\x12W\n\x04Open\x12&.pilotfish.v1.TargetServiceOpenRequest\x1a\'.pilotfish.v1.TargetServiceOpenResponse\x12[\n\x04Step\x12&.pilotfish.v1.TargetServiceStepRequest\x1a\'.pilotfish.v1.TargetServiceStepResponse(\x01\x30\x01\x12`\n\x07Release\x12).pilotfish.v1.TargetServiceReleaseRequest\x1a*.pilotfish.v1.TargetServiceReleaseResponse\x12`\n\x07GetInfo\x12).pilotfish.v1.TargetServiceGetInfoRequest\x1a*.pilotfish.v1.TargetServiceGetInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,33 +33,33 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pilotfish.v1.target_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TARGETSERVICEOPENREQUEST']._serialized_start=70
-  _globals['_TARGETSERVICEOPENREQUEST']._serialized_end=133
-  _globals['_OPENROW']._serialized_start=135
-  _globals['_OPENROW']._serialized_end=241
-  _globals['_TARGETSERVICEOPENRESPONSE']._serialized_start=243
-  _globals['_TARGETSERVICEOPENRESPONSE']._serialized_end=330
-  _globals['_TARGETSERVICESTEPREQUEST']._serialized_start=332
-  _globals['_TARGETSERVICESTEPREQUEST']._serialized_end=397
-  _globals['_VERIFYROW']._serialized_start=400
-  _globals['_VERIFYROW']._serialized_end=670
-  _globals['_TARGETSERVICESTEPRESPONSE']._serialized_start=673
-  _globals['_TARGETSERVICESTEPRESPONSE']._serialized_end=825
-  _globals['_VERDICT']._serialized_start=828
-  _globals['_VERDICT']._serialized_end=1079
-  _globals['_KVOCCUPANCY']._serialized_start=1081
-  _globals['_KVOCCUPANCY']._serialized_end=1137
-  _globals['_KVGROUP']._serialized_start=1139
-  _globals['_KVGROUP']._serialized_end=1195
-  _globals['_TARGETSERVICERELEASEREQUEST']._serialized_start=1197
-  _globals['_TARGETSERVICERELEASEREQUEST']._serialized_end=1261
-  _globals['_TARGETSERVICERELEASERESPONSE']._serialized_start=1263
-  _globals['_TARGETSERVICERELEASERESPONSE']._serialized_end=1332
-  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_start=1334
-  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_end=1363
-  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_start=1366
-  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_end=1695
-  _globals['_STEPSAMPLE']._serialized_start=1697
-  _globals['_STEPSAMPLE']._serialized_end=1756
-  _globals['_TARGETSERVICE']._serialized_start=1759
-  _globals['_TARGETSERVICE']._serialized_end=2152
+  _globals['_TARGETSERVICEOPENREQUEST']._serialized_end=149
+  _globals['_OPENROW']._serialized_start=151
+  _globals['_OPENROW']._serialized_end=257
+  _globals['_TARGETSERVICEOPENRESPONSE']._serialized_start=259
+  _globals['_TARGETSERVICEOPENRESPONSE']._serialized_end=346
+  _globals['_TARGETSERVICESTEPREQUEST']._serialized_start=348
+  _globals['_TARGETSERVICESTEPREQUEST']._serialized_end=429
+  _globals['_VERIFYROW']._serialized_start=432
+  _globals['_VERIFYROW']._serialized_end=702
+  _globals['_TARGETSERVICESTEPRESPONSE']._serialized_start=705
+  _globals['_TARGETSERVICESTEPRESPONSE']._serialized_end=857
+  _globals['_VERDICT']._serialized_start=860
+  _globals['_VERDICT']._serialized_end=1111
+  _globals['_KVOCCUPANCY']._serialized_start=1113
+  _globals['_KVOCCUPANCY']._serialized_end=1169
+  _globals['_KVGROUP']._serialized_start=1171
+  _globals['_KVGROUP']._serialized_end=1227
+  _globals['_TARGETSERVICERELEASEREQUEST']._serialized_start=1229
+  _globals['_TARGETSERVICERELEASEREQUEST']._serialized_end=1309
+  _globals['_TARGETSERVICERELEASERESPONSE']._serialized_start=1311
+  _globals['_TARGETSERVICERELEASERESPONSE']._serialized_end=1380
+  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_start=1382
+  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_end=1411
+  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_start=1414
+  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_end=1743
+  _globals['_STEPSAMPLE']._serialized_start=1745
+  _globals['_STEPSAMPLE']._serialized_end=1804
+  _globals['_TARGETSERVICE']._serialized_start=1807
+  _globals['_TARGETSERVICE']._serialized_end=2200
 # @@protoc_insertion_point(module_scope)

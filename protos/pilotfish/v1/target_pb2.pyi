@@ -26,6 +26,9 @@ class TargetServiceOpenRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROWS_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    client: _builtins.str
+    """The client, which owns the sequence ids. Bound: 64 bytes, without a slash."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenRow]:
         """Distinct sequences. Bound: 4096 rows."""
@@ -34,10 +37,11 @@ class TargetServiceOpenRequest(_message.Message):
         self,
         *,
         rows: _abc.Iterable[Global___OpenRow] | None = ...,
+        client: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -54,7 +58,7 @@ class OpenRow(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.str
-    """The sequence. Bound: 1 to 128 bytes."""
+    """The sequence. Bound: 1 to 128 bytes, the client's name and a slash included."""
     parent: _builtins.str
     """A sequence with the same leading tokens; unset: none. Bound: 128 bytes."""
     @_builtins.property
@@ -120,6 +124,9 @@ class TargetServiceStepRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROWS_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    client: _builtins.str
+    """See TargetServiceOpenRequest."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifyRow]:
         """Distinct sequences. Bound: 4096 rows."""
@@ -128,10 +135,11 @@ class TargetServiceStepRequest(_message.Message):
         self,
         *,
         rows: _abc.Iterable[Global___VerifyRow] | None = ...,
+        client: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -153,7 +161,7 @@ class VerifyRow(_message.Message):
     NEXT_MAX_NODES_FIELD_NUMBER: _builtins.int
     NEXT_MAX_DEPTH_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.str
-    """The sequence. Bound: 1 to 128 bytes."""
+    """The sequence. Bound: 1 to 128 bytes, the client's name and a slash included."""
     base_len: _builtins.int
     """Committed length, pending included. Bound: 1 to 2^20."""
     decide: _builtins.bool
@@ -361,21 +369,25 @@ class TargetServiceReleaseRequest(_message.Message):
 
     SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     ALL_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
     all: _builtins.bool
-    """Free every sequence. A starting coordinator sets it to free the sequences of an earlier coordinator."""
+    """Free all sequences of the client."""
+    client: _builtins.str
+    """See TargetServiceOpenRequest."""
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Bound: 4096 ids of 1 to 128 bytes."""
+        """Bound: 4096 ids of 1 to 128 bytes, the client's name and a slash included."""
 
     def __init__(
         self,
         *,
         sequence_ids: _abc.Iterable[_builtins.str] | None = ...,
         all: _builtins.bool = ...,
+        client: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "sequence_ids", b"sequence_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "client", b"client", "sequence_ids", b"sequence_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

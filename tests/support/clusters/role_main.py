@@ -136,7 +136,8 @@ async def _start_target(role: RoleSpec, configuration: Configuration, stack: Asy
         await asyncio.to_thread(join_group, target, 0, LOOPBACK, role.rendezvous)
     engine = await asyncio.to_thread(build_engine, target)
     driver = DriverRank(engine) if target.tensor_parallel > 1 else None
-    host = await stack.enter_async_context(host_target(LOOPBACK, driver or engine, target.step_timeout_seconds))
+    hosting = host_target(LOOPBACK, driver or engine, hang_seconds=target.step_timeout_seconds)
+    host = await stack.enter_async_context(hosting)
 
     def check_health() -> None:
         host.check_health()

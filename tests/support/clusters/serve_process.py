@@ -82,6 +82,12 @@ class ServeProcess:
         self._call("stop")
         self._configuration = None
 
+    @property
+    def processes(self) -> tuple[psutil.Process, ...]:
+        """The cluster's process, and all that it has started."""
+        own = psutil.Process(self._process.pid)
+        return (own, *own.children(recursive=True))
+
     def descendants(self, title: str) -> list[psutil.Process]:
         """Descendants of the cluster's process with `title` in their command line."""
         children = psutil.Process(self._process.pid).children(recursive=True)

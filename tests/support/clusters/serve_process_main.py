@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.core.config.sections import Configuration
+from deploy.network.cluster_token import find_token
 from deploy.ray.serve_cluster import ServeCluster
 from deploy.settings import Settings
 from workers.serve.configuration import load_configuration
@@ -24,7 +25,9 @@ class Commands:
     def run(self, command: str, argument: str | None) -> Configuration:
         """Run one command and return the configuration that runs afterwards. Raises the cluster's errors."""
         if command == "start":
-            settings = Settings(load_configuration(json.loads(argument or "{}")), self._cache_directory)
+            configuration = load_configuration(json.loads(argument or "{}"))
+            token = find_token(None, configuration.cluster.token_file)
+            settings = Settings(configuration, self._cache_directory, token=token)
             self._cluster = ServeCluster(settings, lambda _: None)
             self._cluster.start()
             return self._cluster.configuration

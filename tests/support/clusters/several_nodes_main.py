@@ -13,6 +13,8 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from cluster.core.config.sections import Configuration
+from cluster.wire.peer_access import PeerAccess
+from deploy.network.cluster_token import draw_token
 from deploy.placement import Bundle, Placement, RolePlacement
 from deploy.ray.application import APPLICATION, bind
 from deploy.settings import set_ray_environment
@@ -54,7 +56,7 @@ class RunningNodes:
         # The nodes share one address: a proxy on each would share the port, too.
         location = {"location": "HeadOnly"}
         serve.start(http_options={"host": server.http_host, "port": server.http_port} | location)
-        serve.run(bind(configuration, placement, worker_host=None), name=APPLICATION)
+        serve.run(bind(configuration, placement, None, PeerAccess(draw_token())), name=APPLICATION)
 
     def remove(self, name: str) -> None:
         """Kill all processes of a node."""

@@ -120,6 +120,7 @@ class EchoEngine:
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.closed_by: list[str] = []
+        self.released: list[SequenceId] = []
 
     def step(self, batch: StepBatch) -> StepResult:
         self.sizes.append(len(batch.rows))
@@ -129,12 +130,12 @@ class EchoEngine:
         return StepResult(verdicts, KV, 0.5, 0.125)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
+        self.released.extend(sequence_ids)
         return KvOccupancy(10, 4 + len(sequence_ids))
 
-    def release_all(self) -> KvOccupancy:
-        return KvOccupancy(10, 10)
-
     def open(self, rows: Sequence[OpenRow]) -> OpenResult:
+        if not rows:
+            return OpenResult((), KV)
         raise InvalidRequest("parent", rows[0].parent, "a sequence that the target stores")
 
     def info(self) -> TargetInfo:

@@ -1,70 +1,86 @@
-"""What a client holds on a drafter is released when the client has been silent for the lease, and not before."""
+"""What a client stores on a worker belongs to its lease."""
 
 from __future__ import annotations
 
-import asyncio
+from cluster.core.ids import SequenceId
+from workers.serve.leases import Leases
 
-from tests.support.fakes.echo_workers import EchoDrafter, Gate, draft_row, propose, release, until
-from workers.serve.draft_servicer import DraftServicer
+A, B = SequenceId("one/a"), SequenceId("two/a")
 
 
 class Clock:
-    """A clock that a test sets."""
-
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = 100.0
 
     def __call__(self) -> float:
         return self.now
 
 
-async def test_sequences_of_a_silent_client_are_released_once_and_those_of_others_stay() -> None:
-    method, clock = EchoDrafter(), Clock()
-    servicer = DraftServicer(method, lease_seconds=10.0, clock=clock)
-    await propose(servicer, draft_row("a", 1), draft_row("b", 1), client="gone")
-    await propose(servicer, draft_row("c", 1), client="slow")
-    clock.now = 9.0
-    await propose(servicer, draft_row("c", 1), client="slow")
-    clock.now = 11.0
-    await servicer.release_expired()
-    await servicer.release_expired()
-    assert method.calls[-1] == ("release", "a", "b")
-    assert [kind for kind, *_ in method.calls].count("release") == 1
-    await propose(servicer, draft_row("a", 1), client="gone")  # it was not gone after all
-    clock.now = 30.0
-    await servicer.release_expired()
-    assert set(method.calls[-1]) == {"release", "a", "c"}
-    await servicer.close()
+def store(leases: Leases, client: str, *sequence_ids: SequenceId) -> None:
+    with leases.call(client):
+        leases.store(client, sequence_ids)
 
 
-async def test_released_sequences_do_not_expire() -> None:
-    method, clock = EchoDrafter(), Clock()
-    servicer = DraftServicer(method, lease_seconds=10.0, clock=clock)
-    await propose(servicer, draft_row("a", 1), client="x")
-    await release(servicer, "a", client="x")
-    calls = list(method.calls)
-    clock.now = 11.0
-    await servicer.release_expired()
-    assert method.calls == calls
-    await servicer.close()
+def test_a_client_that_is_silent_for_too_long_loses_what_it_stored() -> None:
+    clock = Clock()
+    leases = Leases(10.0, clock)
+    store(leases, "one/", A)
+    clock.now += 10.0
+    assert not leases.has_expired
+    assert leases.expire() == ()
+    clock.now += 0.1
+    assert leases.has_expired
+    assert leases.expire() == (A,)
+    assert leases.expire() == ()
 
 
-async def test_a_client_with_a_call_under_way_is_not_silent(gate: Gate) -> None:
-    method, clock = EchoDrafter(gate.pass_through), Clock()
-    servicer = DraftServicer(method, lease_seconds=10.0, clock=clock)
-    proposing = asyncio.create_task(propose(servicer, draft_row("a", 1), client="x"))
-    await gate.reached()
-    clock.now = 100.0
-    await servicer.release_expired()
-    gate.opened.set()
-    await proposing
-    assert [kind for kind, *_ in method.calls] == ["propose"]
-    await servicer.close()
+def test_every_call_renews_the_lease_of_its_client_alone() -> None:
+    clock = Clock()
+    leases = Leases(10.0, clock)
+    store(leases, "one/", A)
+    store(leases, "two/", B)
+    clock.now += 6.0
+    with leases.call("two/"):
+        pass
+    clock.now += 6.0
+    assert leases.expire() == (A,)
+    clock.now += 6.0
+    assert leases.expire() == (B,)
 
 
-async def test_a_drafter_looks_for_expired_leases_by_itself() -> None:
-    method = EchoDrafter()
-    servicer = DraftServicer(method, lease_seconds=0.02)
-    await propose(servicer, draft_row("a", 1), client="gone")
-    await until(lambda: ("release", "a") in method.calls)
-    await servicer.close()
+def test_a_lease_does_not_end_during_a_call() -> None:
+    clock = Clock()
+    leases = Leases(10.0, clock)
+    with leases.call("one/"):
+        leases.store("one/", [A])
+        clock.now += 1000.0
+        assert not leases.has_expired
+        with leases.call("one/"):
+            pass
+        assert leases.expire() == ()
+    assert leases.expire() == ()
+    clock.now += 10.1
+    assert leases.expire() == (A,)
+
+
+def test_released_sequences_are_forgotten() -> None:
+    clock = Clock()
+    leases = Leases(10.0, clock)
+    store(leases, "one/", A, SequenceId("one/b"))
+    leases.forget("one/", [A])
+    leases.forget("two/", [B])
+    clock.now += 10.1
+    assert leases.expire() == (SequenceId("one/b"),)
+
+
+def test_what_a_cancelled_call_stores_after_its_end_expires_too() -> None:
+    clock = Clock()
+    leases = Leases(10.0, clock)
+    with leases.call("one/"):
+        pass
+    clock.now += 10.1
+    assert leases.expire() == ()
+    leases.store("one/", [A])  # the computation had begun, and nobody waits for it
+    assert not leases.has_expired
+    clock.now += 10.1
+    assert leases.expire() == (A,)

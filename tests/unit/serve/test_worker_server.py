@@ -9,6 +9,7 @@ import pytest
 
 from cluster.core.config.sections import KvSection, ModelSection
 from cluster.core.errors import ConfigurationError
+from cluster.wire.peer_access import OPEN
 from tests.support.fakes.echo_workers import EchoEngine, entries
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
@@ -50,7 +51,7 @@ async def test_a_driver_rank_closes_its_engine_when_it_stops(
     monkeypatch.setattr(rank_actors, "set_threads", lambda _: None)
     kv = {"pool_bytes": 1 << 20, "disk_directory": str(tmp_path)}
     values = {"target": {"path": str(directory), "device": "cpu", "kv": kv}, "log_level": "warning"}
-    rank = rank_actors.FirstRank(values, threads=1, host=host, rendezvous=0)
+    rank = rank_actors.FirstRank(values, threads=1, host=host, rendezvous=0, access=OPEN)
     with pytest.raises(ConfigurationError) if host == "256.0.0.1" else nullcontext():
         await rank.start()
     assert entries(tmp_path)

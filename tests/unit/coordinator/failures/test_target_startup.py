@@ -25,14 +25,14 @@ async def test_the_start_waits_for_the_target() -> None:
     assert target.accepted > 0
 
 
-async def test_a_new_coordinator_frees_the_sequences_of_a_dead_one() -> None:
+async def test_a_coordinator_first_frees_what_the_target_stores_for_it() -> None:
     target = FakeTarget(blocks=12)
     orphans = FakeTarget(blocks=12)
     coordinator = Coordinator(target, [PerfectDrafter(target)], configure(), Metrics())
     await coordinator.start()
     reading = coordinator.generate(request("orphan", max_tokens=30))
     await anext(reading)
-    orphans.stored = dict(target.stored)  # as if the coordinator died here and never released them
+    orphans.stored = dict(target.stored)  # as if they were left from an earlier connection
     assert orphans.blocks_free < orphans.blocks
     await coordinator.stop(0.0)
     async with serving(orphans, PerfectDrafter(orphans)) as successor:

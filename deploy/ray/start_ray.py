@@ -1,0 +1,89 @@
+"""Starts Ray on this machine, or joins a running Ray cluster. Both demand Ray's token of their callers.
+
+On one machine, Ray listens on loopback only. Ray allows that on macOS and Windows alone, and reads the variable that
+turns it on when it is imported, as it does with the mode of authentication. Both are therefore set in the imported
+modules, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+
+import ray
+from ray._private import ray_constants
+from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
+from ray.exceptions import AuthenticationError
+
+from cluster.core.errors import ConfigurationError
+from deploy.network.probe import RAY_METHOD, Demand, probe
+from deploy.placement import Resources
+from deploy.ray.proxy import CALLBACK, CALLBACK_VARIABLE
+from deploy.settings import set_ray_environment
+
+_OBJECT_STORE_BYTES = 96 * 2**20
+"""Size of Ray's object store. It only holds configurations."""
+_TOKEN_BYTES = 32
+_TOKEN_SOURCES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+
+def start_local_ray(resources: Resources) -> None:
+    """Start Ray on this machine, without its dashboard, usage reports and worker logs.
+
+    Its token is drawn, unless the environment has one. Raises `ConfigurationError` if the environment turns
+    authentication off.
+    """
+    set_ray_environment()
+    os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)  # inherited by the processes of Serve's proxies
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # inherited by all processes of Ray
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    if not any(os.environ.get(source) for source in _TOKEN_SOURCES):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(_TOKEN_BYTES)
+    _enable_authentication()
+    ray.init(
+        address="local",
+        num_cpus=int(resources.cpus),
+        num_gpus=resources.gpus,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    check_ray_authentication()
+
+
+def join_ray(address: str, *, demands_token: bool) -> None:
+    """Join the Ray cluster at `address`. With `demands_token`, it must demand its token.
+
+    Raises `ConfigurationError` if the cluster refuses this process or is open.
+    """
+    if demands_token:
+        _enable_authentication()
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except AuthenticationError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigurationError(
+            f"Ray at {address} refuses this process ({reason}); set RAY_AUTH_TOKEN_PATH to the file with its token"
+        ) from None
+    if demands_token:
+        check_ray_authentication()
+
+
+def check_ray_authentication() -> None:
+    """Raise `ConfigurationError` if the Ray cluster of this process serves callers without its token."""
+    address = ray.get_runtime_context().gcs_address
+    host, _, port = address.rpartition(":")
+    if probe(host.strip("[]"), int(port), RAY_METHOD) is Demand.NOTHING:
+        raise ConfigurationError(
+            f"Ray at {address}: needed token authentication, found none; start all its nodes with RAY_AUTH_MODE=token, "
+            "or set cluster.ray_auth=off to trust everybody who reaches them"
+        )
+
+
+def _enable_authentication() -> None:
+    mode = os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if mode.lower() != "token":
+        raise ConfigurationError(f"RAY_AUTH_MODE: needed token, or unset; found {mode}")
+    Config.initialize("")  # reads the environment again
