@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from pathlib import Path
+
+import psutil
 
 from deploy.placement import Resources
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
+_QUERY_SECONDS = 10.0
 
 
 def local_resources() -> Resources:
     """Cores, free memory and visible GPUs. Starts nothing."""
     # Importing torch takes seconds, and most commands do not need it.
-    import psutil
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -21,9 +25,30 @@ def local_resources() -> Resources:
     return Resources(
         cpus=float(usable_cores(_CONTROL_GROUP)),
         gpus=gpus,
-        memory_bytes=min(int(psutil.virtual_memory().available), free_memory_limit(_CONTROL_GROUP)),
+        memory_bytes=free_memory(),
         gpu_memory_bytes=min(gpu_memory, default=0),
     )
+
+
+def free_memory() -> int:
+    """Free main memory of this machine or container, in bytes."""
+    return min(int(psutil.virtual_memory().available), free_memory_limit(_CONTROL_GROUP))
+
+
+def free_gpu_memory() -> int:
+    """Free memory of the GPU with the least free memory, in bytes; 0 without a GPU or its driver's `nvidia-smi`.
+
+    Unlike torch, it also sees GPUs that are hidden from this process.
+    """
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return 0
+    try:
+        query = [command, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+        printed = subprocess.run(query, capture_output=True, text=True, check=True, timeout=_QUERY_SECONDS).stdout  # noqa: S603
+        return min((int(line) << 20 for line in printed.split()), default=0)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0
 
 
 def usable_cores(control_group: Path) -> int:

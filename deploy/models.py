@@ -33,9 +33,15 @@ def served_name(configuration: Configuration) -> str:
     return configuration.target.served_name or Path(configuration.target.path).name.removesuffix(".gguf")
 
 
+def with_served_name(configuration: Configuration) -> Configuration:
+    """The configuration with the served name set, as its path may be replaced."""
+    named = {"served_name": served_name(configuration)}
+    return configuration.model_copy(update={"target": configuration.target.model_copy(update=named)})
+
+
 def resolve_models(configuration: Configuration, cache_directory: Path, report: ReportProgress) -> Models:
     """Find, fetch or convert the configured models. Raises `ModelLoadError` with a remedy."""
-    configuration = configuration.model_copy(update={"draft": _with_modules(configuration.draft)})
+    configuration = configuration.model_copy(update={"draft": with_module_directories(configuration.draft)})
     target = _resolve(configuration.target, cache_directory, report)
     draft = None
     if configuration.draft.weights is not None:
@@ -54,7 +60,7 @@ def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgres
     return resolve_model_directory(section.path, cache_directory, section.revision)
 
 
-def _with_modules(draft: DraftSection) -> DraftSection:
+def with_module_directories(draft: DraftSection) -> DraftSection:
     """The section with a directory for each drafting module. Raises `ModelLoadError`."""
     for method, section in draft.modules.items():
         directory = packaged_drafts().get(section.path, Path(section.path).expanduser())

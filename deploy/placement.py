@@ -1,4 +1,4 @@
-"""Decides where every role runs: a pure function from a configuration and a node's resources.
+"""Decides where every role runs: pure functions from a configuration and the resources of the cluster's nodes.
 
 One Serve replica is one placement group. The ranks of a target are packed on one node, because they all-reduce in every
 layer. A draft model takes a GPU that no rank uses, so that drafting and verifying can overlap.
@@ -6,7 +6,9 @@ layer. A draft model takes a GPU that no rank uses, so that drafting and verifyi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil
 from typing import Literal
 
 from cluster.core.config.sections import Configuration
@@ -30,7 +32,17 @@ class Resources:
     memory_bytes: int
     """Free main memory, in bytes."""
     gpu_memory_bytes: int = 0
-    """Free memory of the GPU with the least free memory, in bytes."""
+    """Free memory of the GPU with the least free memory, in bytes; 0 if it is unknown."""
+    node: str = "this machine"
+    """Name of the node, unlike that of any other node."""
+    id: str = ""
+    """The node's id in Ray; empty outside of a Ray cluster."""
+    custom: tuple[str, ...] = ()
+    """Custom Ray resources of the node."""
+
+    def has(self, resource: str | None) -> bool:
+        """Whether the node has a custom resource; true for `None`."""
+        return resource is None or resource in self.custom
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +59,9 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class RolePlacement:
-    """The device, bundles and threads of one role. There is one bundle per rank of a target, and one per drafter.
+    """The device and threads of one role, and the bundles of each of its replicas.
 
-    A drafter on the target has no bundle.
+    A replica of the target has one bundle per rank. Drafts on the target have no replica and no bundle.
     """
 
     role: str
@@ -57,6 +69,27 @@ class RolePlacement:
     bundles: tuple[Bundle, ...]
     threads: int
     """Intra-op threads of each process."""
+    replicas: int = 1
+    node_resource: str | None = None
+    """Custom Ray resource of the nodes that the role runs on; `None`: any node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The bundles that must be on one node: those of a replica. A target's replica begins with its coordinator."""
+
+    role: str
+    replica: int
+    bundles: tuple[Bundle, ...]
+    node_resource: str | None = None
+    cpus: float = field(init=False)
+    """Number of cores that all bundles claim."""
+    gpus: int = field(init=False)
+    """Number of GPUs that all bundles claim."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cpus", sum(bundle.cpus for bundle in self.bundles))
+        object.__setattr__(self, "gpus", sum(bundle.gpus for bundle in self.bundles))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,49 +107,76 @@ class Placement:
         return (self.ingress, self.coordinator, self.draft, self.target)
 
     @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of bundles of all replicas."""
+        whole_target = (*self.coordinator.bundles, *self.target.bundles)
+        of_roles = ((self.ingress, self.ingress.bundles), (self.draft, self.draft.bundles), (self.target, whole_target))
+        return tuple(
+            Group(role.role, replica, bundles, role.node_resource)
+            for role, bundles in of_roles
+            for replica in range(role.replicas)
+        )
+
+    @property
     def cpus(self) -> float:
         """Number of cores that all roles claim."""
-        return sum(bundle.cpus for role in self.roles for bundle in role.bundles)
+        return sum(group.cpus for group in self.groups)
 
     @property
     def gpus(self) -> int:
         """Number of GPUs that all roles claim."""
-        return sum(bundle.gpus for role in self.roles for bundle in role.bundles)
+        return sum(group.gpus for group in self.groups)
 
 
-def plan(configuration: Configuration, resources: Resources) -> Placement:
-    """Place every role. Never fails: `preflight` reports what the node lacks.
+def plan(configuration: Configuration, nodes: Sequence[Resources]) -> Placement:
+    """Place every role on nodes, of which there is at least one. Never fails: `preflight` reports what they lack.
 
     A drafter whose method loads a model claims cores or a GPU; any other drafter claims `HELPER_CPUS`. On CPU, the
     target and the drafters each use all cores: drafting and verifying mostly alternate, and cores reserved for an idle
-    drafter would slow plain decoding down. The bundles divide Ray's logical cores and do not affect thread counts.
+    drafter would slow plain decoding down. The bundles divide Ray's logical cores and do not affect thread counts. A
+    role with configured threads claims at most one core for each.
+
+    On CPU, the replicas are spread over the nodes that have the most cores.
     """
     target, draft = configuration.target, configuration.draft
-    ranks = target.tensor_parallel
-    target_device = _device(target.device, resources.gpus)
-    gpus_left = resources.gpus - (ranks if target_device == "cuda" else 0)
+    ranks, gpus = target.tensor_parallel, sum(node.gpus for node in nodes)
+    cpus = max(node.cpus for node in nodes)
+    # The largest nodes that a role may run on.
+    hosts = max(1, sum(node.cpus == cpus and node.has(target.node_resource) for node in nodes))
+    draft_hosts = max(1, sum(node.cpus == cpus and node.has(draft.node_resource) for node in nodes))
+    target_device = _device(target.device, gpus)
+    gpus_left = gpus - (ranks * target.replicas if target_device == "cuda" else 0)
     # Drafters are identical replicas: either each has a GPU or none has.
     draft_device = _device(draft.weights.device, gpus_left // draft.replicas) if draft.weights is not None else "cpu"
 
-    drafts_on_cpu = draft.weights is not None and draft_device == "cpu"
     drafters = 0 if placement_of(draft) == "target" else draft.replicas
-    helpers = 2 if draft.weights is not None else 2 + drafters
-    cpus_left = max(0.0, resources.cpus - helpers * HELPER_CPUS)
+    # The replicas of each role on one node, if they run on CPU.
+    targets_here, drafters_here = ceil(target.replicas / hosts), ceil(draft.replicas / draft_hosts)
+    ingresses = configuration.server.ingress_replicas
+    helpers = targets_here + ingresses + (ceil(drafters / draft_hosts) if draft.weights is None else 0)
+    cpus_left = max(0.0, cpus - helpers * HELPER_CPUS)
     draft_bundle = Bundle(HELPER_CPUS)
     if draft.weights is not None:
-        share = _draft_share(target_device) / draft.replicas
-        draft_bundle = Bundle(1.0, 1) if draft_device == "cuda" else Bundle(_share(cpus_left, share))
-        cpus_left = max(0.0, cpus_left - draft_bundle.cpus * draft.replicas)
-    target_bundle = Bundle(1.0, 1) if target_device == "cuda" else Bundle(_share(cpus_left, 1 / ranks))
-    cores = max(1, int(resources.cpus))
-    target_threads = target.threads or (_threads(cores, ranks) if target_device == "cpu" else 1)
+        share = _draft_share(target_device) / drafters_here
+        draft_bundle = Bundle(1.0, 1) if draft_device == "cuda" else Bundle(_share(cpus_left, share, draft.threads))
+        cpus_left = max(0.0, cpus_left - draft_bundle.cpus * drafters_here)
+    share = 1 / (ranks * targets_here)
+    target_bundle = Bundle(1.0, 1) if target_device == "cuda" else Bundle(_share(cpus_left, share, target.threads))
+    cores = max(1, int(cpus))
+    target_threads = target.threads or (_threads(cores, ranks * targets_here) if target_device == "cpu" else 1)
     draft_cores = cores if target_device == "cpu" else cores - 1
-    draft_threads = draft.threads or (_threads(draft_cores, draft.replicas) if drafts_on_cpu else 1)
+    drafts_on_cpu = draft.weights is not None and draft_device == "cpu"
+    draft_threads = draft.threads or (_threads(draft_cores, drafters_here) if drafts_on_cpu else 1)
+    helper = (Bundle(HELPER_CPUS),)
     return Placement(
-        target=RolePlacement("target", target_device, (target_bundle,) * ranks, target_threads),
-        draft=RolePlacement("draft", draft_device, (draft_bundle,) * drafters, draft_threads),
-        coordinator=RolePlacement("coordinator", "cpu", (Bundle(HELPER_CPUS),), 1),
-        ingress=RolePlacement("ingress", "cpu", (Bundle(HELPER_CPUS),), 1),
+        target=RolePlacement(
+            "target", target_device, (target_bundle,) * ranks, target_threads, target.replicas, target.node_resource
+        ),
+        draft=RolePlacement(
+            "draft", draft_device, (draft_bundle,) if drafters else (), draft_threads, drafters, draft.node_resource
+        ),
+        coordinator=RolePlacement("coordinator", "cpu", helper, 1, target.replicas),
+        ingress=RolePlacement("ingress", "cpu", helper, 1, ingresses),
     )
 
 
@@ -137,6 +197,7 @@ def _draft_share(target_device: Device) -> float:
     return 0.25 if target_device == "cpu" else 0.9
 
 
-def _share(cpus: float, fraction: float) -> float:
-    """A fraction of the cores, rounded down to hundredths, so that the sum of all claims fits."""
-    return max(0.01, int(cpus * fraction * 100) / 100)
+def _share(cpus: float, fraction: float, threads: int) -> float:
+    """A fraction of the cores, rounded down to hundredths, so that the sum of all claims fits; at most `threads`."""
+    share = max(0.01, int(cpus * fraction * 100) / 100)
+    return min(share, float(threads)) if threads else share

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.core.config.sections import Configuration, PoolSection
+from cluster.core.config.sections import Configuration, DraftModelSection, TargetSection
 from cluster.core.config.server import ServerSection
 from cluster.core.errors import ConfigurationError
 from cluster.wire.address import join_host_port
+from deploy.fitting import fit
 from deploy.placement import Placement, Resources, RolePlacement
 from workers.model.draft_card import is_distilled, read_card
 
@@ -20,6 +21,8 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _LONGEST_HEADER = 100 * 1024 * 1024
 """Bytes; the bound that safetensors itself sets on its headers."""
+_MOST_NODES = 8
+"""Nodes that a problem names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +45,31 @@ def raise_problems(problems: Iterator[Problem]) -> None:
         raise ConfigurationError("\n".join(found))
 
 
-def machine_problems(configuration: Configuration, placement: Placement, resources: Resources) -> Iterator[Problem]:
-    """Problems with the machine, found without reading any model."""
-    yield from capacity_problems(placement, resources)
-    yield from port_problems(configuration.server)
-
-
-def capacity_problems(placement: Placement, resources: Resources) -> Iterator[Problem]:
-    """Problems with the number of GPUs and cores: the roles claim more than the node has."""
-    if placement.gpus > resources.gpus:
+def capacity_problems(placement: Placement, nodes: Sequence[Resources]) -> Iterator[Problem]:
+    """Problems with GPUs and cores: there are too few, or none of the nodes has enough for a replica."""
+    gpus, cpus = sum(node.gpus for node in nodes), round(sum(node.cpus for node in nodes), 2)
+    if placement.gpus > gpus:
+        remedy = "lower target.tensor_parallel, set draft.method to one that loads no model, or set device: cpu"
+        yield Problem("GPUs", f"{placement.gpus} ({_claims(placement)})", str(gpus), remedy)
+    if round(placement.cpus, 2) > cpus:
+        needed = f"{round(placement.cpus, 2):g}"
+        yield Problem("CPU cores", needed, f"{cpus:g}", "lower target.tensor_parallel or free cores")
+    if placement.gpus > gpus or round(placement.cpus, 2) > cpus:
+        return
+    found = fit(placement, nodes)
+    for group in found.unplaced[:1]:  # the others lack the same
+        if not any(node.has(group.node_resource) for node in nodes):
+            resource = f"the Ray resource {group.node_resource!r}"
+            yield Problem("nodes", f"one with {resource} for the {group.role}", "none", "start a node with it")
+            continue
+        lacks_gpus = not any(node.gpus >= group.gpus for node in found.left)
+        left = [(node.node, node.gpus if lacks_gpus else round(node.cpus, 2)) for node in found.left]
         yield Problem(
-            "GPUs",
-            f"{placement.gpus} ({_claims(placement)})",
-            str(resources.gpus),
-            "lower target.tensor_parallel, set draft.method to one that loads no model, or set device: cpu",
+            "GPUs on one node" if lacks_gpus else "CPU cores on one node",
+            f"{group.gpus if lacks_gpus else round(group.cpus, 2):g} for a replica of the {group.role}",
+            f"{', '.join(f'{count:g} on {node}' for node, count in left[:_MOST_NODES])} without the other replicas",
+            "lower target.tensor_parallel or the number of replicas, or add a node",
         )
-    cpus = round(placement.cpus, 2)
-    if cpus > resources.cpus:
-        yield Problem("CPU cores", f"{cpus:g}", f"{resources.cpus:g}", "lower target.tensor_parallel or free cores")
 
 
 def port_problems(server: ServerSection) -> Iterator[Problem]:
@@ -81,7 +91,7 @@ def port_problems(server: ServerSection) -> Iterator[Problem]:
 
 
 def model_problems(
-    configuration: Configuration, placement: Placement, resources: Resources, target: Path, draft: Path | None
+    configuration: Configuration, placement: Placement, nodes: Sequence[Resources], target: Path, draft: Path | None
 ) -> Iterator[Problem]:
     """Problems between the models, the configuration and the memory.
 
@@ -93,7 +103,7 @@ def model_problems(
     yield from head_problems(target, configuration.target.tensor_parallel)
     if draft is not None:
         yield from vocabulary_problems(target, draft, f"draft.{configuration.draft.weights_method}.path")
-    yield from memory_problems(configuration, placement, resources, target, draft)
+    yield from memory_problems(configuration, placement, nodes, target, draft)
 
 
 def head_problems(directory: Path, tensor_parallel: int) -> Iterator[Problem]:
@@ -130,31 +140,56 @@ def vocabulary_problems(target: Path, draft: Path, key: str) -> Iterator[Problem
 
 
 def memory_problems(
-    configuration: Configuration, placement: Placement, resources: Resources, target: Path, draft: Path | None
+    configuration: Configuration, placement: Placement, nodes: Sequence[Resources], target: Path, draft: Path | None
 ) -> Iterator[Problem]:
-    """Problems with memory: weights and KV pools exceed the free memory."""
-    ranks = configuration.target.tensor_parallel
-    weights = weight_bytes(target, configuration.target.dtype)
-    roles: list[tuple[str, str, RolePlacement, int, PoolSection]] = [
-        ("target", "target", placement.target, -(-weights // ranks), configuration.target.kv)
-    ]
-    section = configuration.draft.weights
-    if draft is not None and section is not None:
-        weights = weight_bytes(draft, section.dtype)
-        roles.append(("draft", f"draft.{configuration.draft.weights_method}", placement.draft, weights, section.kv))
-    main_memory = 0
-    for name, key, role, per_rank, kv in roles:
-        if role.device == "cpu":
-            main_memory += (per_rank + (kv.pool_bytes or 0)) * len(role.bundles)
-        elif resources.gpu_memory_bytes:
-            yield from _gpu_memory_problems(name, key, per_rank, kv, resources.gpu_memory_bytes)
-    if main_memory > resources.memory_bytes:
-        yield Problem(
-            "memory",
-            f"{_gib(main_memory)} for weights and KV",
-            f"{_gib(resources.memory_bytes)} free",
-            "lower target.kv.pool_bytes, set target.dtype=bfloat16, or choose a smaller model",
-        )
+    """Problems with memory: on some node, weights and KV pools exceed the free memory."""
+    ranks, weights = configuration.target.tensor_parallel, configuration.draft.weights
+    needs = [_needs("target", configuration.target, placement.target, target, ranks)]
+    if draft is not None and weights is not None:
+        key = f"draft.{configuration.draft.weights_method}"
+        needs.append(_needs(key, weights, placement.draft, draft))
+    found = fit(placement, nodes)
+    for need in needs:
+        gpus = [seat.node for seat in found.seats if seat.group.role == need.role and seat.node.gpu_memory_bytes]
+        smallest = min(gpus, key=lambda node: node.gpu_memory_bytes, default=None)
+        if need.device == "cuda" and smallest is not None and need.process_bytes > smallest.gpu_memory_bytes:
+            yield Problem(
+                f"{need.role} GPU memory",
+                f"{_gib(need.process_bytes)} per GPU for weights and KV",
+                f"{_gib(smallest.gpu_memory_bytes)} free on {smallest.node}",
+                f"lower {need.key}.kv.pool_bytes, raise target.tensor_parallel, or choose a smaller model",
+            )
+    for node in nodes:
+        held = [group.role for group in found.on(node.node)]
+        needed = sum(need.replica_bytes * held.count(need.role) for need in needs if need.device == "cpu")
+        if needed > node.memory_bytes:
+            yield Problem(
+                f"memory of {node.node}",
+                f"{_gib(needed)} for weights and KV",
+                f"{_gib(node.memory_bytes)} free",
+                "lower target.kv.pool_bytes, set target.dtype=bfloat16, or choose a smaller model",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """The memory that a role with a model needs."""
+
+    role: str
+    key: str
+    """The section of its settings."""
+    device: str
+    process_bytes: int
+    """Bytes of each of its processes."""
+    replica_bytes: int
+    """Bytes of all processes of a replica."""
+
+
+def _needs(
+    key: str, section: TargetSection | DraftModelSection, role: RolePlacement, directory: Path, ranks: int = 1
+) -> _Needs:
+    process = -(-weight_bytes(directory, section.dtype) // ranks) + (section.kv.pool_bytes or 0)
+    return _Needs(role.role, key, role.device, process, process * ranks)
 
 
 def weight_bytes(directory: Path, dtype: str) -> int:
@@ -185,16 +220,6 @@ def read_model_config(directory: Path) -> dict[str, Any]:
         raise ConfigurationError(f"model directory {str(directory)!r}: config.json holds no object")
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
-
-
-def _gpu_memory_problems(name: str, key: str, weights: int, kv: PoolSection, free: int) -> Iterator[Problem]:
-    if weights + (kv.pool_bytes or 0) > free:
-        yield Problem(
-            f"{name} GPU memory",
-            f"{_gib(weights + (kv.pool_bytes or 0))} per GPU for weights and KV",
-            f"{_gib(free)} free",
-            f"lower {key}.kv.pool_bytes, raise target.tensor_parallel, or choose a smaller model",
-        )
 
 
 def _safetensors_header(file: Path) -> dict[str, Any]:
@@ -237,12 +262,10 @@ def _why_unbindable(host: str, port: int) -> str | None:
 
 
 def _claims(placement: Placement) -> str:
-    claims = ((role.role, _gpus(role)) for role in placement.roles)
-    return ", ".join(f"{count} for the {name}" for name, count in claims if count)
-
-
-def _gpus(role: RolePlacement) -> int:
-    return sum(bundle.gpus for bundle in role.bundles)
+    gpus = {group.role: 0 for group in placement.groups}
+    for group in placement.groups:
+        gpus[group.role] += group.gpus
+    return ", ".join(f"{count} for the {role}" for role, count in gpus.items() if count)
 
 
 def _gib(count: int) -> str:

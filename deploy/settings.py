@@ -86,14 +86,19 @@ def set_ray_environment() -> None:
 
 def _settle(config: str | None, overrides: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
     values = read_values(config or environment.get("PILOTFISH_CONFIG") or DEFAULT_PRESET)
-    cache = environment.get("PILOTFISH_CACHE_DIR") or "~/.cache/pilotfish"
     configuration = load_configuration(values, {**implied_paths(values, overrides), **overrides})
     return Settings(
         configuration=configuration,
-        cache_directory=Path(cache).expanduser(),
+        cache_directory=cache_directory(environment),
         ray_address=environment.get("PILOTFISH_RAY_ADDRESS") or None,
         token=find_token(environment.get("PILOTFISH_CLUSTER_TOKEN"), configuration.cluster.token_file),
     )
+
+
+def cache_directory(environment: Mapping[str, str] | None = None) -> Path:
+    """The directory for converted weights and compiled code on this machine."""
+    variables = os.environ if environment is None else environment
+    return Path(variables.get("PILOTFISH_CACHE_DIR") or "~/.cache/pilotfish").expanduser()
 
 
 def presets() -> tuple[str, ...]:

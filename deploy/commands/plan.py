@@ -2,46 +2,146 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
 from cluster.core.config.sections import Configuration
+from cluster.core.errors import ConfigurationError
 from cluster.wire.address import join_host_port
 from deploy.commands.options import ConfigOption, SetOption
+from deploy.fitting import fit
 from deploy.placement import Placement, Resources, plan
-from deploy.settings import load_settings
+from deploy.settings import Settings, load_settings
 from deploy.terminal import output
 
+if TYPE_CHECKING:
+    from deploy.preflight import Problem
 
-def plan_command(config: ConfigOption = None, assignments: SetOption = None) -> None:
-    """Print the placement that `serve` would use on this machine. Start nothing."""
-    configuration = load_settings(config, assignments or ()).configuration
-    # Importing torch takes seconds, so the settings are checked first.
-    from deploy.machine import local_resources
+NodeOption = Annotated[
+    list[str] | None,
+    typer.Option("--node", help="A node to plan for instead, as in 2*cpus=96,gpus=8,memory_gib=1000; repeatable."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def plan_command(
+    config: ConfigOption = None, assignments: SetOption = None, node: NodeOption = None, as_json: JsonOption = False
+) -> None:
+    """Print the placement that `serve` would use on this machine or its Ray cluster. Start nothing."""
+    settings = load_settings(config, assignments or ())
+    nodes = parse_nodes(node) if node else _nodes(settings)
+    # Importing it takes seconds, so the settings are checked first.
     from deploy.preflight import capacity_problems
 
-    resources = local_resources()
-    placement = plan(configuration, resources)
-    output.print(placement_table(configuration, placement, resources))
-    for problem in capacity_problems(placement, resources):
+    placement = plan(settings.configuration, nodes)
+    problems = list(capacity_problems(placement, nodes))
+    if as_json:
+        output.print_json(json.dumps(description(settings.configuration, placement, nodes, problems)))
+        return
+    output.print(placement_table(settings.configuration, placement, nodes))
+    for problem in problems:
         output.print(f"would not start: {problem}", markup=False)
 
 
-def placement_table(configuration: Configuration, placement: Placement, resources: Resources) -> Table:
+def _nodes(settings: Settings) -> tuple[Resources, ...]:
+    """The nodes of the Ray cluster that the settings name, or this machine."""
+    if settings.ray_address is None:
+        from deploy.machine import local_resources
+
+        return (local_resources(),)
+    from deploy.ray.nodes import joined_nodes
+
+    return joined_nodes(settings.ray_address, demands_token=settings.configuration.cluster.ray_auth == "token")
+
+
+def parse_nodes(values: Sequence[str]) -> tuple[Resources, ...]:
+    """Nodes from `[COUNT*]key=value,…`. Raises `ConfigurationError`."""
+    nodes: list[Resources] = []
+    for value in values:
+        count, _, amounts = value.rpartition("*")
+        try:
+            given = dict(pair.split("=") for pair in amounts.split(","))
+            numbers = {key: float(amount) for key, amount in given.items()}
+            for _ in range(int(count or 1)):
+                nodes.append(_node(f"node {len(nodes) + 1}", **numbers))
+        except (TypeError, ValueError):
+            raise ConfigurationError(
+                f"--node {value}: needed [COUNT*]cpus=…,gpus=…,memory_gib=…,gpu_memory_gib=… with numbers"
+            ) from None
+    return tuple(nodes)
+
+
+def _node(
+    name: str, cpus: float, gpus: float = 0, memory_gib: float = float(1 << 20), gpu_memory_gib: float = 0
+) -> Resources:
+    return Resources(cpus, int(gpus), int(memory_gib * 2**30), int(gpu_memory_gib * 2**30), name)
+
+
+def description(
+    configuration: Configuration, placement: Placement, nodes: Sequence[Resources], problems: Sequence[Problem]
+) -> dict[str, Any]:
+    """The placement as JSON values: nodes, processes and problems. The node of a group without a place is null."""
+    return {
+        "nodes": [asdict(node) for node in nodes],
+        "processes": [row | {"what": _descriptions(configuration)[row["role"]]} for row in _rows(placement, nodes)],
+        "problems": [asdict(problem) for problem in problems],
+    }
+
+
+def placement_table(configuration: Configuration, placement: Placement, nodes: Sequence[Resources]) -> Table:
     """The placement as a table: one row per process."""
-    table = Table(
-        title=f"Placement on {resources.cpus:g} cores and {resources.gpus} GPUs", title_justify="left", box=SIMPLE
-    )
-    for heading in ("role", "process", "device", "CPU", "GPU", "threads", "what"):
+    cpus, gpus = sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)
+    several = f" of {len(nodes)} nodes" if len(nodes) > 1 else ""
+    table = Table(title=f"Placement on {cpus:g} cores and {gpus} GPUs{several}", title_justify="left", box=SIMPLE)
+    columns = ("role", "process", *(("node",) if several else ()), "device", "CPU", "GPU", "threads", "what")
+    for heading in columns:
         numeric = heading in ("CPU", "GPU", "threads")
         table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
     what = _descriptions(configuration)
-    for role in placement.roles:
-        for rank, bundle in enumerate(role.bundles):
-            process = f"rank {rank} of {len(role.bundles)}" if role.role == "target" else "replica"
-            claims = (f"{bundle.cpus:g}", str(bundle.gpus), str(role.threads))
-            table.add_row(role.role, process, role.device, *claims, what[role.role])
+    for row in _rows(placement, nodes):
+        named = [f"replica {row['replica'] + 1}"] if _has_several(placement, row["role"]) else []
+        named += [f"rank {row['rank']} of {len(placement.target.bundles)}"] if row["rank"] is not None else []
+        process = ", ".join(named) or "replica"
+        cells = {"role": row["role"], "process": process, "node": row["node"] or "none", "device": row["device"]}
+        cells |= {"CPU": f"{row['cpus']:g}", "GPU": str(row["gpus"]), "threads": str(row["threads"])}
+        cells["what"] = what[row["role"]]
+        table.add_row(*(cells[column] for column in columns))
     return table
+
+
+def _has_several(placement: Placement, name: str) -> bool:
+    """Whether a role has several replicas."""
+    return next(role.replicas for role in placement.roles if role.role == name) > 1
+
+
+def _rows(placement: Placement, nodes: Sequence[Resources]) -> list[dict[str, Any]]:
+    """One entry per process: its role, replica, rank, node, device and claims."""
+    found = fit(placement, nodes)
+    places = {(seat.group.role, seat.group.replica): seat.node.node for seat in found.seats}
+    rows: list[dict[str, Any]] = []
+    for role in placement.roles:
+        group = "target" if role.role == "coordinator" else role.role
+        for replica in range(role.replicas):
+            for rank, bundle in enumerate(role.bundles):
+                rows.append(
+                    {
+                        "role": role.role,
+                        "replica": replica,
+                        "rank": rank if role.role == "target" else None,
+                        "node": places.get((group, replica)),
+                        "device": role.device,
+                        "cpus": bundle.cpus,
+                        "gpus": bundle.gpus,
+                        "threads": role.threads,
+                    }
+                )
+    return rows
 
 
 def _descriptions(configuration: Configuration) -> dict[str, str]:

@@ -41,7 +41,7 @@ def serve(config: ConfigOption = None, assignments: SetOption = None) -> None:
 def usage_examples(configuration: Configuration) -> str:
     """Example requests for a running cluster: a curl line, an `openai` snippet and a grpcurl line."""
     server, name = configuration.server, served_name(configuration)
-    url = http_url(server.http_host, server.http_port)
+    url = http_url(server.http_host, server.http_port) + server.route_prefix.rstrip("/")
     address = join_host_port(server.grpc_host, server.grpc_port)
     messages = [{"role": "user", "content": "Name three prime numbers."}]
     over_http = json.dumps({"model": name, "messages": messages, "max_tokens": 64, "temperature": 0})

@@ -1,33 +1,31 @@
 """The Serve application: its deployments, their arguments and their placement.
 
-`serve run deploy.ray.application:build_app config=cpu` and `pilotfish serve` build the same application.
+`pilotfish serve`, `serve run deploy.ray.application:build_app config=cpu`, a configuration file with this import path
+and `args`, and `serve build deploy.ray.application:app` build the same application.
 """
 
-from __future__ import annotations
-
+# Serve reads the type of the argument of `build_app`, so annotations of this module are evaluated.
 import json
 from collections.abc import Mapping
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import ray
+from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve import Application
 
 from cluster.core.config.sections import Configuration
 from cluster.wire.peer_access import PeerAccess
 from deploy.implied_settings import with_implied_settings
-from deploy.machine import local_resources
-from deploy.models import resolve_models
-from deploy.placement import STRATEGY, Placement, Resources, RolePlacement, plan
-from deploy.preflight import model_problems, raise_problems
+from deploy.models import with_module_directories, with_served_name
+from deploy.placement import STRATEGY, Placement, RolePlacement, plan
 from deploy.ray.autoscaling import number_of_replicas
 from deploy.ray.deployments import DraftReplica, IngressReplica, TargetReplica
+from deploy.ray.node_models import check_models
+from deploy.ray.nodes import cluster_nodes
 from deploy.ray.start_ray import check_ray_authentication
-from deploy.settings import Settings, load_settings, settings_from_arguments
-
-APPLICATION = "pilotfish"
+from deploy.settings import settings_from_arguments
 
 _HEALTH_PERIOD_SECONDS = 1.0
 _HEALTH_TIMEOUT_SECONDS = 30.0
@@ -38,34 +36,56 @@ _MOST_HTTP_CALLS = 10_000
 """Far above the coordinator's queue limit, so that the coordinator rejects requests (`Overloaded`), not Serve."""
 
 
-def build_app(config: Configuration | Mapping[str, Any] | str | Path | None = None) -> Application:
-    """Build the application for a configuration, a preset or file, or the arguments of `serve run`.
+class ApplicationArguments(BaseModel):
+    """The arguments of `build_app`: a preset or file, and settings with dotted or nested keys on top of it."""
 
-    Finds, fetches or converts the models first. Raises `ConfigurationError`, `ModelLoadError`.
+    model_config = ConfigDict(extra="allow")
+
+    config: str | None = None
+    """A preset or a file on the node that builds the application; unset: the environment's or the default preset."""
+
+
+def build_app(arguments: ApplicationArguments) -> Application:
+    """Build the application. In a Ray cluster, check the models on a node first.
+
+    Models are found, fetched or converted on the nodes that load them. Raises `ConfigurationError`, `ModelLoadError`.
     """
-    settings = _settings(config)
-    models = resolve_models(settings.configuration, settings.cache_directory, report=lambda _: None)
-    if ray.is_initialized() and models.configuration.cluster.ray_auth == "token":
+    settings = settings_from_arguments(arguments.model_dump(exclude_none=True))
+    configuration = with_served_name(settings.configuration)
+    if ray.is_initialized() and configuration.cluster.ray_auth == "token":
         check_ray_authentication()
-    resources = cluster_resources()
-    placement = plan(models.configuration, resources)
-    raise_problems(model_problems(models.configuration, placement, resources, models.target, models.draft))
-    return bind(models.configuration, placement, worker_host=None, access=settings.access)
+    nodes = cluster_nodes()
+    placement = plan(configuration, nodes)
+    check_models(configuration, placement, nodes)
+    return bind(configuration, placement, worker_host=None, access=settings.access)
+
+
+def __getattr__(name: str) -> Application:
+    """`app` is the application of the environment's configuration. `serve build` needs an application, no function."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return build_app(ApplicationArguments())
 
 
 def bind(
     configuration: Configuration, placement: Placement, worker_host: str | None, access: PeerAccess
 ) -> Application:
-    """Bind the deployments. Model paths in `configuration` are local directories.
+    """Bind the deployments. With a `worker_host`, model paths in `configuration` are local directories.
+
+    Otherwise processes with a model find it on their node.
 
     Processes listen for each other on `worker_host`, or on their node's address if it is `None`. They find each other
     in the directory; the ingress is bound to the other deployments only so that all are deployed. Internal
     services demand `access`.
     """
-    configuration = with_implied_settings(configuration)
+    named = configuration.draft
+    found = configuration.model_copy(update={"draft": with_module_directories(named)})
+    configuration = with_implied_settings(found)
     # A process that claims no GPU may still see all GPUs, so its device is set explicitly.
     target = configuration.target.model_copy(update={"device": placement.target.device})
     draft = configuration.draft.with_weights(device=placement.draft.device)
+    for method, section in named.modules.items():
+        draft = draft.with_module(method, path=section.path)
     values = configuration.model_copy(update={"target": target, "draft": draft}).model_dump(mode="json")
     version = _version(values)
     targets = serve.deployment(
@@ -104,29 +124,6 @@ def _version(values: Mapping[str, Any]) -> str:
     counts = ("replicas", "autoscaling", "threads", "device", "node_resource")
     common = {key: {k: v for k, v in values[key].items() if k not in counts} for key in ("target", "draft")}
     return sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def cluster_resources() -> Resources:
-    """The resources of the largest node of the Ray cluster, or of this machine if Ray is not initialized."""
-    here = local_resources()
-    if not ray.is_initialized():
-        return here
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    largest = max(nodes, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))
-    return Resources(
-        cpus=float(largest.get("CPU", 0)),
-        gpus=int(largest.get("GPU", 0)),
-        memory_bytes=int(largest.get("memory", here.memory_bytes)),
-        gpu_memory_bytes=here.gpu_memory_bytes,
-    )
-
-
-def _settings(config: Configuration | Mapping[str, Any] | str | Path | None) -> Settings:
-    if isinstance(config, Configuration):
-        return Settings(config, load_settings().cache_directory)
-    if isinstance(config, Mapping):
-        return settings_from_arguments(config)
-    return load_settings(None if config is None else str(config))
 
 
 def actor_options(role: RolePlacement) -> dict[str, Any]:

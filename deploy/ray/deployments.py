@@ -29,6 +29,7 @@ from deploy.ray.autoscaling import METRIC
 from deploy.ray.directory import DirectoryClient
 from deploy.ray.drafter_follower import DrafterFollower
 from deploy.ray.ingress_server import IngressServer
+from deploy.ray.node_models import with_local_drafts, with_local_models
 from workers.draft.registry import create
 from workers.serve.configuration import load_configuration
 from workers.serve.node import node_address, set_threads
@@ -55,6 +56,8 @@ class TargetReplica:
         access: PeerAccess,
     ) -> None:
         configuration = load_configuration(values)
+        if worker_host is None:
+            configuration = with_local_models(configuration)
         context = serve.get_replica_context()
         self._drain_seconds = configuration.server.drain_timeout_seconds
         self._has_drafters = configuration.draft.is_enabled and not configuration.draft.is_colocated
@@ -122,7 +125,8 @@ class DraftReplica:
     def __init__(
         self, values: Mapping[str, Any], version: str, threads: int, worker_host: str | None, access: PeerAccess
     ) -> None:
-        self._configuration = load_configuration(values)
+        configuration = load_configuration(values)
+        self._configuration = configuration if worker_host is not None else with_local_drafts(configuration)
         context = serve.get_replica_context()
         self._threads = threads
         self._host_address = worker_host or node_address()

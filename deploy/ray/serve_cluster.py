@@ -19,11 +19,14 @@ from ray.serve.exceptions import RayServeException
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import WorkerUnavailable
 from cluster.wire.address import http_url, join_host_port
-from deploy.models import ReportProgress, resolve_models, served_name
-from deploy.placement import Resources, plan
-from deploy.preflight import machine_problems, model_problems, raise_problems
-from deploy.ray.application import APPLICATION, bind, cluster_resources
+from deploy.models import ReportProgress, resolve_models, served_name, with_served_name
+from deploy.placement import Placement, Resources, plan
+from deploy.preflight import capacity_problems, model_problems, raise_problems
+from deploy.ray.application import bind
 from deploy.ray.directory import drain
+from deploy.ray.node_models import check_models
+from deploy.ray.nodes import cluster_nodes, without_claims
+from deploy.ray.running_serve import check_addresses
 from deploy.ray.start_ray import join_ray, start_local_ray
 from deploy.settings import Settings
 from workers.serve.node import free_port
@@ -49,8 +52,9 @@ class ServeCluster:
         self._configuration = with_ports(settings.configuration)
         self._report = report
         self._owns_ray = settings.ray_address is None
-        self._resources: Resources | None = None
+        self._nodes: tuple[Resources, ...] = ()
         self._is_lossless = True
+        self._is_deployed = False
 
     def __enter__(self) -> Self:
         self.start()
@@ -72,9 +76,15 @@ class ServeCluster:
         return self._is_lossless
 
     @property
+    def application(self) -> str:
+        """The name of the Serve application."""
+        return self._configuration.server.application
+
+    @property
     def http_url(self) -> str:
-        """The URL of the HTTP API."""
-        return http_url(self._configuration.server.http_host, self._configuration.server.http_port)
+        """The URL of the HTTP API, with the application's route prefix."""
+        server = self._configuration.server
+        return f"{http_url(server.http_host, server.http_port)}{server.route_prefix.rstrip('/')}"
 
     @property
     def grpc_address(self) -> str:
@@ -83,14 +93,15 @@ class ServeCluster:
 
     def start(self) -> None:
         """Return once requests are accepted. Raises `ConfigurationError`, `ModelLoadError`, `WorkerUnavailable`."""
+        configuration, server = self._configuration, self._configuration.server
         try:
             if self._settings.ray_address is not None:
                 self._report(f"joining Ray at {self._settings.ray_address}")
-                join_ray(self._settings.ray_address, demands_token=self._configuration.cluster.ray_auth == "token")
+                join_ray(self._settings.ray_address, demands_token=configuration.cluster.ray_auth == "token")
+            self._configuration = configuration.model_copy(update={"server": check_addresses(server)})
             self._report("reading the resources of the machine")
-            self._resources = cluster_resources()
-            configuration = self._configuration
-            raise_problems(machine_problems(configuration, plan(configuration, self._resources), self._resources))
+            self._nodes = cluster_nodes()
+            raise_problems(capacity_problems(plan(configuration, self._nodes), without_claims(self._nodes)))
             self._deploy()
         except BaseException:
             self.stop()
@@ -99,7 +110,8 @@ class ServeCluster:
     def redeploy(self, configuration: Configuration) -> None:
         """Replace the running configuration and keep the ports. Raises the errors of `start`."""
         self._report("stopping the running application")
-        serve.delete(APPLICATION)
+        serve.delete(self.application)
+        self._is_deployed = False
         self._configuration = configuration.model_copy(update={"server": self._configuration.server})
         self._deploy()
 
@@ -113,50 +125,63 @@ class ServeCluster:
             return
         self._report("stopping")
         try:
-            self._drain(0.0)
-            # Deleted replicas release their resources. Serve's own actors end with Ray.
-            _in_thread(lambda: serve.delete(APPLICATION)).result(_STOP_SECONDS)
+            if self._is_deployed:
+                self._drain(0.0)
+                # Deleted replicas release their resources. Serve's own actors end with Ray.
+                _in_thread(lambda: serve.delete(self.application)).result(_STOP_SECONDS)
+                self._is_deployed = False
         except (RayError, RayServeException, TimeoutError) as error:
             logger.warning("the application did not stop in time: %s", error)
         ray.shutdown()
 
     def _drain(self, seconds: float) -> None:
         try:
-            drain(APPLICATION, seconds)
+            drain(self.application, seconds)
         except (RayError, TimeoutError) as error:
             self._report(f"draining ended early: {error}")
 
     def _deploy(self) -> None:
-        """Resolve the models, check that they fit, run the application and wait until it is ready."""
-        configuration = self._configuration
-        models = resolve_models(configuration, self._settings.cache_directory, self._report)
-        resources = self._resources or cluster_resources()
-        placement = plan(models.configuration, resources)
-        raise_problems(model_problems(models.configuration, placement, resources, models.target, models.draft))
+        """Check that the models fit, run the application and wait until it is ready."""
+        configuration, placement = self._with_models()
         if not ray.is_initialized():
             self._report("starting Ray")
-            start_local_ray(resources)
-        server = models.configuration.server
+            start_local_ray(self._nodes[0])
+        server = configuration.server
         self._report("starting Ray Serve")
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(http_options={"host": server.http_host, "port": server.http_port})
-        application = bind(models.configuration, placement, LOOPBACK if self._owns_ray else None, self._settings.access)
+        application = bind(configuration, placement, LOOPBACK if self._owns_ray else None, self._settings.access)
         deadline = time.monotonic() + server.start_timeout_seconds
-        running = _in_thread(lambda: serve.run(application, name=APPLICATION))
+        name, route_prefix = server.application, server.route_prefix
+        self._is_deployed = True
+        running = _in_thread(lambda: serve.run(application, name=name, route_prefix=route_prefix))
         while not running.done():
-            self._report(_progress())
+            self._report(_progress(name))
             if time.monotonic() > deadline:
                 raise WorkerUnavailable(
-                    f"not ready after {server.start_timeout_seconds:g} s ({_progress()}); raise "
+                    f"not ready after {server.start_timeout_seconds:g} s ({_progress(name)}); raise "
                     "server.start_timeout_seconds if loading takes longer"
                 )
             time.sleep(_POLL_SECONDS)
         try:
             running.result()
         except RuntimeError as error:
-            raise WorkerUnavailable(_reason(error)) from None
+            raise WorkerUnavailable(_reason(name, error)) from None
         self._wait_until_ready(deadline)
         self._warm_up(served_name(configuration), deadline)
+
+    def _with_models(self) -> tuple[Configuration, Placement]:
+        """The configuration and its placement, after a check of the models. On one machine they are resolved once."""
+        if not self._owns_ray:
+            configuration = with_served_name(self._configuration)
+            placement = plan(configuration, self._nodes)
+            self._report(f"finding {configuration.target.path} on a node")
+            check_models(configuration, placement, self._nodes)
+            return configuration, placement
+        models = resolve_models(self._configuration, self._settings.cache_directory, self._report)
+        placement = plan(models.configuration, self._nodes)
+        raise_problems(model_problems(models.configuration, placement, self._nodes, models.target, models.draft))
+        return models.configuration, placement
 
     def _wait_until_ready(self, deadline: float) -> None:
         self._report("waiting for the coordinator to connect to the target")
@@ -210,9 +235,9 @@ def _in_thread(function: Callable[[], object]) -> Future[None]:
     return outcome
 
 
-def _progress() -> str:
-    """The state of the deployments, in one line."""
-    application = serve.status().applications.get(APPLICATION)
+def _progress(name: str) -> str:
+    """The state of the application's deployments, in one line."""
+    application = serve.status().applications.get(name)
     if application is None or not application.deployments:
         return "placing the workers"
     loaded = [name.lower() for name, entry in application.deployments.items() if entry.status == "HEALTHY"]
@@ -222,9 +247,9 @@ def _progress() -> str:
     )
 
 
-def _reason(error: RuntimeError) -> str:
+def _reason(name: str, error: RuntimeError) -> str:
     """Why a deployment failed: the last line of its traceback, or Serve's message if there is none."""
-    application = serve.status().applications.get(APPLICATION)
+    application = serve.status().applications.get(name)
     deployments = application.deployments if application is not None else {}
     for name, entry in deployments.items():
         lines = [line.strip() for line in entry.message.splitlines() if line.strip()]

@@ -21,6 +21,10 @@ class AutoscalingSection(Section):
 class ServerSection(Section):
     """Addresses and lifetime of the public APIs."""
 
+    application: Annotated[str, Field(pattern=r"^[\w-]+$")] = "pilotfish"
+    """Name of the application in Ray Serve. Applications of one Ray cluster have different names."""
+    route_prefix: Annotated[str, Field(pattern=r"^/([\w.-]+(/[\w.-]+)*)?$")] = "/"
+    """First part of the path of all HTTP routes. Applications of one Ray cluster have different ones."""
     http_host: str = "127.0.0.1"
     """Address that the HTTP API binds to."""
     http_port: Port = 8000

@@ -16,7 +16,7 @@ from cluster.core.config.sections import Configuration
 from cluster.wire.peer_access import PeerAccess
 from deploy.network.cluster_token import draw_token
 from deploy.placement import Bundle, Placement, RolePlacement
-from deploy.ray.application import APPLICATION, bind
+from deploy.ray.application import bind
 from deploy.settings import set_ray_environment
 from workers.serve.configuration import load_configuration
 
@@ -56,7 +56,8 @@ class RunningNodes:
         # The nodes share one address: a proxy on each would share the port, too.
         location = {"location": "HeadOnly"}
         serve.start(http_options={"host": server.http_host, "port": server.http_port} | location)
-        serve.run(bind(configuration, placement, None, PeerAccess(draw_token())), name=APPLICATION)
+        access = PeerAccess(draw_token())
+        serve.run(bind(configuration, placement, worker_host=None, access=access), name=server.application)
 
     def remove(self, name: str) -> None:
         """Kill all processes of a node."""

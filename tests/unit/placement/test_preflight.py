@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cluster.core.config.sections import ServerSection
+from cluster.core.config.server import ServerSection
 from cluster.core.errors import ConfigurationError
 from deploy import preflight
 from deploy.machine import free_memory_limit, usable_cores
@@ -46,7 +46,7 @@ def only(problems: Iterator[preflight.Problem]) -> str:
 def test_missing_gpus_are_counted_by_role() -> None:
     configuration = load_configuration({}, {"target.device": "cuda", "target.tensor_parallel": 2})
 
-    line = only(preflight.capacity_problems(plan(configuration, LAPTOP), Resources(4, 1, 8 << 30)))
+    line = only(preflight.capacity_problems(plan(configuration, [LAPTOP]), [Resources(4, 1, 8 << 30)]))
 
     assert "GPUs: needed 2 (2 for the target), found 1" in line
 
@@ -55,7 +55,7 @@ def test_missing_cores_are_reported() -> None:
     configuration = load_configuration({}, {"target.device": "cuda", "target.tensor_parallel": 4})
     small = Resources(cpus=2, gpus=4, memory_bytes=8 << 30)
 
-    assert "CPU cores: needed 4.3, found 2" in only(preflight.capacity_problems(plan(configuration, small), small))
+    assert "CPU cores: needed 4.3, found 2" in only(preflight.capacity_problems(plan(configuration, [small]), [small]))
 
 
 def test_an_unknown_drafting_method_is_refused_with_the_nearest() -> None:
@@ -155,7 +155,7 @@ def test_a_distilled_draft_is_refused_as_a_target(tmp_path: Path) -> None:
     DraftCard("t", 3, 4, (0,), None).write(draft)
     configuration = load_configuration({}, {})
 
-    line = only(preflight.model_problems(configuration, plan(configuration, LAPTOP), LAPTOP, draft, None))
+    line = only(preflight.model_problems(configuration, plan(configuration, [LAPTOP]), [LAPTOP], draft, None))
 
     assert line == "target.path: needed a whole model, found a distilled draft; set draft.model.path to it instead"
 
@@ -164,16 +164,16 @@ def test_weights_and_pools_beyond_the_memory_are_refused(tmp_path: Path) -> None
     directory = model_directory(tmp_path / "m")
     configuration = load_configuration({}, {"target.kv.pool_bytes": 3 << 30, "target.tensor_parallel": 3})
 
-    line = only(preflight.memory_problems(configuration, plan(configuration, LAPTOP), LAPTOP, directory, None))
+    line = only(preflight.memory_problems(configuration, plan(configuration, [LAPTOP]), [LAPTOP], directory, None))
 
-    assert line.startswith("memory: needed 9.0 GiB for weights and KV, found 8.0 GiB free;")
+    assert line.startswith("memory of this machine: needed 9.0 GiB for weights and KV, found 8.0 GiB free;")
 
 
 def test_a_model_that_fits_is_no_problem(tmp_path: Path) -> None:
     directory = model_directory(tmp_path / "m")
     configuration = load_configuration({}, {"target.kv.pool_bytes": 1 << 30})
 
-    assert not list(preflight.model_problems(configuration, plan(configuration, LAPTOP), LAPTOP, directory, None))
+    assert not list(preflight.model_problems(configuration, plan(configuration, [LAPTOP]), [LAPTOP], directory, None))
 
 
 def test_weights_that_are_not_safetensors_are_refused(tmp_path: Path) -> None:

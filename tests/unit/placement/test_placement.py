@@ -25,7 +25,7 @@ def configured(**changes: object) -> Configuration:
 def test_every_cpu_placement_fits_the_machine(resources: Resources, with_draft_model: bool, ranks: int) -> None:
     overrides = {"target.tensor_parallel": ranks} | (DRAFT_MODEL if with_draft_model else {})
 
-    placement = plan(load_configuration({}, overrides), resources)
+    placement = plan(load_configuration({}, overrides), [resources])
 
     assert placement.cpus <= resources.cpus
     assert placement.gpus == 0
@@ -34,37 +34,37 @@ def test_every_cpu_placement_fits_the_machine(resources: Resources, with_draft_m
 
 
 def test_a_single_target_uses_all_cores() -> None:
-    assert plan(configured(), LAPTOP).target.threads == 2
-    assert plan(configured(), SERVER).target.threads == 64
+    assert plan(configured(), [LAPTOP]).target.threads == 2
+    assert plan(configured(), [SERVER]).target.threads == 64
 
 
 @pytest.mark.parametrize(("ranks", "threads"), [(1, 64), (2, 32), (3, 21), (64, 1)])
 def test_ranks_divide_the_cores(ranks: int, threads: int) -> None:
-    assert plan(configured(target__tensor_parallel=ranks), SERVER).target.threads == threads
+    assert plan(configured(target__tensor_parallel=ranks), [SERVER]).target.threads == threads
 
 
 def test_a_rank_has_a_thread_even_where_cores_are_fewer_than_ranks() -> None:
-    assert plan(configured(target__tensor_parallel=3), LAPTOP).target.threads == 1
+    assert plan(configured(target__tensor_parallel=3), [LAPTOP]).target.threads == 1
 
 
 @pytest.mark.parametrize("resources", [LAPTOP, SERVER])
 def test_a_target_and_its_draft_model_both_use_all_cores(
     resources: Resources,
 ) -> None:
-    placement = plan(load_configuration({}, DRAFT_MODEL), resources)
+    placement = plan(load_configuration({}, DRAFT_MODEL), [resources])
 
     assert placement.target.threads == resources.cpus
     assert placement.draft.threads == resources.cpus
 
 
 def test_configured_threads_are_used_unchanged() -> None:
-    placement = plan(load_configuration({}, DRAFT_MODEL | {"target.threads": 5, "draft.threads": 4}), LAPTOP)
+    placement = plan(load_configuration({}, DRAFT_MODEL | {"target.threads": 5, "draft.threads": 4}), [LAPTOP])
 
     assert (placement.target.threads, placement.draft.threads) == (5, 4)
 
 
 def test_ranks_take_a_gpu_each_and_the_draft_another() -> None:
-    placement = plan(load_configuration({}, DRAFT_MODEL | {"target.tensor_parallel": 4}), GPU_NODE)
+    placement = plan(load_configuration({}, DRAFT_MODEL | {"target.tensor_parallel": 4}), [GPU_NODE])
 
     assert placement.target == RolePlacement("target", "cuda", (Bundle(1.0, 1),) * 4, threads=1)
     assert placement.draft == RolePlacement("draft", "cuda", (Bundle(1.0, 1),), threads=1)
@@ -72,14 +72,14 @@ def test_ranks_take_a_gpu_each_and_the_draft_another() -> None:
 
 
 def test_a_lookup_drafter_takes_no_gpu() -> None:
-    placement = plan(configured(target__tensor_parallel=4), GPU_NODE)
+    placement = plan(configured(target__tensor_parallel=4), [GPU_NODE])
 
     assert placement.draft.device == "cpu"
     assert placement.gpus == 4
 
 
 def test_a_draft_model_runs_on_cpu_when_the_target_has_the_last_gpu() -> None:
-    placement = plan(load_configuration({}, DRAFT_MODEL | {"target.tensor_parallel": 8}), GPU_NODE)
+    placement = plan(load_configuration({}, DRAFT_MODEL | {"target.tensor_parallel": 8}), [GPU_NODE])
 
     assert (placement.target.device, placement.draft.device) == ("cuda", "cpu")
     assert placement.draft.threads == 95
@@ -89,9 +89,9 @@ def test_a_draft_model_runs_on_cpu_when_the_target_has_the_last_gpu() -> None:
 @pytest.mark.parametrize("with_draft_model", [False, True])
 def test_each_of_several_drafters_has_its_share(replicas: int, with_draft_model: bool) -> None:
     overrides = {"draft.replicas": replicas} | (DRAFT_MODEL if with_draft_model else {})
-    placement = plan(load_configuration({}, overrides), SERVER)
+    placement = plan(load_configuration({}, overrides), [SERVER])
 
-    assert len(placement.draft.bundles) == replicas
+    assert placement.draft.replicas == replicas
     assert placement.cpus <= SERVER.cpus
     assert placement.draft.threads == (64 // replicas if with_draft_model else 1)
 
@@ -99,18 +99,18 @@ def test_each_of_several_drafters_has_its_share(replicas: int, with_draft_model:
 @pytest.mark.parametrize(("ranks", "device"), [(6, "cuda"), (7, "cpu")])
 def test_several_drafters_have_a_gpu_each_or_none(ranks: int, device: str) -> None:
     overrides = {"draft.replicas": 2, "target.tensor_parallel": ranks}
-    placement = plan(load_configuration({}, DRAFT_MODEL | overrides), GPU_NODE)
+    placement = plan(load_configuration({}, DRAFT_MODEL | overrides), [GPU_NODE])
 
     assert placement.draft.device == device
     assert placement.gpus == (8 if device == "cuda" else 7)
 
 
 def test_a_configured_device_is_claimed_even_if_it_is_missing() -> None:
-    assert plan(configured(target__device="cuda", target__tensor_parallel=2), LAPTOP).gpus == 2
+    assert plan(configured(target__device="cuda", target__tensor_parallel=2), [LAPTOP]).gpus == 2
 
 
 def test_a_configured_cpu_is_used_even_if_there_are_gpus() -> None:
-    placement = plan(configured(target__device="cpu"), GPU_NODE)
+    placement = plan(configured(target__device="cpu"), [GPU_NODE])
 
     assert placement.target.device == "cpu"
     assert placement.gpus == 0
@@ -125,6 +125,6 @@ def test_a_drafter_on_the_target_claims_nothing_and_plain_decoding_has_no_place(
     on_target = load_configuration({}, {"draft.method": "suffix", "draft.placement": "target"})
     plain = load_configuration({}, {"draft.method": "none", "draft.placement": "target"})
     disabled = on_target.model_copy(update={"draft": on_target.draft.disabled()})
-    assert plan(on_target, LAPTOP).draft.bundles == ()
-    assert len(plan(plain, LAPTOP).draft.bundles) == 1
-    assert plan(disabled, LAPTOP) == plan(plain, LAPTOP)
+    assert (plan(on_target, [LAPTOP]).draft.bundles, plan(on_target, [LAPTOP]).draft.replicas) == ((), 0)
+    assert plan(plain, [LAPTOP]).draft.replicas == 1
+    assert plan(disabled, [LAPTOP]) == plan(plain, [LAPTOP])

@@ -1,0 +1,66 @@
+"""`pilotfish plan` for a whole cluster, as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import product
+from typing import Any
+
+import pytest
+
+from deploy import cli
+
+CLUSTER = ("--node", "2*cpus=32,gpus=4,memory_gib=256,gpu_memory_gib=80", "--node", "cpus=16")
+SETTINGS = ("target.device=auto", "target.replicas=2", "target.tensor_parallel=4", "draft.replicas=2")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    settings = (part for setting in SETTINGS for part in ("--set", setting))
+    monkeypatch.setattr(sys, "argv", ["pilotfish", "plan", *arguments, *settings])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert run(monkeypatch, "--json", *arguments) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_json_lists_nodes_and_processes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(monkeypatch, capsys, *CLUSTER)
+    assert [(node["node"], node["gpus"]) for node in found["nodes"]] == [("node 1", 4), ("node 2", 4), ("node 3", 0)]
+    ranks = [process for process in found["processes"] if process["role"] == "target"]
+    assert [(rank["replica"], rank["rank"]) for rank in ranks] == list(product(range(2), range(4)))
+    assert {rank["replica"]: rank["node"] for rank in ranks} == {0: "node 1", 1: "node 2"}
+    assert all(rank["gpus"] == 1 and rank["device"] == "cuda" for rank in ranks)
+    coordinators = [process["node"] for process in found["processes"] if process["role"] == "coordinator"]
+    assert coordinators == ["node 1", "node 2"]
+    assert {process["node"] for process in found["processes"] if process["role"] == "draft"} == {"node 3"}
+    assert found["problems"] == []
+
+
+def test_json_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(monkeypatch, capsys, "--node", "3*cpus=32,gpus=3")
+    (problem,) = found["problems"]
+    assert problem["subject"] == "GPUs on one node"
+    assert {process["node"] for process in found["processes"] if process["role"] == "target"} == {None}
+
+
+def test_the_table_names_the_node_of_every_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *CLUSTER) == 0
+    shown = capsys.readouterr().out
+    assert "Placement on 80 cores and 8 GPUs of 3 nodes" in shown
+    assert "node 3" in shown
+
+
+@pytest.mark.parametrize("node", ["gpus=8", "cpus=many", "x*cpus=4", "cpus=4,disks=2", "4"])
+def test_a_node_that_is_not_understood_is_refused_with_the_form(
+    node: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--node", node) == 2
+    assert f"--node {node}: needed [COUNT*]cpus=" in capsys.readouterr().err
