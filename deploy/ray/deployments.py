@@ -89,6 +89,7 @@ class TargetReplica:
         """Raise an error if this replica cannot serve any more, so that Serve replaces it with all its ranks."""
         self._ranks.check_health()
         self._server.check_health()
+        self._directory.check_health()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The load by which Serve chooses the number of replicas. Serve calls this."""
@@ -141,7 +142,10 @@ class DraftReplica:
         if self._host is None:
             method = await asyncio.to_thread(self._load)
             lease_seconds = self._configuration.cluster.lease_seconds
-            host = host_draft(self._host_address, method, self._access, lease_seconds=lease_seconds)
+            hang_seconds = self._configuration.target.step_timeout_seconds
+            host = host_draft(
+                self._host_address, method, self._access, lease_seconds=lease_seconds, hang_seconds=hang_seconds
+            )
             await host.start()
             self._host = host
             self._member = replace(self._member, address=host.address)
@@ -150,6 +154,7 @@ class DraftReplica:
 
     async def check_health(self) -> None:
         """Raise an error if this replica is unusable, so that Serve replaces it."""
+        self._directory.check_health()
         if self._host is not None:
             self._host.check_health()
 
@@ -196,6 +201,11 @@ class IngressReplica:
             self._is_started = True
             self._directory.start()
             await self._server.start()
+
+    async def check_health(self) -> None:
+        """Raise an error if this replica is unusable, so that Serve replaces it."""
+        self._directory.check_health()
+        self._server.check_health()
 
     async def __del__(self) -> None:
         """Let running calls end, then stop. Serve awaits this when it stops the replica."""

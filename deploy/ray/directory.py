@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from cluster.core.errors import WorkerUnavailable
 from cluster.core.membership import BEAT_SECONDS, Member, MemberRole, Membership, View, merged
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,11 @@ class DirectoryClient:
         """Begin to send heartbeats."""
         if self._beating is None:
             self._beating = asyncio.create_task(self._beat_for_ever(), name="directory")
+
+    def check_health(self) -> None:
+        """Raise `WorkerUnavailable` if no heartbeats are sent any more."""
+        if self._beating is not None and self._beating.done():
+            raise WorkerUnavailable("no heartbeats are sent to the directory any more")
 
     async def beat(self) -> None:
         """Exchange one heartbeat for a view now. While the directory is away, the last view stays."""

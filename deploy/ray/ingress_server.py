@@ -42,6 +42,11 @@ class IngressServer:
         self._watching = asyncio.create_task(self._watch(), name="ingress-health")
         return port
 
+    def check_health(self) -> None:
+        """Raise the error that has ended the copying of readiness."""
+        if self._watching is not None and self._watching.done():
+            self._watching.result()
+
     async def stop(self, drain_seconds: float) -> None:
         """Refuse new calls, wait up to `drain_seconds` for the running ones, then close. Again, it does nothing."""
         watching, self._watching = self._watching, None

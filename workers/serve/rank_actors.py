@@ -163,6 +163,7 @@ class RankActors:
     ) -> None:
         self._values = configuration.model_dump(mode="json", include={"target", "draft", "cluster", "log_level"})
         self._size = configuration.target.tensor_parallel
+        self._start_seconds = configuration.server.start_timeout_seconds
         self._threads = threads
         self._host = host
         self._environment = dict(environment)
@@ -185,8 +186,10 @@ class RankActors:
             self._running[_future(running)] = rank
         # A worker rank may end while the driver rank waits for it to join: raise instead of waiting for ever.
         awaited: list[asyncio.Future[Any]] = [starting, *self._running]
-        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(awaited, timeout=self._start_seconds, return_when=asyncio.FIRST_COMPLETED)
         self._raise_for_ended()
+        if not done:  # a rank is frozen, or one waits for ever for another
+            raise TargetUnavailable(f"the ranks have not started within {self._start_seconds:g} s")
         try:
             address = str(await starting)
         except RayError as error:

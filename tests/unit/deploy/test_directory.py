@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
+from cluster.core.errors import WorkerUnavailable
 from cluster.core.membership import Load, Member, MemberRole, View
 from deploy.ray import directory
 from deploy.ray.directory import Directory, DirectoryClient
@@ -132,3 +134,18 @@ async def test_members_are_told_once_how_many_seconds_they_have_to_drain(actor: 
     actor.directory.drain(0.0)
     await client.beat()
     assert told == [30.0, 0.0]
+
+
+async def test_a_client_that_sends_no_heartbeats_any_more_is_unhealthy(actor: ActorHandle) -> None:
+    def broken(_: View) -> bool:
+        raise ZeroDivisionError("a bug")
+
+    client = DirectoryClient("app", lambda: MEMBER, is_complete=broken)
+    client.check_health()
+    client.start()
+    with pytest.raises(WorkerUnavailable, match="no heartbeats"):  # noqa: PT012 - the task ends a little later
+        async with asyncio.timeout(10):
+            while True:
+                await asyncio.sleep(0.001)
+                client.check_health()
+    await client.stop()
