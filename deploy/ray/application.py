@@ -114,7 +114,8 @@ def bind(
     return serve.deployment(
         name="Ingress",
         max_ongoing_requests=_MOST_HTTP_CALLS,
-        ray_actor_options=actor_options(placement.ingress),
+        ray_actor_options=actor_options(placement.ingress)
+        | {"resources": node_claim(configuration.server.ingress_node_resource)},
         num_replicas=configuration.server.ingress_replicas,
         **_supervision(configuration),
     )(IngressReplica).bind(values, access, *others)

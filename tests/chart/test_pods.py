@@ -55,9 +55,15 @@ def test_the_head_offers_no_cores_to_replicas(rendered: Rendered) -> None:
     assert rendered.cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
 
 
-def test_every_group_has_a_ray_label_with_its_role(rendered: Rendered) -> None:
+def test_every_group_has_the_ray_resource_that_replicas_of_its_role_ask_for(rendered: Rendered) -> None:
+    (application,) = rendered.serve_config["applications"]
+    settings = application["args"]
+    asked = {"target": settings["target"]["node_resource"], "ingress": settings["server"]["ingress_node_resource"]}
+    groups = {group["groupName"] for group in rendered.cluster["workerGroupSpecs"]}
+    assert settings["draft"]["node_resource"] == f"pilotfish-{'draft' if 'draft' in groups else 'ingress'}"
     for group in rendered.cluster["workerGroupSpecs"]:
-        assert group["labels"] == {"pilotfish-role": group["groupName"]}
+        resource = asked.get(group["groupName"], settings["draft"]["node_resource"])
+        assert group["resources"] == {resource: "1"}
         assert group["template"]["metadata"]["labels"]["app.kubernetes.io/component"] == group["groupName"]
 
 

@@ -47,8 +47,19 @@ def test_the_settings_are_those_of_the_values() -> None:
     (smoke,) = checked(render_ci("cpu-smoke").serve_config)
     assert smoke.target.path == "smollm2-135m-instruct" and smoke.target.kv.pool_bytes == 64 << 20
     (large,) = checked(render_ci("two-by-eight").serve_config)
-    assert (large.target.tensor_parallel, large.draft.replicas) == (4, 2)
+    assert (large.target.tensor_parallel, large.target.autoscaling.sequences_per_replica) == (4, 64)
     assert large.server.drain_timeout_seconds == 120.0
+
+
+def test_each_pod_has_one_replica_of_its_role_by_default() -> None:
+    (large,) = checked(render_ci("two-by-eight").serve_config)
+    assert (large.target.replicas, large.target.autoscaling.max_replicas) == (1, 3)
+    assert (large.draft.replicas, large.server.ingress_replicas) == (2, 2)
+    groups = {"target": {"replicas": 2}, "ingress": {"replicas": 3}}
+    (fixed,) = checked(render({"workers": groups}).serve_config)
+    assert (fixed.target.replicas, fixed.target.autoscaling.max_replicas, fixed.server.ingress_replicas) == (2, 0, 3)
+    (chosen,) = checked(render({"workers": groups, "settings": {"target": {"replicas": 4}}}).serve_config)
+    assert chosen.target.replicas == 4
 
 
 def test_large_numbers_keep_their_value() -> None:

@@ -35,6 +35,8 @@ class ServerSection(Section):
     """Port of the gRPC API; 0 takes a free one."""
     ingress_replicas: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of ingress processes. Each serves both APIs, and those on one node share the ports."""
+    ingress_node_resource: str | None = None
+    """Custom Ray resource of the nodes that ingress processes run on; unset: any node with enough cores."""
     start_timeout_seconds: Seconds = 600.0
     """Longest time from start to readiness, in seconds; then `serve` gives up."""
     drain_timeout_seconds: Seconds = 30.0

@@ -65,10 +65,42 @@ matchExpressions:
 {{- .Values.secrets.cluster.existingSecret | default (printf "%s-cluster" (include "pilotfish.fullname" .)) -}}
 {{- end -}}
 
-{{/* The settings in force of the section `server`, as far as the chart needs them. */}}
+{{/* Most pods of a group: call with (list . GROUP). */}}
+{{- define "pilotfish.mostPods" -}}
+{{- $group := index . 1 -}}
+{{- ternary $group.maxReplicas $group.replicas (and (index . 0).Values.autoscaling.enabled (not (kindIs "invalid" $group.maxReplicas))) -}}
+{{- end -}}
+
+{{/* Fewest pods of a group: call with (list . GROUP). */}}
+{{- define "pilotfish.leastPods" -}}
+{{- $group := index . 1 -}}
+{{- ternary $group.minReplicas $group.replicas (and (index . 0).Values.autoscaling.enabled (not (kindIs "invalid" $group.minReplicas))) -}}
+{{- end -}}
+
+{{/* Pilotfish's settings: by default, each pod of a role has one replica of the role, and no replica runs elsewhere. */}}
+{{- define "pilotfish.settings" -}}
+{{- $workers := .Values.workers -}}
+{{- $least := include "pilotfish.leastPods" (list . $workers.target) | int -}}
+{{- $most := include "pilotfish.mostPods" (list . $workers.target) | int -}}
+{{- $target := dict "node_resource" "pilotfish-target" "replicas" (max 1 $least) -}}
+{{- if gt $most $least -}}
+{{- $_ := set $target "autoscaling" (dict "max_replicas" $most) -}}
+{{- end -}}
+{{- $drafters := include "pilotfish.leastPods" (list . $workers.draft) | int -}}
+{{- $draft := dict "node_resource" "pilotfish-ingress" -}}
+{{- if $drafters -}}
+{{- $draft = dict "node_resource" "pilotfish-draft" "replicas" $drafters -}}
+{{- end -}}
+{{- $server := dict "grpc_host" "0.0.0.0" "grpc_port" 9000 "drain_timeout_seconds" 30 -}}
+{{- $_ := set $server "ingress_node_resource" "pilotfish-ingress" -}}
+{{- $_ := set $server "ingress_replicas" (max 1 (include "pilotfish.leastPods" (list . $workers.ingress) | int)) -}}
+{{- $chart := dict "config" .Values.preset "target" $target "draft" $draft "server" $server -}}
+{{- mergeOverwrite $chart (deepCopy .Values.settings) | toYaml -}}
+{{- end -}}
+
+{{/* The settings in force of the section `server`. */}}
 {{- define "pilotfish.server" -}}
-{{- $chart := dict "grpc_host" "0.0.0.0" "grpc_port" 9000 "drain_timeout_seconds" 30 -}}
-{{- mergeOverwrite $chart (deepCopy (.Values.settings.server | default dict)) | toYaml -}}
+{{- (include "pilotfish.settings" . | fromYaml).server | toYaml -}}
 {{- end -}}
 
 {{- define "pilotfish.grpcPort" -}}
@@ -91,11 +123,9 @@ matchExpressions:
 
 {{/* What Serve deploys: the whole configuration file of `serve deploy`. */}}
 {{- define "pilotfish.serveConfig" -}}
-{{- $settings := mergeOverwrite (dict "config" .Values.preset) (deepCopy .Values.settings) -}}
-{{- $_ := set $settings "server" (include "pilotfish.server" . | fromYaml) -}}
 {{- $application := dict "name" .Values.serve.application "route_prefix" .Values.serve.routePrefix -}}
 {{- $_ := set $application "import_path" "deploy.ray.application:build_app" -}}
-{{- $_ := set $application "args" $settings -}}
+{{- $_ := set $application "args" (include "pilotfish.settings" . | fromYaml) -}}
 {{- with .Values.serve.deployments -}}
 {{- $_ := set $application "deployments" . -}}
 {{- end -}}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
+from secrets import token_hex
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,7 +20,10 @@ class SeveralNodes:
     """Nodes with logical GPUs, by name. A context manager that stops everything on exit."""
 
     def __init__(self, nodes: Mapping[str, Mapping[str, Any]]) -> None:
-        self._process = JsonProcess("tests.support.clusters.several_nodes_main", json.dumps(nodes))
+        ray_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(32)}
+        self._process = JsonProcess(
+            "tests.support.clusters.several_nodes_main", json.dumps(nodes), environment=ray_token
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -31,6 +36,11 @@ class SeveralNodes:
     def deploy(self, configuration: Configuration) -> None:
         """Deploy the application and return when all replicas are healthy."""
         self._call("deploy", configuration.model_dump(mode="json"))
+
+    def deploy_file(self, file: Path) -> dict[str, str]:
+        """Deploy a configuration file of Serve. Return the status of each application when none is deploying."""
+        statuses: dict[str, str] = self._call("deploy_file", str(file))
+        return statuses
 
     def free_gpus(self) -> float:
         """Number of GPUs that nobody claims."""

@@ -6,11 +6,16 @@ import json
 import logging
 import os
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import ray
+import yaml
 from ray import serve
 from ray.cluster_utils import Cluster
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 
 from cluster.core.config.sections import Configuration
 from cluster.wire.peer_access import PeerAccess
@@ -21,6 +26,7 @@ from deploy.settings import set_ray_environment
 from workers.serve.configuration import load_configuration
 
 OBJECT_STORE_BYTES = 80 * 2**20
+_POLL_SECONDS = 0.25
 
 
 class RunningNodes:
@@ -59,6 +65,18 @@ class RunningNodes:
         access = PeerAccess(draw_token())
         serve.run(bind(configuration, placement, worker_host=None, access=access), name=server.application)
 
+    def deploy_file(self, file: str) -> dict[str, str]:
+        """Deploy a configuration file of Serve, as KubeRay has it done. Return the status of each application."""
+        config = ServeDeploySchema.model_validate(yaml.safe_load(Path(file).read_text("utf-8")))
+        serve.start(http_options=config.http_options.model_dump() | {"location": "EveryNode"})
+        _get_global_client().deploy_apps(config)
+        while True:
+            applications = serve.status().applications
+            statuses = {name: one.status.value for name, one in applications.items()}
+            if statuses and "DEPLOYING" not in statuses.values() and "NOT_STARTED" not in statuses.values():
+                return {name: f"{statuses[name]} {one.message}".strip() for name, one in applications.items()}
+            time.sleep(_POLL_SECONDS)
+
     def remove(self, name: str) -> None:
         """Kill all processes of a node."""
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
@@ -78,6 +96,7 @@ def main() -> None:
         "raylets": nodes.raylets,
         "free_gpus": nodes.free_gpus,
         "deploy": lambda values: nodes.deploy(load_configuration(values)),
+        "deploy_file": nodes.deploy_file,
         "remove": nodes.remove,
     }
     try:
