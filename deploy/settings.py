@@ -5,7 +5,8 @@ This is the only module that reads the environment:
 - `PILOTFISH_CONFIG`: the preset or file if none is named (default: the preset `cpu`);
 - `PILOTFISH_CACHE_DIR`: the directory for converted weights (default: `~/.cache/pilotfish`);
 - `PILOTFISH_RAY_ADDRESS`: a running Ray cluster to join (default: start one on this machine);
-- `PILOTFISH_CLUSTER_TOKEN`: the cluster token (default: from `cluster.token_file`, or drawn at the start).
+- `PILOTFISH_CLUSTER_TOKEN`: the cluster token (default: from `cluster.token_file`, else derived from Ray's token);
+- `RAY_AUTH_TOKEN`, `RAY_AUTH_TOKEN_PATH`: Ray's token, or a file with it (default: the cluster token is drawn).
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _settle(config: str | None, overrides: Mapping[str, Any], environment: Mappi
         configuration=configuration,
         cache_directory=cache_directory(environment),
         ray_address=environment.get("PILOTFISH_RAY_ADDRESS") or None,
-        token=find_token(environment.get("PILOTFISH_CLUSTER_TOKEN"), configuration.cluster.token_file),
+        token=find_token(environment, configuration.cluster.token_file),
     )
 
 

@@ -9,6 +9,7 @@
     ├── NotReady                  the server starts, drains or has no target
     ├── DeadlineExceeded          the deadline passed before the answer was complete
     ├── Aborted                   the client disconnected or aborted the request
+    ├── ModelChanged              the stream began with a model or settings that are no longer served
     ├── WorkerUnavailable         a worker cannot be reached
     │   ├── DrafterUnavailable    rows are verified without drafts
     │   └── TargetUnavailable     sequences wait and are sent again later
@@ -116,6 +117,10 @@ class DeadlineExceeded(PilotfishError):
 
 class Aborted(PilotfishError):
     """The client disconnected or aborted the request."""
+
+
+class ModelChanged(PilotfishError):
+    """The stream began with a model or settings that are no longer served, so nobody can continue it."""
 
 
 class WorkerUnavailable(PilotfishError):

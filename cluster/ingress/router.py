@@ -14,7 +14,7 @@ from cluster.ingress.coordinators.attempts import Attempts
 from cluster.ingress.coordinators.metrics_text import merged
 from cluster.ingress.coordinators.pool import CoordinatorPool, RunningStream
 from cluster.ingress.coordinators.progress import StreamProgress
-from cluster.ingress.routing import CoordinatorView, PrefixMemory, choose, prefix_hashes
+from cluster.ingress.routing import CoordinatorView, PrefixMemory, choose, continuing, prefix_hashes
 from pilotfish.v1 import generation_pb2
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,8 @@ Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
 class Router:
     """A client of the public service over several coordinators, with the methods of a client of one.
 
-    `members` returns the coordinators that accept requests now; it is called for every request and must be quick.
+    `members` returns the coordinators of the cluster, also those that drain; it is called for every request and must be
+    quick.
     `connect` returns a client of the coordinator at an address, for example a `GenerationClient`; the router closes
     it. A stream that has begun waits for a coordinator until its deadline; a request that no coordinator has accepted
     waits `patience_seconds`.
@@ -46,14 +47,14 @@ class Router:
         """Yield the responses of one request as one stream, also when coordinators are lost on the way.
 
         Closing the iterator cancels the call. Raises what the coordinator raises; `DeadlineExceeded`, `NotReady` and
-        `Overloaded` if no coordinator accepts the request in time.
+        `Overloaded` if no coordinator accepts the request in time; `ModelChanged` if none can continue the stream.
         """
         progress, hashes = StreamProgress(request), prefix_hashes(request)
         attempts = Attempts(self._patience_seconds)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
         while True:
-            views, left = self._pool.members(), deadline - loop.time()
+            views, left = continuing(self._pool.members(), progress.coordinator), deadline - loop.time()
             in_flight, earlier = self._pool.in_flight, request.coordinator
             view = choose(hashes, views, in_flight, self._memory, attempts.failed, earlier) if left > 0 else None
             if view is None:
@@ -167,7 +168,7 @@ async def _attempt(
                 raise
             pool.note_response(stream)
             if response.HasField("started"):
-                response.started.coordinator = stream.coordinator.id
+                response.started.coordinator = response.started.coordinator or stream.coordinator.id
             passed = progress.receive(response)
             if passed is not None and progress.is_held_back:
                 held.append(passed)

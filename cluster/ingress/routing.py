@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from cluster.core.errors import ModelChanged
 from pilotfish.v1 import generation_pb2
 
 BLOCK_BYTES = 128
@@ -32,7 +33,8 @@ class CoordinatorView:
     """A coordinator that accepts requests, as the directory describes it."""
 
     id: str
-    """Distinct for each start of a coordinator, because a new one has stored nothing."""
+    """Distinct for each start of a coordinator, because a new one has stored nothing. What stands before the last
+    colon is the version of its answers: a stream goes on at coordinators of its version only."""
     address: str
     """`host:port` of its gRPC services."""
     waiting: int = 0
@@ -41,6 +43,8 @@ class CoordinatorView:
     """Sequences that it computes."""
     kv_usage: float = 0.0
     """Share of its KV blocks in use, 0 to 1."""
+    is_draining: bool = False
+    """Whether it finishes its requests and takes no more."""
 
 
 def prefix_hashes(request: generation_pb2.GenerateRequest) -> tuple[bytes, ...]:
@@ -91,6 +95,19 @@ class PrefixMemory:
             self._seen.popitem(last=False)
 
 
+def continuing(coordinators: Sequence[CoordinatorView], earlier: str) -> Sequence[CoordinatorView]:
+    """Return the coordinators that can continue a stream of the coordinator with the id `earlier`.
+
+    That are all if it is empty, or has no version. A coordinator without a version continues every stream. Raises
+    `ModelChanged` if there are coordinators of other versions only.
+    """
+    version = _version(earlier)
+    found = [view for view in coordinators if not version or _version(view.id) in ("", version)]
+    if coordinators and not found:
+        raise ModelChanged("the answer cannot be continued: another model or other settings are served by now")
+    return found
+
+
 def choose(
     hashes: Sequence[bytes],
     coordinators: Sequence[CoordinatorView],
@@ -99,7 +116,7 @@ def choose(
     excluded: Collection[str] = (),
     preferred: str = "",
 ) -> CoordinatorView | None:
-    """Return the coordinator with the least work to do before the first token; `None` if all are excluded.
+    """Return the coordinator with the least work to do before the first token; `None` if all are excluded or drain.
 
     A resumed request goes to the `preferred` one, which may still hold its tokens, if that is there.
     `in_flight` is the load of this ingress's own requests by coordinator, in blocks. Among equals, every ingress
@@ -116,7 +133,13 @@ def choose(
         tie = blake2b(view.id.encode(), digest_size=8, key=first).digest()
         return view.id != preferred, missing + load, tie
 
-    return min((view for view in coordinators if view.id not in excluded), key=cost, default=None)
+    accepting = (view for view in coordinators if view.id not in excluded and not view.is_draining)
+    return min(accepting, key=cost, default=None)
+
+
+def _version(coordinator: str) -> str:
+    """Return the version in the id of a coordinator; empty if there is none."""
+    return coordinator.rpartition(":")[0]
 
 
 def _content(request: generation_pb2.GenerateRequest) -> tuple[bytes, bytes]:

@@ -14,6 +14,7 @@ from cluster.core.errors import (
     DrafterUnavailable,
     InvalidRequest,
     KvPoolExhausted,
+    ModelChanged,
     ModelLoadError,
     NotReady,
     Overloaded,
@@ -45,6 +46,7 @@ _CODES: tuple[tuple[type[PilotfishError], grpc.StatusCode], ...] = (
     (WorkerUnavailable, grpc.StatusCode.UNAVAILABLE),
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
     (Aborted, grpc.StatusCode.CANCELLED),
+    (ModelChanged, grpc.StatusCode.ABORTED),
     (ConfigurationError, grpc.StatusCode.FAILED_PRECONDITION),
     (ModelLoadError, grpc.StatusCode.FAILED_PRECONDITION),
 )

@@ -112,7 +112,7 @@ async def answer_prompt(
 
 async def _stream(address: str, configuration: Configuration, prompt: Prompt, write: Write, notice: Write) -> None:
     # A stream that breaks off continues at whichever server listens at the address by then.
-    server = CoordinatorView(address, address)
+    server = CoordinatorView("server", address)
     client = Router(lambda: (server,), lambda _: GenerationClient(fixed_address(address)), patience_seconds=0.0)
     begun = time.perf_counter()
     seed = 0

@@ -1,14 +1,17 @@
-"""Where the cluster token comes from: the environment, a file, or chance."""
+"""Where the cluster token comes from: the environment, a file, the token of Ray, or chance."""
 
 from __future__ import annotations
 
+import hmac
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.core.errors import ConfigurationError
 from cluster.wire.peer_access import LONGEST_TOKEN, ClusterToken
 
 _RANDOM_BYTES = 32
+_PURPOSE = b"pilotfish cluster token"
 
 
 def draw_token() -> ClusterToken:
@@ -16,23 +19,30 @@ def draw_token() -> ClusterToken:
     return ClusterToken(secrets.token_hex(_RANDOM_BYTES))
 
 
-def find_token(given: str | None, file: str | None) -> ClusterToken:
-    """The token that is `given` or in `file`, without surrounding white space. A new one if there is neither.
+def find_token(environment: Mapping[str, str], file: str | None) -> ClusterToken:
+    """The token in `PILOTFISH_CLUSTER_TOKEN` or in `file`, without surrounding white space.
 
-    Raises `ConfigurationError` for an unreadable file or a token that is too short or too long.
+    Without either, it is derived from the token of Ray in the environment, so that an application which is deployed
+    again has the token of the processes that still run. Where Ray has none, it is drawn. Raises `ConfigurationError`
+    for an unreadable file or a token that is too short or too long.
     """
+    given = environment.get("PILOTFISH_CLUSTER_TOKEN")
     if given:
         return ClusterToken(given.strip())
-    return draw_token() if file is None else ClusterToken(_read(file))
+    if file is not None:
+        return ClusterToken(_read("cluster.token_file", file))
+    ray_token, ray_file = environment.get("RAY_AUTH_TOKEN"), environment.get("RAY_AUTH_TOKEN_PATH")
+    shared = (ray_token or (_read("RAY_AUTH_TOKEN_PATH", ray_file) if ray_file else "")).strip()
+    if not shared:
+        return draw_token()
+    return ClusterToken(hmac.new(shared.encode(), _PURPOSE, "sha256").hexdigest())
 
 
-def _read(file: str) -> str:
+def _read(source: str, file: str) -> str:
     try:
         with Path(file).expanduser().open("rb") as stream:
             return stream.read(2 * LONGEST_TOKEN).decode("ascii").strip()
     except UnicodeDecodeError:
-        raise ConfigurationError(f"cluster.token_file: needed ASCII characters in {file}") from None
+        raise ConfigurationError(f"{source}: needed ASCII characters in {file}") from None
     except OSError as error:
-        raise ConfigurationError(
-            f"cluster.token_file: needed a readable file, found {file}: {error.strerror}"
-        ) from None
+        raise ConfigurationError(f"{source}: needed a readable file, found {file}: {error.strerror}") from None

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from cluster.core.config.answer_version import answer_version
 from cluster.core.membership import Member, MemberRole, View
 from cluster.core.ports import DraftMethod
 from cluster.ingress.http import create_app
@@ -70,7 +71,8 @@ class TargetReplica:
         self._drafters = DrafterFollower(
             self._server, version, lambda address: GrpcDrafter(fixed_address(address), access, lease_seconds)
         )
-        self._member = Member(MemberRole.TARGET, _member_id(context), "", version)
+        member_id = f"{answer_version(load_configuration(values).target)}:{_member_id(context)}"
+        self._member = Member(MemberRole.TARGET, member_id, "", version)
         self._was_ready = False
         self._directory = DirectoryClient(
             context.app_name, self._describe, self._drafters.follow, self._drain, self._is_complete
@@ -214,11 +216,10 @@ class IngressReplica:
         await self._client.close()
 
     def _coordinators(self) -> tuple[CoordinatorView, ...]:
-        """The coordinators that accept requests."""
-        members = (member for member in self._directory.view.of(MemberRole.TARGET) if not member.is_draining)
+        """The coordinators, also those that drain."""
         return tuple(
-            CoordinatorView(one.id, one.address, one.load.waiting, one.load.running, one.load.kv_usage)
-            for one in members
+            CoordinatorView(one.id, one.address, one.load.waiting, one.load.running, one.load.kv_usage, one.is_draining)
+            for one in self._directory.view.of(MemberRole.TARGET)
         )
 
 

@@ -28,6 +28,7 @@ SECTIONS = {
     "ranks": "tensor parallelism: transformers' sharded layers against plain local shards",
     "serving": "the whole cluster, with and without drafts",
     "serving-pairs": "two clusters with default settings, plain and with a draft model, in turn (--pairs 10)",
+    "recovery": "the pause of a stream when a process of the cluster is killed, by role, under Ray Serve",
     "speculation": "a draft model with a core of its own against plain decoding, on Spec-Bench's six tasks",
     "overlap": "drafts that run ahead against serial ones; the same with synthetic acceptance, beside theory",
     "calibration": "what the capacity simulation predicts beside the real cluster, at several loads",

@@ -82,10 +82,11 @@ class GrpcDoor:
 class HttpDoor:
     """Over HTTP, as server-sent events. A request that continues names the last event."""
 
-    def __init__(self, client: httpx.AsyncClient, url: Callable[[], str]) -> None:
-        """`url` returns the URL of a server, or an empty text while none serves."""
+    def __init__(self, client: httpx.AsyncClient, url: Callable[[], str], model: str = MODEL) -> None:
+        """`url` returns the URL of a server, or an empty text while none serves. `model` is the name that it serves."""
         self._client = client
         self._url = url
+        self._model = model
 
     async def read(self, name: str, request: SoakRequest, received: Received, seconds: float) -> None:
         """See `Door`."""
@@ -97,7 +98,7 @@ class HttpDoor:
             headers["last-event-id"] = received.last_event_id
         try:
             async with self._client.stream(
-                "POST", f"{url}/v1/completions", json=_body(request), headers=headers, timeout=seconds
+                "POST", f"{url}/v1/completions", json=_body(request, self._model), headers=headers, timeout=seconds
             ) as response:
                 if response.status_code != httpx.codes.OK:
                     text = (await response.aread()).decode()
@@ -129,8 +130,8 @@ async def _read_events(response: httpx.Response, received: Received) -> None:
     raise Lost("the stream ended before the answer was complete")
 
 
-def _body(request: SoakRequest) -> dict[str, Any]:
-    body: dict[str, Any] = {"model": MODEL, "prompt": list(request.prompt), "max_tokens": request.max_tokens}
+def _body(request: SoakRequest, model: str) -> dict[str, Any]:
+    body: dict[str, Any] = {"model": model, "prompt": list(request.prompt), "max_tokens": request.max_tokens}
     body |= {"temperature": request.temperature, "top_p": request.top_p, "seed": request.seed, "n": request.n}
     body |= {"stream": True, "ignore_eos": True, "return_token_ids": True}
     return body | ({"cache_salt": request.cache_salt} if request.cache_salt else {})

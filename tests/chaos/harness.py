@@ -112,7 +112,11 @@ class Workload:
 
 def prepare(options: ChaosOptions, scratch: Path) -> Workload:
     """Make the model and compute all answers."""
-    model = make_model(scratch / "model")
+    return workload_of(make_model(scratch / "model"), options)
+
+
+def workload_of(model: Path, options: ChaosOptions) -> Workload:
+    """Draw requests for a model with a context of `MAX_TOKENS`, and compute its answers."""
     tokenizer = Tokenizer.load(model)
     phrases = [tokenizer.encode(text) for text in PLAIN]
     requests = RequestCatalogue(phrases, options.kinds, options.distinct, options.seed).requests

@@ -62,8 +62,8 @@ class ChaosReport:
                 *self.shown,
                 f"seed {self.seed}, {self.seconds:.0f} s: {self.kills} processes killed or frozen",
                 *roles,
-                f"processes replaced: {_counts(self.replaced)}; a replacement takes {_times(self.replacement_seconds)}",
-                f"messages: {_counts(self.messages)}",
+                *self._replacements(),
+                f"messages: {_counts(self.messages) or 'undisturbed'}",
                 f"streams: {self.streams} complete, {self.left} left by their client, {self.resumed} times resumed; "
                 f"{self.tokens} tokens, {self.preemptions} preemptions",
                 f"streams with other tokens: {self.differences} (by rounding alone: {self.near})",
@@ -73,6 +73,13 @@ class ChaosReport:
                 "passed" if self.is_clean else "FAILED",
             ]
         )
+
+    def _replacements(self) -> list[str]:
+        """A line on the replaced processes, if they were counted."""
+        if not self.replaced:
+            return []
+        times = _times(self.replacement_seconds)
+        return [f"processes replaced: {_counts(self.replaced)}; a replacement takes {times}"]
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:

@@ -89,7 +89,14 @@ class ServeVictims:
 async def run_serve_chaos(options: ChaosOptions, scratch: Path) -> ChaosReport:
     """Run streams through a cluster under Ray Serve whose processes are killed and stopped."""
     work = prepare(options, scratch)
-    settings: dict[str, object] = {"server.http_port": 0, "target.tensor_parallel": 2, "draft.replicas": 1}
+    settings: dict[str, object] = {
+        "server.http_port": 0,
+        "server.ingress_replicas": options.ingresses,
+        "target.replicas": len(options.ranks),
+        "target.tensor_parallel": max(options.ranks),  # the replicas of a deployment are equal
+        "target.threads": 1,
+        "draft.replicas": options.drafters,
+    }
     configuration = configure(work.model, settings | options.settings)
     begun = time.monotonic()
     http = httpx.AsyncClient(limits=httpx.Limits(max_connections=None))

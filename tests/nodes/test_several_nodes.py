@@ -19,6 +19,9 @@ from cluster.wire.address import http_url, join_host_port
 from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
+from tests.chaos.doors import GrpcDoor, HttpDoor
+from tests.chaos.harness import ChaosOptions, workload_of
+from tests.chaos.streams import Streams
 from tests.support.clusters.live_cluster import RequestCase, Server, answer_all, tokens_grpc, tokens_http
 from tests.support.clusters.several_nodes import SeveralNodes
 from tests.support.models import tiny, tiny_tokenizer
@@ -89,6 +92,7 @@ def configuration(model: Path, draft_model: Path) -> Configuration:
         draft__model__device="cpu",
         draft__model__kv__pool_bytes=8 << 20,
         server__ingress_replicas=2,
+        server__drain_timeout_seconds=0.5,
         server__grpc_port=free_port(LOOPBACK),
         server__http_port=free_port(LOOPBACK),
     )
@@ -155,6 +159,34 @@ async def test_requests_are_spread_over_both_targets_and_answers_are_those_of_on
     generated = generated_by(server)
     assert len(generated) == 2
     assert all(generated.values())
+
+
+def pids(nodes: SeveralNodes, title: str) -> set[int]:
+    return {process.pid for found in nodes.processes(title).values() for process in found}
+
+
+async def test_streams_outlive_a_rolling_update_that_replaces_every_process(
+    nodes: SeveralNodes, server: Server, configuration: Configuration, model: Path
+) -> None:
+    work = workload_of(model, ChaosOptions(distinct=12, seed=7))
+    client, http = GenerationClient(fixed_address(server.grpc_address)), httpx.AsyncClient()
+    doors = [[GrpcDoor(client)], [HttpDoor(http, lambda: server.http_url, "tiny")]]
+    streams = Streams(doors, work.requests, work.reference, at_once=8, seed=7)
+    before = pids(nodes, REPLICA) | pids(nodes, "ray::FirstRank") | pids(nodes, "ray::WorkerRank")
+    running = asyncio.create_task(streams.run())
+    draft = configuration.draft.model_copy(update={"max_nodes": 4})
+    await asyncio.to_thread(nodes.deploy, configuration.model_copy(update={"draft": draft}))
+    await asyncio.sleep(1.0)
+    streams.end()
+    await running
+    await client.close()
+    await http.aclose()
+    results = streams.results
+    assert not results.errors, results.shown
+    assert not results.differences, results.shown
+    assert results.complete > 20
+    assert not before & pids(nodes, REPLICA)
+    assert not before & (pids(nodes, "ray::FirstRank") | pids(nodes, "ray::WorkerRank"))
 
 
 async def test_streams_of_a_lost_node_go_on_at_the_other_target(

@@ -74,6 +74,11 @@ class StreamProgress:
         return self._request.request_id
 
     @property
+    def coordinator(self) -> str:
+        """The id of the coordinator that began the stream; empty before, and where nothing was sent."""
+        return "" if self.is_held_back else self._request.coordinator
+
+    @property
     def has_started(self) -> bool:
         """Whether the caller has the first event."""
         return self._started is not None
@@ -113,6 +118,7 @@ class StreamProgress:
             if self._started is not None:
                 return None
             self._started = response
+            self._request.coordinator = response.started.coordinator
         elif event == "delta":
             self._answer(response.index).add(response.delta)
         elif event == "finished":

@@ -10,6 +10,7 @@ from cluster.core.errors import (
     Aborted,
     DeadlineExceeded,
     InvalidRequest,
+    ModelChanged,
     NotReady,
     Overloaded,
     PilotfishError,
@@ -33,6 +34,7 @@ _TABLE: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (WorkerUnavailable, 503, _SERVER, "service_unavailable"),
     (DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
     (Aborted, 499, _INVALID, "aborted"),
+    (ModelChanged, 409, _SERVER, "model_changed"),
 )
 
 

@@ -266,7 +266,8 @@ class GenerateRequest(_message.Message):
     """Text. It is tokenized without special tokens."""
     coordinator: _builtins.str
     """The coordinator of the earlier call, as its GenerationStarted named it. An ingress prefers it for a resumed request,
-    because it may still hold the tokens. Bound: 256 bytes.
+    because it may still hold the tokens. If only other models or settings are served by now, the call ends with ABORTED.
+    Bound: 256 bytes.
     """
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds:

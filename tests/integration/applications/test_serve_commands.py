@@ -1,12 +1,16 @@
 """`serve build`, `serve deploy` and `serve run` start applications that share one Ray cluster and its HTTP port.
 
+An application that is deployed again replaces its replicas while its clients stream.
+
 The models are tiny and random, and different for each application, so an answer shows which application gave it. The
 second model has a hub id that only processes of the Ray cluster can resolve.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +23,12 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from cluster.core.request import SamplingParameters
+from cluster.wire.generation_client import GenerationClient
+from deploy.coordinator_server import fixed_address
+from tests.chaos.doors import GrpcDoor, HttpDoor
+from tests.chaos.harness import ChaosOptions, workload_of
+from tests.chaos.streams import Streams
+from tests.soak.requests import MAX_TOKENS
 from tests.support.clusters.live_cluster import RequestCase, Server, answer_grpc, answer_http
 from tests.support.clusters.ray_head import LOOPBACK, RayHead, ray_head
 from tests.support.models import tiny, tiny_tokenizer
@@ -37,7 +47,11 @@ CASES = [
 
 
 def save(directory: Path, layers: int) -> Path:
-    tiny.save(directory, tiny.llama(vocab_size=320, num_hidden_layers=layers), sharpness=1.0 + layers)
+    tiny.save(
+        directory,
+        tiny.llama(vocab_size=320, num_hidden_layers=layers, max_position_embeddings=MAX_TOKENS),
+        sharpness=1.0 + layers,
+    )
     return tiny_tokenizer.byte_level(directory)
 
 
@@ -46,7 +60,7 @@ def settings(model: Path, grpc_port: int) -> dict[str, Any]:
     return {
         "target": {"path": str(model), "device": "cpu", "compile": "off", "threads": 1, "kv": kv},
         "draft": {"method": "suffix", "placement": "target", "controller": "off"},
-        "server": {"grpc_port": grpc_port},
+        "server": {"grpc_port": grpc_port, "drain_timeout_seconds": 0.1},
     }
 
 
@@ -110,11 +124,10 @@ async def check(server: Server, model: Path) -> None:
             assert answer.tokens == expected
 
 
-async def test_a_built_file_is_deployed_and_a_second_application_runs_beside_it(
-    head: RayHead, first: Path, second: Path, ports: list[int], tmp_path: Path
-) -> None:
-    http, grpc, other_grpc = ports
-    file = tmp_path / "serve.yaml"
+@pytest.fixture(scope="module")
+def deployed(head: RayHead, ports: list[int], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The content of a built file, which is deployed."""
+    file = tmp_path_factory.mktemp("built") / "serve.yaml"
     built = head.run("serve", "build", "deploy.ray.application:app", "-o", str(file))
     assert built.returncode == 0, built.stderr
 
@@ -122,13 +135,62 @@ async def test_a_built_file_is_deployed_and_a_second_application_runs_beside_it(
     (application,) = written["applications"]
     assert application["import_path"] == "deploy.ray.application:app"
     assert {entry["name"] for entry in application["deployments"]} == {"Target", "Ingress"}
-    written["http_options"] = {"host": LOOPBACK, "port": http}
+    written["http_options"] = {"host": LOOPBACK, "port": ports[0]}
     application["name"] = "first"
-    file.write_text(yaml.safe_dump(written))
-    deployed = head.run("serve", "deploy", str(file))
-    assert deployed.returncode == 0, deployed.stderr
+    deploy(head, written, file)
+    wait_until_ready(head, f"http://{LOOPBACK}:{ports[0]}")
+    return written
+
+
+def deploy(head: RayHead, content: dict[str, Any], file: Path) -> None:
+    file.write_text(yaml.safe_dump(content))
+    done = head.run("serve", "deploy", str(file))
+    assert done.returncode == 0, done.stderr
+
+
+async def coordinators(url: str) -> set[str]:
+    """The ids of the coordinators that answer, as the metrics name them."""
+    async with httpx.AsyncClient() as client:
+        try:
+            text = (await client.get(f"{url}/metrics", timeout=10.0)).text
+        except httpx.TransportError:
+            return set()
+    return set(re.findall(r'replica="([^"]+)"', text))
+
+
+async def test_streams_outlive_an_application_that_is_deployed_again(
+    head: RayHead, first: Path, deployed: dict[str, Any], ports: list[int], tmp_path: Path
+) -> None:
+    url, work = f"http://{LOOPBACK}:{ports[0]}", workload_of(first, ChaosOptions(distinct=12, seed=5))
+    client, http = GenerationClient(fixed_address(f"{LOOPBACK}:{ports[1]}")), httpx.AsyncClient()
+    doors = [[GrpcDoor(client)], [HttpDoor(http, lambda: url, "first")]]
+    streams = Streams(doors, work.requests, work.reference, at_once=6, seed=5)
+    before = await coordinators(url)
+    assert len(before) == 1
+    application = deployed["applications"][0] | {"import_path": "deploy.ray.application:build_app"}
+    application["args"] = settings(first, ports[1]) | {"draft": {"method": "none"}}
+    running = asyncio.create_task(streams.run())
+    await asyncio.to_thread(deploy, head, deployed | {"applications": [application]}, tmp_path / "serve.yaml")
+    async with asyncio.timeout(READY_SECONDS):
+        while not (after := await coordinators(url)) or after & before:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.5)
+    await asyncio.sleep(1.0)
+    streams.end()
+    await running
+    results = streams.results
+    await client.close()
+    await http.aclose()
+    assert not results.errors, results.shown
+    assert not results.differences, results.shown
+    assert results.complete > 20
+    assert results.resumed, "no stream was cut"
+
+
+async def test_a_second_application_runs_beside_the_deployed_one(
+    head: RayHead, first: Path, second: Path, deployed: dict[str, Any], ports: list[int], tmp_path: Path
+) -> None:
+    http, grpc, other_grpc = ports
     url = f"http://{LOOPBACK}:{http}"
-    wait_until_ready(head, url)
     await check(Server(f"{LOOPBACK}:{grpc}", url, "first"), first)
 
     arguments = ["target.path=tests/second", f"server.grpc_port={other_grpc}"]

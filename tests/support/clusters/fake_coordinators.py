@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +154,15 @@ class FakeReplicas:
     """Ids of requests that were sent again."""
     hidden: set[str] = field(default_factory=set)
     """Names of the replicas that the view leaves out."""
+    draining: set[str] = field(default_factory=set)
+    """Names of the replicas that the view calls draining."""
 
     def members(self) -> list[CoordinatorView]:
-        return [one.view for one in self.replicas if one.name not in self.hidden]
+        return [
+            replace(one.view, is_draining=one.name in self.draining)
+            for one in self.replicas
+            if one.name not in self.hidden
+        ]
 
     def router(self, patience_seconds: float = 30.0) -> Router:
         return Router(self.members, lambda address: CountingClient(address, self.resumed), patience_seconds)

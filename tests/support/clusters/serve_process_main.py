@@ -26,7 +26,7 @@ class Commands:
         """Run one command and return the configuration that runs afterwards. Raises the cluster's errors."""
         if command == "start":
             configuration = load_configuration(json.loads(argument or "{}"))
-            token = find_token(None, configuration.cluster.token_file)
+            token = find_token({}, configuration.cluster.token_file)
             settings = Settings(configuration, self._cache_directory, token=token)
             self._cluster = ServeCluster(settings, lambda _: None)
             self._cluster.start()

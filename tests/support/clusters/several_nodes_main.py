@@ -34,6 +34,7 @@ class RunningNodes:
 
     def __init__(self, nodes: dict[str, dict[str, Any]]) -> None:
         set_ray_environment()
+        self._access = PeerAccess(draw_token())
         self._cluster = Cluster()  # type: ignore[no-untyped-call]
         self._nodes = {name: self._add(options) for name, options in nodes.items()}
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
@@ -50,7 +51,10 @@ class RunningNodes:
         return float(ray.available_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]
 
     def deploy(self, configuration: Configuration) -> None:
-        """Deploy as on GPUs, but compute on the CPU. Every GPU is claimed by one rank or one drafter."""
+        """Deploy as on GPUs, but compute on the CPU. Every GPU is claimed by one rank or one drafter.
+
+        Deployed again, the application replaces its replicas one by one.
+        """
         target, draft = configuration.target, configuration.draft
         placement = Placement(
             target=RolePlacement("target", "cpu", (Bundle(0.45, 1),) * target.tensor_parallel, 1),
@@ -62,8 +66,8 @@ class RunningNodes:
         # The nodes share one address: a proxy on each would share the port, too.
         location = {"location": "HeadOnly"}
         serve.start(http_options={"host": server.http_host, "port": server.http_port} | location)
-        access = PeerAccess(draw_token())
-        serve.run(bind(configuration, placement, worker_host=None, access=access), name=server.application)
+        application = bind(configuration, placement, worker_host=None, access=self._access)
+        serve.run(application, name=server.application)
 
     def deploy_file(self, file: str) -> dict[str, str]:
         """Deploy a configuration file of Serve, as KubeRay has it done. Return the status of each application."""

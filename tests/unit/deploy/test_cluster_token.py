@@ -1,4 +1,4 @@
-"""The cluster token comes from the environment, a file or chance, and is never shown."""
+"""The cluster token comes from the environment, a file, the token of Ray or chance, and is never shown."""
 
 from __future__ import annotations
 
@@ -29,11 +29,24 @@ def test_a_drawn_token_has_32_random_bytes() -> None:
     assert len(bytes.fromhex(first.text)) == 32
 
 
-def test_the_environment_comes_before_the_file_and_the_file_before_chance(file: str) -> None:
-    assert find_token(GIVEN, file).text == GIVEN
-    assert find_token(None, file).text == WRITTEN
-    assert find_token("", file).text == WRITTEN
-    assert find_token(None, None) != find_token(None, None)
+def test_the_environment_comes_before_the_file_and_the_file_before_the_token_of_ray_and_chance(file: str) -> None:
+    ray = {"RAY_AUTH_TOKEN": "r" * 64}
+    assert find_token({"PILOTFISH_CLUSTER_TOKEN": GIVEN} | ray, file).text == GIVEN
+    assert find_token(ray, file).text == WRITTEN
+    assert find_token({"PILOTFISH_CLUSTER_TOKEN": ""}, file).text == WRITTEN
+    assert find_token({}, None) != find_token({}, None)
+
+
+def test_applications_with_one_token_of_ray_have_one_cluster_token_which_does_not_show_it(tmp_path: Path) -> None:
+    written = tmp_path / "ray"
+    written.write_text("r" * 64 + "\n")
+    token = find_token({"RAY_AUTH_TOKEN": "r" * 64}, None)
+    assert token == find_token({"RAY_AUTH_TOKEN": "r" * 64}, None)
+    assert token == find_token({"RAY_AUTH_TOKEN_PATH": str(written)}, None)
+    assert token != find_token({"RAY_AUTH_TOKEN": "s" * 64}, None)
+    assert "rr" not in token.text
+    with pytest.raises(ConfigurationError, match=r"RAY_AUTH_TOKEN_PATH: needed a readable file, found .*nothing"):
+        find_token({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "nothing")}, None)
 
 
 def test_settings_read_the_token(file: str) -> None:
@@ -44,16 +57,16 @@ def test_settings_read_the_token(file: str) -> None:
 @pytest.mark.parametrize("text", ["short", "x" * 513, "a b" * 20, "ü" * 40, "tab\t" * 20])
 def test_a_refused_token_is_not_part_of_the_error(text: str) -> None:
     with pytest.raises(ConfigurationError, match="the cluster token: needed") as refused:
-        find_token(text, None)
+        find_token({"PILOTFISH_CLUSTER_TOKEN": text}, None)
     assert text not in str(refused.value)
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"cluster\.token_file: needed a readable file, found .*nothing"):
-        find_token(None, str(tmp_path / "nothing"))
+        find_token({}, str(tmp_path / "nothing"))
     (tmp_path / "binary").write_bytes(b"\xff" * 40)
     with pytest.raises(ConfigurationError, match=r"cluster\.token_file: needed ASCII"):
-        find_token(None, str(tmp_path / "binary"))
+        find_token({}, str(tmp_path / "binary"))
 
 
 def test_no_representation_shows_the_token(file: str) -> None:
