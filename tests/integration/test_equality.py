@@ -28,13 +28,13 @@ ALONE_TOKENS = 5
 Expected = dict[RequestCase, tuple[int, ...]]
 
 
-def configure(target: Path, draft: Path, method: str, ranks: int) -> Configuration:
+def configure(target: Path, draft: Path, method: str, ranks: int, placement: str = "auto") -> Configuration:
     """A cluster that verifies drafts in every round, even where they do not increase the speed.
 
     Methods joined by `+` share a tree.
     """
     drafting: dict[str, Any] = {"methods": method.split("+"), "max_nodes": 6, "max_depth": 3, "timeout_seconds": 60.0}
-    drafting["controller"] = "off"
+    drafting |= {"controller": "off", "placement": placement}
     if "model" in method:
         drafting["model"] = {"path": str(draft), "device": "cpu", "kv": {"pool_bytes": 300 << 20}}
     return load_configuration(

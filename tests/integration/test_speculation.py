@@ -100,7 +100,7 @@ def logprobs(target: Path, draft: Path) -> list[tuple[float, ...]]:
 
 
 DRAFTING: list[dict[str, Any]] = [
-    {"method": "ngram", "controller": "off"},
+    {"method": "ngram", "placement": "drafter", "controller": "off"},
     {"mode": "serial", "controller": "off"},
     {"mode": "run_ahead", "controller": "off"},
     {"mode": "enumerate", "controller": "off"},

@@ -50,7 +50,7 @@ def test_each_role_runs_in_its_group_and_both_apis_answer(model: Path, tmp_path:
     http_port, grpc_port = free_port(LOOPBACK), free_port(LOOPBACK)
     values = ci_values("cpu-smoke")
     values["settings"]["target"]["path"] = str(model)
-    values["settings"]["server"] = {"grpc_port": grpc_port}
+    values["settings"] |= {"server": {"grpc_port": grpc_port}, "draft": {"placement": "drafter"}}
     rendered = render(values)
     config = rendered.serve_config
     config["http_options"]["port"] = http_port  # a pod has port 8000 to itself, this machine may not
