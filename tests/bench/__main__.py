@@ -20,6 +20,7 @@ from tests.bench.report import write
 
 SECTIONS = {
     "step": "the time of a target step against the time to read its weights once",
+    "round": "where the time of a round goes inside `pilotfish serve`, against the step alone",
     "throughput": "plain decoding at batch 8 and 32, against transformers generate",
     "prefix": "cost of a token with and without stored keys and values; a prompt asked twice",
     "routing": "two replicas and requests with shared beginnings: routed against round robin",

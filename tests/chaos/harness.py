@@ -90,6 +90,7 @@ def configure(model: Path, settings: dict[str, object]) -> Configuration:
         "target.kv.pool_bytes": MIB,
         "target.step_timeout_seconds": 10.0,
         "draft.method": "ngram",
+        "draft.placement": "drafter",
         "draft.replicas": 2,
         "draft.controller": "off",
         "scheduler.max_sequences": 16,

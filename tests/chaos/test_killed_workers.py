@@ -23,7 +23,7 @@ PROMPT = "Repeat this list twice: one two three four five six seven eight nine t
 
 @pytest.fixture
 def cluster(deploy: Deploy, target_directory: Path, draft_directory: Path) -> ServeProcess:
-    return deploy(configure(target_directory, draft_directory, "ngram", ranks=1))
+    return deploy(configure(target_directory, draft_directory, "ngram", ranks=1, placement="drafter"))
 
 
 @pytest.fixture(scope="module")

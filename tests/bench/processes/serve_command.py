@@ -30,10 +30,11 @@ class ServeCommand:
         self._config = config
         self._assignments = tuple(assignments)
         self.grpc_address = ""
+        self.http_url = ""
 
     def __enter__(self) -> Self:
         port, http_port = free_port(LOOPBACK), free_port(LOOPBACK)
-        self.grpc_address = f"{LOOPBACK}:{port}"
+        self.grpc_address, self.http_url = f"{LOOPBACK}:{port}", f"http://{LOOPBACK}:{http_port}"
         command = [sys.executable, "-m", "deploy.cli", "serve"]
         command += ["--config", self._config] if self._config is not None else []
         for assignment in (*self._assignments, f"server.grpc_port={port}", f"server.http_port={http_port}"):
@@ -46,6 +47,11 @@ class ServeCommand:
             self.__exit__(None, None, None)
             raise
         return self
+
+    @property
+    def pid(self) -> int:
+        """The process id of the command. All processes of the cluster descend from it."""
+        return self._process.pid
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -108,7 +108,7 @@ class NgramDrafter:
         return TokenTree.from_candidates(candidates, max_nodes)
 
 
-@register("ngram", NgramSettings)
+@register("ngram", NgramSettings, placements=("target", "drafter"))
 def create_ngram(settings: NgramSettings, draft: DraftSection, target: TargetSection) -> NgramDrafter:  # noqa: ARG001
     """Create the method `ngram`."""
     return NgramDrafter(settings, draft)

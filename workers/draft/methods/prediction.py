@@ -107,7 +107,7 @@ def _rate(match_length: int) -> float:
     return _RATES[min(match_length, len(_RATES) - 1)]
 
 
-@register("prediction", PredictionSettings)
+@register("prediction", PredictionSettings, placements=("target", "drafter"))
 def create_prediction(
     settings: PredictionSettings,
     draft: DraftSection,

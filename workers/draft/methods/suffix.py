@@ -97,7 +97,7 @@ def _rate(match_length: int) -> float:
     return _RATES[min(match_length, len(_RATES) - 1)]
 
 
-@register("suffix", SuffixSettings)
+@register("suffix", SuffixSettings, placements=("target", "drafter"))
 def create_suffix(
     settings: SuffixSettings,
     draft: DraftSection,
