@@ -12,6 +12,8 @@ from cluster.coordinator.metrics import Metrics
 from cluster.core.config.sections import Configuration
 from cluster.core.membership import Load
 from cluster.core.ports import Drafter, Target
+from cluster.ingress.access.grpc_access import AccessInterceptor
+from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.grpc import GenerationServicer, OperationsServicer
 from cluster.ingress.service import GenerationService
 from cluster.ingress.text.tokenizer import Tokenizer
@@ -36,8 +38,8 @@ _CLOSING_SECONDS = 1.0
 class CoordinatorServer:
     """A coordinator and its gRPC server. Listens after `start()`; ready once the target has sent its `TargetInfo`.
 
-    It listens on the public address, or, where an ingress does that, on a free port of `internal_host`, where it
-    demands `access`.
+    It listens on the public address, where it demands one of `keys`, or, where an ingress does that, on a free port of
+    `internal_host`, where it demands `access`.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class CoordinatorServer:
         drafters: Sequence[Drafter] = (),
         internal_host: str | None = None,
         access: PeerAccess = OPEN,
+        keys: KeyRing | None = None,
     ) -> None:
         self._configuration = configuration
         self._metrics = Metrics()
@@ -57,6 +60,7 @@ class CoordinatorServer:
             server.grpc_port if internal_host is None else 0,
             max_message_bytes=configuration.limits.max_body_bytes,
             access=OPEN if internal_host is None else access,
+            interceptors=() if keys is None else (AccessInterceptor(keys),),
         )
         self._opening: asyncio.Task[None] | None = None
 

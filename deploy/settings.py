@@ -6,7 +6,10 @@ This is the only module that reads the environment:
 - `PILOTFISH_CACHE_DIR`: the directory for converted weights (default: `~/.cache/pilotfish`);
 - `PILOTFISH_RAY_ADDRESS`: a running Ray cluster to join (default: start one on this machine);
 - `PILOTFISH_CLUSTER_TOKEN`: the cluster token (default: from `cluster.token_file`, else derived from Ray's token);
-- `RAY_AUTH_TOKEN`, `RAY_AUTH_TOKEN_PATH`: Ray's token, or a file with it (default: the cluster token is drawn).
+- `RAY_AUTH_TOKEN`, `RAY_AUTH_TOKEN_PATH`: Ray's token, or a file with it (default: the cluster token is drawn);
+- `PILOTFISH_API_KEYS`: API keys that open the public APIs, beside those in `server.api_key_file`: `NAME KEY`,
+  separated by semicolons or line ends;
+- `PILOTFISH_API_KEY`: the API key that the commands present to a running server.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import yaml
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
+from cluster.ingress.access.api_keys import ApiKey, parse_keys
 from cluster.wire.peer_access import ClusterToken, PeerAccess
 from deploy.network.cluster_token import draw_token, find_token
 from deploy.packaged_drafts import implied_paths
@@ -41,6 +45,16 @@ class Settings:
     """Address of a running Ray cluster to join. `None` starts one on this machine."""
     token: ClusterToken = field(default_factory=draw_token)
     """What the processes of the cluster present to each other."""
+
+    api_keys: tuple[ApiKey, ...] = ()
+    """API keys from the environment. They open the public APIs."""
+    api_key: str | None = field(default=None, repr=False)
+    """The API key that commands present to a running server."""
+
+    @property
+    def demands_keys(self) -> bool:
+        """Whether clients need an API key."""
+        return bool(self.api_keys) or self.configuration.server.api_key_file is not None
 
     @property
     def access(self) -> PeerAccess:
@@ -93,6 +107,8 @@ def _settle(config: str | None, overrides: Mapping[str, Any], environment: Mappi
         cache_directory=cache_directory(environment),
         ray_address=environment.get("PILOTFISH_RAY_ADDRESS") or None,
         token=find_token(environment, configuration.cluster.token_file),
+        api_keys=parse_keys(environment.get("PILOTFISH_API_KEYS", "").replace(";", "\n"), "PILOTFISH_API_KEYS"),
+        api_key=environment.get("PILOTFISH_API_KEY") or None,
     )
 
 

@@ -5,6 +5,8 @@
     │   ├── UnsupportedParameter  this server does not support a parameter of the API
     │   ├── TooLarge              a body or message exceeds its byte bound
     │   └── UnknownModel          the model is not served
+    ├── Unauthenticated           the caller presents no valid API key
+    ├── PermissionDenied          the caller's API key does not allow the call
     ├── Overloaded                the queue is full; retry after `retry_after_seconds`
     ├── NotReady                  the server starts, drains or has no target
     ├── DeadlineExceeded          the deadline passed before the answer was complete
@@ -97,6 +99,14 @@ class TooLarge(InvalidRequest):
 
 class UnknownModel(InvalidRequest):
     """The request names a model that is not served."""
+
+
+class Unauthenticated(PilotfishError):
+    """The caller presents no API key, or one that is not valid. The message never contains what was presented."""
+
+
+class PermissionDenied(PilotfishError):
+    """The caller's API key is valid and does not allow the call."""
 
 
 class Overloaded(PilotfishError):

@@ -12,3 +12,11 @@ SequenceId = NewType("SequenceId", str)
 
 BlockId = NewType("BlockId", int)
 """The index of a block in the paged KV pool."""
+
+
+def scoped_request_id(client: str, request_id: str) -> RequestId:
+    """Return the id by which the cluster knows a request: ids of different clients never meet.
+
+    `client` is the name of an API key, which contains no slash, or empty where no keys are demanded.
+    """
+    return RequestId(f"{client}/{request_id}" if client else request_id)

@@ -147,6 +147,8 @@ class GenerationRequest:
     """See `SequenceStart`."""
     resumed: tuple[GeneratedPart, ...] = ()
     """What was generated before: one entry per answer, or none for a new request. Not for beam search."""
+    client: str = ""
+    """The name of the caller's API key; empty where no keys are demanded. It is a part of `request_id`."""
 
     @property
     def open_answers(self) -> tuple[int, ...]:

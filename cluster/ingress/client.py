@@ -47,8 +47,8 @@ class FullClient(ServiceClient, Protocol):
     `GenerationClient` implements it for one server and `cluster.ingress.router.Router` for several.
     """
 
-    async def abort(self, request_id: str) -> bool:
-        """Abort a request. Returns whether it was running."""
+    async def abort(self, request_id: str, client: str = "") -> bool:
+        """Abort a request of the client with that name. Returns whether it was running."""
         ...
 
     async def tokenize(self, request: generation_pb2.TokenizeRequest) -> generation_pb2.TokenizeResponse:

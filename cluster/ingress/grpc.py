@@ -48,7 +48,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: Context,
     ) -> generation_pb2.AbortResponse:
         """Abort a running request."""
-        return generation_pb2.AbortResponse(aborted=self._service.abort(request.request_id))
+        return generation_pb2.AbortResponse(aborted=self._service.abort(request.request_id, request.client))
 
     async def Tokenize(
         self,
@@ -158,7 +158,7 @@ class RoutedGenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
         """Abort a running request."""
         request_id = check_request_id(request.request_id)
-        return generation_pb2.AbortResponse(aborted=await self._client.abort(request_id))
+        return generation_pb2.AbortResponse(aborted=await self._client.abort(request_id, request.client))
 
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, context: Context

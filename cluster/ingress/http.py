@@ -15,6 +15,8 @@ from starlette.middleware import Middleware
 
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, PilotfishError
+from cluster.ingress.access.http_access import AccessMiddleware, named
+from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.asgi import EventStream, RequestIdMiddleware, read_body, timeout_of, while_connected
 from cluster.ingress.client import ServiceClient
 from cluster.ingress.merge import merge
@@ -52,17 +54,23 @@ class _Translated:
         return self.requests[0].n or 1
 
 
-def create_app(client: ServiceClient, limits: LimitsSection, *, adds_request_id: bool = True) -> FastAPI:
+def create_app(
+    client: ServiceClient, limits: LimitsSection, *, adds_request_id: bool = True, keys: KeyRing | None = None
+) -> FastAPI:
     """Return the ASGI application, which calls the public service through `client`.
 
     `adds_request_id=False` is for an app behind a proxy that adds the header `x-request-id`, as Ray Serve's does.
+    Callers need one of the API `keys`, if there are any.
     """
     app = FastAPI(
         title="Pilotfish",
         version=version("pilotfish"),
         docs_url=None,
         redoc_url=None,
-        middleware=[Middleware(RequestIdMiddleware, adds_header=adds_request_id)],
+        middleware=[
+            Middleware(RequestIdMiddleware, adds_header=adds_request_id),
+            Middleware(AccessMiddleware, keys=keys or KeyRing()),
+        ],
         exception_handlers={
             PilotfishError: _respond_with_error,
             HTTPException: _respond_with_route_error,
@@ -128,7 +136,7 @@ async def _generate(
     choices = [Choice(index, counts_prompt=index % n == 0) for index in range(len(translated.requests) * n)]
     if translated.event_id.choices:
         restore(translated.event_id, choices, translated.requests)
-    events = by_choice(merge([client.generate(part, timeout) for part in translated.requests]), n)
+    events = by_choice(merge([client.generate(named(part), timeout) for part in translated.requests]), n)
     try:
         # A refused request fails here, before the status line is sent.
         index, first = await while_connected(request, _first(events))

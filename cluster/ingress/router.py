@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from cluster.core.errors import Aborted, DeadlineExceeded, NotReady, Overloaded, PilotfishError
+from cluster.core.ids import scoped_request_id
 from cluster.ingress.client import FullClient
 from cluster.ingress.coordinators.attempts import Attempts
 from cluster.ingress.coordinators.metrics_text import merged
@@ -62,7 +63,7 @@ class Router:
                 continue
             missing = self._memory.missing(hashes, view.id)
             self._memory.record(hashes, view.id, [one.id for one in views])
-            with self._pool.running(progress.request_id, view, missing) as stream:
+            with self._pool.running(progress.scoped_id, view, missing) as stream:
                 try:
                     async with aclosing(_attempt(self._pool, stream, progress, left)) as responses:
                         async for response in responses:
@@ -79,13 +80,13 @@ class Router:
         for response in progress.aborted():
             yield response
 
-    async def abort(self, request_id: str) -> bool:
-        """Abort a request, here or at any other ingress. Returns whether it was running."""
-        stream = self._pool.stream(request_id)
+    async def abort(self, request_id: str, client: str = "") -> bool:
+        """Abort a request of the client with that name, here or at any ingress. Returns whether it was running."""
+        stream = self._pool.stream(scoped_request_id(client, request_id))
         if stream is not None:
             stream.is_aborted = True
-            return await stream.client.abort(request_id)
-        found = await self._all(lambda client: client.abort(request_id))
+            return await stream.client.abort(request_id, client)
+        found = await self._all(lambda coordinator: coordinator.abort(request_id, client))
         return any(answer is True for answer in found.values())
 
     async def tokenize(self, request: generation_pb2.TokenizeRequest) -> generation_pb2.TokenizeResponse:

@@ -12,7 +12,7 @@ from typing import Protocol
 from cluster.core import bounds
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, NotReady, TargetUnavailable
-from cluster.core.ids import RequestId
+from cluster.core.ids import RequestId, scoped_request_id
 from cluster.core.request import Commit, GenerationRequest
 from cluster.core.verification import TargetInfo
 from cluster.ingress import validate
@@ -110,11 +110,11 @@ class GenerationService:
         longest = self._limits.max_timeout_seconds
         deadline = self._clock() + (longest if seconds_left is None else min(seconds_left, longest))
         valid = validate.validate(message, info, self._limits, info.eos_token_ids or self._tokenizer.eos_token_ids)
-        async with self._reserved(valid.request_id, take_over=bool(valid.received)):
+        async with self._reserved(valid.scoped_id, take_over=bool(valid.received)):
             prompt = await self._encode(valid.prompt, info)
             prediction = await self._encode_prediction(valid.prediction)
             request = validate.fit_to_context(valid, prompt, prediction, info, self._limits, deadline)
-            started: Started | None = Started(request.request_id, info.model, request.sampling.seed, len(prompt))
+            started: Started | None = Started(valid.request_id, info.model, request.sampling.seed, len(prompt))
             async with aclosing(self._returned(request, valid)) as events:
                 async for event in events:
                     if started is not None:
@@ -183,9 +183,9 @@ class GenerationService:
         parts = tuple(replace(part, is_finished=index not in left) for index, part in enumerate(parts))
         return replace(request, resumed=parts), processor, ends
 
-    def abort(self, request_id: str) -> bool:
-        """End the answers of a running request with `ABORT`. Raises `InvalidRequest` (`request_id`)."""
-        return self._engine.abort(validate.check_request_id(request_id))
+    def abort(self, request_id: str, client: str = "") -> bool:
+        """End the answers of a running request of `client` with `ABORT`. Raises `InvalidRequest` (`request_id`)."""
+        return self._engine.abort(scoped_request_id(client, validate.check_request_id(request_id)))
 
     async def tokenize(self, message: generation_pb2.TokenizeRequest) -> tuple[int, ...]:
         """Return the token ids of a text or a conversation. Raises `InvalidRequest`, `UnknownModel`, `NotReady`."""

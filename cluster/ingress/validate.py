@@ -14,7 +14,7 @@ from typing import ClassVar
 from cluster.core import bounds
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, UnknownModel
-from cluster.core.ids import RequestId
+from cluster.core.ids import RequestId, scoped_request_id
 from cluster.core.request import GenerationRequest, SamplingParameters, StoppingCriteria
 from cluster.core.verification import TargetInfo
 from cluster.ingress.answer_count import AnswerCount, answer_count
@@ -61,6 +61,9 @@ class ValidatedRequest:
     """A request whose values are checked and whose prompt is not yet tokenized."""
 
     request_id: RequestId
+    """As the client knows it."""
+    client: str
+    """The name of the caller's API key; empty where no keys are demanded."""
     prompt: Prompt
     sampling: SamplingParameters
     stopping: StoppingCriteria
@@ -73,6 +76,11 @@ class ValidatedRequest:
     """The expected answer, as text that is not yet tokenized or as tokens; empty if there is none."""
     received: tuple[ReceivedPart, ...]
     """What the caller has of each generated answer; empty for a new request."""
+
+    @property
+    def scoped_id(self) -> RequestId:
+        """The id by which the coordinator knows the request."""
+        return scoped_request_id(self.client, self.request_id)
 
 
 def validate(
@@ -95,6 +103,7 @@ def validate(
     answers = answer_count(request, sampling, stopping, info, limits)
     return ValidatedRequest(
         request_id=request_id,
+        client=bounds.text("client", request.client, bounds.MAX_CLIENT_BYTES),
         prompt=prompt,
         sampling=sampling,
         stopping=stopping,
@@ -146,7 +155,8 @@ def fit_to_context(
         raise prediction_too_long(len(prediction), "tokens", limits)
     check_lengths(request.received, max_tokens)
     return GenerationRequest(
-        request_id=request.request_id,
+        request_id=request.scoped_id,
+        client=request.client,
         prompt=prompt,
         sampling=request.answers.engine_sampling(request.sampling),
         stopping=replace(request.stopping, max_tokens=max_tokens),

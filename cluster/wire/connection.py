@@ -11,7 +11,7 @@ import grpc
 from cluster.core.bounds import MAX_MESSAGE_BYTES
 from cluster.core.errors import PilotfishError
 from cluster.wire.channel import open_channel
-from cluster.wire.peer_access import OPEN, PeerAccess
+from cluster.wire.peer_access import OPEN, PeerAccess, PublicAccess
 from cluster.wire.status import from_rpc_error
 
 Resolve = Callable[[], Awaitable[str]]
@@ -30,7 +30,7 @@ class Connection:
         resolve: Resolve,
         unavailable: type[PilotfishError],
         max_message_bytes: int = MAX_MESSAGE_BYTES,
-        access: PeerAccess = OPEN,
+        access: PeerAccess | PublicAccess = OPEN,
     ) -> None:
         self._resolve = resolve
         self._unavailable = unavailable

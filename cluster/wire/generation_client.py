@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.core.errors import NotReady, PilotfishError
 from cluster.wire.connection import SHORT_CALL_SECONDS, Connection, Resolve
-from cluster.wire.peer_access import OPEN, PeerAccess
+from cluster.wire.peer_access import OPEN, PeerAccess, PublicAccess
 from pilotfish.v1 import generation_pb2, generation_pb2_grpc, operations_pb2, operations_pb2_grpc
 
 _GENERATION_SERVICE = "pilotfish.v1.GenerationService"
@@ -19,7 +19,7 @@ _GENERATION_SERVICE = "pilotfish.v1.GenerationService"
 class GenerationClient:
     """A client of the public service. It raises the same `PilotfishError` as the service."""
 
-    def __init__(self, resolve: Resolve, access: PeerAccess = OPEN) -> None:
+    def __init__(self, resolve: Resolve, access: PeerAccess | PublicAccess = OPEN) -> None:
         self._connection = Connection(resolve, NotReady, access=access)
 
     async def generate(
@@ -36,10 +36,10 @@ class GenerationClient:
         finally:
             call.cancel()
 
-    async def abort(self, request_id: str) -> bool:
-        """Abort a request. Returns whether it was running."""
+    async def abort(self, request_id: str, client: str = "") -> bool:
+        """Abort a request of the client with that name. Returns whether it was running."""
         stub = await self._stub()
-        answer = await self._call(stub.Abort, generation_pb2.AbortRequest(request_id=request_id))
+        answer = await self._call(stub.Abort, generation_pb2.AbortRequest(request_id=request_id, client=client))
         return bool(answer.aborted)
 
     async def tokenize(self, request: generation_pb2.TokenizeRequest) -> generation_pb2.TokenizeResponse:

@@ -1,4 +1,4 @@
-"""How the processes of one cluster know each other: by a secret token, and by mutual TLS if it is configured."""
+"""What callers present: processes of one cluster a token and, if configured, a certificate; clients an API key."""
 
 from __future__ import annotations
 
@@ -42,6 +42,10 @@ class ClusterToken:
         given = presented.encode(errors="surrogateescape") if isinstance(presented, str) else presented
         return hmac.compare_digest(self.text.encode(), given)
 
+    def api_key(self) -> str:
+        """The API key with which the cluster's own processes call its public services. It does not tell the token."""
+        return hmac.new(self.text.encode(), b"public services", "sha256").hexdigest()
+
 
 @dataclass(frozen=True, slots=True)
 class PeerAccess:
@@ -81,6 +85,27 @@ class PeerAccess:
     def server_name(self) -> str | None:
         """The name that servers' certificates must have; `None` without TLS."""
         return None if self.tls is None else self.tls.server_name
+
+
+@dataclass(frozen=True, slots=True)
+class PublicAccess:
+    """What a client presents to public services."""
+
+    api_key: str | None = field(default=None, repr=False)
+    """Sent with every call. It appears in no `repr`."""
+
+    def metadata(self) -> Metadata:
+        """The metadata of every call."""
+        return () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """Credentials of a channel: `None`, without TLS."""
+        return None
+
+    @property
+    def server_name(self) -> str | None:
+        """The name that servers' certificates must have instead of their address."""
+        return None
 
 
 OPEN = PeerAccess()

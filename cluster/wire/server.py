@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,7 +36,7 @@ class WireServer:
     """A gRPC server for Pilotfish services. `start()` starts it; `async with` stops it at the end of the block.
 
     With `shares_port`, other servers that say so may listen on the same port of the same machine. Internal services
-    demand what `access` says of every call, except of health checks.
+    demand what `access` says of every call, except of health checks. `interceptors` see a call before its messages.
     """
 
     def __init__(
@@ -46,11 +46,13 @@ class WireServer:
         *,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         access: PeerAccess = OPEN,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         shares_port: bool = False,
     ) -> None:
         self._host = host
         self._port = port
         self._access = access
+        self._interceptors = tuple(interceptors)
         self._options = (
             *message_options(max_message_bytes),
             *_SERVER_OPTIONS,
@@ -77,7 +79,7 @@ class WireServer:
         """Listen, and return the port. Raises `ConfigurationError` if the address cannot be bound."""
         self._interceptor = CallInterceptor()  # a stopped server may be started again
         token = self._access.token
-        first = () if token is None else (TokenInterceptor(token),)
+        first = self._interceptors if token is None else (TokenInterceptor(token), *self._interceptors)
         server = grpc.aio.server(interceptors=(*first, self._interceptor), options=self._options)
         for _, add_to_server, servicer in self._services:
             add_to_server(servicer, server)

@@ -17,6 +17,7 @@ from cluster.ingress.router import Router
 from cluster.ingress.routing import CoordinatorView
 from cluster.wire.address import join_host_port
 from cluster.wire.generation_client import GenerationClient
+from cluster.wire.peer_access import PublicAccess
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.coordinator_server import fixed_address
 from deploy.implied_settings import NOT_LOSSLESS
@@ -98,7 +99,8 @@ async def answer_prompt(
         if address is None:
             notice("no server is running; loading the model in this process (`pilotfish serve` starts a server)")
     if address is not None:
-        await _stream(address, settings.configuration, prompt, write, notice)
+        access = PublicAccess(settings.api_key)
+        await _stream(address, access, settings.configuration, prompt, write, notice)
         return
     # Importing torch takes seconds, and a client of a running server does not need it.
     from deploy.local.local_cluster import LocalCluster
@@ -107,13 +109,15 @@ async def answer_prompt(
     models = resolve_models(settings.configuration, settings.cache_directory, lambda _: None)
     any_port = models.configuration.server.model_copy(update={"grpc_port": 0})
     async with LocalCluster(models.configuration.model_copy(update={"server": any_port})) as cluster:
-        await _stream(cluster.grpc_address, settings.configuration, prompt, write, notice)
+        await _stream(cluster.grpc_address, cluster.access, settings.configuration, prompt, write, notice)
 
 
-async def _stream(address: str, configuration: Configuration, prompt: Prompt, write: Write, notice: Write) -> None:
+async def _stream(
+    address: str, access: PublicAccess, configuration: Configuration, prompt: Prompt, write: Write, notice: Write
+) -> None:
     # A stream that breaks off continues at whichever server listens at the address by then.
     server = CoordinatorView("server", address)
-    client = Router(lambda: (server,), lambda _: GenerationClient(fixed_address(address)), patience_seconds=0.0)
+    client = Router(lambda: (server,), lambda _: GenerationClient(fixed_address(address), access), patience_seconds=0.0)
     begun = time.perf_counter()
     seed = 0
     try:

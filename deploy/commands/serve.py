@@ -10,6 +10,7 @@ from cluster.wire.address import http_url, join_host_port
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.implied_settings import NOT_LOSSLESS
 from deploy.models import served_name
+from deploy.network.exposure import exposure_warning
 from deploy.settings import load_settings
 from deploy.signals import raise_on_signals, wait_for_signal
 from deploy.terminal import notices, output
@@ -28,6 +29,9 @@ def serve(config: ConfigOption = None, assignments: SetOption = None) -> None:
     try:
         raise_on_signals()  # starting Ray replaces the signal handlers
         output.print(usage_examples(cluster.configuration), markup=False)
+        exposure = exposure_warning(cluster.configuration.server, demands_keys=settings.demands_keys)
+        if exposure is not None:
+            notices.print(exposure, style="bold red", markup=False)
         if not cluster.is_lossless:
             notices.print(NOT_LOSSLESS)
         wait_for_signal()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -80,7 +81,9 @@ class MarkedPrinter:
             self._bracket_open = drafted
 
 
-def stream_chat(url: str, body: dict[str, Any], timeout_seconds: float) -> Iterator[Chunk]:
+def stream_chat(
+    url: str, body: dict[str, Any], timeout_seconds: float, headers: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Chunk]:
     """Post a streaming chat completion and yield one chunk per commit. Raises `WorkerUnavailable`.
 
     A stream that breaks off is continued after its last event, at whichever server listens at the URL by then.
@@ -89,7 +92,9 @@ def stream_chat(url: str, body: dict[str, Any], timeout_seconds: float) -> Itera
     last_event_id = ""
     while True:
         try:
-            for event_id, payload in _events(f"{url}/v1/chat/completions", body, last_event_id, timeout_seconds):
+            for event_id, payload in _events(
+                f"{url}/v1/chat/completions", body, headers, last_event_id, timeout_seconds
+            ):
                 last_event_id = event_id
                 if payload == _DONE:
                     return
@@ -110,9 +115,11 @@ class _Unanswered(Exception):
     """The server cannot answer now."""
 
 
-def _events(url: str, body: dict[str, Any], last_event_id: str, timeout_seconds: float) -> Iterator[tuple[str, str]]:
+def _events(
+    url: str, body: dict[str, Any], headers: Mapping[str, str], last_event_id: str, timeout_seconds: float
+) -> Iterator[tuple[str, str]]:
     """Yield id and data of the events after `last_event_id`, or of all. Raises `WorkerUnavailable`, `_Unanswered`."""
-    headers = {"Last-Event-ID": last_event_id} if last_event_id else {}
+    headers = {**headers, "Last-Event-ID": last_event_id} if last_event_id else headers
     event_id = last_event_id
     with httpx.stream("POST", url, json=body, headers=headers, timeout=timeout_seconds) as response:
         if response.status_code != httpx.codes.OK:

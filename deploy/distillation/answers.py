@@ -74,7 +74,7 @@ async def answer_all(
         return
     waiting = chain((first,), waiting)
     async with LocalCluster(for_answers(configuration)) as cluster:
-        client = GenerationClient(fixed_address(cluster.grpc_address))
+        client = GenerationClient(fixed_address(cluster.grpc_address), cluster.access)
         runner = _ConversationRunner(client, tokenizer, configuration.limits.max_timeout_seconds, quota)
 
         async def work() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
@@ -15,11 +16,13 @@ import uvicorn
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
+from cluster.ingress.access.api_keys import ApiKey
+from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.http import create_app
 from cluster.wire.address import http_url, join_host_port, socket_family
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
-from cluster.wire.peer_access import PeerAccess
+from cluster.wire.peer_access import PeerAccess, PublicAccess
 from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import CoordinatorServer, fixed_address
 from deploy.implied_settings import with_implied_settings
@@ -38,8 +41,11 @@ class LocalCluster:
     port of 0 takes a free one. Raises `ConfigurationError`, `ModelLoadError`.
     """
 
-    def __init__(self, configuration: Configuration, *, http: bool = False) -> None:
+    def __init__(self, configuration: Configuration, *, http: bool = False, api_keys: Sequence[ApiKey] = ()) -> None:
+        """`api_keys` open the public APIs, as those in `server.api_key_file` do; without any, everybody may call."""
         self._configuration = configuration
+        self._token = draw_token()
+        self._keys = KeyRing(api_keys, configuration.server.api_key_file, self._token.api_key())
         self._http = http
         self._stack = AsyncExitStack()
         self._grpc_port = 0
@@ -49,6 +55,11 @@ class LocalCluster:
     def grpc_address(self) -> str:
         """The address of the gRPC API."""
         return join_host_port(self._configuration.server.grpc_host, self._grpc_port)
+
+    @property
+    def access(self) -> PublicAccess:
+        """What the process of the cluster presents to its public APIs."""
+        return PublicAccess(self._token.api_key())
 
     @property
     def http_url(self) -> str:
@@ -81,7 +92,7 @@ class LocalCluster:
         colocated = methods.pop() if draft.is_colocated else None
         engine = await asyncio.to_thread(build_engine, configuration.target, method=colocated)
         lease_seconds = configuration.cluster.lease_seconds
-        access = PeerAccess(draw_token(), configuration.cluster.tls)
+        access = PeerAccess(self._token, configuration.cluster.tls)
         target = await enter(host_target(LOOPBACK, engine, access, lease_seconds=lease_seconds))
         hosts = [await enter(host_draft(LOOPBACK, method, access, lease_seconds=lease_seconds)) for method in methods]
         step_timeout = configuration.target.step_timeout_seconds
@@ -89,7 +100,7 @@ class LocalCluster:
         draft_clients = [GrpcDrafter(fixed_address(host.address), access, lease_seconds) for host in hosts]
         for close in (target_client.close, *(client.close for client in draft_clients)):
             self._stack.push_async_callback(close)
-        coordinator = CoordinatorServer(configuration, target_client, draft_clients)
+        coordinator = CoordinatorServer(configuration, target_client, draft_clients, keys=self._keys)
         self._stack.push_async_callback(coordinator.stop, 0.0)
         self._grpc_port = await coordinator.start()
         await coordinator.wait_until_ready()
@@ -97,12 +108,12 @@ class LocalCluster:
             await self._start_http()
 
     async def _start_http(self) -> None:
-        client = GenerationClient(fixed_address(self.grpc_address))
+        client = GenerationClient(fixed_address(self.grpc_address), self.access)
         self._stack.push_async_callback(client.close)
         host, port = self._configuration.server.http_host, self._configuration.server.http_port
         listener = socket.create_server((host, port), family=socket_family(host))
         self._http_port = int(listener.getsockname()[1])
-        app = create_app(client, self._configuration.limits)
+        app = create_app(client, self._configuration.limits, keys=self._keys)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
         serving = asyncio.create_task(server.serve([listener]))
 

@@ -6,7 +6,7 @@ and `args`, and `serve build deploy.ray.application:app` build the same applicat
 
 # Serve reads the type of the argument of `build_app`, so annotations of this module are evaluated.
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -16,6 +16,7 @@ from ray import serve
 from ray.serve import Application
 
 from cluster.core.config.sections import Configuration
+from cluster.ingress.access.api_keys import ApiKey
 from cluster.wire.peer_access import PeerAccess
 from deploy.implied_settings import with_implied_settings
 from deploy.models import with_module_directories, with_served_name
@@ -58,7 +59,7 @@ def build_app(arguments: ApplicationArguments) -> Application:
     nodes = cluster_nodes()
     placement = plan(configuration, nodes)
     check_models(configuration, placement, nodes)
-    return bind(configuration, placement, worker_host=None, access=settings.access)
+    return bind(configuration, placement, worker_host=None, access=settings.access, api_keys=settings.api_keys)
 
 
 def __getattr__(name: str) -> Application:
@@ -69,7 +70,11 @@ def __getattr__(name: str) -> Application:
 
 
 def bind(
-    configuration: Configuration, placement: Placement, worker_host: str | None, access: PeerAccess
+    configuration: Configuration,
+    placement: Placement,
+    worker_host: str | None,
+    access: PeerAccess,
+    api_keys: Sequence[ApiKey] = (),
 ) -> Application:
     """Bind the deployments. With a `worker_host`, model paths in `configuration` are local directories.
 
@@ -77,7 +82,7 @@ def bind(
 
     Processes listen for each other on `worker_host`, or on their node's address if it is `None`. They find each other
     in the directory; the ingress is bound to the other deployments only so that all are deployed. Internal
-    services demand `access`.
+    services demand `access`, the public APIs one of `api_keys` or of the configured file.
     """
     named = configuration.draft
     found = configuration.model_copy(update={"draft": with_module_directories(named)})
@@ -118,7 +123,7 @@ def bind(
         | {"resources": node_claim(configuration.server.ingress_node_resource)},
         num_replicas=configuration.server.ingress_replicas,
         **_supervision(configuration),
-    )(IngressReplica).bind(values, access, *others)
+    )(IngressReplica).bind(values, access, tuple(api_keys), *others)
 
 
 def _version(values: Mapping[str, Any]) -> str:

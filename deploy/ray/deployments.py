@@ -6,7 +6,8 @@ The processes of the control plane do not import torch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from ray.serve.handle import DeploymentHandle
 from cluster.core.config.answer_version import answer_version
 from cluster.core.membership import Member, MemberRole, View
 from cluster.core.ports import DraftMethod
+from cluster.ingress.access.api_keys import ApiKey
+from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.http import create_app
 from cluster.ingress.router import Router
 from cluster.ingress.routing import CoordinatorView
@@ -26,6 +29,7 @@ from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PeerAccess
 from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import CoordinatorServer, fixed_address
+from deploy.network.exposure import exposure_warning
 from deploy.ray.autoscaling import METRIC
 from deploy.ray.directory import DirectoryClient
 from deploy.ray.drafter_follower import DrafterFollower
@@ -37,6 +41,8 @@ from workers.serve.node import node_address, set_threads
 from workers.serve.rank_actors import RankActors
 from workers.serve.rank_supervisor import RankSupervisor
 from workers.serve.worker_server import WorkerHost, host_draft, set_log_level
+
+logger = logging.getLogger(__name__)
 
 
 class TargetReplica:
@@ -182,25 +188,37 @@ class IngressReplica:
     It holds no state of its own. It finds the coordinators in the directory and is a gRPC client of them.
     """
 
-    def __init__(self, values: Mapping[str, Any], access: PeerAccess, *_: DeploymentHandle[Any]) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        access: PeerAccess,
+        api_keys: Sequence[ApiKey],
+        *_: DeploymentHandle[Any],
+    ) -> None:
         configuration = load_configuration(values)
+        own_key = None if access.token is None else access.token.api_key()
+        self._keys = KeyRing(api_keys, configuration.server.api_key_file, own_key)
+        self._exposure = exposure_warning(configuration.server, demands_keys=self._keys.demands_keys)
         context = serve.get_replica_context()
         self._limits = configuration.limits
         self._drain_seconds = configuration.server.drain_timeout_seconds
         self._directory = DirectoryClient(context.app_name, is_complete=lambda view: bool(view.of(MemberRole.TARGET)))
         self._client = Router(self._coordinators, lambda address: GenerationClient(fixed_address(address), access))
-        self._server = IngressServer(self._client, configuration.server, configuration.limits)
+        self._server = IngressServer(self._client, configuration.server, configuration.limits, self._keys)
         self._is_started = False
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The ASGI application. Serve asks for it once the replica is constructed."""
-        return create_app(self._client, self._limits, adds_request_id=False)  # Serve's proxy adds the header
+        # Serve's proxy adds the header with the request's id.
+        return create_app(self._client, self._limits, adds_request_id=False, keys=self._keys)
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:
         """Start to listen on the first call. Serve calls this before the replica is healthy."""
         set_log_level(user_config)
         if not self._is_started:
             self._is_started = True
+            if self._exposure is not None:
+                logger.warning(self._exposure)
             self._directory.start()
             await self._server.start()
 

@@ -6,6 +6,8 @@ import asyncio
 
 from cluster.core.config.sections import LimitsSection
 from cluster.core.config.server import ServerSection
+from cluster.ingress.access.grpc_access import AccessInterceptor
+from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.client import FullClient
 from cluster.ingress.grpc import RoutedGenerationServicer, RoutedOperationsServicer
 from cluster.wire.server import WireServer
@@ -19,10 +21,14 @@ _HEALTH_SECONDS = 0.5
 class IngressServer:
     """Serves from `start()` to `stop()`. Several of one node share the port, and the kernel spreads the connections."""
 
-    def __init__(self, client: FullClient, server: ServerSection, limits: LimitsSection) -> None:
+    def __init__(self, client: FullClient, server: ServerSection, limits: LimitsSection, keys: KeyRing) -> None:
         self._client = client
         self._server = WireServer(
-            server.grpc_host, server.grpc_port, max_message_bytes=limits.max_body_bytes, shares_port=True
+            server.grpc_host,
+            server.grpc_port,
+            max_message_bytes=limits.max_body_bytes,
+            interceptors=(AccessInterceptor(keys),),
+            shares_port=True,
         )
         self._server.add(
             GENERATION_SERVICE,

@@ -87,6 +87,11 @@ class ServeCluster:
         return f"{http_url(server.http_host, server.http_port)}{server.route_prefix.rstrip('/')}"
 
     @property
+    def headers(self) -> dict[str, str]:
+        """The headers of requests that this process itself sends to the HTTP API."""
+        return {"authorization": f"Bearer {self._settings.token.api_key()}"}
+
+    @property
     def grpc_address(self) -> str:
         """The address of the gRPC API."""
         return join_host_port(self._configuration.server.grpc_host, self._configuration.server.grpc_port)
@@ -150,7 +155,8 @@ class ServeCluster:
         self._report("starting Ray Serve")
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(http_options={"host": server.http_host, "port": server.http_port})
-        application = bind(configuration, placement, LOOPBACK if self._owns_ray else None, self._settings.access)
+        worker_host, settings = LOOPBACK if self._owns_ray else None, self._settings
+        application = bind(configuration, placement, worker_host, settings.access, settings.api_keys)
         deadline = time.monotonic() + server.start_timeout_seconds
         name, route_prefix = server.application, server.route_prefix
         self._is_deployed = True
@@ -199,7 +205,12 @@ class ServeCluster:
         self._report("warming up")
         body = {"model": model, "prompt": "The", "max_tokens": 4}
         try:
-            response = httpx.post(f"{self.http_url}/v1/completions", json=body, timeout=deadline - time.monotonic())
+            response = httpx.post(
+                f"{self.http_url}/v1/completions",
+                json=body,
+                headers=self.headers,
+                timeout=deadline - time.monotonic(),
+            )
         except httpx.TransportError as error:
             raise WorkerUnavailable(f"the connection of the first request was lost: {error!r}") from None
         if response.status_code != httpx.codes.OK:

@@ -180,7 +180,7 @@ class CoordinatorNode:
 
     async def _abort(self, request: bytes, call: Call) -> bytes:  # noqa: ARG002 - there is nothing to compute
         message = generation_pb2.AbortRequest.FromString(request)
-        return b"1" if self._service.abort(message.request_id) else b""
+        return b"1" if self._service.abort(message.request_id, message.client) else b""
 
     async def _check(self, request: bytes, call: Call) -> bytes:  # noqa: ARG002 - the request is empty
         return b"1" if self.coordinator.ready else b""

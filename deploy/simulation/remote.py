@@ -130,9 +130,9 @@ class RemoteGeneration:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, NotReady) from error
 
-    async def abort(self, request_id: str) -> bool:
+    async def abort(self, request_id: str, client: str = "") -> bool:
         """Abort a request. Returns whether it was running."""
-        request = generation_pb2.AbortRequest(request_id=request_id).SerializeToString()
+        request = generation_pb2.AbortRequest(request_id=request_id, client=client).SerializeToString()
         try:
             return bool(await self._network.call(self.address, "Abort", request, SHORT_CALL_SECONDS))
         except grpc.aio.AioRpcError as error:

@@ -59,7 +59,7 @@ class IngressNode:
 
     async def _abort(self, request: bytes, call: Call) -> bytes:  # noqa: ARG002 - there is nothing to compute
         message = generation_pb2.AbortRequest.FromString(request)
-        return b"1" if await self._router.abort(message.request_id) else b""
+        return b"1" if await self._router.abort(message.request_id, message.client) else b""
 
     async def _generate(self, request: bytes, seconds_left: float) -> AsyncGenerator[bytes, None]:
         message = generation_pb2.GenerateRequest.FromString(request)

@@ -79,8 +79,7 @@ def test_an_existing_claim_or_none_takes_the_place_of_the_chart_s() -> None:
 def test_the_notes_say_how_to_reach_the_apis_and_that_no_key_is_demanded() -> None:
     notes = render().notes
     assert "service/demo-pilotfish-http 8000:80" in notes and "demand no key" in notes
-    locked = {"enabled": True, "create": True, "className": "envoy", "apiKeys": {"existingSecret": "keys"}}
-    assert "demand no key" not in render({"gateway": locked}).notes
+    assert "demand no key" not in render({"apiKeys": {"existingSecret": "keys"}}).notes
 
 
 def test_every_value_has_a_comment_or_a_clear_name() -> None:

@@ -33,6 +33,8 @@ class ServerSection(Section):
     """Address that the gRPC API binds to."""
     grpc_port: Port = 9000
     """Port of the gRPC API; 0 takes a free one."""
+    api_key_file: str | None = None
+    """File with API keys, one `NAME KEY` a line, or a directory with a file per key; unset: everybody may call."""
     ingress_replicas: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of ingress processes. Each serves both APIs, and those on one node share the ports."""
     ingress_node_resource: str | None = None

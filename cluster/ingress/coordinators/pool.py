@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from cluster.core.ids import RequestId
 from cluster.ingress.client import FullClient
 from cluster.ingress.routing import RUNNING_BLOCKS, CoordinatorView
 
@@ -21,7 +22,7 @@ SILENT_SECONDS = 2.0
 class RunningStream:
     """A stream on one coordinator."""
 
-    request_id: str
+    request_id: RequestId
     coordinator: CoordinatorView
     client: FullClient
     blocks: int
@@ -41,7 +42,7 @@ class CoordinatorPool:
         self._members = members
         self._connect = connect
         self._clients: dict[tuple[str, str], FullClient] = {}  # by id and address
-        self._streams: dict[str, list[RunningStream]] = {}
+        self._streams: dict[RequestId, list[RunningStream]] = {}
         self._in_flight: Counter[str] = Counter()
         self._watch: asyncio.TimerHandle | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -63,13 +64,13 @@ class CoordinatorPool:
             self._clients[key] = self._connect(view.address)
         return self._clients[key]
 
-    def stream(self, request_id: str) -> RunningStream | None:
+    def stream(self, request_id: RequestId) -> RunningStream | None:
         """Return the stream of a request, if it runs."""
         streams = self._streams.get(request_id)
         return streams[-1] if streams else None
 
     @contextmanager
-    def running(self, request_id: str, view: CoordinatorView, missing: int) -> Iterator[RunningStream]:
+    def running(self, request_id: RequestId, view: CoordinatorView, missing: int) -> Iterator[RunningStream]:
         """Count a stream as in flight inside the block. `missing` blocks of its prompt must be computed first."""
         now = asyncio.get_running_loop().time()
         stream = RunningStream(request_id, view, self.client(view), missing + RUNNING_BLOCKS, now)

@@ -6,6 +6,7 @@ import secrets
 from array import array
 from dataclasses import dataclass, field
 
+from cluster.core.ids import RequestId, scoped_request_id
 from cluster.ingress.validate import draw_seed
 from pilotfish.v1 import generation_pb2
 
@@ -72,6 +73,11 @@ class StreamProgress:
     def request_id(self) -> str:
         """The id of the request."""
         return self._request.request_id
+
+    @property
+    def scoped_id(self) -> RequestId:
+        """The id of the request among those of all clients."""
+        return scoped_request_id(self._request.client, self._request.request_id)
 
     @property
     def coordinator(self) -> str:

@@ -13,8 +13,10 @@ from cluster.core.errors import (
     ModelChanged,
     NotReady,
     Overloaded,
+    PermissionDenied,
     PilotfishError,
     TooLarge,
+    Unauthenticated,
     UnknownModel,
     UnsupportedParameter,
     WorkerUnavailable,
@@ -29,6 +31,8 @@ _TABLE: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (TooLarge, 413, _INVALID, "request_too_large"),
     (UnknownModel, 404, _INVALID, "model_not_found"),
     (InvalidRequest, 400, _INVALID, None),
+    (Unauthenticated, 401, _INVALID, "invalid_api_key"),
+    (PermissionDenied, 403, _INVALID, "permission_denied"),
     (Overloaded, 429, "rate_limit_error", "rate_limit_exceeded"),
     (NotReady, 503, _SERVER, "service_unavailable"),
     (WorkerUnavailable, 503, _SERVER, "service_unavailable"),
@@ -74,4 +78,6 @@ def _param(error: Exception) -> str | None:
 def _headers(error: Exception) -> dict[str, str]:
     if isinstance(error, Overloaded):
         return {"retry-after": str(max(1, math.ceil(error.retry_after_seconds)))}
+    if isinstance(error, Unauthenticated):
+        return {"www-authenticate": "Bearer"}
     return {}

@@ -130,7 +130,7 @@ class LocalContestant:
 async def local_contestant(configuration: Configuration) -> AsyncIterator[LocalContestant]:
     """Start a cluster in this process. Raises `PilotfishError`."""
     async with LocalCluster(configuration) as cluster:
-        client = GenerationClient(fixed_address(cluster.grpc_address))
+        client = GenerationClient(fixed_address(cluster.grpc_address), cluster.access)
         predicts = _PREDICTION in configuration.draft.selected("method")
         try:
             yield LocalContestant(client, configuration.limits.max_timeout_seconds, predicts=predicts)

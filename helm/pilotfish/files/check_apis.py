@@ -14,7 +14,9 @@ READY_SECONDS = 60.0
 
 url, address = os.environ["HTTP_URL"], os.environ["GRPC_ADDRESS"]
 until = time.monotonic() + READY_SECONDS
-with httpx.Client(timeout=120.0) as client:
+key = os.environ.get("PILOTFISH_API_KEY")
+headers = {"authorization": f"Bearer {key}"} if key else {}
+with httpx.Client(timeout=120.0, headers=headers) as client:
     for path in ("/health", "/ready"):
         while (reply := client.get(f"{url}{path}")).status_code == httpx.codes.SERVICE_UNAVAILABLE:
             if time.monotonic() > until:

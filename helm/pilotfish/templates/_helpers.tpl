@@ -94,8 +94,15 @@ matchExpressions:
 {{- $server := dict "grpc_host" "0.0.0.0" "grpc_port" 9000 "drain_timeout_seconds" 30 -}}
 {{- $_ := set $server "ingress_node_resource" "pilotfish-ingress" -}}
 {{- $_ := set $server "ingress_replicas" (max 1 (include "pilotfish.leastPods" (list . $workers.ingress) | int)) -}}
+{{- if .Values.apiKeys.existingSecret -}}
+{{- $_ := set $server "api_key_file" (include "pilotfish.apiKeysDirectory" .) -}}
+{{- end -}}
 {{- $chart := dict "config" .Values.preset "target" $target "draft" $draft "server" $server -}}
 {{- mergeOverwrite $chart (deepCopy .Values.settings) | toYaml -}}
+{{- end -}}
+
+{{- define "pilotfish.apiKeysDirectory" -}}
+/etc/pilotfish/api-keys
 {{- end -}}
 
 {{/* The settings in force of the section `server`. */}}

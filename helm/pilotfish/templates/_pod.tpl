@@ -107,6 +107,9 @@ spec:
         - {name: temporary, mountPath: /tmp}
         - {name: cache, mountPath: /home/pilotfish/.cache}
         - {name: models, mountPath: /models}
+        {{- if and (eq .role "ingress") $root.Values.apiKeys.existingSecret }}
+        - {name: api-keys, mountPath: {{ include "pilotfish.apiKeysDirectory" $root }}, readOnly: true}
+        {{- end }}
         {{- with $root.Values.pods.volumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -126,6 +129,14 @@ spec:
       {{- else }}
       emptyDir: {}
       {{- end }}
+    {{- if eq .role "ingress" }}
+    {{- with $root.Values.apiKeys.existingSecret }}
+    - name: api-keys
+      secret:
+        secretName: {{ . }}
+        defaultMode: 0440
+    {{- end }}
+    {{- end }}
     {{- with $root.Values.pods.volumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}

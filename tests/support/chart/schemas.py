@@ -47,16 +47,16 @@ FIELDS: dict[str, Any] = {
         "hostnames": [str],
         "rules": [{"backendRefs": [{"name": str, "port": int}]}],
     },
-    "gateway.envoyproxy.io/v1alpha1/SecurityPolicy": {
-        "targetRefs": [{"group": str, "kind": str, "name": str}],
-        "apiKeyAuth": {
-            "credentialRefs": [{"group": str, "kind": str, "name": str}],
-            "extractFrom": [{"headers": [str]}],
-        },
-    },
     "monitoring.coreos.com/v1/ServiceMonitor": {
         "selector": {"matchLabels": dict},
-        "endpoints": [{"port": str, "path": str, "interval": str}],
+        "endpoints": [
+            {
+                "port": str,
+                "path": str,
+                "interval": str,
+                "authorization": {"type": str, "credentials": {"name": str, "key": str}},
+            }
+        ],
     },
     "monitoring.coreos.com/v1/PodMonitor": {
         "selector": {"matchLabels": dict, "matchExpressions": [{"key": str, "operator": str, "values": [str]}]},

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
+from cluster.ingress.access.grpc_access import AccessInterceptor
+from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.grpc import GenerationServicer, OperationsServicer
 from cluster.ingress.http import create_app
 from cluster.wire.generation_client import GenerationClient
+from cluster.wire.peer_access import PublicAccess
 from cluster.wire.server import WireServer
 from pilotfish.v1 import common_pb2, generation_pb2, generation_pb2_grpc, operations_pb2_grpc
 from tests.support.fakes.fake_engine import OneMetric, ScriptedEngine, fake_service, listening
 
 LIMITS = LimitsSection(max_body_bytes=65536, max_output_tokens=32)
 TIMEOUT_SECONDS = 10.0
+OWN_KEY = "the-servers-own-key"
 Request = generation_pb2.GenerateRequest
 Sampling = common_pb2.SamplingParameters
 Stopping = generation_pb2.StoppingCriteria
@@ -36,6 +42,7 @@ class BothApis:
     grpc_address: str
     client: GenerationClient
     http: httpx.AsyncClient
+    app: FastAPI
 
     async def over_grpc(self, request: Request) -> tuple[str, str]:
         """The text of the answer, or the error text and the field of a refusal."""
@@ -60,8 +67,16 @@ class BothApis:
 
 @pytest.fixture
 async def apis(tmp_path: Path) -> AsyncIterator[BothApis]:
-    generation, engine, _ = fake_service(tmp_path, limits=LIMITS)
-    async with WireServer("127.0.0.1", 0, max_message_bytes=LIMITS.max_body_bytes) as server:
+    async with serving(tmp_path) as both:
+        yield both
+
+
+@asynccontextmanager
+async def serving(directory: Path, keys: KeyRing | None = None) -> AsyncIterator[BothApis]:
+    """Serve both APIs. With `keys`, they demand API keys, and `OWN_KEY` is the key of the server itself."""
+    generation, engine, _ = fake_service(directory, limits=LIMITS)
+    interceptors = () if keys is None else (AccessInterceptor(keys),)
+    async with WireServer("127.0.0.1", 0, max_message_bytes=LIMITS.max_body_bytes, interceptors=interceptors) as server:
         server.add(
             "pilotfish.v1.GenerationService",
             generation_pb2_grpc.add_GenerationServiceServicer_to_server,
@@ -80,7 +95,8 @@ async def apis(tmp_path: Path) -> AsyncIterator[BothApis]:
         async def resolve() -> str:
             return grpc_address
 
-        client = GenerationClient(resolve)
-        async with listening(create_app(client, LIMITS)) as address, httpx.AsyncClient(base_url=address) as http:
-            yield BothApis(engine, grpc_address, client, http)
+        client = GenerationClient(resolve, PublicAccess(OWN_KEY))
+        app = create_app(client, LIMITS, keys=keys)
+        async with listening(app) as address, httpx.AsyncClient(base_url=address) as http:
+            yield BothApis(engine, grpc_address, client, http, app)
         await client.close()

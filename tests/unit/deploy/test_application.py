@@ -19,7 +19,7 @@ def built(**arguments: object) -> dict[str, Any]:
     """The configuration that the target's replicas receive."""
     given = {key.replace("__", "."): value for key, value in arguments.items()}
     ingress = build_app(ApplicationArguments.model_validate({"config": "cpu"} | given))._bound_deployment
-    target = ingress.init_args[2]._bound_deployment
+    target = ingress.init_args[3]._bound_deployment
     values: dict[str, Any] = target.init_args[0]
     return values
 

@@ -1,0 +1,103 @@
+"""API keys over gRPC: an interceptor that refuses callers without a key and names the caller in requests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from cluster.core.errors import PermissionDenied, PilotfishError, Unauthenticated
+from cluster.ingress.access.api_keys import ApiKey
+from cluster.ingress.access.key_ring import KeyRing, bearer_key
+from cluster.wire.status import to_status
+from pilotfish.v1 import generation_pb2
+
+AUTHORIZATION = "authorization"
+"""Key of the call metadata that holds the API key, as `Bearer KEY`."""
+_OPEN_METHODS = "/grpc.health.v1.Health/"
+"""Probes have no key."""
+_ADMIN_METHODS = "/pilotfish.v1.OperationsService/"
+_NAMED = (generation_pb2.GenerateRequest, generation_pb2.AbortRequest)
+"""Messages that name the client whose request they are about."""
+
+
+class AccessInterceptor(grpc.aio.ServerInterceptor):
+    """Ends calls without an API key as UNAUTHENTICATED and what the key does not allow as PERMISSION_DENIED.
+
+    Both happen before a message is read. Health checks are open.
+    """
+
+    def __init__(self, keys: KeyRing) -> None:
+        self._keys = keys
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Return the method's handler, or one that refuses the call."""
+        method = handler_call_details.method
+        if not self._keys.demands_keys or method.startswith(_OPEN_METHODS):
+            return await continuation(handler_call_details)
+        try:
+            key = self._identify(handler_call_details)
+            if method.startswith(_ADMIN_METHODS) and not key.is_admin:
+                raise PermissionDenied("the API key does not allow this: it needs the key of an operator")
+        except PilotfishError as error:
+            return grpc.stream_stream_rpc_method_handler(_refusal(error))
+        handler = await continuation(handler_call_details)
+        return handler if key.is_internal else _naming(handler, lambda request: _name(request, key))
+
+    def _identify(self, details: grpc.HandlerCallDetails) -> ApiKey:
+        found = [value for key, value in details.invocation_metadata or () if key == AUTHORIZATION]
+        if len(found) > 1:
+            raise Unauthenticated("one API key is needed: the call has several")
+        value = found[0] if found else ""
+        return self._keys.identify(bearer_key(value.decode("latin-1") if isinstance(value, bytes) else value))
+
+
+def _name(request: Any, key: ApiKey) -> None:
+    """Write the caller's name into a request. An operator may abort requests of others."""
+    if isinstance(request, _NAMED) and not (
+        key.is_admin and isinstance(request, generation_pb2.AbortRequest) and request.client
+    ):
+        request.client = key.name
+
+
+def _naming(handler: Any, name: Callable[[Any], None]) -> Any:
+    """Return a handler that calls `name` with each request first."""
+    if handler is None:
+        return None
+    if handler.unary_unary is not None:
+
+        async def unary_unary(request: Any, context: Any) -> Any:
+            name(request)
+            return await handler.unary_unary(request, context)
+
+        return grpc.unary_unary_rpc_method_handler(
+            unary_unary, handler.request_deserializer, handler.response_serializer
+        )
+    if handler.unary_stream is not None:
+
+        async def unary_stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            name(request)
+            async with aclosing(handler.unary_stream(request, context)) as responses:
+                async for response in responses:
+                    yield response
+
+        return grpc.unary_stream_rpc_method_handler(
+            unary_stream, handler.request_deserializer, handler.response_serializer
+        )
+    return handler
+
+
+def _refusal(error: PilotfishError) -> Callable[[object, grpc.aio.ServicerContext[Any, Any]], Awaitable[None]]:
+    """Return a handler of streams, for every kind of method: gRPC does not wait for a message before it calls it."""
+    code, message, metadata = to_status(error)
+
+    async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await context.abort(code, message, metadata)
+
+    return refuse

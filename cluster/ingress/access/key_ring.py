@@ -1,0 +1,94 @@
+"""The API keys in force, and the search for the one that a caller presents."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from cluster.core.errors import ConfigurationError, Unauthenticated
+from cluster.ingress.access.api_keys import ApiKey, check_keys, digest
+from cluster.ingress.access.key_file import SETTING, KeyFile
+
+log = logging.getLogger(__name__)
+
+RELOAD_SECONDS = 1.0
+"""How often the key file may be looked at, in seconds."""
+OWN_NAME = "pilotfish"
+"""Name of the key of the cluster's own processes."""
+
+
+class KeyRing:
+    """Knows the keys that open the public APIs. Without a key and a file, everybody may call.
+
+    The file is read again when it has changed. Keys that were removed from it are refused from then on. A file that
+    cannot be read leaves the keys as they were, and is logged.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[ApiKey] = (),
+        file: str | None = None,
+        own_key: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`own_key` is what the cluster's own processes present. Raises `ConfigurationError`."""
+        self._given = check_keys(keys, "PILOTFISH_API_KEYS")
+        self._own = () if own_key is None else (ApiKey(OWN_NAME, digest(own_key), is_admin=True, is_internal=True),)
+        self._file = None if file is None else KeyFile(file)
+        self._clock = clock
+        self._looked_at = clock()
+        self._version = () if self._file is None else self._file.version()
+        self._keys = self._read()
+        if self._file is not None and not self._keys:
+            raise ConfigurationError(f"{SETTING}: needed at least one API key, found none in {file}")
+
+    @property
+    def demands_keys(self) -> bool:
+        """Whether callers must present a key."""
+        return bool(self._given) or self._file is not None
+
+    def identify(self, presented: str | bytes) -> ApiKey:
+        """Return the key that was presented. Raises `Unauthenticated`.
+
+        Every key is compared in constant time, so that the time of the search says nothing about the keys.
+        """
+        given = digest(presented)
+        found: ApiKey | None = None
+        for key in (*self._own, *self._current()):
+            if hmac.compare_digest(key.digest, given):
+                found = key
+        if found is None:
+            raise Unauthenticated("the API key is not valid")
+        return found
+
+    def _current(self) -> tuple[ApiKey, ...]:
+        now = self._clock()
+        if self._file is not None and now - self._looked_at >= RELOAD_SECONDS:
+            self._looked_at = now
+            version = self._file.version()
+            if version != self._version:
+                self._version = version
+                self._reload()
+        return self._keys
+
+    def _reload(self) -> None:
+        try:
+            self._keys = self._read()
+        except ConfigurationError as error:
+            log.error("the API keys stay as they were: %s", error)
+        else:
+            log.info("read %d API keys", len(self._keys))
+
+    def _read(self) -> tuple[ApiKey, ...]:
+        found = () if self._file is None else self._file.read()
+        return check_keys((*self._given, *found), SETTING)
+
+
+def bearer_key(authorization: str = "") -> str:
+    """Return the key in the value of `Authorization: Bearer KEY`. Raises `Unauthenticated`."""
+    scheme, _, key = authorization.strip().partition(" ")
+    if scheme.lower() != "bearer" or not key:
+        raise Unauthenticated("an API key is needed: send it as Authorization: Bearer KEY")
+    return key.strip()
