@@ -125,7 +125,9 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
     parser.add_argument("--draft", help="a draft model: directory or packaged name (default: the shipped one)")
     parser.add_argument("--plot", type=Path, help="where `prefix` draws its curve (PNG; needs matplotlib)")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="types that `throughput` and `memory` hold")
-    parser.add_argument("--variants", default="", help="variants for `step`, or drafting methods for `serving-pairs`")
+    parser.add_argument(
+        "--variants", default="", help="variants for `step` and `widths`, or drafting methods for `serving-pairs`"
+    )
     parser.add_argument("--quick", action="store_true", help="the smallest run that shows every table")
     asked = parser.parse_args(arguments)
     unknown = [name for name in asked.sections if name not in sections]

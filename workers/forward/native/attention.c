@@ -24,7 +24,7 @@
 #define GROUP (REGISTERS / 8) /* query vectors per reading of keys and values */
 #define CHAINS 2        /* independent partial sums per product */
 #define WIDTH 4         /* vectors of a value that are accumulated together */
-#define QUERIES 24      /* approximate number of query vectors of one KV head per item of work */
+#define QUERIES 48      /* approximate number of query vectors of one KV head per item of work */
 #define MOST_VECTORS 64 /* most query heads per KV head */
 #define MOST_DIM 256    /* largest head dimension */
 #define MOST_STATES 256 /* query vectors per item, of all its KV heads */
@@ -32,16 +32,19 @@
 
 #define ALL (UINT32_MAX >> (32 - KEYS)) /* all positions of a tile, as bits */
 
+/* Vectors begin with a cache line: one that lies in two lines takes twice as long to read. */
+#define ALIGNED __attribute__((aligned(LINE)))
+
 typedef struct {
-    int64_t padded;                       /* dim, to full vectors */
-    float query[MOST_VECTORS * MOST_DIM]; /* [vectors, padded] */
-    float sum[MOST_VECTORS * MOST_DIM];   /* [vectors, padded] weighted sums of the values so far */
+    int64_t padded;                               /* dim, to full vectors */
+    ALIGNED float query[MOST_VECTORS * MOST_DIM]; /* [vectors, padded] */
+    ALIGNED float sum[MOST_VECTORS * MOST_DIM];   /* [vectors, padded] weighted sums of the values so far */
     float most[MOST_STATES];
-    Vector total[MOST_STATES];            /* sums of the weights, by lane */
-    float weight[GROUP * KEYS];           /* weights of the tile's positions */
-    float keys[MOST_DIM * KEYS];          /* [padded, KEYS] */
-    float values[KEYS * MOST_DIM];        /* [KEYS, padded], where they cannot be read as they are stored */
-    const float *value[KEYS];             /* [padded] each */
+    ALIGNED Vector total[MOST_STATES];            /* sums of the weights, by lane */
+    ALIGNED float weight[GROUP * KEYS];           /* weights of the tile's positions */
+    ALIGNED float keys[MOST_DIM * KEYS];          /* [padded, KEYS] */
+    ALIGNED float values[KEYS * MOST_DIM];        /* [KEYS, padded], where they cannot be read as they are stored */
+    const float *value[KEYS];                     /* [padded] each */
 } Work;
 
 /* NaN and infinity are stored as finite numbers: the next sequence that gets the block may read it, masked. */
@@ -65,6 +68,7 @@ static inline float finite_float32(float value)
 static inline uint32_t visible(const Step *step, const Layer *layer, int64_t token, int64_t first)
 {
     const int64_t own = step->position[token];
+    if (!layer->window && first + KEYS <= own + 1) return ALL;
     uint32_t seen = 0;
     for (int k = 0; k < KEYS && first + k <= own; k++) {
         const int64_t at = first + k;
@@ -158,6 +162,30 @@ static inline void transpose(const Vector *rows, float *to)
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* Transpose the first numbers of LANES keys, `2 * LANES` of each, into their half of the tile: as pairs, which are then
+   separated. */
+static inline void transpose_pairs(const uint16_t *const *keys, int64_t from, float *to)
+{
+    Vector pairs[LANES];
+    ALIGNED float columns[LANES * KEYS];
+#pragma GCC unroll 16
+    for (int k = 0; k < LANES; k++) pairs[k] = (Vector)*(const Words *)(keys[k] + from);
+    transpose(pairs, columns);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+        const Words column = *(const Words *)(columns + i * KEYS);
+        *(Words *)(to + 2 * i * KEYS) = column << 16;
+        *(Words *)(to + (2 * i + 1) * KEYS) = column & 0xffff0000u;
+    }
+}
+
+/* Makes the compiler keep a vector in a register instead of reading it again for each use. */
+#if defined(IS_AVX512) || defined(IS_AVX2)
+#define IN_REGISTERS(VECTOR) __asm__("" : "+v"(VECTOR))
+#else
+#define IN_REGISTERS(VECTOR) (void)0
+#endif
+
 /* Add one tile of keys and values to the running softmax of the `count` query vectors `which`. `seen`: the positions
    that each vector sees, at least one. The order of a vector's sums does not depend on the other vectors. */
 INLINE void accumulate_tile(Work *work, const int64_t *which, const uint32_t *seen, const int count)
@@ -172,7 +200,9 @@ INLINE void accumulate_tile(Work *work, const int64_t *which, const uint32_t *se
 #pragma GCC unroll 2
         for (int c = 0; c < CHAINS; c++) {
             const float *key = work->keys + (d + c) * KEYS;
-            const Vector first = *(const Vector *)key, second = *(const Vector *)(key + LANES);
+            Vector first = *(const Vector *)key, second = *(const Vector *)(key + LANES);
+            IN_REGISTERS(first);
+            IN_REGISTERS(second);
 #pragma GCC unroll 4
             for (int g = 0; g < count; g++) {
                 const float query = work->query[which[g] * padded + d + c];
@@ -332,7 +362,11 @@ static inline void load_##NAME(Work *work, const Layer *layer, int64_t head, con
         work->value[k] = is_direct ? (const float *)value[k] : work->values + k * padded;                              \
         for (int64_t d = 0; d < dim; d += LINE / (int64_t)sizeof(TYPE)) __builtin_prefetch(value[k] + d, 0, 3);        \
     }                                                                                                                  \
-    for (int64_t d = 0; d < padded; d += LANES) {                                                                      \
+    int64_t done = 0;                                                                                                  \
+    for (; sizeof(TYPE) < sizeof(float) && done + 2 * LANES <= dim; done += 2 * LANES)                                 \
+        for (int half = 0; half < KEYS; half += LANES)                                                                 \
+            transpose_pairs((const uint16_t *const *)key + half, done, work->keys + done * KEYS + half);               \
+    for (int64_t d = done; d < padded; d += LANES) {                                                                   \
         for (int half = 0; half < KEYS; half += LANES) {                                                               \
             Vector rows[LANES];                                                                                        \
             _Pragma("GCC unroll 16") for (int k = 0; k < LANES; k++) rows[k] = take_##NAME(key[half + k] + d, dim - d); \

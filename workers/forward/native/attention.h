@@ -3,30 +3,7 @@
 #ifndef PILOTFISH_ATTENTION_H
 #define PILOTFISH_ATTENTION_H
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
-/* Vectors are as wide as the processor's registers, and the number of sums fits its registers: spilled sums would make
-   every product slower by an order of magnitude. Other widths than the processor's own are correct, but slow. */
-#if !defined(LANES) && defined(__AVX512F__)
-#define LANES 16    /* floats of a vector */
-#define REGISTERS 32
-#elif !defined(LANES)
-#define LANES 8
-#define REGISTERS 16
-#endif
-
-#if defined(__AVX512F__) && LANES == 16
-#define IS_AVX512 1
-#elif defined(__AVX2__) && LANES == 8
-#define IS_AVX2 1
-#endif
-#define LINE 64     /* bytes of a cache line */
-
-typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4)));
-
-enum { FLOAT32, BFLOAT16, INT8 }; /* kinds of numbers */
+#include "numbers.h"
 
 typedef struct {
     int64_t rows, tokens, block_size, most_blocks, most_depth;
@@ -49,52 +26,6 @@ typedef struct {
     int64_t window, sinks; /* a window of 0 means no window */
     float scale;
 } Layer;
-
-/* e^x for x <= 0, within two units in the last place; very small results become 0. */
-static inline float exponential(float x)
-{
-    float bounded = x < -87.0f ? -87.0f : x;
-    float n = rintf(bounded * 1.44269504f);
-    float r = fmaf(n, -0.693359375f, bounded);
-    r = fmaf(n, 2.12194440e-4f, r);
-    float p = 1.9875691500e-4f;
-    p = fmaf(p, r, 1.3981999507e-3f);
-    p = fmaf(p, r, 8.3334519073e-3f);
-    p = fmaf(p, r, 4.1665795894e-2f);
-    p = fmaf(p, r, 1.6666665459e-1f);
-    p = fmaf(p, r, 5.0000001201e-1f);
-    p = fmaf(p, r * r, r + 1.0f);
-    int32_t bits = ((int32_t)n + 127) << 23;
-    float power;
-    memcpy(&power, &bits, sizeof power);
-    return x < -87.0f ? 0.0f : p * power;
-}
-
-static inline float widen_bfloat16(uint16_t value)
-{
-    uint32_t bits = (uint32_t)value << 16;
-    float wide;
-    memcpy(&wide, &bits, sizeof wide);
-    return wide;
-}
-
-/* Round to nearest, ties to even; NaN stays NaN. */
-static inline uint16_t narrow_bfloat16(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : rounded);
-}
-
-/* Store floats as FLOAT32 or BFLOAT16 numbers, from index `at` on. */
-static inline void put(void *to, int64_t kind, int64_t at, const float *from, int64_t count)
-{
-    if (kind == BFLOAT16)
-        for (int64_t i = 0; i < count; i++) ((uint16_t *)to)[at + i] = narrow_bfloat16(from[i]);
-    else
-        memcpy((float *)to + at, from, (size_t)count * sizeof *from);
-}
 
 /* Store one token's key and value. */
 void pilotfish_store_bfloat16(const Step *step, const Layer *layer, int64_t token);

@@ -28,7 +28,8 @@ _FLAGS = [
     *("-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"),
     *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
 ]
-_HEADERS, _SOURCES = ("attention.h",), ("attention.c", "decoder.c")
+_HEADERS = ("numbers.h", "attention.h", "products.h", "tiles.h")
+_SOURCES = ("attention.c", "products.c", "tiles.c", "decoder.c")
 _BUILD_SECONDS = 120.0
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Folder of libraries that were built before, beside the code."""
@@ -44,17 +45,25 @@ def load_library(directory: str | None) -> ctypes.CDLL | None:
     compiler = _find_compiler()
     try:
         if prebuilt is not None:
-            return ctypes.CDLL(str(prebuilt))
+            return _load(prebuilt)
         if compiler is None:
             logger.warning("no C compiler found: models on this CPU use a slower path")
             return None
         if directory is not None:
-            return ctypes.CDLL(str(_build(compiler, Path(directory))))
+            return _load(_build(compiler, Path(directory)))
         with tempfile.TemporaryDirectory(prefix="pilotfish-") as temporary:
-            return ctypes.CDLL(str(_build(compiler, Path(temporary))))
+            return _load(_build(compiler, Path(temporary)))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("the CPU kernels cannot be built; models use a slower path: %s", error)
         return None
+
+
+def _load(file: Path) -> ctypes.CDLL:
+    """Load a library, and let it use the processor's tile registers (AMX) if a trial there succeeds."""
+    library = ctypes.CDLL(str(file))
+    if library.pilotfish_use_tiles():
+        logger.info("the CPU kernels multiply bfloat16 on tile registers (AMX)")
+    return library
 
 
 def build_for(instruction_set: InstructionSet, directory: Path) -> Path:

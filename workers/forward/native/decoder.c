@@ -10,40 +10,14 @@
    Activations are float32. They are rounded to bfloat16 if the processor multiplies bfloat16. */
 
 #include <omp.h>
-#include <sched.h>
-#include <stdatomic.h>
 #include <stddef.h>
 
 #include "attention.h"
+#include "products.h"
 
-#if defined(IS_AVX512) || defined(IS_AVX2)
+#if defined(IS_AVX512)
 #include <immintrin.h>
 #endif
-
-#if defined(IS_AVX512) && defined(__AVX512BF16__)
-#define HAS_BFLOAT16_PRODUCTS 1
-#else
-#define HAS_BFLOAT16_PRODUCTS 0
-#endif
-
-#define COLUMNS (2 * LANES) /* outputs of a block: two vectors */
-#if REGISTERS == 32
-#define ROWS 8 /* rows of activations that are multiplied per reading of the weights */
-#else
-#define ROWS 6
-#endif
-#define SPINS 4000 /* spins that a thread waits for the others before it yields its core */
-#define AHEAD 8192   /* bytes of weights to prefetch: with many rows, the processor's own prefetcher does not reach far enough */
-
-typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4)));
-
-/* A packed matrix: blocks of COLUMNS outputs, each [inputs, COLUMNS] (bfloat16: [inputs / 2, COLUMNS, 2]). */
-typedef struct {
-    int64_t kind, inputs, outputs, blocks; /* the last block is padded with zeros */
-    const void *weights;
-    const float *scale; /* [blocks * COLUMNS] for INT8 */
-    const float *bias;  /* [blocks * COLUMNS], or none */
-} Matrix;
 
 typedef struct {
     Matrix qkv, out, gate_up, down; /* gate_up: in each block LANES gates and the ups that belong to them */
@@ -63,12 +37,6 @@ typedef struct {
     const void *embedding; /* [vocabulary, hidden] */
     const float *cos, *sin; /* [positions, dim] */
 } Decoder;
-
-/* A barrier for the threads of a pass. OpenMP's own barrier spins for milliseconds if a thread has lost its core. */
-typedef struct {
-    atomic_int arrived, generation;
-    int team;
-} Barrier;
 
 typedef struct {
     const int64_t *tokens;   /* [tokens] */
@@ -91,228 +59,6 @@ typedef struct {
 } Pass;
 
 enum { SKIP_ATTENTION = 1, SKIP_MLP = 2 };
-
-static void wait_for_all(Barrier *barrier)
-{
-    const int generation = atomic_load_explicit(&barrier->generation, memory_order_relaxed);
-    if (atomic_fetch_add_explicit(&barrier->arrived, 1, memory_order_acq_rel) == barrier->team - 1) {
-        atomic_store_explicit(&barrier->arrived, 0, memory_order_relaxed);
-        atomic_store_explicit(&barrier->generation, generation + 1, memory_order_release);
-        return;
-    }
-    for (int waited = 0; atomic_load_explicit(&barrier->generation, memory_order_acquire) == generation; waited++)
-        if (waited > SPINS) sched_yield();
-}
-
-/* --- products -------------------------------------------------------------------------------- */
-
-typedef enum { STORE, ADD, GATE } After;
-
-typedef struct {
-    After after;
-    float *to;      /* STORE, ADD: [rows, width] */
-    void *input;    /* GATE: [rows, width] in the type of the next product's input */
-    int64_t width;
-    int64_t kind;   /* GATE: kind of the next product's input */
-} Output;
-
-static inline float sigmoid_weighted(float x)
-{
-    const float small = exponential(x < 0 ? x : -x); /* e^-|x| */
-    return x * (x < 0 ? small : 1.0f) / (1.0f + small);
-}
-
-/* The type of a matrix's input. */
-static inline int64_t factor_kind(const Matrix *matrix)
-{
-    return matrix->kind == BFLOAT16 && HAS_BFLOAT16_PRODUCTS ? BFLOAT16 : FLOAT32;
-}
-
-/* Apply the operations after a product to one row of a block. */
-static inline void finish(const Matrix *matrix, const Output *output, int64_t block, int64_t row, Vector first, Vector second)
-{
-    const int64_t at = block * COLUMNS;
-    if (matrix->scale) {
-        first *= *(const Vector *)(matrix->scale + at);
-        second *= *(const Vector *)(matrix->scale + at + LANES);
-    }
-    if (matrix->bias) {
-        first += *(const Vector *)(matrix->bias + at);
-        second += *(const Vector *)(matrix->bias + at + LANES);
-    }
-    float value[COLUMNS];
-    memcpy(value, &first, sizeof first);
-    memcpy(value + LANES, &second, sizeof second);
-    if (output->after == GATE) {
-        for (int c = 0; c < LANES; c++) value[c] = sigmoid_weighted(value[c]) * value[LANES + c];
-        const int64_t from = at / 2, left = output->width - from;
-        if (left > 0)
-            put(output->input, output->kind, row * output->width + from, value, left < LANES ? left : LANES);
-        return;
-    }
-    float *to = output->to + row * output->width + at;
-    const int64_t left = matrix->outputs - at, count = left < COLUMNS ? left : COLUMNS;
-    if (output->after == ADD)
-        for (int64_t c = 0; c < count; c++) to[c] += value[c];
-    else
-        memcpy(to, value, (size_t)count * sizeof *value);
-}
-
-#define INLINE static inline __attribute__((always_inline))
-
-/* A block of outputs, the first row, the index of this reading of the weights, and the number of readings. */
-typedef struct {
-    int64_t block, row, reading, readings;
-} Tile;
-
-/* The weights to prefetch. If a block is read several times, each reading prefetches its share of the next block, so
-   that memory is read evenly and not only during the first reading. */
-typedef struct {
-    const char *at;
-    int64_t stride; /* bytes for each pair of vectors */
-} Prefetch;
-
-INLINE Prefetch prefetch_plan(const void *weights, int64_t bytes, int64_t stride, int64_t reading, int64_t readings)
-{
-    if (readings == 1) return (Prefetch){(const char *)weights + AHEAD, stride};
-    return (Prefetch){(const char *)weights + bytes + reading * bytes / readings, (stride + readings - 1) / readings};
-}
-
-INLINE void prefetch_next(Prefetch *next)
-{
-    __builtin_prefetch(next->at, 0, 3);
-    if (next->stride > LINE) __builtin_prefetch(next->at + LINE, 0, 3);
-    next->at += next->stride;
-}
-
-INLINE void rows_float32(const Matrix *matrix, const float *x, const Tile *tile, int rows, Vector sum[][2])
-{
-    const int64_t inputs = matrix->inputs, bytes = COLUMNS * (int64_t)sizeof(float);
-    const float *weights = (const float *)matrix->weights + tile->block * inputs * COLUMNS;
-    Prefetch next = prefetch_plan(weights, inputs * bytes, bytes, tile->reading, tile->readings);
-    for (int64_t k = 0; k < inputs; k++, weights += COLUMNS) {
-        prefetch_next(&next);
-        const Vector first = *(const Vector *)weights, second = *(const Vector *)(weights + LANES);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-            sum[r][0] += first * x[r * inputs + k];
-            sum[r][1] += second * x[r * inputs + k];
-        }
-    }
-}
-
-INLINE Vector widen_bytes(const int8_t *from)
-{
-#if defined(IS_AVX512)
-    return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
-#elif defined(IS_AVX2)
-    return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
-#else
-    Vector wide;
-    for (int l = 0; l < LANES; l++) wide[l] = (float)from[l];
-    return wide;
-#endif
-}
-
-INLINE void rows_int8(const Matrix *matrix, const float *x, const Tile *tile, int rows, Vector sum[][2])
-{
-    const int64_t inputs = matrix->inputs;
-    const int8_t *weights = (const int8_t *)matrix->weights + tile->block * inputs * COLUMNS;
-    Prefetch next = prefetch_plan(weights, inputs * COLUMNS, COLUMNS, tile->reading, tile->readings);
-    for (int64_t k = 0; k < inputs; k++, weights += COLUMNS) {
-        prefetch_next(&next);
-        const Vector first = widen_bytes(weights), second = widen_bytes(weights + LANES);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-            sum[r][0] += first * x[r * inputs + k];
-            sum[r][1] += second * x[r * inputs + k];
-        }
-    }
-}
-
-#if HAS_BFLOAT16_PRODUCTS
-INLINE Vector two_products(Vector sum, Words weights, uint32_t pair)
-{
-    return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)pair));
-}
-
-INLINE void rows_bfloat16(const Matrix *matrix, const void *input, const Tile *tile, int rows, Vector sum[][2])
-{
-    const int64_t pairs = matrix->inputs / 2, bytes = COLUMNS * (int64_t)sizeof(uint32_t);
-    const uint32_t *weights = (const uint32_t *)matrix->weights + tile->block * pairs * COLUMNS;
-    const uint32_t *x = (const uint32_t *)input + tile->row * pairs;
-    Prefetch next = prefetch_plan(weights, pairs * bytes, bytes, tile->reading, tile->readings);
-    for (int64_t k = 0; k < pairs; k++, weights += COLUMNS) {
-        prefetch_next(&next);
-        const Words first = *(const Words *)weights, second = *(const Words *)(weights + LANES);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-            sum[r][0] = two_products(sum[r][0], first, x[r * pairs + k]);
-            sum[r][1] = two_products(sum[r][1], second, x[r * pairs + k]);
-        }
-    }
-}
-#else
-INLINE void rows_bfloat16(const Matrix *matrix, const void *input, const Tile *tile, int rows, Vector sum[][2])
-{
-    const int64_t inputs = matrix->inputs, bytes = COLUMNS * (int64_t)sizeof(uint32_t);
-    const uint32_t *weights = (const uint32_t *)matrix->weights + tile->block * inputs / 2 * COLUMNS;
-    const float *x = (const float *)input + tile->row * inputs;
-    Prefetch next = prefetch_plan(weights, inputs / 2 * bytes, bytes, tile->reading, tile->readings);
-    for (int64_t k = 0; k < inputs; k += 2, weights += COLUMNS) {
-        prefetch_next(&next);
-#pragma GCC unroll 2
-        for (int odd = 0; odd < 2; odd++) { /* of a pair of inputs, the even one is in the lower half of the words */
-            const Words first = *(const Words *)weights, second = *(const Words *)(weights + LANES);
-            const Vector one = (Vector)(odd ? first & 0xffff0000u : first << 16);
-            const Vector other = (Vector)(odd ? second & 0xffff0000u : second << 16);
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) {
-                sum[r][0] += one * x[r * inputs + k + odd];
-                sum[r][1] += other * x[r * inputs + k + odd];
-            }
-        }
-    }
-}
-#endif
-
-INLINE void some_rows(const Matrix *matrix, const void *input, const Output *output, const Tile *tile, int rows)
-{
-    Vector sum[ROWS][2];
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (Vector){0};
-    const int64_t inputs = matrix->inputs;
-    if (matrix->kind == BFLOAT16) rows_bfloat16(matrix, input, tile, rows, sum);
-    else if (matrix->kind == INT8) rows_int8(matrix, (const float *)input + tile->row * inputs, tile, rows, sum);
-    else rows_float32(matrix, (const float *)input + tile->row * inputs, tile, rows, sum);
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++) finish(matrix, output, tile->block, tile->row + r, sum[r][0], sum[r][1]);
-}
-
-/* Compute this thread's share of a product of `rows` rows, then wait for all threads. */
-static void multiply(const Matrix *matrix, const void *input, const Output *output, int64_t rows, Barrier *barrier)
-{
-    const int64_t readings = (rows + ROWS - 1) / ROWS;
-#pragma omp for schedule(static) nowait
-    for (int64_t block = 0; block < matrix->blocks; block++) {
-        for (int64_t row = 0; row < rows; row += ROWS) {
-            const Tile tile = {block, row, row / ROWS, readings};
-            switch (rows - row) {
-            case 1: some_rows(matrix, input, output, &tile, 1); break;
-            case 2: some_rows(matrix, input, output, &tile, 2); break;
-            case 3: some_rows(matrix, input, output, &tile, 3); break;
-            case 4: some_rows(matrix, input, output, &tile, 4); break;
-            case 5: some_rows(matrix, input, output, &tile, 5); break;
-#if ROWS > 6
-            case 6: some_rows(matrix, input, output, &tile, 6); break;
-            case 7: some_rows(matrix, input, output, &tile, 7); break;
-#endif
-            default: some_rows(matrix, input, output, &tile, ROWS);
-            }
-        }
-    }
-    wait_for_all(barrier);
-}
 
 /* --- between products ------------------------------------------------------------------------ */
 
@@ -394,18 +140,19 @@ static void attention_part(const Decoder *decoder, const DecoderLayer *own, cons
 #pragma omp for schedule(static) nowait
     for (int64_t t = 0; t < tokens; t++)
         normalise(pass->x + t * hidden, own->input_norm, hidden, decoder->epsilon, pass->input, kind, t * hidden);
-    wait_for_all(barrier);
-    multiply(&own->qkv, pass->input, &to_qkv, tokens, barrier);
+    pilotfish_wait_for_all(barrier);
+    pilotfish_multiply(&own->qkv, pass->input, &to_qkv, tokens, barrier);
 #pragma omp for schedule(static) nowait
     for (int64_t t = 0; t < tokens; t++) prepare_attention(decoder, own, pass, step, &layer, t);
-    wait_for_all(barrier);
+    pilotfish_wait_for_all(barrier);
 #pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t item = 0; item < items.count; item++) {
+    for (int64_t left = items.count; left > 0; left--) { /* the last tiles of a prompt take longest */
+        const int64_t item = left - 1;
         if (decoder->kv_kind == BFLOAT16) pilotfish_item_bfloat16(step, &layer, &items, item);
         else pilotfish_item_float32(step, &layer, &items, item);
     }
-    wait_for_all(barrier);
-    multiply(&own->out, pass->input, &to_residual, tokens, barrier);
+    pilotfish_wait_for_all(barrier);
+    pilotfish_multiply(&own->out, pass->input, &to_residual, tokens, barrier);
 }
 
 /* The second half of a layer: x += mlp(norm(x)). */
@@ -418,9 +165,9 @@ static void mlp_part(const Decoder *decoder, const DecoderLayer *own, const Pass
 #pragma omp for schedule(static) nowait
     for (int64_t t = 0; t < tokens; t++)
         normalise(pass->x + t * hidden, own->post_norm, hidden, decoder->epsilon, pass->input, kind, t * hidden);
-    wait_for_all(barrier);
-    multiply(&own->gate_up, pass->input, &to_gated, tokens, barrier);
-    multiply(&own->down, pass->gated, &to_residual, tokens, barrier);
+    pilotfish_wait_for_all(barrier);
+    pilotfish_multiply(&own->gate_up, pass->input, &to_gated, tokens, barrier);
+    pilotfish_multiply(&own->down, pass->gated, &to_residual, tokens, barrier);
 }
 
 /* Copy the residual stream after `layers` layers to the taps that ask for it.
@@ -463,9 +210,9 @@ void pilotfish_linear(const Matrix *matrix, const float *x, uint16_t *narrow, fl
         if (kind == BFLOAT16) {
 #pragma omp for schedule(static) nowait
             for (int64_t r = 0; r < rows; r++) put(narrow, BFLOAT16, r * inputs, x + r * inputs, inputs);
-            wait_for_all(&barrier);
+            pilotfish_wait_for_all(&barrier);
         }
-        multiply(matrix, kind == BFLOAT16 ? (const void *)narrow : x, &output, rows, &barrier);
+        pilotfish_multiply(matrix, kind == BFLOAT16 ? (const void *)narrow : x, &output, rows, &barrier);
     }
 }
 
@@ -581,15 +328,15 @@ void pilotfish_window_layers(const Decoder *decoder, const WindowPass *work)
 #pragma omp for schedule(static) nowait
             for (int64_t t = 0; t < tokens; t++)
                 normalise(work->x + t * hidden, own->input_norm, hidden, decoder->epsilon, work->input, kind, t * hidden);
-            wait_for_all(&barrier);
-            multiply(&own->qkv, work->input, &to_qkv, tokens, &barrier);
+            pilotfish_wait_for_all(&barrier);
+            pilotfish_multiply(&own->qkv, work->input, &to_qkv, tokens, &barrier);
 #pragma omp for schedule(static) nowait
             for (int64_t t = 0; t < tokens; t++) store_in_window(decoder, work, l, t);
-            wait_for_all(&barrier);
+            pilotfish_wait_for_all(&barrier);
 #pragma omp for schedule(dynamic, 1) nowait
             for (int64_t item = 0; item < tokens * decoder->kv_heads; item++) attend_window(decoder, work, l, kind, item);
-            wait_for_all(&barrier);
-            multiply(&own->out, work->input, &to_residual, tokens, &barrier);
+            pilotfish_wait_for_all(&barrier);
+            pilotfish_multiply(&own->out, work->input, &to_residual, tokens, &barrier);
             mlp_part(decoder, own, &pass, &step, &barrier);
         }
     }
@@ -617,14 +364,14 @@ void pilotfish_decode(const Decoder *decoder, const Step *step, const Pass *pass
             if (!(skip & SKIP_MLP)) mlp_part(decoder, decoder->layer + l, pass, step, &barrier);
         }
         copy_taps(decoder, pass, step, pass->layers);
-        if (pass->skip) wait_for_all(&barrier); /* if all parts are skipped, no other barrier follows the embedding */
+        if (pass->skip) pilotfish_wait_for_all(&barrier); /* if all parts are skipped, no other barrier follows the embedding */
         const int64_t hidden = decoder->hidden, kind = factor_kind(&decoder->head);
         const float *norm = pass->exit_norm ? pass->exit_norm : decoder->final_norm;
         const Output to_logits = {STORE, pass->logits, NULL, decoder->head.outputs, kind};
 #pragma omp for schedule(static) nowait
         for (int64_t s = 0; s < pass->count; s++)
             normalise(pass->x + pass->selected[s] * hidden, norm, hidden, decoder->epsilon, pass->input, kind, s * hidden);
-        wait_for_all(&barrier);
-        multiply(&decoder->head, pass->input, &to_logits, pass->count, &barrier);
+        pilotfish_wait_for_all(&barrier);
+        pilotfish_multiply(&decoder->head, pass->input, &to_logits, pass->count, &barrier);
     }
 }

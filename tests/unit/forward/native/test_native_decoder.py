@@ -180,6 +180,18 @@ def test_no_bit_depends_on_whether_a_token_was_drafted(
     assert torch.equal(kept, fresh)
 
 
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+def test_a_prompt_is_the_same_whole_and_in_two_chunks_of_any_width(dtype: str, quantization: str, load: Load) -> None:
+    text = TEXT + TEXT[::-1]
+    model = load("llama", dtype, quantization)
+    first = Bench(model)
+    (whole,) = first.logits(first.row(text, len(text)))
+    for fresh in (*range(1, 40), 47, 48, 49, 79):
+        bench = Bench(model)
+        (found,) = bench.logits(bench.row(text, fresh))
+        assert torch.equal(found, whole[-fresh:])
+
+
 @pytest.mark.parametrize("native", ["auto", "off"])
 def test_forks_continue_independently(native: str, load: Load) -> None:
     bench = Bench(load("llama", native=native))

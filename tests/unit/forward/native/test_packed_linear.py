@@ -69,14 +69,38 @@ def test_without_a_compiler_torch_multiplies(dtype: torch.dtype, code: Path, mon
     check(dtype, code)
 
 
+def check_rows(packed: PackedLinear, x: torch.Tensor) -> None:
+    """Rows beside the edges of tiles and chunks, and all narrow products, have the bits of the whole product."""
+    together = packed.multiply(x)
+    half = len(x) // 2
+    for row in (*range(20), 23, 24, 31, 32, 35, 36, half - 1, half, half + 1, len(x) - 1):
+        assert torch.equal(packed.multiply(x[row : row + 1])[0], together[row])
+    for rows in (*range(1, 40), 63, 64, 65, half):
+        assert torch.equal(packed.multiply(x[:rows]), together[:rows])
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_bit_of_a_row_depends_on_the_other_rows(dtype: torch.dtype, code: Path) -> None:
-    packed = PackedLinear(values(99, 84), dtype, directory=str(code))
-    x = values(20, 84)
-    together = packed.multiply(x)
-    for row in range(len(x)):
-        assert torch.equal(packed.multiply(x[row : row + 1])[0], together[row])
+    check_rows(PackedLinear(values(99, 84), dtype, directory=str(code)), values(1700, 84))  # several chunks of rows
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_tile_registers_multiply_as_torch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulated registers show that the code for AMX addresses the right numbers, also where rows fill no register."""
+    flags = ["-O2", "-fPIC", "-fopenmp", "-DLANES=16", "-DREGISTERS=32", "-DEMULATE_TILES"]
+    monkeypatch.setattr(build, "_FLAGS", flags)
+    library = build.load_library(str(tmp_path))
+    assert library is not None
+    assert library.pilotfish_use_tiles() == 1
+    for outputs, inputs in ((33, 256), (99, 32), (40, 84)):  # the last has inputs that fill no register
+        weight, bias = values(outputs, inputs), values(outputs)
+        packed = PackedLinear(weight, torch.bfloat16, bias, str(tmp_path))
+        x = values(70, inputs).bfloat16().float()
+        for rows in (1, 16, 17, 31, 32, 33, 70):
+            wanted = expected(weight, bias, torch.bfloat16, x[:rows])
+            torch.testing.assert_close(packed.multiply(x[:rows]), wanted, rtol=1e-4, atol=1e-4)
+        check_rows(packed, values(70, inputs))
 
 
 def test_an_odd_number_of_inputs_is_multiplied(code: Path) -> None:

@@ -1,0 +1,145 @@
+"""The time of a step by its width, from one token to a long prompt: kernels against the modules of `transformers`.
+
+Beside each time stand its two floors: reading all weights once, and computing the products of the linear layers at the
+peak of the processor's vectors. Kernels and modules run in turn, so that both see the same machine.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from contextlib import ExitStack
+
+import torch
+from transformers import AutoConfig
+
+from cluster.core.config.sections import Configuration, TargetSection
+from tests.bench.decoding import Decoding, decoding
+from tests.bench.machine import ReadBandwidth, weight_bytes
+from tests.bench.options import Options
+from tests.bench.product_peak import product_peak
+from tests.bench.report import heading, ratios, spread, table, write
+
+CONTEXT, QUICK_CONTEXT = 128, 16
+"""Tokens stored for each sequence that decodes."""
+ROWS, QUICK_ROWS = (1, 2, 4, 8, 16, 32, 64), (1, 8)
+PROMPTS, QUICK_PROMPTS = (128, 512, 1500), (32,)
+VARIANTS: dict[str, dict[str, str]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+}
+"""The variants, each computed by the kernels and by the modules."""
+WARM_STEPS, TIMED_STEPS = 1, 5
+COLUMNS = ("variant", "tokens", "kernels, ms", "modules, ms", "modules ÷ kernels", "÷ weights", "÷ products")
+
+Times = dict[tuple[str, bool, str], list[float]]
+"""Seconds by variant, whether the kernels computed, and step; one per repetition."""
+
+
+def run(options: Options) -> None:
+    """Measure and report, one variant after another."""
+    heading("Widths: one step by its number of tokens")
+    torch.set_num_threads(os.cpu_count() or 1)
+    rows, prompts = (QUICK_ROWS, QUICK_PROMPTS) if options.quick else (ROWS, PROMPTS)
+    configuration = options.configuration(f"scheduler.max_sequences={max(rows)}", "scheduler.max_step_tokens=2048")
+    bandwidth = ReadBandwidth()
+    for name in options.variants or tuple(VARIANTS):
+        section = configuration.target.model_copy(update=VARIANTS[name] | {"compile": "off"})
+        reads, times = _measure(options, configuration, section, name, rows, prompts, bandwidth)
+        _report(section, name, reads, times, rows, prompts)
+
+
+def _measure(
+    options: Options,
+    configuration: Configuration,
+    section: TargetSection,
+    name: str,
+    rows: tuple[int, ...],
+    prompts: tuple[int, ...],
+    bandwidth: ReadBandwidth,
+) -> tuple[list[float], Times]:
+    """Bandwidths and times, one per repetition."""
+    times: Times = {}
+    reads: list[float] = []
+    context = options.long_prompt(QUICK_CONTEXT if options.quick else CONTEXT, 0)
+    with ExitStack() as stack:
+        sections = {True: section, False: section.model_copy(update={"native": "off"})}
+        chunk = configuration.scheduler.max_step_tokens
+        engines = {native: stack.enter_context(decoding(one, chunk)) for native, one in sections.items()}
+        for _ in range(options.repeats):
+            reads.append(bandwidth.measure())
+            for count in rows:
+                for native, engine in engines.items():
+                    seconds = _decode(engine, context, count)
+                    times.setdefault((name, native, _decoded(count)), []).append(seconds)
+            for length in prompts:
+                for native, engine in engines.items():
+                    seconds = engine.add("prompt", options.long_prompt(length, 1))
+                    engine.clear()
+                    times.setdefault((name, native, _prompt(length)), []).append(seconds)
+    return reads, times
+
+
+def _decode(engine: Decoding, context: tuple[int, ...], count: int) -> float:
+    """Median seconds of a step of one token for each of `count` sequences."""
+    for index in range(count):
+        engine.add(f"s{index}", (*context[:-1], context[-1] + index))
+    for _ in range(WARM_STEPS):
+        engine.step()
+    seconds = statistics.median(engine.step() for _ in range(TIMED_STEPS))
+    engine.clear()
+    return seconds
+
+
+def _decoded(count: int) -> str:
+    return f"{count} × 1"
+
+
+def _prompt(length: int) -> str:
+    return f"prompt of {length}"
+
+
+def _report(
+    section: TargetSection,
+    name: str,
+    reads: list[float],
+    times: Times,
+    rows: tuple[int, ...],
+    prompts: tuple[int, ...],
+) -> None:
+    size = weight_bytes(section, read_by_a_step=True)
+    peak = product_peak(torch.bfloat16 if name == "bfloat16" else torch.float32)
+    lines: list[list[str]] = []
+    for label, tokens, is_prompt in [
+        *((_decoded(count), count, False) for count in rows),
+        *((_prompt(length), length, True) for length in prompts),
+    ]:
+        ours, theirs = times[name, True, label], times[name, False, label]
+        operations = 2.0 * _factors(section, tokens, is_prompt=is_prompt)
+        products = "" if peak is None else spread([seconds * peak / operations for seconds in ours])
+        lines.append(
+            [
+                name,
+                label,
+                spread([seconds * 1e3 for seconds in ours], 1),
+                spread([seconds * 1e3 for seconds in theirs], 1),
+                spread(ratios(theirs, ours)),
+                spread([seconds * read / size for seconds, read in zip(ours, reads, strict=True)]),
+                products,
+            ]
+        )
+    table(COLUMNS, lines)
+    limit = "unknown" if peak is None else f"{peak / 1e9:.0f} GFLOP/s"
+    write(
+        f"{name}: {size / 1e6:.0f} MB of weights, read at {spread([read / 1e9 for read in reads], 1)} GB/s; "
+        f"peak of products: {limit}; {torch.get_num_threads()} threads"
+    )
+
+
+def _factors(section: TargetSection, tokens: int, *, is_prompt: bool) -> int:
+    """Multiplications of the linear layers in a step. Of a prompt, only the last token passes the head."""
+    config = AutoConfig.from_pretrained(section.path)
+    head = int(config.vocab_size) * int(config.hidden_size)
+    layers = weight_bytes(section.model_copy(update={"dtype": "float32", "quantization": "none"}), read_by_a_step=True)
+    return (layers // 4 - head) * tokens + head * (1 if is_prompt else tokens)

@@ -1,0 +1,59 @@
+/* Products of activations with packed weights, computed by all threads of a parallel region. See products.c. */
+
+#ifndef PILOTFISH_PRODUCTS_H
+#define PILOTFISH_PRODUCTS_H
+
+#include <stdatomic.h>
+
+#include "numbers.h"
+
+/* EMULATE_TILES, for tests: compute as AMX does, on any processor. */
+#if (defined(IS_AVX512) && defined(__AVX512BF16__)) || defined(EMULATE_TILES)
+#define HAS_BFLOAT16_PRODUCTS 1
+#else
+#define HAS_BFLOAT16_PRODUCTS 0
+#endif
+
+#define COLUMNS (2 * LANES) /* outputs of a block: two vectors */
+#define INLINE static inline __attribute__((always_inline))
+
+/* A packed matrix: blocks of COLUMNS outputs, each [inputs, COLUMNS] (bfloat16: [inputs / 2, COLUMNS, 2]). */
+typedef struct {
+    int64_t kind, inputs, outputs, blocks; /* the last block is padded with zeros */
+    const void *weights;
+    const float *scale; /* [blocks * COLUMNS] for INT8 */
+    const float *bias;  /* [blocks * COLUMNS], or none */
+} Matrix;
+
+typedef enum { STORE, ADD, GATE } After;
+
+/* What follows a product. GATE takes a matrix whose blocks have LANES gates and the LANES ups that belong to them. */
+typedef struct {
+    After after;
+    float *to;      /* STORE, ADD: [rows, width] */
+    void *input;    /* GATE: [rows, width] in the type of the next product's input */
+    int64_t width;
+    int64_t kind;   /* GATE: kind of the next product's input */
+} Output;
+
+/* A barrier for the threads of a pass. OpenMP's own barrier spins for milliseconds if a thread has lost its core. */
+typedef struct {
+    atomic_int arrived, generation;
+    int team;
+} Barrier;
+
+void pilotfish_wait_for_all(Barrier *barrier);
+
+/* The type of a matrix's input. */
+static inline int64_t factor_kind(const Matrix *matrix)
+{
+    return matrix->kind == BFLOAT16 && HAS_BFLOAT16_PRODUCTS ? BFLOAT16 : FLOAT32;
+}
+
+/* Compute this thread's share of a product of `rows` rows, then wait for all threads. */
+void pilotfish_multiply(const Matrix *matrix, const void *input, const Output *output, int64_t rows, Barrier *barrier);
+
+/* Apply the operations after a product to `rows` rows of a block: sums are [rows, COLUMNS]. */
+void pilotfish_finish(const Matrix *matrix, const Output *output, int64_t block, int64_t row, const float *sums, int64_t rows);
+
+#endif
