@@ -1,4 +1,4 @@
-"""The time of a step by its width, from one token to a long prompt: kernels against the modules of `transformers`.
+"""The time of a step by its width, from one token to a long prompt: the kernels, and the modules of `transformers`.
 
 Beside each time stand its two floors: reading all weights once, and computing the products of the linear layers at the
 peak of the processor's vectors. Kernels and modules run in turn, so that both see the same machine.
@@ -29,7 +29,8 @@ VARIANTS: dict[str, dict[str, str]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
 }
-"""The variants, each computed by the kernels and by the modules."""
+COMPARED = ("float32", "bfloat16")
+"""Variants that the modules compute, too. With int8, they take seconds for a prompt."""
 WARM_STEPS, TIMED_STEPS = 1, 5
 COLUMNS = ("variant", "tokens", "kernels, ms", "modules, ms", "modules ÷ kernels", "÷ weights", "÷ products")
 
@@ -64,7 +65,9 @@ def _measure(
     reads: list[float] = []
     context = options.long_prompt(QUICK_CONTEXT if options.quick else CONTEXT, 0)
     with ExitStack() as stack:
-        sections = {True: section, False: section.model_copy(update={"native": "off"})}
+        sections = {True: section}
+        if name in COMPARED:
+            sections[False] = section.model_copy(update={"native": "off"})
         chunk = configuration.scheduler.max_step_tokens
         engines = {native: stack.enter_context(decoding(one, chunk)) for native, one in sections.items()}
         for _ in range(options.repeats):
@@ -115,7 +118,7 @@ def _report(
         *((_decoded(count), count, False) for count in rows),
         *((_prompt(length), length, True) for length in prompts),
     ]:
-        ours, theirs = times[name, True, label], times[name, False, label]
+        ours, theirs = times[name, True, label], times.get((name, False, label), [])
         operations = 2.0 * _factors(section, tokens, is_prompt=is_prompt)
         products = "" if peak is None else spread([seconds * peak / operations for seconds in ours])
         lines.append(
@@ -123,8 +126,8 @@ def _report(
                 name,
                 label,
                 spread([seconds * 1e3 for seconds in ours], 1),
-                spread([seconds * 1e3 for seconds in theirs], 1),
-                spread(ratios(theirs, ours)),
+                spread([seconds * 1e3 for seconds in theirs], 1) if theirs else "",
+                spread(ratios(theirs, ours)) if theirs else "",
                 spread([seconds * read / size for seconds, read in zip(ours, reads, strict=True)]),
                 products,
             ]
