@@ -74,7 +74,6 @@ class NativeDecoder:
         self._kv_groups: KvCacheGroups | None = None
         self._angles: tuple[torch.Tensor, ...] = ()
         self._scratch = torch.empty(0)
-        self._logits = torch.empty((0, self._vocabulary))
 
     def bind(self, pool: KvPool) -> None:
         """See `NativeForward`."""
@@ -103,9 +102,7 @@ class NativeDecoder:
         if inputs is None and not 0 <= ids.min() <= ids.max() < len(self._embedding):
             raise IndexError(f"tokens {ids.min()} to {ids.max()}: the model has {len(self._embedding)}")
         self._extend_angles(step.end)
-        if len(indices) > len(self._logits):
-            self._logits = torch.empty((len(indices), self._vocabulary))
-        logits = self._logits[: len(indices)]
+        logits = torch.empty((len(indices), self._vocabulary))
         layers = partial.layers or len(self._layers)
         skip = np.array(partial.skipped_parts(len(self._layers)), dtype=np.uint8)
         floats = [None if given is None else given.float().contiguous() for given in (partial.exit_norm, inputs)]
