@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
+from pathlib import Path
 
 from tests.bench.machine import describe
 from tests.bench.options import parse
@@ -45,7 +46,14 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     write(describe())
     for name in names:
-        importlib.import_module(f"tests.bench.sections.{name.replace('-', '_')}").run(options)
+        importlib.import_module(module_of(name)).run(options)
+
+
+def module_of(section: str) -> str:
+    """The name of a section's module, which is in `sections` or in a package there."""
+    folder = Path(__file__).parent / "sections"
+    (file,) = folder.rglob(f"{section.replace('-', '_')}.py")
+    return ".".join(("tests.bench.sections", *file.relative_to(folder).with_suffix("").parts))
 
 
 if __name__ == "__main__":
