@@ -11,21 +11,31 @@ from typing import Any
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from cluster.core.config.server import AutoscalingSection
+from cluster.core.membership import Load
 
-METRIC = "pilotfish_sequences"
-"""Name of the metric that a replica reports: its waiting and running sequences."""
+SEQUENCES = "pilotfish_sequences"
+"""Name of a metric that a replica reports: its waiting and running sequences."""
+KV_USAGE = "pilotfish_kv_usage"
+"""Name of a metric that a replica reports: the used share of its KV blocks, 0 to 1."""
+
+
+def reported(load: Load) -> dict[str, float]:
+    """The metrics of a replica."""
+    return {SEQUENCES: float(load.waiting + load.running), KV_USAGE: load.kv_usage}
 
 
 class LoadPolicy:
-    """Serve's autoscaling policy: as many replicas as the reported sequences need, within the bounds."""
+    """Serve's autoscaling policy: as many replicas as the sequences and their KV blocks need, within the bounds."""
 
-    def __init__(self, sequences_per_replica: int) -> None:
+    def __init__(self, sequences_per_replica: int, kv_usage: float) -> None:
         self._sequences_per_replica = sequences_per_replica
+        self._kv_usage = kv_usage
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """The wanted number of replicas, and the state of the policy, which has none."""
-        reported = (context.aggregated_metrics or {}).get(METRIC, {})
-        wanted = math.ceil(sum(reported.values()) / self._sequences_per_replica)
+        metrics = context.aggregated_metrics or {}
+        sequences, used = (sum(metrics.get(name, {}).values()) for name in (SEQUENCES, KV_USAGE))
+        wanted = max(math.ceil(sequences / self._sequences_per_replica), math.ceil(used / self._kv_usage))
         least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
         return max(least, min(most, wanted)), {}
 
@@ -35,7 +45,7 @@ def number_of_replicas(replicas: int, section: AutoscalingSection) -> dict[str, 
     if not section.max_replicas:
         return {"num_replicas": replicas}
     policy = AutoscalingPolicy(  # type: ignore[no-untyped-call]
-        policy_function=LoadPolicy, policy_kwargs={"sequences_per_replica": section.sequences_per_replica}
+        policy_function=LoadPolicy, policy_kwargs=section.model_dump(exclude={"max_replicas"})
     )
     scaling = AutoscalingConfig(
         min_replicas=replicas,

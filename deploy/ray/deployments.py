@@ -30,7 +30,7 @@ from cluster.wire.peer_access import PeerAccess
 from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import CoordinatorServer, fixed_address
 from deploy.network.exposure import exposure_warning
-from deploy.ray.autoscaling import METRIC
+from deploy.ray.autoscaling import reported
 from deploy.ray.directory import DirectoryClient
 from deploy.ray.drafter_follower import DrafterFollower
 from deploy.ray.ingress_server import IngressServer
@@ -101,8 +101,7 @@ class TargetReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The load by which Serve chooses the number of replicas. Serve calls this."""
-        load = self._server.load
-        return {METRIC: float(load.waiting + load.running)}
+        return reported(self._server.load)
 
     async def __del__(self) -> None:
         """Drain and stop. Serve calls and awaits this when it stops the replica."""

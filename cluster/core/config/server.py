@@ -16,6 +16,8 @@ class AutoscalingSection(Section):
     """Most target replicas, with `target.replicas` as the least number; 0: the number does not change."""
     sequences_per_replica: Positive = 32
     """Number of waiting and running sequences for which one replica is enough."""
+    kv_usage: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Used share of the KV blocks for which one replica is enough."""
 
 
 class ServerSection(Section):
