@@ -108,7 +108,7 @@ class Coordinator:
     @property
     def load(self) -> Load:
         """How busy the coordinator and its target are."""
-        return Load(self._table.waiting_count, len(self._table.running), self._kv_usage())
+        return Load(self._table.waiting_count, len(self._table.running), self._kv_usage(), self._loop.stalled_seconds)
 
     def add_drafter(self, name: str, drafter: Drafter) -> None:
         """Use one more drafter. Does nothing if the target drafts. Raises `ValueError` if the name is taken."""

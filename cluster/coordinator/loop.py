@@ -62,6 +62,7 @@ class Loop:
         self._is_running = False
         self._is_stopped = False
         self._target_lost_at: float | None = None
+        self._advanced_at = clock()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -74,6 +75,11 @@ class Loop:
         """Whether the loop runs and its target is reachable, or was lost less than `GRACE_SECONDS` ago."""
         lost_at = self._target_lost_at
         return self._is_running and (lost_at is None or self._clock() - lost_at < GRACE_SECONDS)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long no step has ended although there are requests, in seconds."""
+        return self._clock() - self._advanced_at if len(self._table) else 0.0
 
     def check_health(self) -> None:
         """Raise `NotReady` if the loop hangs or has ended unexpectedly. Only a new process can help."""
@@ -137,6 +143,7 @@ class Loop:
                     await self._round(plan, timer)
                 else:
                     await self._idle()
+                self._advanced_at = self._clock()
             except TargetUnavailable as error:
                 await self._recover(error)
 

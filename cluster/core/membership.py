@@ -34,6 +34,8 @@ class Load:
     """Number of sequences that are generated."""
     kv_usage: float = 0.0
     """Used fraction of the KV blocks."""
+    stalled_seconds: float = 0.0
+    """How long no step has ended although there are requests, in seconds: the target is lost, frozen or slow."""
 
 
 @dataclass(frozen=True, slots=True)

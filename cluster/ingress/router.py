@@ -64,6 +64,7 @@ class Router:
             missing = self._memory.missing(hashes, view.id)
             self._memory.record(hashes, view.id, [one.id for one in views])
             with self._pool.running(progress.scoped_id, view, missing) as stream:
+                stream.may_move = attempts.may_move
                 try:
                     async with aclosing(_attempt(self._pool, stream, progress, left)) as responses:
                         async for response in responses:
@@ -72,7 +73,7 @@ class Router:
                     return
                 except (NotReady, Aborted, Overloaded) as error:
                     log.info("request %s: %s is lost or refuses: %s", progress.request_id, view.id, error)
-                    attempts.fail(view.id, error)
+                    attempts.fail(view.id, error, has_moved=stream.has_moved)
             if stream.is_aborted:
                 break
         if not progress.has_started:
@@ -180,12 +181,13 @@ async def _attempt(
 
 
 async def _next(stream: RunningStream, responses: Responses) -> generation_pb2.GenerateResponse:
-    """Return the next response. Raises `NotReady` if the coordinator left the cluster and fell silent."""
+    """Return the next response. Raises `NotReady` if the coordinator fell silent and left the cluster or is stalled."""
     try:
         async with asyncio.timeout(None) as stream.waiting:
             response = await anext(responses)
     except TimeoutError:
-        raise NotReady(f"coordinator {stream.coordinator.id} left the cluster") from None
+        reason = "is stalled" if stream.has_moved else "left the cluster"
+        raise NotReady(f"coordinator {stream.coordinator.id} {reason}") from None
     finally:
         stream.waiting = None
     return response

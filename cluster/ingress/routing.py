@@ -24,6 +24,8 @@ MEMORY_BLOCKS = 1 << 16
 """Most blocks that one ingress remembers."""
 RUNNING_BLOCKS = 4
 """Load of a request that decodes, in blocks of prompt that could be computed in the time that it costs others."""
+STALLED_SECONDS = 3.0
+"""A coordinator that ends no step for longer has probably lost its target, in seconds. Ordinary steps are shorter."""
 WAITING_BLOCKS = 16
 """Load of a sequence in a coordinator's queue, whose prompt this ingress does not know, in blocks."""
 
@@ -45,6 +47,13 @@ class CoordinatorView:
     """Share of its KV blocks in use, 0 to 1."""
     is_draining: bool = False
     """Whether it finishes its requests and takes no more."""
+    stalled_seconds: float = 0.0
+    """How long it has ended no step although it has requests, in seconds."""
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether its requests should go elsewhere, as if it were lost."""
+        return self.stalled_seconds > STALLED_SECONDS
 
 
 def prefix_hashes(request: generation_pb2.GenerateRequest) -> tuple[bytes, ...]:
@@ -95,14 +104,19 @@ class PrefixMemory:
             self._seen.popitem(last=False)
 
 
+def compatible(coordinators: Sequence[CoordinatorView], earlier: str) -> Sequence[CoordinatorView]:
+    """Return the coordinators whose answers are those of the coordinator with the id `earlier`."""
+    version = _version(earlier)
+    return [view for view in coordinators if not version or _version(view.id) in ("", version)]
+
+
 def continuing(coordinators: Sequence[CoordinatorView], earlier: str) -> Sequence[CoordinatorView]:
     """Return the coordinators that can continue a stream of the coordinator with the id `earlier`.
 
     That are all if it is empty, or has no version. A coordinator without a version continues every stream. Raises
     `ModelChanged` if there are coordinators of other versions only.
     """
-    version = _version(earlier)
-    found = [view for view in coordinators if not version or _version(view.id) in ("", version)]
+    found = compatible(coordinators, earlier)
     if coordinators and not found:
         raise ModelChanged("the answer cannot be continued: another model or other settings are served by now")
     return found
@@ -118,20 +132,21 @@ def choose(
 ) -> CoordinatorView | None:
     """Return the coordinator with the least work to do before the first token; `None` if all are excluded or drain.
 
-    A resumed request goes to the `preferred` one, which may still hold its tokens, if that is there.
+    A resumed request goes to the `preferred` one, which may still hold its tokens, if that is there. None goes to one
+    that is stalled while there are others.
     `in_flight` is the load of this ingress's own requests by coordinator, in blocks. Among equals, every ingress
     prefers the same coordinator for the same first block, so that ingresses that do not know each other agree.
     """
     matches = memory.matches(hashes)
     first = hashes[0] if hashes else b""
 
-    def cost(view: CoordinatorView) -> tuple[bool, float, bytes]:
+    def cost(view: CoordinatorView) -> tuple[bool, bool, float, bytes]:
         # The report is some time old and includes this ingress's requests, which are counted at once.
         reported = RUNNING_BLOCKS * view.running + WAITING_BLOCKS * view.waiting
         load = max(in_flight.get(view.id, 0), reported) + view.kv_usage
         missing = len(hashes) - matches.get(view.id, 0)
         tie = blake2b(view.id.encode(), digest_size=8, key=first).digest()
-        return view.id != preferred, missing + load, tie
+        return view.is_stalled, view.id != preferred, missing + load, tie
 
     accepting = (view for view in coordinators if view.id not in excluded and not view.is_draining)
     return min(accepting, key=cost, default=None)

@@ -235,7 +235,15 @@ class IngressReplica:
     def _coordinators(self) -> tuple[CoordinatorView, ...]:
         """The coordinators, also those that drain."""
         return tuple(
-            CoordinatorView(one.id, one.address, one.load.waiting, one.load.running, one.load.kv_usage, one.is_draining)
+            CoordinatorView(
+                one.id,
+                one.address,
+                one.load.waiting,
+                one.load.running,
+                one.load.kv_usage,
+                one.is_draining,
+                one.load.stalled_seconds,
+            )
             for one in self._directory.view.of(MemberRole.TARGET)
         )
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Self
 
@@ -29,7 +30,7 @@ from deploy.ray.nodes import cluster_nodes, without_claims
 from deploy.ray.running_serve import check_addresses
 from deploy.ray.start_ray import join_ray, start_local_ray
 from deploy.settings import Settings
-from workers.serve.node import free_port
+from workers.serve.node import free_port, reserved_port
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,8 @@ class ServeCluster:
             self._report("reading the resources of the machine")
             self._nodes = cluster_nodes()
             raise_problems(capacity_problems(plan(configuration, self._nodes), without_claims(self._nodes)))
-            self._deploy()
+            with self._kept_port():
+                self._deploy()
         except BaseException:
             self.stop()
             raise
@@ -118,7 +120,8 @@ class ServeCluster:
         serve.delete(self.application)
         self._is_deployed = False
         self._configuration = configuration.model_copy(update={"server": self._configuration.server})
-        self._deploy()
+        with self._kept_port():
+            self._deploy()
 
     def drain(self) -> None:
         """Refuse new requests and wait for the running ones, up to `server.drain_timeout_seconds`."""
@@ -144,6 +147,11 @@ class ServeCluster:
             drain(self.application, seconds)
         except (RayError, TimeoutError) as error:
             self._report(f"draining ended early: {error}")
+
+    def _kept_port(self) -> AbstractContextManager[None]:
+        """Keep the port of the gRPC API from other programs until the ingress, which shares it, listens there."""
+        server = self._configuration.server
+        return reserved_port(server.grpc_host, server.grpc_port) if self._owns_ray else nullcontext()
 
     def _deploy(self) -> None:
         """Check that the models fit, run the application and wait until it is ready."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import ray
@@ -32,6 +34,18 @@ def use_interface_of(address: str) -> None:
         if any(entry.address == address for entry in entries):
             for library in ("GLOO", "NCCL"):
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", name)
+
+
+@contextmanager
+def reserved_port(host: str, port: int) -> Iterator[None]:
+    """Inside, only sockets that share the port (`SO_REUSEPORT`) can listen on it.
+
+    Programs that ask the system for any free port do not get it.
+    """
+    with socket.socket(socket_family(host)) as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reservation.bind((host, port))
+        yield
 
 
 def free_port(host: str) -> int:

@@ -20,14 +20,17 @@ class Attempts:
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._paused_seconds = 0.0
         self._latest: PilotfishError = NotReady("no coordinator is ready")
+        self.may_move = True
+        """Whether the request may leave a stalled coordinator. It does so once: a slow cluster is no loss."""
 
     @property
     def failed(self) -> Collection[str]:
         """The ids of the coordinators that failed since the last pause or response."""
         return self._failures.keys()
 
-    def fail(self, coordinator: str, error: PilotfishError) -> None:
-        """Record that an attempt at a coordinator failed."""
+    def fail(self, coordinator: str, error: PilotfishError, *, has_moved: bool = False) -> None:
+        """Record that an attempt at a coordinator failed, or that the request left it because it is stalled."""
+        self.may_move = self.may_move and not has_moved
         self._failures[coordinator] = self._latest = error
 
     def succeed(self) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cluster.core.ids import RequestId
 from cluster.ingress.client import FullClient
-from cluster.ingress.routing import RUNNING_BLOCKS, CoordinatorView
+from cluster.ingress.routing import RUNNING_BLOCKS, CoordinatorView, compatible
 
 WATCH_SECONDS = 0.5
 """How often running streams are compared with the view, in seconds."""
@@ -33,10 +33,17 @@ class RunningStream:
     """The wait for the next response."""
     is_aborted: bool = False
     """Whether the caller aborted the request."""
+    may_move: bool = True
+    """Whether it is ended when its coordinator is stalled and another one is not."""
+    has_moved: bool = False
+    """Whether it was ended for that reason."""
 
 
 class CoordinatorPool:
-    """One client per coordinator in the view. A stream whose coordinator leaves the view and falls silent is ended."""
+    """One client per coordinator in the view.
+
+    A silent stream is ended if its coordinator left the view, or is stalled while another one is not.
+    """
 
     def __init__(self, members: Callable[[], Sequence[CoordinatorView]], connect: Callable[[str], FullClient]) -> None:
         self._members = members
@@ -109,19 +116,23 @@ class CoordinatorPool:
         self._watch = asyncio.get_running_loop().call_later(WATCH_SECONDS, self._look)
 
     def _look(self) -> None:
-        """End the silent streams of coordinators that left the view."""
+        """End the silent streams of coordinators that left the view, or that are stalled while another one is not."""
         self._watch = None
         if not self._streams:
             return
         self._schedule()
         now = asyncio.get_running_loop().time()
-        present = {view.id for view in self._members()}
+        present = {view.id: view for view in self._members()}
         for streams in self._streams.values():
             for stream in streams:
-                is_gone = stream.coordinator.id not in present and now - stream.active_at > SILENT_SECONDS
-                if is_gone and stream.waiting is not None:
-                    stream.waiting.reschedule(now)
-                    stream.waiting = None
+                if now - stream.active_at <= SILENT_SECONDS or stream.waiting is None:
+                    continue
+                view = present.get(stream.coordinator.id)
+                if view is not None and not (stream.may_move and _has_better(view, present.values())):
+                    continue
+                stream.has_moved = view is not None
+                stream.waiting.reschedule(now)
+                stream.waiting = None
 
     def _drop_unused(self) -> None:
         """Close the clients of coordinators that left the view and have no stream."""
@@ -131,3 +142,9 @@ class CoordinatorPool:
             closing = asyncio.create_task(self._clients.pop(key).close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
+
+
+def _has_better(view: CoordinatorView, others: Collection[CoordinatorView]) -> bool:
+    """Whether the coordinator is stalled, and another one could continue its streams at once."""
+    accepting = [one for one in others if not one.is_stalled and not one.is_draining]
+    return view.is_stalled and bool(accepting) and bool(compatible(accepting, view.id))

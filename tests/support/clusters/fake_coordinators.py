@@ -97,7 +97,8 @@ class FakeReplica:
     def view(self) -> CoordinatorView:
         """The entry of the replica in a directory, which may be out of date."""
         assert self._connections is not None
-        return CoordinatorView(f"{self.name}-{self.starts}", self._connections.address)
+        stalled = 0.0 if self._server is None else self._server.load.stalled_seconds
+        return CoordinatorView(f"{self.name}-{self.starts}", self._connections.address, stalled_seconds=stalled)
 
     @property
     def is_alive(self) -> bool:
