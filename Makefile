@@ -70,6 +70,10 @@ chaos: $(WEIGHTS)  ## Kill and freeze processes of every role while clients stre
 soak: $(WEIGHTS)  ## Random traffic for half an hour with too little memory; every answer is checked (ARGS='--minutes 5')
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.soak $(ARGS)
 
+.PHONY: compatibility
+compatibility: $(INSTALLED)  ## Regenerate COMPATIBILITY.md from the code of the HTTP API
+	$(BIN)/python -c "import sys; from cluster.ingress.openai.fields.compatibility import page; sys.stdout.write(page())" > COMPATIBILITY.md
+
 .PHONY: simulate
 simulate: $(INSTALLED)  ## 10,000 fault schedules of simulated clusters (ARGS='--schedules 1000 --seed 7', '--replay SEED')
 	$(BIN)/pilotfish simulate faults --schedules 10000 $(ARGS)

@@ -34,20 +34,32 @@ MAX_TAP_WIDTH = 1 << 20
 MAX_DISTRIBUTION_TOKENS = 256
 """Most tokens of a truncated draft distribution."""
 
-MAX_TEMPERATURE = 2.0
+MAX_TEMPERATURE = 1e6
 MAX_TOP_K = 1 << 20
 MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 1e6
+MAX_ALLOWED_TOKENS = 1 << 16
+"""Most tokens that a request allows, if it does not allow all."""
+MAX_BAD_WORDS = 512
+"""Most token sequences that a request forbids."""
+MAX_BAD_WORD_TOKENS = 64
+"""Most tokens of a forbidden sequence."""
 MAX_LOGIT_BIAS = 1024
 """Most tokens with a bias."""
 MAX_BIAS = 100.0
 """Largest bias, in either direction."""
 MAX_LOGPROBS = 256
+MAX_PROMPT_LOGPROBS = 1 << 17
+"""Most log-probabilities of the tokens of one prompt."""
 MIN_LOGPROB = -1e30
 MAX_LENGTH_PENALTY = 10.0
 MAX_STOP_TOKENS = 1024
 """Most stop tokens of a request, without the model's own end-of-sequence tokens."""
 MAX_END_TOKENS = MAX_STOP_TOKENS + MAX_EOS_TOKENS
 MAX_PREDICTION_TOKENS = 1 << 16
+
+MAX_TOOLS = 128
+"""Most tools that a request offers, and most calls in one message."""
 
 MAX_KV_GROUPS = 256
 MAX_KV_TABLES = 4096

@@ -15,12 +15,12 @@ from cluster.core.ids import RequestId
 class SamplingParameters:
     """How a token is sampled from the target's distribution at a position.
 
-    The order is: penalties and bias, temperature, top-k, top-p, min-p. The token depends only on the model, the
-    tokens before the position, these parameters and the seed.
+    The order is: penalties and bias, excluded tokens, temperature, top-k, top-p, min-p. The token depends only on the
+    model, the tokens before the position, these parameters and the seed.
     """
 
     temperature: float = 1.0
-    """Logits are divided by it; 0 takes the most probable token. Bound: 0 to 2."""
+    """Logits are divided by it; 0 takes the most probable token. Bound: 0 to 1e6."""
     top_k: int = 0
     """Keep the `top_k` most probable tokens; 0 keeps all."""
     top_p: float = 1.0
@@ -28,7 +28,7 @@ class SamplingParameters:
     min_p: float = 0.0
     """Drop tokens less probable than `min_p` times the most probable one; in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Divide positive and multiply negative logits of tokens seen in prompt or answer; in (0, 2]."""
+    """Divide positive and multiply negative logits of tokens seen in prompt or answer; in (0, 1e6]."""
     presence_penalty: float = 0.0
     """Subtracted once from the logits of tokens seen in the answer; in [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -43,6 +43,14 @@ class SamplingParameters:
     """Tokens that end the answer. Draft tokens after one of them are not accepted."""
     min_tokens: int = 0
     """No token of `end_token_ids` is sampled before the answer has this many tokens."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these tokens are sampled; empty allows all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the answer never contains: where all but the last token precede, the last is not sampled."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """With `logprobs`, report the log-probabilities of these tokens instead of those of the most probable ones."""
+    prompt_logprobs: int | None = None
+    """Number of most probable tokens to report beside each prompt token; `None` reports nothing of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,17 @@ class StoppingCriteria:
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the answer; the model's end-of-sequence tokens are among them unless ignored."""
     stop_strings: tuple[str, ...] = ()
-    """Strings that end the answer, also across tokens. They are cut from the text."""
+    """Strings that end the answer, also across tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How the tokens of an answer become its text."""
+
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    include_stop: bool = False
+    """Keep the stop string, or the text of the stop token, in the text."""
 
 
 class FinishReason(Enum):
@@ -149,6 +167,7 @@ class GenerationRequest:
     """What was generated before: one entry per answer, or none for a new request. Not for beam search."""
     client: str = ""
     """The name of the caller's API key; empty where no keys are demanded. It is a part of `request_id`."""
+    text: TextOptions = field(default_factory=TextOptions)
 
     @property
     def open_answers(self) -> tuple[int, ...]:
@@ -190,3 +209,5 @@ class Commit:
     """Number of nodes in the verified draft tree. The usage of an answer that a stop string ends sums them."""
     index: int = 0
     """Number of the answer, from 0. Each of the `n` answers has one commit with `finish`."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """If requested, one entry per token of the prompt apart from the first, in the first commit of one answer."""

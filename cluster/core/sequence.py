@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from cluster.core.drafting import DraftBudget, RowFaultCode
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
-from cluster.core.request import Commit, FinishReason, GeneratedPart, GenerationRequest, SequenceStart, Usage
+from cluster.core.request import (
+    Commit,
+    FinishReason,
+    GeneratedPart,
+    GenerationRequest,
+    SequenceStart,
+    TokenLogprobs,
+    Usage,
+)
 from cluster.core.verification import Verdict
 
 
@@ -20,6 +28,7 @@ class Sequence:
     __slots__ = (
         "_accepted",
         "_drafted",
+        "_prompt_logprobs",
         "_resumed_len",
         "_steps",
         "_stored_len",
@@ -43,6 +52,8 @@ class Sequence:
         self._drafted = part.drafted_tokens
         self._accepted = part.accepted_tokens
         self._steps = part.target_steps
+        self._prompt_logprobs: list[TokenLogprobs] | None = [] if request.sampling.prompt_logprobs is not None else None
+        """Those received, until they are committed."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -109,6 +120,7 @@ class Sequence:
             return None
         if bool(verdict.tokens) != (verdict.base_len == len(self.tokens)):
             return None  # the verdict decides before the end of the sequence, or does not decide at its end
+        self._note_prompt(verdict)
         if not verdict.tokens:
             self._stored_len = verdict.base_len
             return None
@@ -120,6 +132,7 @@ class Sequence:
         self._steps += 1
         self.tokens.extend(tokens)
         self.finish = finish
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return Commit(
             tokens=tokens,
             accepted=accepted,
@@ -127,7 +140,14 @@ class Sequence:
             finish=finish,
             usage=self.usage() if finish is not None else None,
             drafted=verdict.drafted,
+            prompt_logprobs=tuple(prompt_logprobs or ()),
         )
+
+    def _note_prompt(self, verdict: Verdict) -> None:
+        """Keep what a verdict says of the prompt. A prompt that is sent again repeats what is known."""
+        if self._prompt_logprobs is not None:
+            known = len(self._prompt_logprobs) - max(0, self._stored_len - 1)
+            self._prompt_logprobs.extend(verdict.prompt_logprobs[known:])
 
     def _until_stop(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Cut the tokens after the first stop token or at the length bound, and say which ended the answer."""

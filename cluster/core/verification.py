@@ -109,6 +109,8 @@ class Verdict:
     """What the step showed of the sequence, for drafters in other processes; `None` if no such drafter needs any."""
     proposal: Proposal | None = None
     """The draft for the next step, from a drafter on the target. Its `base_len` is the length after this verdict."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """If requested, one entry per prompt token among the row's pending ones, apart from the first of the prompt."""
 
     @property
     def accepted(self) -> int:

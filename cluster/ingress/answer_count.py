@@ -28,6 +28,10 @@ _INCOMPATIBLE_WITH_BEAMS = (
     "logit_bias",
     "logprobs",
     "min_tokens",
+    "allowed_token_ids",
+    "bad_words",
+    "logprob_token_ids",
+    "prompt_logprobs",
 )
 """Parameters that beam search refuses: they change the probabilities, or report them per sampled token."""
 
@@ -73,6 +77,8 @@ def answer_count(
         return AnswerCount(returned, generated)
     _check_width(generated, stopping, info)
     _check_beam_compatible(sampling, stopping)
+    if request.bad_words:
+        raise _incompatible("bad_words", list(request.bad_words), "left out")
     return AnswerCount(returned, generated, _beam_parameters(request.beam_search, generated))
 
 

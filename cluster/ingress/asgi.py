@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import secrets
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import TypeVar
 
 from starlette.datastructures import MutableHeaders
@@ -139,8 +139,8 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cluster.core.ids import RequestId
 from cluster.core.request import FinishReason, TokenLogprobs, Usage
+from cluster.ingress.text.prompts import TEXT_ONLY, AnswerFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,11 @@ class Started:
     seed: int
     """The seed in force. Sending it again gives the same answer."""
     prompt_tokens: int
+    prompt: tuple[int, ...] = ()
+    """The tokens of the prompt, if requested."""
+    answer_format: AnswerFormat = TEXT_ONLY
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Log-probabilities of the prompt's tokens after the first, if requested."""
 
 
 @dataclass(frozen=True, slots=True)

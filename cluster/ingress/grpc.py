@@ -86,11 +86,25 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def _encode(self, event: Event) -> generation_pb2.GenerateResponse:
         match event:
             case Started():
-                return generation_pb2.GenerateResponse(started=_encode_started(event))
+                return generation_pb2.GenerateResponse(started=self._encode_started(event))
             case Delta():
                 return generation_pb2.GenerateResponse(delta=self._encode_delta(event), index=event.index)
             case Finished():
                 return generation_pb2.GenerateResponse(finished=_encode_finished(event), index=event.index)
+
+    def _encode_started(self, event: Started) -> generation_pb2.GenerationStarted:
+        return generation_pb2.GenerationStarted(
+            request_id=event.request_id,
+            model=event.model,
+            seed=event.seed,
+            prompt_tokens=event.prompt_tokens,
+            prompt_token_ids=event.prompt,
+            prompt_token_bytes=[self._service.token_bytes(token) for token in event.prompt],
+            prompt_logprobs=[self._encode_logprobs(entry) for entry in event.prompt_logprobs],
+            tool_format=event.answer_format.tool_format or "",
+            reasons=event.answer_format.reasons,
+            begins_in_reasoning=event.answer_format.begins_in_reasoning,
+        )
 
     def _encode_delta(self, delta: Delta) -> generation_pb2.GenerationDelta:
         return generation_pb2.GenerationDelta(
@@ -197,12 +211,6 @@ class RoutedOperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
         """Return the metrics of all coordinators."""
         exposition, content_type = await self._client.metrics()
         return operations_pb2.GetMetricsResponse(exposition=exposition, content_type=content_type)
-
-
-def _encode_started(event: Started) -> generation_pb2.GenerationStarted:
-    return generation_pb2.GenerationStarted(
-        request_id=event.request_id, model=event.model, seed=event.seed, prompt_tokens=event.prompt_tokens
-    )
 
 
 def _encode_finished(event: Finished) -> generation_pb2.GenerationFinished:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -20,18 +21,30 @@ from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.asgi import EventStream, RequestIdMiddleware, read_body, timeout_of, while_connected
 from cluster.ingress.client import ServiceClient
 from cluster.ingress.merge import merge
+from cluster.ingress.openai.coalesce import Events
 from cluster.ingress.openai.errors import ErrorResponse, error_response
 from cluster.ingress.openai.event_ids import HEADER, EventId, Stage, body_digest, parse_event_id, restore
-from cluster.ingress.openai.formats import ChatFormat, Choice, CompletionFormat, EndpointFormat, Json
+from cluster.ingress.openai.fields.types import UnknownFields
+from cluster.ingress.openai.formats import ChatFormat, Choice, CompletionFormat, EndpointFormat, TokenNames
 from cluster.ingress.openai.parse import parse
+from cluster.ingress.openai.parsing.parts import Json
+from cluster.ingress.openai.prompt_report import note_prompt
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
 from cluster.ingress.openai.responses import ResponseMetadata, ResponseOptions, model_card
-from cluster.ingress.openai.stream import Events, by_choice, chunks, note_prompt, whole_response
-from cluster.ingress.openai.translate import chat_request, completion_requests, parameter_names, seed_of
+from cluster.ingress.openai.stream import by_choice, chunks, whole_response
+from cluster.ingress.openai.translate import (
+    chat_request,
+    completion_requests,
+    parameter_names,
+    response_options,
+    seed_of,
+)
 from pilotfish.v1 import generation_pb2
 
 logger = logging.getLogger(__name__)
 
+_Request = TypeVar("_Request", bound=Parameters)
+_IGNORED = "x-ignored-fields"
 _FINGERPRINT = f"pilotfish-{version('pilotfish')}"
 
 
@@ -47,6 +60,8 @@ class _Translated:
     requests: Sequence[generation_pb2.GenerateRequest]
     """One request per prompt, with equal parameters."""
     parameter_names: Mapping[str, str]
+    headers: Mapping[str, str]
+    """Headers of the response."""
 
     @property
     def n(self) -> int:
@@ -85,20 +100,27 @@ def create_app(
 def _add_generation(app: FastAPI, client: ServiceClient, limits: LimitsSection) -> None:
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
-        body = parse(CompletionRequest, await read_body(request, limits.max_body_bytes))
+        body, headers = await _parsed(CompletionRequest, request, limits)
         event_id = _event_id(body, request)
         requests = completion_requests(body, limits, event_id.request_id, event_id.seed)
-        options = ResponseOptions(body.logprobs is not None, body.return_token_ids, body.include_usage)
-        translated = _translated(CompletionFormat(), body, event_id, options, requests)
+        options = response_options(body, logprobs=body.logprobs is not None)
+        options = replace(options, echo=body.echo, only_echoes=body.only_echoes)
+        endpoint = CompletionFormat(TokenNames(body.return_tokens_as_token_ids))
+        translated = _translated(endpoint, body, event_id, options, requests, headers)
         return await _generate(client, request, limits, translated)
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        body = parse(ChatRequest, await read_body(request, limits.max_body_bytes))
+        body, headers = await _parsed(ChatRequest, request, limits)
         event_id = _event_id(body, request)
         requests = [chat_request(body, event_id.request_id, event_id.seed)]
-        options = ResponseOptions(body.logprobs, body.return_token_ids, body.include_usage)
-        translated = _translated(ChatFormat(), body, event_id, options, requests)
+        options = response_options(body, logprobs=body.logprobs)
+        endpoint = ChatFormat(
+            TokenNames(body.return_tokens_as_token_ids),
+            parallel_calls=body.parallel_tool_calls,
+            include_reasoning=body.include_reasoning,
+        )
+        translated = _translated(endpoint, body, event_id, options, requests, headers)
         return await _generate(client, request, limits, translated)
 
     @app.get("/v1/models")
@@ -127,6 +149,13 @@ def _add_operations(app: FastAPI, client: ServiceClient) -> None:
         return Response(exposition, headers={"content-type": content_type})
 
 
+async def _parsed(model: type[_Request], request: Request, limits: LimitsSection) -> tuple[_Request, Mapping[str, str]]:
+    """Return the checked body, and headers that name the fields of it that are ignored."""
+    unknown = UnknownFields() if limits.unknown_fields == "ignore" else None
+    body = parse(model, await read_body(request, limits.max_body_bytes), unknown)
+    return body, {_IGNORED: ", ".join(unknown.names)} if unknown is not None and unknown.names else {}
+
+
 async def _generate(
     client: ServiceClient, request: Request, limits: LimitsSection, translated: _Translated
 ) -> Response:
@@ -140,11 +169,17 @@ async def _generate(
     try:
         # A refused request fails here, before the status line is sent.
         index, first = await while_connected(request, _first(events))
-        note_prompt(choices[index], first.started)
+        if translated.event_id.choices and (first.started.tool_format or first.started.reasons):
+            # An id has no text, and the parser of the answer needs all of it.
+            raise InvalidRequest(
+                HEADER, translated.event_id.request_id, "left out: the answer may have calls or reasoning"
+            )
+        note_prompt(choices[index], first.started, translated.endpoint, translated.options)
         metadata = _metadata(first, translated)
         if not translated.stream:
             return JSONResponse(
-                await while_connected(request, whole_response(events, choices, metadata, translated.options))
+                await while_connected(request, whole_response(events, choices, metadata, translated.options)),
+                headers=translated.headers,
             )
     except InvalidRequest as error:
         await events.aclose()
@@ -157,7 +192,7 @@ async def _generate(
         return _logged(request, error)
 
     event_id = replace(translated.event_id, coordinator=first.started.coordinator)
-    return EventStream(chunks(events, choices, metadata, translated.options, event_id, in_stream))
+    return EventStream(chunks(events, choices, metadata, translated.options, event_id, in_stream), translated.headers)
 
 
 async def _first(events: Events) -> tuple[int, generation_pb2.GenerateResponse]:
@@ -193,13 +228,14 @@ def _translated(
     event_id: EventId,
     options: ResponseOptions,
     requests: Sequence[generation_pb2.GenerateRequest],
+    headers: Mapping[str, str],
 ) -> _Translated:
     """Raises `InvalidRequest` (`Last-Event-ID`) if the id belongs to another body."""
     digest = body_digest(requests, endpoint.id_prefix, body.seed, options)
     if event_id.body not in ("", digest):
         raise InvalidRequest(HEADER, event_id.request_id, "the id of an event of a response to the same body")
     event_id = replace(event_id, body=digest)
-    return _Translated(endpoint, event_id, options, body.stream, requests, parameter_names(body))
+    return _Translated(endpoint, event_id, options, body.stream, requests, parameter_names(body), headers)
 
 
 def _logged(request: Request, error: Exception) -> ErrorResponse:

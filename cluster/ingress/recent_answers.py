@@ -25,6 +25,7 @@ def request_key(request: GenerationRequest) -> RequestKey:
         request.sampling,
         sorted(stopping.stop_token_ids),
         stopping.stop_strings,
+        request.text,
         request.cache_salt,
         request.n,
     )

@@ -13,15 +13,22 @@ from cluster.core import bounds
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, NotReady, TargetUnavailable
 from cluster.core.ids import RequestId, scoped_request_id
-from cluster.core.request import Commit, GenerationRequest
+from cluster.core.request import Commit, GenerationRequest, TokenLogprobs
 from cluster.core.verification import TargetInfo
 from cluster.ingress import validate
 from cluster.ingress.events import Delta, Event, Finished, Started
 from cluster.ingress.recent_answers import RecentAnswers, RequestKey, request_key
 from cluster.ingress.resume import ReceivedPart
+from cluster.ingress.text.prompts import (
+    answer_format,
+    decode_chat,
+    encode_bad_words,
+    encode_prediction,
+    encode_prompt,
+)
 from cluster.ingress.text.request_processor import RequestProcessor, best_answers
 from cluster.ingress.text.tokenizer import Tokenizer
-from cluster.ingress.validate import ChatPrompt, Prompt, TextPrompt, TokenPrompt, ValidatedRequest
+from cluster.ingress.validate import ValidatedRequest
 from pilotfish.v1 import generation_pb2
 
 _TAKE_OVER_SECONDS = 5.0
@@ -111,36 +118,47 @@ class GenerationService:
         deadline = self._clock() + (longest if seconds_left is None else min(seconds_left, longest))
         valid = validate.validate(message, info, self._limits, info.eos_token_ids or self._tokenizer.eos_token_ids)
         async with self._reserved(valid.scoped_id, take_over=bool(valid.received)):
-            prompt = await self._encode(valid.prompt, info)
-            prediction = await self._encode_prediction(valid.prediction)
+            prompt = await encode_prompt(self._tokenizer, valid.prompt, valid.prompt_options, info)
+            prompt = valid.prompt_options.truncated(prompt, valid.max_tokens, info)
+            prediction = await encode_prediction(self._tokenizer, valid.prediction, self._limits)
             request = validate.fit_to_context(valid, prompt, prediction, info, self._limits, deadline)
-            started: Started | None = Started(valid.request_id, info.model, request.sampling.seed, len(prompt))
-            async with aclosing(self._returned(request, valid)) as events:
+            request = self._without_bad_words(request, valid.bad_words)
+            reported = request.prompt if valid.prompt_options.report else ()
+            form = answer_format(self._tokenizer, valid.prompt, prompt)
+            started = Started(valid.request_id, info.model, request.sampling.seed, len(prompt), reported, form)
+            if form.needs_special_tokens:
+                request = replace(request, text=replace(request.text, skip_special_tokens=False))
+            prompt_logprobs: list[TokenLogprobs] = []
+            has_begun = False
+            async with aclosing(self._returned(request, valid, prompt_logprobs)) as events:
                 async for event in events:
-                    if started is not None:
-                        yield started
-                        started = None
+                    if not has_begun:
+                        yield replace(started, prompt_logprobs=tuple(prompt_logprobs))
+                        has_begun = True
                     yield event
-            if started is not None:
+            if not has_begun:
                 yield started  # the caller of a resumed request has all answers
 
     async def _returned(
-        self, request: GenerationRequest, valid: ValidatedRequest
+        self, request: GenerationRequest, valid: ValidatedRequest, prompt_logprobs: list[TokenLogprobs]
     ) -> AsyncGenerator[Delta | Finished, None]:
-        """Yield the events of the returned answers: all as they come, or the best once all are complete."""
+        """Yield the events of the returned answers: all as they come, or the best once all are complete.
+
+        `prompt_logprobs` is filled before the first event, if the request wants them.
+        """
         if not valid.answers.selects_best:
             received = valid.received if request.beam is None else ()
-            async with aclosing(self._generated(request, received)) as events:
+            async with aclosing(self._generated(request, received, prompt_logprobs)) as events:
                 async for event in events:
                     yield event
             return
-        async with aclosing(self._generated(request, ())) as events:
+        async with aclosing(self._generated(request, (), prompt_logprobs)) as events:
             candidates = [event async for event in events]
         for event in best_answers(candidates, valid.answers.returned, logprobs=valid.sampling.logprobs is not None):
             yield event
 
     async def _generated(
-        self, request: GenerationRequest, received: Sequence[ReceivedPart]
+        self, request: GenerationRequest, received: Sequence[ReceivedPart], prompt_logprobs: list[TokenLogprobs]
     ) -> AsyncGenerator[Delta | Finished, None]:
         """Yield the events of all `request.n` answers, after what the caller has received of them."""
         key = request_key(request)
@@ -150,6 +168,7 @@ class GenerationService:
             async with aclosing(self._engine.generate(request)) as commits:
                 async for commit in commits:
                     self._recent.append(key, commit.index, commit.tokens)
+                    prompt_logprobs.extend(commit.prompt_logprobs)
                     events = processor.process(commit)
                     self._engine.count_sent(sum(len(event.tokens) for event in events if isinstance(event, Delta)))
                     if commit.finish is None and events and isinstance(events[-1], Finished):
@@ -177,7 +196,8 @@ class GenerationService:
         )
         self._recent.begin(key, [part.tokens for part in parts] or [()] * request.n)
         request = replace(request, resumed=parts)
-        processor = RequestProcessor(request, self._tokenizer.detokenizer)
+        skip = request.text.skip_special_tokens
+        processor = RequestProcessor(request, lambda: self._tokenizer.detokenizer(skip_special_tokens=skip))
         ends = processor.resume(request, received)
         left = processor.running
         parts = tuple(replace(part, is_finished=index not in left) for index, part in enumerate(parts))
@@ -192,8 +212,8 @@ class GenerationService:
         validate.check_model(message.model if message.HasField("model") else None, self._info())
         match message.WhichOneof("input"):
             case "chat":
-                messages = validate.chat(message.chat, self._limits)
-                return await asyncio.to_thread(self._tokenizer.encode_chat, messages)
+                chat = decode_chat(message.chat, self._limits)
+                return await asyncio.to_thread(self._tokenizer.encode_chat, chat.messages, chat.options)
             case "text":
                 special = message.add_special_tokens if message.HasField("add_special_tokens") else True
                 return await asyncio.to_thread(self._tokenizer.encode, message.text, special)
@@ -260,25 +280,9 @@ class GenerationService:
         except TimeoutError:
             raise NotReady(f"the earlier call of {request_id} has not ended yet") from None
 
-    async def _encode(self, prompt: Prompt, info: TargetInfo) -> tuple[int, ...]:
-        """Return the tokens of the prompt. A text that cannot fit into the context is refused without tokenizing it."""
-        match prompt:
-            case TokenPrompt(tokens):
-                return tokens
-            case TextPrompt(text):
-                special = True
-            case ChatPrompt(messages):
-                text, special = self._tokenizer.render_chat(messages), False
-        if len(text) > info.max_context_len * self._tokenizer.longest_token_chars:
-            raise validate.prompt_too_long(prompt.field, len(text), "characters", info)
-        return await asyncio.to_thread(self._tokenizer.encode, text, special)
-
-    async def _encode_prediction(self, prediction: str | tuple[int, ...]) -> tuple[int, ...]:
-        """Return the tokens of the prediction. A text beyond the bound is refused without tokenizing it."""
-        if not isinstance(prediction, str):
-            return prediction
-        if not prediction:  # nearly every request; a thread would delay it
-            return ()
-        if len(prediction) > self._limits.max_prediction_tokens * self._tokenizer.longest_token_chars:
-            raise validate.prediction_too_long(len(prediction), "characters", self._limits)
-        return await asyncio.to_thread(self._tokenizer.encode, prediction, False)
+    def _without_bad_words(self, request: GenerationRequest, words: Sequence[str]) -> GenerationRequest:
+        """Return the request with the token sequences of words that the answer must not contain."""
+        if not words:
+            return request
+        found = (*request.sampling.bad_words, *encode_bad_words(self._tokenizer, words))
+        return replace(request, sampling=replace(request.sampling, bad_words=found))

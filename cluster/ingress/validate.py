@@ -9,51 +9,30 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from cluster.core import bounds
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, UnknownModel
 from cluster.core.ids import RequestId, scoped_request_id
-from cluster.core.request import GenerationRequest, SamplingParameters, StoppingCriteria
+from cluster.core.request import GenerationRequest, SamplingParameters, StoppingCriteria, TextOptions
 from cluster.core.verification import TargetInfo
 from cluster.ingress.answer_count import AnswerCount, answer_count
 from cluster.ingress.resume import ReceivedPart, check_lengths, received_parts
-from cluster.ingress.text.chat_template import Message
+from cluster.ingress.text.prompts import (
+    Prompt,
+    PromptOptions,
+    check_bad_words,
+    decode_prompt,
+    decode_prompt_options,
+    prediction_too_long,
+    prompt_too_long,
+)
 from cluster.wire.codec.common import SamplingLimits, decode_sampling
 from pilotfish.v1 import common_pb2, generation_pb2
 
 _SEED_BITS = 53
 """A JSON number holds this many bits exactly in every language, so a reported seed can be sent again."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
-_ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
-
-
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
-    """Text that is tokenized unchanged."""
-
-    field: ClassVar[str] = "prompt"
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
-    """Token ids that are used unchanged."""
-
-    field: ClassVar[str] = "prompt"
-    tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation that the model's chat template renders."""
-
-    field: ClassVar[str] = "messages"
-    messages: tuple[Message, ...]
-
-
-Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +44,16 @@ class ValidatedRequest:
     client: str
     """The name of the caller's API key; empty where no keys are demanded."""
     prompt: Prompt
+    prompt_options: PromptOptions
     sampling: SamplingParameters
     stopping: StoppingCriteria
     """When the answer ends. `fit_to_context` sets `max_tokens` when the length of the prompt is known."""
     max_tokens: int | None
+    fit_max_tokens: bool
+    """Whether a `max_tokens` beyond the context is reduced instead of refused."""
+    text: TextOptions
+    bad_words: tuple[str, ...]
+    """Words that the answer never contains, besides the token sequences in `sampling`."""
     answers: AnswerCount
     cache_salt: str
     max_draft_tokens: int | None
@@ -93,7 +78,7 @@ def validate(
     check_model(request.model if request.HasField("model") else None, info)
     bounds.text("coordinator", request.coordinator, bounds.MAX_NAME_BYTES)
     request_id = _request_id(request)
-    prompt = _prompt(request, info, limits)
+    prompt = decode_prompt(request, info, limits)
     stopping = _stopping(request.stopping, info, limits, eos_token_ids)
     sampling = replace(
         _sampling(request.sampling, info, limits),
@@ -105,11 +90,18 @@ def validate(
         request_id=request_id,
         client=bounds.text("client", request.client, bounds.MAX_CLIENT_BYTES),
         prompt=prompt,
+        prompt_options=decode_prompt_options(request.prompt_options, info),
         sampling=sampling,
         stopping=stopping,
         max_tokens=bounds.integer("max_tokens", request.stopping.max_tokens, 1, limits.max_output_tokens)
         if request.stopping.HasField("max_tokens")
         else None,
+        fit_max_tokens=request.stopping.fit_max_tokens,
+        text=TextOptions(
+            skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
+            include_stop=request.stopping.include_stop,
+        ),
+        bad_words=check_bad_words(request.bad_words),
         answers=answers,
         cache_salt=bounds.text("cache_salt", request.cache_salt, bounds.MAX_SALT_BYTES),
         max_draft_tokens=bounds.integer("max_draft_tokens", request.max_draft_tokens, 0, bounds.MAX_TREE_NODES)
@@ -143,6 +135,8 @@ def fit_to_context(
         # The KV pool may hold less than a context. A length that the client did not choose must not be refused for it.
         pool = info.layout.longest(info.kv.blocks_total, context, context) or context
         max_tokens = max(1, min(available, pool - len(prompt), limits.max_output_tokens))
+    if request.fit_max_tokens:
+        max_tokens = min(max_tokens, available)
     if max_tokens > available:
         raise InvalidRequest(
             "max_tokens",
@@ -151,6 +145,10 @@ def fit_to_context(
         )
     if request.sampling.min_tokens > max_tokens:
         raise InvalidRequest("min_tokens", request.sampling.min_tokens, f"at most max_tokens, which is {max_tokens}")
+    alternatives = request.sampling.prompt_logprobs
+    if alternatives is not None and (alternatives + 1) * len(prompt) > bounds.MAX_PROMPT_LOGPROBS:
+        most = bounds.MAX_PROMPT_LOGPROBS // len(prompt) - 1
+        raise InvalidRequest("prompt_logprobs", alternatives, f"at most {most} for a prompt of {len(prompt)} tokens")
     if len(prediction) > limits.max_prediction_tokens:
         raise prediction_too_long(len(prediction), "tokens", limits)
     check_lengths(request.received, max_tokens)
@@ -160,6 +158,7 @@ def fit_to_context(
         prompt=prompt,
         sampling=request.answers.engine_sampling(request.sampling),
         stopping=replace(request.stopping, max_tokens=max_tokens),
+        text=request.text,
         deadline=deadline,
         cache_salt=request.cache_salt,
         n=request.answers.engine_n,
@@ -167,21 +166,6 @@ def fit_to_context(
         max_draft_tokens=request.max_draft_tokens,
         prediction=prediction if request.answers.beam is None else (),  # beams are not drafted for
     )
-
-
-def prompt_too_long(field: str, length: int, unit: str, info: TargetInfo) -> InvalidRequest:
-    """Return the error for a prompt that fills the whole context."""
-    most = info.max_context_len - 1
-    return InvalidRequest(
-        field,
-        f"{length} {unit}",
-        f"at most {most} tokens: the context holds {info.max_context_len}, one of them the answer's",
-    )
-
-
-def prediction_too_long(length: int, unit: str, limits: LimitsSection) -> InvalidRequest:
-    """Return the error for a prediction with too many tokens, or with too many characters for that many tokens."""
-    return InvalidRequest("prediction", f"{length} {unit}", f"at most {limits.max_prediction_tokens} tokens")
 
 
 def check_model(name: str | None, info: TargetInfo) -> None:
@@ -207,43 +191,10 @@ def check_request_id(text: str) -> RequestId:
     return RequestId(text)
 
 
-def chat(message: generation_pb2.ChatInput, limits: LimitsSection) -> tuple[Message, ...]:
-    """Check and convert a conversation. Raises `InvalidRequest` (`messages…`)."""
-    bounds.count("messages", message.messages, 1, limits.max_messages, "messages")
-    return tuple(_chat_message(f"messages[{position}]", entry) for position, entry in enumerate(message.messages))
-
-
-def _chat_message(field: str, message: generation_pb2.ChatMessage) -> Message:
-    if _ROLE.fullmatch(message.role) is None:
-        raise InvalidRequest(f"{field}.role", message.role, "1 to 64 letters, digits, _ or -")
-    name = None
-    if message.HasField("name"):
-        name = bounds.text(f"{field}.name", message.name, bounds.MAX_SPEAKER_NAME_BYTES)
-    return Message(message.role, message.content, name)
-
-
 def _request_id(request: generation_pb2.GenerateRequest) -> RequestId:
     if request.HasField("request_id"):
         return check_request_id(request.request_id)
     return RequestId(secrets.token_hex(16))
-
-
-def _prompt(request: generation_pb2.GenerateRequest, info: TargetInfo, limits: LimitsSection) -> Prompt:
-    kind = request.WhichOneof("input")
-    if kind == "chat":
-        return ChatPrompt(chat(request.chat, limits))
-    if kind == "token_ids":
-        if not request.token_ids.ids:
-            raise InvalidRequest("prompt", (), "of at least one token")
-        if len(request.token_ids.ids) >= info.max_context_len:
-            raise prompt_too_long("prompt", len(request.token_ids.ids), "tokens", info)
-        ids = bounds.tokens("prompt", request.token_ids.ids, 1, info.max_context_len, info.vocabulary_size)
-        return TokenPrompt(ids)
-    if kind == "text":
-        if not request.text:
-            raise InvalidRequest("prompt", "", "of at least one character")
-        return TextPrompt(request.text)
-    raise InvalidRequest("prompt", None, "given: as text, tokens or messages")
 
 
 def _prediction(

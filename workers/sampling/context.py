@@ -36,10 +36,20 @@ class DecisionContext:
 
     @property
     def excluded_tokens(self) -> tuple[int, ...]:
-        """Tokens that cannot be chosen: those that end the answer, while it has fewer tokens than its minimum."""
+        """Tokens that cannot be chosen: those that end an answer that is too short, and the ends of bad words."""
         sampling = self.sampling
         is_short = sampling.min_tokens and len(self.tokens) - self.prompt_len < sampling.min_tokens
-        return sampling.end_token_ids if is_short else ()
+        ends = sampling.end_token_ids if is_short else ()
+        return (*ends, *self._ends_of_bad_words()) if sampling.bad_words else ends
+
+    def _ends_of_bad_words(self) -> Iterator[int]:
+        """The last tokens of the bad words whose other tokens end the answer so far."""
+        answer_len = len(self.tokens) - self.prompt_len
+        longest = min(answer_len, max(map(len, self.sampling.bad_words)) - 1)
+        recent = tuple(self.tokens[index] for index in range(len(self.tokens) - longest, len(self.tokens)))
+        for *before, last in self.sampling.bad_words:
+            if len(before) <= longest and recent[longest - len(before) :] == tuple(before):
+                yield last
 
     @property
     def is_truncated(self) -> bool:

@@ -14,21 +14,25 @@ LEAST_LOGPROB = -9999.0
 """Reported for an impossible token, because JSON has no −inf. OpenAI's API reports the same number."""
 
 
-def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+def token_logprobs(
+    logits: Tensor, tokens: Sequence[int], counts: Sequence[int], listed: Sequence[int] = ()
+) -> tuple[TokenLogprobs, ...]:
     """The log-probability of each row's token, and those of its `counts[i]` most probable tokens.
 
-    `logits` [n, vocab] are the model's, over the whole vocabulary. Log-probabilities are natural logarithms, computed
-    in float64. Tokens of equal probability are ordered by token. Raises `ValueError` for arguments of unequal length
-    or a token outside the vocabulary.
+    If there are `listed` tokens, they are reported instead of the most probable ones, most probable first. `logits`
+    [n, vocab] are the model's, over the whole vocabulary. Log-probabilities are natural logarithms, computed in
+    float64. Tokens of equal probability are ordered by token. Raises `ValueError` for arguments of unequal length or a
+    token outside the vocabulary.
     """
     if not logits.shape[0] == len(tokens) == len(counts):
         raise ValueError(f"{logits.shape[0]} rows of logits, {len(tokens)} tokens and {len(counts)} counts")
     vocabulary = logits.shape[1]
-    for token in tokens:
+    for token in (*tokens, *listed):
         if not 0 <= token < vocabulary:
             raise ValueError(f"token {token} is outside the vocabulary of {vocabulary}")
-    kept = [max(0, min(count, vocabulary)) for count in counts]
-    parts = [_row_numbers(row, token, count) for row, token, count in zip(logits, tokens, kept, strict=True)]
+    kept = [len(listed) if listed else max(0, min(count, vocabulary)) for count in counts]
+    named = torch.tensor(listed, dtype=torch.int64, device=logits.device)
+    parts = [_row_numbers(row, token, count, named) for row, token, count in zip(logits, tokens, kept, strict=True)]
     if not parts:
         return ()
     numbers: list[float] = torch.cat(parts).tolist()  # the only wait for the device
@@ -41,14 +45,19 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int])
     return tuple(found)
 
 
-def _row_numbers(logits: Tensor, token: int, count: int) -> Tensor:
+def _row_numbers(logits: Tensor, token: int, count: int, listed: Tensor) -> Tensor:
     """Numbers of one row of logits [vocab], as float64 [2 · count + 2], which is exact for any token.
 
-    In this order: the `count` most probable tokens, the log of the row's sum, the logit of `token`, the logits of the
-    most probable tokens. The row is computed alone, so that its sum is rounded the same way in every batch.
+    In this order: the `count` reported tokens, the log of the row's sum, the logit of `token`, the logits of the
+    reported tokens. These are the `listed` ones, int64, or the most probable ones. The row is computed alone, so that
+    its sum is rounded the same way in every batch.
     """
     clean = logits.detach().double().nan_to_num(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
-    top = _leading_tokens(clean, count)
+    top = (
+        listed[clean[listed].sort(descending=True, stable=True).indices]
+        if len(listed)
+        else _leading_tokens(clean, count)
+    )
     return torch.cat((top.double(), clean.logsumexp(dim=0)[None], clean[token : token + 1], clean[top]))
 
 

@@ -1,9 +1,9 @@
 """The logits processors: from the target's logits to the distribution that tokens are sampled from.
 
 They are applied in this order: repetition penalty; presence and frequency penalties and bias (one sum per token);
-exclusion of tokens that end the answer before its minimal length; temperature; top-k; top-p; min-p. All compute in
-float32. The bits of a row's result depend on its own logits and context alone, not on the rest of the batch: sums over
-the vocabulary are sums of integers, and everything else is element by element.
+exclusion of tokens (all but the allowed ones, ends of too short answers, ends of bad words); temperature; top-k; top-p;
+min-p. All compute in float32. The bits of a row's result depend on its own logits and context alone, not on the rest of
+the batch: sums over the vocabulary are sums of integers, and everything else is element by element.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def warp(
     returned themselves where no processor applies. NaN counts as −inf. Penalties and bias ignore tokens without a
     logit. top-k, top-p and min-p are correct only over the whole vocabulary. Among equal logits the lowest token counts
     as the most probable, so top-k keeps exactly k tokens, and top-p the fewest that reach its mass, at least one. Only
-    penalties, bias and the minimal length apply to a greedy row. Raises `ValueError` unless there is one context per
+    penalties, bias and exclusions apply to a greedy row. Raises `ValueError` unless there is one context per
     row.
     """
     warped = untruncated(logits, contexts, offset, vocabulary)
@@ -64,7 +64,7 @@ def untruncated(
 
 def _changes_nothing(context: DecisionContext) -> bool:
     sampling = context.sampling
-    if sampling.repetition_penalty != 1.0 or _adds(sampling) or context.excluded_tokens:
+    if sampling.repetition_penalty != 1.0 or _adds(sampling) or sampling.allowed_token_ids or context.excluded_tokens:
         return False
     return context.is_greedy or (sampling.temperature == 1.0 and not context.is_truncated)
 
@@ -96,7 +96,7 @@ def _columns(vocabulary: Tensor) -> dict[int, int]:
 
 
 def _penalise(logits: Tensor, contexts: Sequence[DecisionContext], column: _Column) -> None:
-    """Apply penalties, bias and the minimal length in place."""
+    """Apply penalties, bias and exclusions in place."""
 
     def divide(values: Tensor, penalties: Tensor) -> Tensor:
         return torch.where(values > 0, values / penalties, values * penalties)
@@ -119,6 +119,22 @@ def _penalise(logits: Tensor, contexts: Sequence[DecisionContext], column: _Colu
         (row, token, -math.inf) for row, context in enumerate(contexts) for token in set(context.excluded_tokens)
     ]
     _update(logits, excluded, column, lambda _, minus_infinity: minus_infinity)
+    _exclude_others(logits, contexts, column)
+
+
+def _exclude_others(logits: Tensor, contexts: Sequence[DecisionContext], column: _Column) -> None:
+    """Exclude all but the allowed tokens of each row that names some, in place."""
+    columns: dict[int, Tensor] = {}  # by identity: the rows of one sequence share their parameters
+    for row, context in enumerate(contexts):
+        allowed = context.sampling.allowed_token_ids
+        if not allowed:
+            continue
+        if id(allowed) not in columns:
+            inside = [index for token in allowed if (index := column(token)) is not None]
+            columns[id(allowed)] = tensor_on(logits.device, inside, torch.int64)
+        kept = logits[row, columns[id(allowed)]]
+        logits[row] = -math.inf
+        logits[row, columns[id(allowed)]] = kept
 
 
 def _additions(context: DecisionContext) -> dict[int, float]:

@@ -38,9 +38,17 @@ class Decider(Protocol):
         """
         ...
 
+    def whole(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Return `[rows, vocabulary]` from all ranks' parts of rows of logits; `None` on all ranks but the first."""
+        ...
+
 
 class LocalDecider:
     """Decides on a rank whose logits cover the whole vocabulary."""
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """See `Decider`."""
+        return logits
 
     def decide(
         self, logits: torch.Tensor, contexts: Sequence[DecisionContext], with_distribution: bool = False

@@ -39,9 +39,10 @@ from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 from workers.verify.decider import Decider, Decisions
 from workers.verify.draft_passes import PartialEngine
 from workers.verify.evidence import MAX_SENT_BYTES, EvidenceCollector, resolve_taps, within_bytes
+from workers.verify.prompt_logprobs import scored_count, without_prompts
 from workers.verify.sequence_state import ReadyRow, SequenceState
 from workers.verify.step_profile import profile_steps
-from workers.verify.verdicts import fault_verdict, path_logprobs, row_problem
+from workers.verify.verdicts import UNDECIDABLE, fault_verdict, path_logprobs, row_problem
 
 
 class TargetEngine:
@@ -129,7 +130,10 @@ class TargetEngine:
         # Without a parent, the stored version of the sequence serves as the parent.
         parent = self._sequences.get(row.parent) if row.parent is not None else None
         parent = parent or self._sequences.get(row.sequence_id)
-        table = self._pool.open(row.tokens, row.start.cache_salt, parent.table if parent is not None else None)
+        if row.start.sampling.prompt_logprobs is None:
+            table = self._pool.open(row.tokens, row.start.cache_salt, parent.table if parent is not None else None)
+        else:
+            table = self._pool.new_table(row.start.cache_salt)  # stored KV has no logits
         self.release([row.sequence_id])
         self._sequences[row.sequence_id] = SequenceState(row.start, table)
         return table.stored_len
@@ -184,8 +188,9 @@ class TargetEngine:
             stored = 0 if sequence is None else len(sequence.tokens)
             message = f"{stored} tokens are stored, not {row.start_len}"
             return fault_verdict(row, RowFaultCode.OUT_OF_SYNC, message, stored)
+        scored = scored_count(row, sequence.start)
         select = range(len(row.pending) - 1, row.width) if row.decide else range(0)
-        forward = ForwardRow(sequence.table, row.pending, row.tree, tuple(select))
+        forward = ForwardRow(sequence.table, row.pending, row.tree, (*range(scored), *select))
         try:
             self._pool.reserve(sequence.table, forward.end)
         except KvPoolExhausted as error:
@@ -193,23 +198,30 @@ class TargetEngine:
             if stored == 0:
                 self.release([row.sequence_id])
             return fault_verdict(row, RowFaultCode.KV_EXHAUSTED, str(error), stored)
-        return ReadyRow(row, sequence, forward)
+        return ReadyRow(row, sequence, forward, scored)
 
     def _verify(self, ready: Sequence[ReadyRow]) -> list[Verdict]:
         """Run the forward pass, decide at every node, and accept one path of each tree."""
         logits = self._runner.forward([entry.forward for entry in ready])
         contexts = [context for entry in ready for context in entry.contexts()]  # while a GPU computes
+        logits, prompts = without_prompts(ready, logits, self._decider)
         decisions = self._decider.decide(logits, contexts, self._rule.needs_distribution)
         verdicts: list[Verdict] = []
         first = 0
         for index, entry in enumerate(ready):
-            indices = range(first, first + len(entry.forward.select))
-            verdicts.append(self._accept(index, entry, decisions, indices, logits))
+            indices = range(first, first + len(entry.forward.select) - entry.scored)
+            verdicts.append(self._accept(index, entry, decisions, indices, logits, prompts[index]))
             first = indices.stop
         return verdicts
 
     def _accept(
-        self, index: int, entry: ReadyRow, decisions: Decisions, indices: range, logits: torch.Tensor
+        self,
+        index: int,
+        entry: ReadyRow,
+        decisions: Decisions,
+        indices: range,
+        logits: torch.Tensor,
+        prompt: tuple[TokenLogprobs, ...],
     ) -> Verdict:
         """Accept a path of the row's tree and commit it. `indices` are those of the row's decisions."""
         row, sequence = entry.row, entry.sequence
@@ -225,12 +237,14 @@ class TargetEngine:
             if -1 in accepted.tokens:
                 stored = len(sequence.tokens)
                 self._pool.truncate(sequence.table, stored)
-                return fault_verdict(row, RowFaultCode.INVALID, "all logits of the model are NaN or -inf here", stored)
+                return fault_verdict(row, RowFaultCode.INVALID, UNDECIDABLE, stored)
             accepted = accepted.until(sampling.end_token_ids)
-            logprobs = path_logprobs(decisions, indices, accepted, sampling.logprobs)
+            logprobs = path_logprobs(decisions, indices, accepted, sampling)
         evidence = self._collector.collect(index, row, accepted, decisions.tokens[own], logits[own])
         self._runner.commit(entry.forward, accepted.nodes)
         verdict = Verdict(row.sequence_id, row.base_len, accepted.tokens, len(row.tree), logprobs, evidence=evidence)
+        if prompt:
+            verdict = replace(verdict, prompt_logprobs=prompt)
         sequence.last_row, sequence.last_verdict = row, verdict
         return verdict
 

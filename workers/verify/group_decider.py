@@ -45,9 +45,8 @@ class GroupDecider:
             for index, token in zip(part, chosen, strict=True):
                 tokens[index] = token
         if whole:
-            gathered = self._gather(self._padded(logits[whole]))
-            if gathered is not None:
-                full = torch.cat(gathered, dim=1)[:, : self._model.vocabulary_size]
+            full = self.whole(logits[whole])
+            if full is not None:
                 decided = self._local.decide(full, [contexts[index] for index in whole])
                 for position, index in enumerate(whole):
                     tokens[index] = decided.tokens[position]
@@ -56,6 +55,11 @@ class GroupDecider:
         agreed = torch.tensor(tokens, device=self._model.device)
         distributed.broadcast(agreed, src=0)
         return Decisions(agreed.tolist(), requested)
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """See `Decider`."""
+        gathered = self._gather(self._padded(logits))
+        return None if gathered is None else torch.cat(gathered, dim=1)[:, : self._model.vocabulary_size]
 
     def _by_winners(self, logits: torch.Tensor, contexts: Sequence[DecisionContext]) -> list[int]:
         """The tokens on rank 0, -1 everywhere on other ranks."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from cluster.core.request import SequenceStart
 from cluster.core.verification import Verdict, VerifyRow
 from workers.forward.runner import ForwardRow
@@ -21,6 +23,8 @@ class SequenceState:
     """The row that was computed last."""
     last_verdict: Verdict | None = None
     """The verdict on `last_row`, which is returned again when the row is repeated."""
+    prompt_end: torch.Tensor | None = None
+    """Logits `[1, vocabulary]` at the end of a prompt chunk, if the next token of the prompt is to be scored."""
 
     @property
     def tokens(self) -> list[int]:
@@ -35,6 +39,8 @@ class ReadyRow:
     row: VerifyRow
     sequence: SequenceState
     forward: ForwardRow
+    scored: int = 0
+    """How many of the first selected logits score tokens of the prompt. The others are those of the decisions."""
 
     def contexts(self) -> tuple[DecisionContext, ...]:
         """One context per decision: at the last pending token, then at every node of the tree."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 
 from cluster.core.drafting import RowFault, RowFaultCode
-from cluster.core.request import TokenLogprobs
+from cluster.core.request import SamplingParameters, TokenLogprobs
 from cluster.core.verification import Verdict, VerifyRow
 from workers.sampling.acceptance import Accepted
 from workers.sampling.logprobs import token_logprobs
 from workers.verify.decider import Decisions
+
+UNDECIDABLE = "no token can be chosen: all logits of the model are NaN or -inf, or the request excludes all tokens"
+"""The message for a row in which no token can be decided."""
 
 
 def row_problem(row: VerifyRow, vocabulary_size: int, max_context_len: int) -> str | None:
@@ -36,17 +39,18 @@ def fault_verdict(row: VerifyRow, code: RowFaultCode, message: str, stored_len: 
 
 
 def path_logprobs(
-    decisions: Decisions, indices: range, accepted: Accepted, count: int | None
+    decisions: Decisions, indices: range, accepted: Accepted, sampling: SamplingParameters
 ) -> tuple[TokenLogprobs, ...]:
-    """Log-probabilities of the accepted tokens, each with its `count` most probable alternatives.
+    """Log-probabilities of the accepted tokens and of the alternatives that the request wants.
 
-    `indices` are those of the row's decisions: the root's first, then one per node. Empty where `count` is `None`, and
-    on ranks that hold only their part of the logits.
+    `indices` are those of the row's decisions: the root's first, then one per node. Empty if the request wants none,
+    and on ranks that hold only their part of the logits.
     """
+    count = sampling.logprobs
     if count is None:
         return ()
     path = [indices[0], *(indices[node + 1] for node in accepted.nodes)]
     if any(index not in decisions.logits for index in path):
         return ()
     logits = torch.stack([decisions.logits[index] for index in path])  # [accepted tokens, vocabulary]
-    return token_logprobs(logits, accepted.tokens, [count] * len(path))
+    return token_logprobs(logits, accepted.tokens, [count] * len(path), sampling.logprob_token_ids)

@@ -53,4 +53,6 @@ def _sample(request: GenerationRequest, index: int) -> GenerationRequest:
     if request.n == 1:
         return request
     sampling = replace(request.sampling, seed=(request.sampling.seed + index) % _SEEDS)
+    if index != request.open_answers[0]:
+        sampling = replace(sampling, prompt_logprobs=None)  # the first sequence scores the prompt
     return replace(request, n=1, sampling=sampling, resumed=request.resumed[index : index + 1])

@@ -271,6 +271,9 @@ class LimitsSection(Section):
     """Most sequences for one prompt: the bound of `n`, `best_of` and the beam width."""
     max_messages: Positive = 1024
     """Most messages in one chat request."""
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    """Fields of HTTP bodies that no OpenAI or vLLM parameter has: `ignore` names them in the header `x-ignored-fields`
+    of the response, `refuse` answers with an error."""
     max_timeout_seconds: Seconds = 3600.0
     """Longest timeout of a request, in seconds; it is also the default."""
 

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pilotfish.v1 import generation_pb2
-
-Json = dict[str, Any]
+from cluster.ingress.openai.parsing.answer_parser import AnswerParser, ReasoningParser
+from cluster.ingress.openai.parsing.call_parser import CallParser
+from cluster.ingress.openai.parsing.parts import Json
+from cluster.ingress.text.chat_template import ToolFormat
+from pilotfish.v1 import common_pb2, generation_pb2
 
 
 @dataclass(slots=True)
@@ -31,9 +33,26 @@ class Choice:
     finished: generation_pb2.GenerationFinished | None = None
     is_started: bool = False
     """Whether a chunk was sent."""
+    parser: AnswerParser | None = None
+    """Separates reasoning and calls of tools from the content, if the answer may have them."""
+    prompt_tokens: int = 0
+    prompt_token_ids: list[int] | None = None
+    """The tokens of the prompt, if the client wants them."""
+    prompt_logprobs: list[Any] | None = None
+    """The log-probabilities of the prompt, if the client wants them."""
+    echo: str = ""
+    """The text of the prompt, if the client wants it before the answer and does not have it yet."""
+    echo_logprobs: list[Json] = field(default_factory=list)
+    """The log-probabilities of the tokens of `echo`, if requested."""
     text_length: int = 0
     """Characters received so far, for text offsets."""
     utf8: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+
+
+def reported_prompt(choice: Choice) -> Json:
+    """Return what the client wants to know of the prompt of a choice."""
+    values = {"prompt_token_ids": choice.prompt_token_ids, "prompt_logprobs": choice.prompt_logprobs}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class EndpointFormat(Protocol):
@@ -42,22 +61,44 @@ class EndpointFormat(Protocol):
     id_prefix: str
     whole_object: str
     chunk_object: str
+    reports_prompt_per_choice: bool
+    """Whether each choice reports its prompt. Otherwise the response does, which has one prompt."""
 
     def logprobs(self, choice: Choice, delta: generation_pb2.GenerationDelta) -> list[Json]:
         """Return one log-probability entry per token of the delta."""
+        ...
+
+    def prompt_logprobs(self, choice: Choice, started: generation_pb2.GenerationStarted) -> list[Json]:
+        """Return one log-probability entry per token of the prompt, for an answer that begins with its prompt."""
+        ...
+
+    def begin(self, choice: Choice, started: generation_pb2.GenerationStarted) -> None:
+        """Prepare a choice when its request starts."""
         ...
 
     def whole(self, choice: Choice, logprobs: Json | None) -> Json:
         """Return the content of a complete choice."""
         ...
 
-    def chunk(self, text: str | None, first: bool) -> Json:
-        """Return the content of a chunk's choice. `text` is `None` in the last chunk."""
+    def chunk(self, choice: Choice, text: str | None) -> tuple[Json, bool]:
+        """Return the content of a chunk's choice, and whether there is any. `text` is `None` in the last chunk."""
         ...
 
     def join(self, entries: Sequence[Json]) -> Json:
         """Group log-probability entries as the endpoint does."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNames:
+    """How log-probabilities name tokens."""
+
+    are_ids: bool = False
+    """`token_id:N` instead of the text."""
+
+    def name(self, token: int, text: bytes) -> str:
+        """Return the name of a token with this id and these bytes."""
+        return f"token_id:{token}" if self.are_ids else token_text(text)
 
 
 class ChatFormat:
@@ -66,30 +107,61 @@ class ChatFormat:
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    reports_prompt_per_choice = False
+
+    def __init__(
+        self, names: TokenNames = TokenNames(), *, parallel_calls: bool = True, include_reasoning: bool = True
+    ) -> None:
+        self._names = names
+        self._parallel_calls = parallel_calls
+        self._include_reasoning = include_reasoning
+
+    def begin(self, choice: Choice, started: generation_pb2.GenerationStarted) -> None:
+        """Parse the answer if it may have reasoning or calls of tools."""
+        if not started.tool_format and not started.reasons:
+            return
+        form = ToolFormat(started.tool_format) if started.tool_format else None
+        choice.parser = AnswerParser(
+            f"call_{started.request_id[:32]}_{choice.index}_",
+            ReasoningParser(begins_inside=started.begins_in_reasoning) if started.reasons else None,
+            None if form is None else CallParser(form, parallel=self._parallel_calls),
+            self._include_reasoning,
+        )
 
     def logprobs(self, choice: Choice, delta: generation_pb2.GenerationDelta) -> list[Json]:  # noqa: ARG002
         """Return token, bytes and alternatives of each token."""
         return [
             {
-                **_chat_token(own, entry.logprob),
-                "top_logprobs": [_chat_token(top.token_bytes, top.logprob) for top in entry.top],
+                **self._token(entry.token_id, own, entry.logprob),
+                "top_logprobs": [self._token(top.token_id, top.token_bytes, top.logprob) for top in entry.top],
             }
             for entry, own in zip(delta.logprobs, delta.token_bytes, strict=True)
         ]
 
+    def prompt_logprobs(self, choice: Choice, started: generation_pb2.GenerationStarted) -> list[Json]:  # noqa: ARG002
+        """Return nothing: a chat never begins with its prompt."""
+        return []
+
     def whole(self, choice: Choice, logprobs: Json | None) -> Json:
         """Return a message."""
-        return {"message": {"role": "assistant", "content": "".join(choice.texts)}, "logprobs": logprobs}
+        text = "".join(choice.texts)
+        content = {"content": text} if choice.parser is None else choice.parser.message(text)
+        return {"message": {"role": "assistant", **content}, "logprobs": logprobs}
 
-    def chunk(self, text: str | None, first: bool) -> Json:
+    def chunk(self, choice: Choice, text: str | None) -> tuple[Json, bool]:
         """Return a delta. The first one has the role."""
-        role = {"role": "assistant"} if first else {}
-        content = {} if text is None and not first else {"content": text or ""}
-        return {"delta": {**role, **content}}
+        is_plain = choice.parser is None
+        found: Json = ({"content": text} if text else {}) if choice.parser is None else choice.parser.delta(text)
+        role = {} if choice.is_started else {"role": "assistant"}
+        empty = {"content": ""} if not found and (role or (is_plain and text is not None)) else {}
+        return {"delta": {**role, **empty, **found}}, bool(found)
 
     def join(self, entries: Sequence[Json]) -> Json:
         """Return the entries as a list."""
         return {"content": list(entries), "refusal": None}
+
+    def _token(self, token: int, text: bytes, logprob: float) -> Json:
+        return {"token": self._names.name(token, text), "logprob": finite(logprob), "bytes": list(text)}
 
 
 class CompletionFormat:
@@ -98,31 +170,45 @@ class CompletionFormat:
     id_prefix = "cmpl"
     whole_object = "text_completion"
     chunk_object = "text_completion"
+    reports_prompt_per_choice = True
+
+    def __init__(self, names: TokenNames = TokenNames()) -> None:
+        self._names = names
+
+    def begin(self, choice: Choice, started: generation_pb2.GenerationStarted) -> None:
+        """Do nothing: a completion is text only."""
 
     def logprobs(self, choice: Choice, delta: generation_pb2.GenerationDelta) -> list[Json]:
         """Return token, offset in the answer's text and alternatives by their text, for each token."""
-        entries = []
-        for entry, own in zip(delta.logprobs, delta.token_bytes, strict=True):
-            token = _token_text(own)
-            tops = {_token_text(top.token_bytes): _finite(top.logprob) for top in entry.top}
-            entries.append(
-                {
-                    "tokens": token,
-                    "token_logprobs": _finite(entry.logprob),
-                    "top_logprobs": {token: _finite(entry.logprob)} | tops,
-                    "text_offset": choice.text_length,
-                }
-            )
-            choice.text_length += len(choice.utf8.decode(own))
-        return entries
+        tokens = zip(delta.logprobs, delta.token_bytes, strict=True)
+        return [self._entry(choice, entry.token_id, own, entry) for entry, own in tokens]
+
+    def prompt_logprobs(self, choice: Choice, started: generation_pb2.GenerationStarted) -> list[Json]:
+        """Return one entry per token of the prompt. The first token has no log-probability."""
+        scores = [None, *started.prompt_logprobs]
+        tokens = zip(started.prompt_token_ids, started.prompt_token_bytes, scores, strict=True)
+        return [self._entry(choice, token, own, score) for token, own, score in tokens]
+
+    def _entry(self, choice: Choice, token: int, own: bytes, score: common_pb2.TokenLogprobs | None) -> Json:
+        name, offset = self._names.name(token, own), choice.text_length
+        choice.text_length += len(choice.utf8.decode(own))
+        if score is None:
+            return {"tokens": name, "token_logprobs": None, "top_logprobs": None, "text_offset": offset}
+        tops = {self._names.name(top.token_id, top.token_bytes): finite(top.logprob) for top in score.top}
+        return {
+            "tokens": name,
+            "token_logprobs": finite(score.logprob),
+            "top_logprobs": {name: finite(score.logprob)} | tops,
+            "text_offset": offset,
+        }
 
     def whole(self, choice: Choice, logprobs: Json | None) -> Json:
         """Return a text."""
         return {"text": "".join(choice.texts), "logprobs": logprobs}
 
-    def chunk(self, text: str | None, first: bool) -> Json:  # noqa: ARG002
+    def chunk(self, choice: Choice, text: str | None) -> tuple[Json, bool]:  # noqa: ARG002
         """Return a part of the text."""
-        return {"text": text or ""}
+        return {"text": text or ""}, bool(text)
 
     def join(self, entries: Sequence[Json]) -> Json:
         """Return one list per field."""
@@ -130,11 +216,7 @@ class CompletionFormat:
         return {name: [entry[name] for entry in entries] for name in names}
 
 
-def _chat_token(text: bytes, logprob: float) -> Json:
-    return {"token": _token_text(text), "logprob": _finite(logprob), "bytes": list(text)}
-
-
-def _token_text(text: bytes) -> str:
+def token_text(text: bytes) -> str:
     """Return a token as text, or its bytes in hexadecimal if it is only part of a character."""
     try:
         return text.decode("utf-8")
@@ -142,6 +224,6 @@ def _token_text(text: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     """Replace minus infinity, which JSON lacks, by -9999 as OpenAI's API does."""
     return max(logprob, -9999.0)

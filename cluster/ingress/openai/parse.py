@@ -10,6 +10,8 @@ from pydantic import ValidationError
 
 from cluster.core.bounds import MAX_JSON_DEPTH
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
+from cluster.ingress.openai.fields.types import UnknownFields
+from cluster.ingress.openai.fields.unsupported import Unsupported
 from cluster.ingress.openai.requests import Parameters
 
 _MAX_NAME_CHARS = 64
@@ -18,20 +20,20 @@ _MAX_NAME_CHARS = 64
 _Request = TypeVar("_Request", bound=Parameters)
 
 
-def parse(model: type[_Request], body: bytes) -> _Request:
-    """Parse a request body.
+def parse(model: type[_Request], body: bytes, unknown: UnknownFields | None = None) -> _Request:
+    """Parse a request body. Unknown fields are noted in `unknown` and left out, or refused if it is `None`.
 
     Raises `InvalidRequest` (`body` when it is not a JSON object) and `UnsupportedParameter`.
     """
     values = {name: value for name, value in _read_object(body).items() if value is not None}
-    for name, ignored in model.unsupported.items():
+    for name, parameter in model.unsupported.items():
         if name in values:
-            _refuse_unless_ignored(name, values.pop(name), ignored)
+            _refuse_unless_neutral(name, values.pop(name), parameter)
     for name in values:
-        if name not in model.model_fields:
+        if unknown is None and name not in model.model_fields:
             raise _unknown_parameter(name, (*model.model_fields, *model.unsupported))
     try:
-        request = model.model_validate(values)
+        request = model.model_validate(values, context=unknown)
     except ValidationError as error:
         raise _first_error(error) from None
     if request.stream_options is not None and not request.stream:
@@ -72,12 +74,12 @@ def _is_deeper_than(value: object, levels: int) -> bool:
     return True
 
 
-def _refuse_unless_ignored(name: str, value: object, ignored: tuple[object, ...]) -> None:
-    if any(type(value) is type(entry) and value == entry for entry in ignored):
+def _refuse_unless_neutral(name: str, value: object, parameter: Unsupported) -> None:
+    neutral = parameter.neutral
+    if any(type(value) is type(entry) and value == entry for entry in neutral):
         return
-    if not ignored:
-        raise UnsupportedParameter(name, value)
-    raise UnsupportedParameter(name, value, f"{json.dumps(ignored[0])} or left out: nothing else is supported")
+    accepted = f"{json.dumps(neutral[0])} or left out" if neutral else "left out"
+    raise UnsupportedParameter(name, value, f"{accepted}: {parameter.reason}")
 
 
 def _unknown_parameter(name: str, known: tuple[str, ...]) -> InvalidRequest:

@@ -1,85 +1,59 @@
 """The requests of OpenAI's API, with vLLM's additions.
 
 This module checks types and names. Bounds are checked by `cluster.ingress.validate`, so that both APIs share them.
-Explicit nulls count as left out. Unsupported and unknown parameters are refused by name.
+Explicit nulls count as left out. Unsupported parameters are refused by name.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, field_validator
 
 from cluster.core import bounds
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
-from cluster.ingress.openai.unsupported import CHAT, COMPLETIONS, IgnoredValues
-
-_MAX_UINT32 = 2**32 - 1
-_MAX_UINT64 = 2**64 - 1
-
-
-def _encodable(text: str) -> str:
-    """Refuse half of a surrogate pair: JSON can hold it, UTF-8 and protobuf cannot."""
-    if not _is_encodable(text):
-        raise PydanticCustomError("surrogate", "valid Unicode, without half of a surrogate pair")
-    return text
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-class FirstErrorOnly(FailFast):
-    """Stop reading a list at its first error. The errors of a million entries would not fit in memory."""
-
-    __hash__ = object.__hash__  # unions of annotated types are compared by hash
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
-UInt32 = Annotated[int, Field(ge=0, le=_MAX_UINT32)]
-UInt64 = Annotated[int, Field(ge=0, le=_MAX_UINT64)]
-Texts = Annotated[list[Text], FirstErrorOnly()]
-UInt32s = Annotated[list[UInt32], FirstErrorOnly()]
-
-
-class StrictModel(BaseModel):
-    """A model with strict types and no unknown fields."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _first_unknown_field_only(cls, value: object) -> object:
-        """Keep one unknown field, to report it. The errors of a million fields would not fit in memory."""
-        if not isinstance(value, dict):
-            return value
-        known = {name: entry for name, entry in value.items() if name in cls.model_fields}
-        unknown = next((name for name in value if name not in cls.model_fields), None)
-        return known if unknown is None else {**known, unknown: value[unknown]}
+from cluster.ingress.openai.fields.tools import ChatExtensions, ToolCall
+from cluster.ingress.openai.fields.types import (
+    MAX_UINT32,
+    FirstErrorOnly,
+    StrictModel,
+    Text,
+    Texts,
+    UInt32,
+    is_encodable,
+)
+from cluster.ingress.openai.fields.unsupported import CHAT, COMPLETIONS, UnsupportedParameters
+from cluster.ingress.openai.fields.vllm_parameters import VllmParameters
 
 
 class StreamOptions(StrictModel):
     """What a stream reports beside the answer."""
 
+    path: ClassVar[str] = "stream_options."
+
     include_usage: bool = False
+    """End the stream with a chunk that has the usage."""
     include_obfuscation: Literal[False] = False
-    continuous_usage_stats: Literal[False] = False
+    """Only `false`: chunks are not padded."""
+    continuous_usage_stats: bool = False
+    """With `include_usage`, every chunk has the usage so far."""
 
 
 class Speculation(StrictModel):
     """How a request uses speculation. The text does not depend on it."""
 
+    path: ClassVar[str] = "speculation."
+
     enabled: bool | None = None
+    """Whether drafts are verified."""
     max_draft_tokens: UInt32 | None = None
+    """Most draft tokens that are verified at once."""
 
 
 class Prediction(StrictModel):
     """The answer that a client expects, as text or as text parts, which are joined without a separator."""
+
+    path: ClassVar[str] = "prediction."
 
     type: Literal["content"]
     content: Text
@@ -92,52 +66,45 @@ class Prediction(StrictModel):
         return "".join(_part_text(f"prediction.content[{position}]", part) for position, part in enumerate(value))
 
 
-class Parameters(StrictModel):
+class Parameters(VllmParameters):
     """The parameters of both endpoints."""
 
-    unsupported: ClassVar[IgnoredValues] = {}
+    unsupported: ClassVar[UnsupportedParameters] = {}
 
     model: Text | None = None
+    """A served name of the model; unset: the model that is served."""
     stream: bool = False
+    """Send server-sent events while the answer is generated. Each has an id with which the stream can be resumed."""
     stream_options: StreamOptions | None = None
+    """`include_usage` and `continuous_usage_stats`, with `stream`."""
     max_tokens: UInt32 | None = None
+    """Most tokens of the answer; unset: the rest of the context."""
     temperature: float | None = None
+    """Logits are divided by it; 0 takes the most probable token. Default 1."""
     top_p: float | None = None
+    """Keep the smallest set of most probable tokens whose probability reaches it."""
     presence_penalty: float | None = None
+    """Subtracted once from the logits of tokens seen in the answer."""
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] = {}
-    seed: UInt64 | None = None
+    """Subtracted from the logits of tokens once per occurrence in the answer."""
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+    """Added to the logits of tokens, which are named by id."""
     n: UInt32 | None = None
+    """Number of answers. The seed of answer `i` is the seed plus `i`."""
     best_of: UInt32 | None = None
     """Number of answers to generate. The `n` best are returned. With beam search, the number of beams."""
-    use_beam_search: bool = False
-    length_penalty: float | None = None
-    early_stopping: Literal[True, False, "never"] = False
-    stop: Texts = []
+    stop: Texts = Field(default_factory=list)
+    """Strings that end the answer, also across tokens."""
     user: Text | None = None
-    """A name that the client chooses for its user; it has no effect."""
-    metadata: dict[Text, Text] = {}
-    """Labels that the client chooses; they have no effect."""
-    request_id: Text | None = None
-    """Names the request for `Abort`. Running requests have distinct names."""
-    cache_salt: Text | None = None
-    """Only requests with the same salt share prefix-cache blocks."""
-    top_k: Annotated[int, Field(ge=-1, le=_MAX_UINT32)] | None = None
-    """0 and, as in vLLM, -1 keep all tokens."""
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    ignore_eos: bool = False
-    min_tokens: UInt32 | None = None
-    """Fewest tokens of the answer; nothing ends it before."""
-    stop_token_ids: UInt32s = []
+    """No effect: a name that the client chooses for its user."""
+    metadata: dict[Text, Text] = Field(default_factory=dict)
+    """No effect: labels that the client chooses."""
     max_draft_tokens: UInt32 | None = None
     """Most draft tokens that are verified at once; 0 turns speculation off."""
     speculation: Speculation | None = None
     """Turns speculation on or off, or bounds its draft tokens as `max_draft_tokens` does."""
     prediction: Prediction | None = None
     """The answer that the client expects. Drafts may be taken from it; the text does not depend on it."""
-    return_token_ids: bool = False
-    """Report the token ids of each chunk, and how many of them are accepted draft tokens."""
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -159,7 +126,7 @@ class Parameters(StrictModel):
         """Keep one wrong entry, to report it."""
         if isinstance(value, dict):
             for key, entry in value.items():
-                if not (isinstance(entry, str) and _is_encodable(key) and _is_encodable(entry)):
+                if not (isinstance(entry, str) and is_encodable(key) and is_encodable(entry)):
                     return {key: entry}
         return value
 
@@ -168,18 +135,31 @@ class Parameters(StrictModel):
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def every_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
+
 
 class CompletionRequest(Parameters):
     """The body of `POST /v1/completions`."""
 
-    unsupported: ClassVar[IgnoredValues] = COMPLETIONS
+    unsupported: ClassVar[UnsupportedParameters] = COMPLETIONS
 
     prompt: Texts | Annotated[list[Annotated[list[int], FirstErrorOnly()]], FirstErrorOnly()]
     """One or several prompts, all texts or all token ids."""
+    echo: bool = False
+    """Begin each text with its prompt. With `logprobs`, the prompt's tokens have log-probabilities too."""
     logprobs: UInt32 | None = None
     """Alternatives per token."""
     max_tokens: UInt32 | None = 16
-    """OpenAI's default for this endpoint."""
+    """Most tokens of the answer; unset: 16, or what the context allows. 0 with `echo` sends the prompt only."""
+
+    @property
+    def only_echoes(self) -> bool:
+        """Whether the response has the prompt and no answer."""
+        return self.echo and self.max_tokens == 0
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -190,24 +170,36 @@ class CompletionRequest(Parameters):
 class ChatTurn(StrictModel):
     """One message of a conversation."""
 
+    path: ClassVar[str] = "messages."
+
     role: Text
     content: Text
     name: Text | None = None
+    tool_calls: Annotated[list[ToolCall], FirstErrorOnly()] = Field(default_factory=list)
+    """Calls of tools by the assistant."""
+    tool_call_id: Text | None = None
+    """The call that a message of a tool answers."""
+    reasoning_content: Text | None = None
+    """What the assistant thought before the content. Templates may leave it out."""
 
 
-class ChatRequest(Parameters):
+class ChatRequest(ChatExtensions, Parameters):
     """The body of `POST /v1/chat/completions`."""
 
-    unsupported: ClassVar[IgnoredValues] = CHAT
+    unsupported: ClassVar[UnsupportedParameters] = CHAT
 
     messages: Annotated[list[ChatTurn], FirstErrorOnly()]
+    """The conversation: texts, or lists of text parts. The model's own template renders it."""
     max_completion_tokens: UInt32 | None = None
+    """Most tokens of the answer; the newer name of `max_tokens`."""
     logprobs: bool = False
+    """Report the log-probability of each token of the answer."""
     top_logprobs: UInt32 | None = None
+    """With `logprobs`, alternatives per token."""
     prompt_cache_key: Text | None = None
-    """OpenAI's routing hint; it has no effect, because the prefix cache finds equal beginnings by content."""
+    """No effect: the prefix cache finds equal beginnings by content."""
     safety_identifier: Text | None = None
-    """A name that the client chooses for its user; it has no effect."""
+    """No effect: a name that the client chooses for its user."""
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -229,7 +221,7 @@ def _list_of_prompts(value: object) -> object:
         prompts = [value] if all(type(entry) is int for entry in value) else value
         if all(type(prompt) is list and all(type(token) is int for token in prompt) for prompt in prompts):
             for prompt in prompts:
-                bounds.tokens("prompt", prompt, 0, bounds.MAX_MESSAGE_BYTES, _MAX_UINT32 + 1)
+                bounds.tokens("prompt", prompt, 0, bounds.MAX_MESSAGE_BYTES, MAX_UINT32 + 1)
             return prompts
     raise InvalidRequest("prompt", value, "a string, token ids, or a list of either")
 
@@ -239,9 +231,13 @@ def _plain_message(field: str, message: object) -> object:
     if not isinstance(message, dict):
         return message
     present = {name: value for name, value in message.items() if value is not None}
-    for name in ("audio", "function_call", "refusal", "tool_call_id", "tool_calls", "annotations"):
+    for name in ("audio", "function_call", "refusal", "annotations"):
         if present.pop(name, []) != []:
             raise UnsupportedParameter(f"{field}.{name}", message[name])
+    if "reasoning" in present:  # vLLM's name of it
+        present.setdefault("reasoning_content", present.pop("reasoning"))
+    if present.get("role") == "assistant":
+        present.setdefault("content", "")
     if isinstance(present.get("content"), list):
         parts = present["content"]
         present["content"] = "\n".join(
@@ -262,5 +258,5 @@ def _part_text(field: str, part: object) -> str:
 
 def _check_token_key(field: str, key: str) -> None:
     """Check that a key is a token id. It is a string, because JSON objects have no other keys."""
-    if not (key.isascii() and key.isdecimal()) or len(key) > len(str(_MAX_UINT32)) or int(key) > _MAX_UINT32:
+    if not (key.isascii() and key.isdecimal()) or len(key) > len(str(MAX_UINT32)) or int(key) > MAX_UINT32:
         raise InvalidRequest(field, key, "a token id of the model's vocabulary")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cluster.ingress.openai.formats import Choice, EndpointFormat, Json
+from cluster.ingress.openai.formats import Choice, EndpointFormat, reported_prompt
+from cluster.ingress.openai.parsing.parts import Json
 from pilotfish.v1 import generation_pb2
 
 _REASONS = {
@@ -51,10 +52,24 @@ class ResponseOptions:
     token_ids: bool
     usage: bool = False
     """Whether a stream ends with a chunk that has the usage."""
+    every_usage: bool = False
+    """Whether every chunk of a stream has the usage so far."""
+    echo: bool = False
+    """Whether each text begins with its prompt."""
+    only_echoes: bool = False
+    """Whether the text ends with its prompt too."""
+    prompt_logprobs: bool = False
+    """Whether the log-probabilities of the prompt are reported."""
+    interval: int = 1
+    """Fewest new tokens of a chunk."""
 
 
-def add_delta(endpoint: EndpointFormat, choice: Choice, delta: generation_pb2.GenerationDelta) -> None:
+def add_delta(
+    endpoint: EndpointFormat, choice: Choice, delta: generation_pb2.GenerationDelta, options: ResponseOptions
+) -> None:
     """Add a delta to a choice."""
+    if options.only_echoes:
+        return
     choice.texts.append(delta.text)
     choice.token_ids.extend(delta.token_ids)
     _count(choice, delta)
@@ -63,11 +78,14 @@ def add_delta(endpoint: EndpointFormat, choice: Choice, delta: generation_pb2.Ge
 
 def whole_choice(endpoint: EndpointFormat, choice: Choice, options: ResponseOptions) -> Json:
     """Return a complete choice."""
+    choice.texts.insert(0, choice.echo)
+    choice.logprobs[:0] = choice.echo_logprobs
     return {
         "index": choice.index,
         **endpoint.whole(choice, endpoint.join(choice.logprobs) if options.logprobs else None),
-        **_ending(choice.finished),
+        **_ending(choice),
         **_tokens(choice.token_ids, choice.accepted, options),
+        **(reported_prompt(choice) if endpoint.reports_prompt_per_choice else {}),
     }
 
 
@@ -75,24 +93,31 @@ def delta_choice(
     endpoint: EndpointFormat, choice: Choice, delta: generation_pb2.GenerationDelta, options: ResponseOptions
 ) -> Json | None:
     """Return the choice of a chunk, or `None` if the delta holds nothing for the client."""
-    entries = endpoint.logprobs(choice, delta)
+    if options.only_echoes:
+        delta = generation_pb2.GenerationDelta()
+    entries = [*choice.echo_logprobs, *endpoint.logprobs(choice, delta)]
+    text = choice.echo + delta.text
+    choice.echo, choice.echo_logprobs = "", []
     _count(choice, delta)
-    if not delta.text and not options.token_ids and not entries:
+    content, has_content = endpoint.chunk(choice, text)
+    if not has_content and not options.token_ids and not entries:
         return None
     first, choice.is_started = not choice.is_started, True
     return {
         "index": choice.index,
-        **endpoint.chunk(delta.text, first),
+        **content,
         "logprobs": endpoint.join(entries) if options.logprobs else None,
         "finish_reason": None,
         **_tokens(delta.token_ids, delta.accepted_draft_tokens, options),
+        **(reported_prompt(choice) if first and endpoint.reports_prompt_per_choice else {}),
     }
 
 
 def last_choice(endpoint: EndpointFormat, choice: Choice) -> Json:
     """Return the choice of the last chunk of an answer."""
-    first, choice.is_started = not choice.is_started, True
-    return {"index": choice.index, **endpoint.chunk(None, first), "logprobs": None, **_ending(choice.finished)}
+    content, _ = endpoint.chunk(choice, None)
+    choice.is_started = True
+    return {"index": choice.index, **content, "logprobs": None, **_ending(choice)}
 
 
 def usage(choices: Iterable[Choice]) -> Json:
@@ -110,6 +135,15 @@ def usage(choices: Iterable[Choice]) -> Json:
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": sum(part.drafted_tokens for part in parts) - accepted,
         },
+    }
+
+
+def usage_so_far(choice: Choice) -> Json:
+    """Return the usage of one choice while it is streamed."""
+    return {
+        "prompt_tokens": choice.prompt_tokens,
+        "completion_tokens": choice.received,
+        "total_tokens": choice.prompt_tokens + choice.received,
     }
 
 
@@ -131,7 +165,8 @@ def _count(choice: Choice, delta: generation_pb2.GenerationDelta) -> None:
     choice.accepted += delta.accepted_draft_tokens
 
 
-def _ending(finished: generation_pb2.GenerationFinished | None) -> Json:
+def _ending(choice: Choice) -> Json:
+    finished = choice.finished
     if finished is None:
         return {"finish_reason": None}
     stop: str | int | None = None
@@ -139,7 +174,10 @@ def _ending(finished: generation_pb2.GenerationFinished | None) -> Json:
         stop = finished.stop_string
     elif finished.HasField("stop_token_id"):
         stop = finished.stop_token_id
-    return {"finish_reason": _REASONS[finished.reason], "stop_reason": stop}
+    reason = _REASONS[finished.reason]
+    if reason == "stop" and choice.parser is not None and choice.parser.has_calls:
+        reason = "tool_calls"
+    return {"finish_reason": reason, "stop_reason": stop}
 
 
 def _tokens(token_ids: Iterable[int], accepted: int, options: ResponseOptions) -> Json:

@@ -7,9 +7,12 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from cluster.core.errors import WorkerUnavailable
+from cluster.ingress.openai.coalesce import Events, coalesce
 from cluster.ingress.openai.errors import ErrorResponse
 from cluster.ingress.openai.event_ids import EventId, Stage
-from cluster.ingress.openai.formats import Choice, EndpointFormat, Json
+from cluster.ingress.openai.formats import Choice, reported_prompt
+from cluster.ingress.openai.parsing.parts import Json
+from cluster.ingress.openai.prompt_report import note_prompt
 from cluster.ingress.openai.responses import (
     ResponseMetadata,
     ResponseOptions,
@@ -17,16 +20,16 @@ from cluster.ingress.openai.responses import (
     delta_choice,
     last_choice,
     usage,
+    usage_so_far,
     whole_choice,
 )
 from pilotfish.v1 import generation_pb2
 
-Events = AsyncGenerator[tuple[int, generation_pb2.GenerateResponse], None]
-"""Pairs of an index and an event."""
-
 
 async def by_choice(events: Events, n: int) -> Events:
     """Replace the index of the prompt by that of the choice. The choices of a prompt are `n` consecutive ones.
+
+    The start of a request is repeated for each of them.
 
     Raises `WorkerUnavailable` for an answer that was not requested.
     """
@@ -34,7 +37,9 @@ async def by_choice(events: Events, n: int) -> Events:
         async for prompt, event in events:
             if event.index >= n:
                 raise WorkerUnavailable(f"answer {event.index} was not requested")
-            yield prompt * n + event.index, event
+            answers = range(n) if event.HasField("started") else (event.index,)
+            for answer in answers:
+                yield prompt * n + answer, event
 
 
 async def whole_response(
@@ -42,12 +47,15 @@ async def whole_response(
 ) -> Json:
     """Read all events and return the response."""
     async for index, event in events:
-        if event.HasField("delta"):
-            add_delta(metadata.endpoint, choices[index], event.delta)
+        if event.HasField("started"):
+            note_prompt(choices[index], event.started, metadata.endpoint, options)
+        elif event.HasField("delta"):
+            add_delta(metadata.endpoint, choices[index], event.delta, options)
         elif event.HasField("finished"):
-            choices[index].finished = event.finished
+            choices[index].finished = _ended(event.finished, options)
     complete = [whole_choice(metadata.endpoint, choice, options) for choice in choices]
-    return metadata.wrap(complete, chunk=False, usage=usage(choices))
+    prompt = {} if metadata.endpoint.reports_prompt_per_choice else reported_prompt(choices[0])
+    return metadata.wrap(complete, chunk=False, usage=usage(choices), **prompt)
 
 
 async def chunks(
@@ -62,13 +70,13 @@ async def chunks(
 
     `last` says what was sent before. An error becomes an event too, because the status line is already sent.
     """
-    no_usage = {"usage": None} if options.usage else {}
     stage = last.stage
+    events = coalesce(events, options.interval) if options.interval > 1 else events
     try:
         async for index, event in events:
-            choice = _chunk_choice(metadata.endpoint, choices[index], event, options)
-            if choice is not None:
-                yield _server_sent(metadata.wrap([choice], chunk=True, **no_usage), last.after(choices, stage))
+            chunk = _chunk(metadata, choices[index], event, options)
+            if chunk is not None:
+                yield _server_sent(chunk, last.after(choices, stage))
         if options.usage and stage is Stage.CHOICES:
             stage = Stage.USAGE
             yield _server_sent(metadata.wrap([], chunk=True, usage=usage(choices)), last.after(choices, stage))
@@ -81,22 +89,35 @@ async def chunks(
     yield _with_id(b"[DONE]", last.after(choices, stage))
 
 
-def note_prompt(choice: Choice, started: generation_pb2.GenerationStarted) -> None:
-    """Set the prompt length in the usage of an answer that an earlier response has completed."""
-    if choice.finished is not None:
-        choice.finished.usage.prompt_tokens = started.prompt_tokens
-
-
-def _chunk_choice(
-    endpoint: EndpointFormat, choice: Choice, event: generation_pb2.GenerateResponse, options: ResponseOptions
+def _chunk(
+    metadata: ResponseMetadata, choice: Choice, event: generation_pb2.GenerateResponse, options: ResponseOptions
 ) -> Json | None:
+    """Return the chunk of one event, or `None` if the event holds nothing for the client."""
+    endpoint, is_first = metadata.endpoint, not choice.is_started
+    if event.HasField("started"):
+        note_prompt(choice, event.started, endpoint, options)
+        return None
     if event.HasField("delta"):
-        return delta_choice(endpoint, choice, event.delta, options)
-    if event.HasField("finished"):
-        choice.finished = event.finished
-        return last_choice(endpoint, choice)
-    note_prompt(choice, event.started)
-    return None
+        content = delta_choice(endpoint, choice, event.delta, options)
+        if content is None:
+            return None
+    else:
+        choice.finished = _ended(event.finished, options)
+        content = last_choice(endpoint, choice)
+    more: dict[str, Json | None] = {}
+    if options.usage:
+        more["usage"] = usage_so_far(choice) if options.every_usage else None
+    if is_first and not endpoint.reports_prompt_per_choice:
+        more |= reported_prompt(choice)
+    return metadata.wrap([content], chunk=True, **more)
+
+
+def _ended(finished: generation_pb2.GenerationFinished, options: ResponseOptions) -> generation_pb2.GenerationFinished:
+    """Return the end of an answer. One that is not sent has no tokens and ends as one of no length."""
+    if options.only_echoes:
+        finished.usage.completion_tokens = 0
+        finished.reason = generation_pb2.FINISH_REASON_LENGTH
+    return finished
 
 
 def _server_sent(payload: Json, event_id: str) -> bytes:

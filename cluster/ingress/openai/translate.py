@@ -12,10 +12,13 @@ from cluster.core import bounds
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
 from cluster.core.request import BeamParameters
+from cluster.ingress.openai.chat_input import chat_input
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
+from cluster.ingress.openai.responses import ResponseOptions
 from cluster.ingress.validate import draw_seed
 from pilotfish.v1 import common_pb2, generation_pb2
 
+_SEEDS = 1 << 64
 _EARLY_STOPPING: dict[bool | str, generation_pb2.EarlyStopping.ValueType] = {
     False: generation_pb2.EARLY_STOPPING_NO,
     True: generation_pb2.EARLY_STOPPING_YES,
@@ -29,7 +32,13 @@ def completion_requests(
     """Return one request per prompt, all with the same seed. Raises `InvalidRequest`."""
     bounds.count("prompt", body.prompt, 1, limits.max_prompts, "prompts")
     sampling = _sampling(body, seed, body.logprobs)
-    stopping = _stopping(body, body.max_tokens)
+    # A prompt alone needs no answer, and the service generates at least one token.
+    stopping = _stopping(body, 1 if body.only_echoes else body.max_tokens)
+    stopping.fit_max_tokens = "max_tokens" not in body.model_fields_set
+    options = _prompt_options(body)
+    options.report |= body.echo
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+        sampling.prompt_logprobs = body.logprobs
     answers = _answer_fields(body)
     draft_tokens = _max_draft_tokens(body)
     prompts: Sequence[str | list[int]] = body.prompt
@@ -43,6 +52,9 @@ def completion_requests(
             cache_salt=body.cache_salt,
             max_draft_tokens=draft_tokens,
             prediction_text=_prediction_text(body),
+            prompt_options=options,
+            skip_special_tokens=body.skip_special_tokens,
+            bad_words=body.bad_words,
             **answers,
         )
         if isinstance(prompt, str):
@@ -60,24 +72,36 @@ def chat_request(body: ChatRequest, request_id: str, seed: int) -> generation_pb
     return generation_pb2.GenerateRequest(
         request_id=request_id,
         model=body.model,
-        chat=generation_pb2.ChatInput(
-            messages=[
-                generation_pb2.ChatMessage(role=message.role, content=message.content, name=message.name)
-                for message in body.messages
-            ]
-        ),
+        chat=chat_input(body, body.messages),
         sampling=_sampling(body, seed, (body.top_logprobs or 0) if body.logprobs else None),
         stopping=_stopping(body, _chat_max_tokens(body)),
         cache_salt=body.cache_salt,
         max_draft_tokens=_max_draft_tokens(body),
         prediction_text=_prediction_text(body),
+        prompt_options=_prompt_options(body),
+        skip_special_tokens=body.skip_special_tokens,
+        bad_words=body.bad_words,
         **_answer_fields(body),
+    )
+
+
+def response_options(body: Parameters, *, logprobs: bool) -> ResponseOptions:
+    """Return the optional contents of the response to a request. Raises `InvalidRequest`."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs", body.prompt_logprobs, "left out if stream is true")
+    return ResponseOptions(
+        logprobs=logprobs,
+        token_ids=body.return_token_ids,
+        usage=body.include_usage,
+        every_usage=body.every_usage,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        interval=body.stream_interval,
     )
 
 
 def seed_of(body: Parameters) -> int:
     """Return the seed of a request; draw one if it has none. All prompts of the request share it."""
-    return draw_seed() if body.seed is None else body.seed
+    return draw_seed() if body.seed is None else body.seed % _SEEDS
 
 
 def parameter_names(body: Parameters) -> Mapping[str, str]:
@@ -144,6 +168,8 @@ def _chat_max_tokens(body: ChatRequest) -> int | None:
 
 
 def _sampling(body: Parameters, seed: int, logprobs: int | None) -> common_pb2.SamplingParameters:
+    if body.logprob_token_ids and logprobs is None:
+        raise InvalidRequest("logprob_token_ids", body.logprob_token_ids, "left out unless logprobs is requested")
     return common_pb2.SamplingParameters(
         temperature=body.temperature,
         top_k=None if body.top_k is None else max(0, body.top_k),
@@ -155,6 +181,9 @@ def _sampling(body: Parameters, seed: int, logprobs: int | None) -> common_pb2.S
         logit_bias=[common_pb2.LogitBias(token_id=int(key), bias=bias) for key, bias in body.logit_bias.items()],
         seed=seed,
         logprobs=logprobs,
+        allowed_token_ids=body.allowed_token_ids,
+        logprob_token_ids=body.logprob_token_ids,
+        prompt_logprobs=body.prompt_logprobs,
     )
 
 
@@ -165,6 +194,18 @@ def _stopping(body: Parameters, max_tokens: int | None) -> generation_pb2.Stoppi
         stop_token_ids=body.stop_token_ids,
         ignore_eos=body.ignore_eos,
         min_tokens=body.min_tokens,
+        include_stop=body.include_stop_str_in_output,
+    )
+
+
+def _prompt_options(body: Parameters) -> generation_pb2.PromptOptions:
+    if body.truncate_prompt_tokens == 0:
+        raise InvalidRequest("truncate_prompt_tokens", 0, "-1 or at least 1")
+    return generation_pb2.PromptOptions(
+        add_special_tokens=body.add_special_tokens,
+        truncate=body.truncate_prompt_tokens,
+        keep_start=body.truncation_side == "right",
+        report=body.return_token_ids or body.prompt_logprobs is not None,
     )
 
 

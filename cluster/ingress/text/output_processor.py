@@ -17,6 +17,7 @@ class OutputProcessor:
         "_accepted",
         "_drafted",
         "_hidden",
+        "_includes_stop",
         "_index",
         "_matcher",
         "_min_tokens",
@@ -31,6 +32,7 @@ class OutputProcessor:
     def __init__(self, request: GenerationRequest, detokenizer: Detokenizer, index: int = 0) -> None:
         self.finished: Finished | None = None
         self._index = index
+        self._includes_stop = request.text.include_stop
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(request.stopping.stop_strings)
         self._min_tokens = request.sampling.min_tokens
@@ -83,7 +85,7 @@ class OutputProcessor:
         """Return the events of one commit; none once the answer has ended.
 
         A stop string cuts the commit after the token that completes the string, unless that is one of the first
-        `min_tokens` tokens. A stop token counts as a token of the answer and adds no text.
+        `min_tokens` tokens. A stop token counts as a token of the answer; it adds text only with `include_stop`.
         """
         if self.finished is not None:
             return ()
@@ -94,6 +96,8 @@ class OutputProcessor:
             stop = last.stop
             if stop is None:
                 text += self._matcher.flush()
+            elif self._includes_stop:
+                text += stop
         accepted = min(commit.accepted, count)
         delta = Delta(text, commit.tokens[:count], accepted, commit.logprobs[:count], self._index, commit.drafted)
         self._count(commit, delta)
@@ -103,13 +107,15 @@ class OutputProcessor:
 
     def _read(self, commit: Commit) -> tuple[str, int, str | None]:
         """Return the text of the commit, how many of its tokens belong to the answer, and the stop string found."""
-        with_text = len(commit.tokens) - 1 if commit.finish is FinishReason.STOP else len(commit.tokens)
+        is_stopped = commit.finish is FinishReason.STOP and not self._includes_stop
+        with_text = len(commit.tokens) - 1 if is_stopped else len(commit.tokens)
         texts: list[str] = []
         for position, token in enumerate(commit.tokens[:with_text]):
             may_end = self._tokens + position >= self._min_tokens
             matched = self._matcher.push(self._detokenizer.push(token), may_end)
             texts.append(matched.text)
             if matched.stop is not None:
+                texts.append(matched.stop if self._includes_stop else "")
                 return "".join(texts), position + 1, matched.stop
         return "".join(texts), len(commit.tokens), None
 

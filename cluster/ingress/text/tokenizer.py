@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 
 from cluster.core.errors import ConfigurationError, InvalidRequest
-from cluster.ingress.text.chat_template import ChatTemplate, Message
+from cluster.ingress.text.chat_template import PLAIN, ChatTemplate, Message, TemplateOptions, ToolFormat
 from cluster.ingress.text.token_bytes import PieceToBytes, reader
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -70,19 +70,31 @@ class Tokenizer:
         """Return the token ids of a text. Special tokens in the text become their ids."""
         return tuple(self._vocabulary.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
-        """Return a conversation as text. Raises `InvalidRequest` (`messages`)."""
+    @property
+    def reasons(self) -> bool:
+        """Whether the model writes what it thinks between `<think>` and `</think>`."""
+        return self._template is not None and self._template.reasons
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes calls of tools."""
+        return ToolFormat.HERMES if self._template is None else self._template.tool_format
+
+    def render_chat(
+        self, messages: Sequence[Message], options: TemplateOptions = PLAIN, most_chars: int | None = None
+    ) -> str:
+        """Return a conversation as text, see `ChatTemplate.render`. Raises `InvalidRequest` (`messages`)."""
         if self._template is None:
             roles = [message.role for message in messages]
             raise InvalidRequest("messages", roles, "sent as a prompt instead: this model has no chat template")
-        return self._template.render(messages)
+        return self._template.render(messages, options, most_chars)
 
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def encode_chat(self, messages: Sequence[Message], options: TemplateOptions = PLAIN) -> tuple[int, ...]:
         """Return the token ids of a conversation, up to where the assistant's answer begins.
 
         The template contains the special tokens, so none are added. Raises `InvalidRequest` (`messages`).
         """
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
+        return self.encode(self.render_chat(messages, options), add_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that a token adds to a text, also for special tokens; empty for an unused id."""

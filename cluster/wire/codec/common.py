@@ -37,6 +37,10 @@ def encode_sampling(sampling: SamplingParameters) -> pb.SamplingParameters:
         logit_bias=[pb.LogitBias(token_id=token, bias=bias) for token, bias in sampling.logit_bias],
         seed=sampling.seed,
         logprobs=sampling.logprobs,
+        allowed_token_ids=sampling.allowed_token_ids,
+        bad_words=[pb.TokenIds(ids=word) for word in sampling.bad_words],
+        logprob_token_ids=sampling.logprob_token_ids,
+        prompt_logprobs=sampling.prompt_logprobs,
     )
 
 
@@ -71,7 +75,7 @@ def decode_sampling(
         top_k=bounds.integer(f"{prefix}top_k", message.top_k, 0, bounds.MAX_TOP_K),
         top_p=number("top_p", 0.0, 1.0, above=True),
         min_p=number("min_p", 0.0, 1.0),
-        repetition_penalty=number("repetition_penalty", 0.0, bounds.MAX_PENALTY, above=True),
+        repetition_penalty=number("repetition_penalty", 0.0, bounds.MAX_REPETITION_PENALTY, above=True),
         presence_penalty=number("presence_penalty", -bounds.MAX_PENALTY, bounds.MAX_PENALTY),
         frequency_penalty=number("frequency_penalty", -bounds.MAX_PENALTY, bounds.MAX_PENALTY),
         logit_bias=_decode_logit_bias(message.logit_bias, f"{prefix}logit_bias", limits),
@@ -79,6 +83,32 @@ def decode_sampling(
         logprobs=bounds.integer(f"{prefix}logprobs", message.logprobs, 0, limits.max_logprobs)
         if message.HasField("logprobs")
         else None,
+        allowed_token_ids=bounds.tokens(
+            f"{prefix}allowed_token_ids",
+            message.allowed_token_ids,
+            0,
+            bounds.MAX_ALLOWED_TOKENS,
+            limits.vocabulary_size,
+        ),
+        bad_words=_decode_bad_words(message.bad_words, f"{prefix}bad_words", limits),
+        logprob_token_ids=bounds.tokens(
+            f"{prefix}logprob_token_ids",
+            message.logprob_token_ids,
+            0,
+            bounds.MAX_LOGPROBS,
+            limits.vocabulary_size,
+        ),
+        prompt_logprobs=bounds.integer(f"{prefix}prompt_logprobs", message.prompt_logprobs, 0, limits.max_logprobs)
+        if message.HasField("prompt_logprobs")
+        else None,
+    )
+
+
+def _decode_bad_words(words: Sequence[pb.TokenIds], field: str, limits: SamplingLimits) -> tuple[tuple[int, ...], ...]:
+    bounds.count(field, words, 0, bounds.MAX_BAD_WORDS)
+    return tuple(
+        bounds.tokens(f"{field}[{index}]", word.ids, 1, bounds.MAX_BAD_WORD_TOKENS, limits.vocabulary_size)
+        for index, word in enumerate(words)
     )
 
 

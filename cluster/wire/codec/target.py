@@ -10,6 +10,7 @@ from cluster.core import bounds
 from cluster.core.drafting import DraftBudget
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
+from cluster.core.request import TokenLogprobs
 from cluster.core.verification import (
     OpenResult,
     OpenRow,
@@ -176,6 +177,7 @@ def encode_step_result(result: StepResult, prefix: str = "") -> pb.TargetService
                 tokens=verdict.tokens,
                 drafted=verdict.drafted,
                 logprobs=[encode_logprobs(entry) for entry in verdict.logprobs],
+                prompt_logprobs=[encode_logprobs(entry) for entry in verdict.prompt_logprobs],
                 fault=encode_fault(verdict.fault) if verdict.fault is not None else None,
                 evidence=encode_evidence(verdict.evidence) if verdict.evidence is not None else None,
                 proposal=encode_proposal(verdict.proposal, prefix) if verdict.proposal is not None else None,
@@ -212,7 +214,13 @@ def _decode_verdict(verdict: pb.Verdict, field: str) -> Verdict:
         logprobs=tuple(
             decode_logprobs(entry, f"{field}.logprobs[{index}]") for index, entry in enumerate(verdict.logprobs)
         ),
+        prompt_logprobs=_decode_prompt_logprobs(verdict, f"{field}.prompt_logprobs"),
         fault=decode_fault(verdict.fault, f"{field}.fault") if verdict.HasField("fault") else None,
         evidence=decode_evidence(verdict.evidence, f"{field}.evidence") if verdict.HasField("evidence") else None,
         proposal=decode_proposal(verdict.proposal, f"{field}.proposal") if verdict.HasField("proposal") else None,
     )
+
+
+def _decode_prompt_logprobs(verdict: pb.Verdict, field: str) -> tuple[TokenLogprobs, ...]:
+    bounds.count(field, verdict.prompt_logprobs, 0, verdict.base_len)
+    return tuple(decode_logprobs(entry, f"{field}[{index}]") for index, entry in enumerate(verdict.prompt_logprobs))

@@ -77,6 +77,36 @@ FINISH_REASON_ABORT: FinishReason.ValueType  # 3
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
+class ToolCall(_message.Message):
+    """A call of a tool by the assistant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """The id of the call, which the tool's message repeats. Bound: 256 bytes."""
+    name: _builtins.str
+    """The name of the tool. Bound: 1 to 256 bytes."""
+    arguments: _builtins.str
+    """The arguments. Bound: a JSON object."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
 class ChatMessage(_message.Message):
     """One message of a conversation."""
 
@@ -85,26 +115,49 @@ class ChatMessage(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """system, user, assistant or another role that the model's template knows. Bound: 1 to 64 bytes."""
     content: _builtins.str
     """The text. Bound: the server's max_body_bytes."""
     name: _builtins.str
     """The name of the speaker, if the template uses it. Bound: 64 bytes."""
+    tool_call_id: _builtins.str
+    """The call that a message of a tool answers. Bound: 256 bytes."""
+    reasoning: _builtins.str
+    """What the assistant thought before the content, if the template shows it."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Calls of tools by the assistant."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
         name: _builtins.str | None = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str | None = ...,
+        reasoning: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "name", b"name"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_reasoning", b"_reasoning", "_tool_call_id", b"_tool_call_id", "name", b"name", "reasoning", b"reasoning", "tool_call_id", b"tool_call_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "content", b"content", "name", b"name", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_reasoning", b"_reasoning", "_tool_call_id", b"_tool_call_id", "content", b"content", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
     _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015
+    _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
+    _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015
+    _WhichOneofReturnType__tool_call_id: _TypeAlias = _typing.Literal["tool_call_id"]  # noqa: Y015
+    _WhichOneofArgType__tool_call_id: _TypeAlias = _typing.Literal["_tool_call_id", b"_tool_call_id"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__name) -> _WhichOneofReturnType__name | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning) -> _WhichOneofReturnType__reasoning | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tool_call_id) -> _WhichOneofReturnType__tool_call_id | None: ...
 
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
@@ -115,20 +168,40 @@ class ChatInput(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    template_arguments: _builtins.str
+    """Further variables of the template. Bound: a JSON object without the template's own variables. Default: none."""
+    continue_final_message: _builtins.bool
+    """Continue the last message instead of beginning a new one. Default: false."""
+    add_generation_prompt: _builtins.bool
+    """Whether the prompt ends with the beginning of the assistant's message. Default: unless continue_final_message."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The messages in order. Bound: 1 to the server's max_messages."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tools that the model may call. Bound: 128 JSON objects, each as OpenAI's API describes a tool."""
 
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        tools: _abc.Iterable[_builtins.str] | None = ...,
+        template_arguments: _builtins.str = ...,
+        continue_final_message: _builtins.bool = ...,
+        add_generation_prompt: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_arguments", b"template_arguments", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
+    _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
 
 Global___ChatInput: _TypeAlias = ChatInput  # noqa: Y015
 
@@ -143,6 +216,8 @@ class StoppingCriteria(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_FIELD_NUMBER: _builtins.int
+    FIT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens of the answer. Bound: 1 to the server's max_output_tokens. Default: the rest of the context."""
     ignore_eos: _builtins.bool
@@ -151,6 +226,10 @@ class StoppingCriteria(_message.Message):
     """Fewest tokens of the answer. Before, no token that ends the answer is drawn, and a stop string that is complete
     does not end it. Bound: 0 to max_tokens. Default: 0.
     """
+    include_stop: _builtins.bool
+    """Keep the stop string, or the text of the stop token, in the text. Default: false."""
+    fit_max_tokens: _builtins.bool
+    """Reduce max_tokens to the rest of the context instead of refusing the request. Default: false."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strings that end the answer. They are cut from the text. Bound: 16 of 1 to 256 characters."""
@@ -167,10 +246,12 @@ class StoppingCriteria(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool | None = ...,
         min_tokens: _builtins.int | None = ...,
+        include_stop: _builtins.bool = ...,
+        fit_max_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "fit_max_tokens", b"fit_max_tokens", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ignore_eos: _TypeAlias = _typing.Literal["ignore_eos"]  # noqa: Y015
     _WhichOneofArgType__ignore_eos: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos"]  # noqa: Y015
@@ -186,6 +267,51 @@ class StoppingCriteria(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
 
 Global___StoppingCriteria: _TypeAlias = StoppingCriteria  # noqa: Y015
+
+@_typing.final
+class PromptOptions(_message.Message):
+    """How a prompt becomes tokens, and what is reported of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATE_FIELD_NUMBER: _builtins.int
+    KEEP_START_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    add_special_tokens: _builtins.bool
+    """Whether the tokenizer adds its special tokens. Default: true for text, false for a conversation, whose template
+    contains them.
+    """
+    truncate: _builtins.int
+    """Keep this many tokens of a longer prompt; -1 keeps as many as the context and max_tokens allow. Bound: -1, or 1 to
+    the context length. Unset: a prompt that is too long is refused.
+    """
+    keep_start: _builtins.bool
+    """With truncate, keep the first tokens of the prompt instead of the last ones. Default: false."""
+    report: _builtins.bool
+    """Report the tokens of the prompt and the text of each in GenerationStarted. Default: false."""
+    def __init__(
+        self,
+        *,
+        add_special_tokens: _builtins.bool | None = ...,
+        truncate: _builtins.int | None = ...,
+        keep_start: _builtins.bool = ...,
+        report: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_truncate", b"_truncate", "add_special_tokens", b"add_special_tokens", "truncate", b"truncate"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_truncate", b"_truncate", "add_special_tokens", b"add_special_tokens", "keep_start", b"keep_start", "report", b"report", "truncate", b"truncate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__truncate: _TypeAlias = _typing.Literal["truncate"]  # noqa: Y015
+    _WhichOneofArgType__truncate: _TypeAlias = _typing.Literal["_truncate", b"_truncate"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate) -> _WhichOneofReturnType__truncate | None: ...
+
+Global___PromptOptions: _TypeAlias = PromptOptions  # noqa: Y015
 
 @_typing.final
 class BeamSearch(_message.Message):
@@ -241,6 +367,9 @@ class GenerateRequest(_message.Message):
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     COORDINATOR_FIELD_NUMBER: _builtins.int
+    PROMPT_OPTIONS_FIELD_NUMBER: _builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id of the request, for Abort and logs. Bound: 64 letters, digits or ._:-. Unset: the server draws one."""
@@ -270,6 +399,8 @@ class GenerateRequest(_message.Message):
     because it may still hold the tokens. If only other models or settings are served by now, the call ends with ABORTED.
     Bound: 256 bytes.
     """
+    skip_special_tokens: _builtins.bool
+    """Leave special tokens out of the text. Default: true."""
     client: _builtins.str
     """The name of the caller's API key. A public server replaces what a client sends by the name of the key that the
     client presents. Request ids of different clients are different ids. Bound: 64 bytes.
@@ -306,6 +437,16 @@ class GenerateRequest(_message.Message):
         without an entry starts at its first token.
         """
 
+    @_builtins.property
+    def prompt_options(self) -> Global___PromptOptions:
+        """How the prompt becomes tokens; unset takes all defaults."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Words that the answer never contains, alone or after a space. They join sampling.bad_words as tokens. Bound: 256 of
+        1 to 256 characters.
+        """
+
     def __init__(
         self,
         *,
@@ -325,11 +466,14 @@ class GenerateRequest(_message.Message):
         prediction_token_ids: _common_pb2.TokenIds | None = ...,
         resume: _abc.Iterable[Global___ResumedAnswer] | None = ...,
         coordinator: _builtins.str | None = ...,
+        prompt_options: Global___PromptOptions | None = ...,
+        skip_special_tokens: _builtins.bool | None = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
         client: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_coordinator", b"_coordinator", "_max_draft_tokens", b"_max_draft_tokens", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "coordinator", b"coordinator", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_coordinator", b"_coordinator", "_max_draft_tokens", b"_max_draft_tokens", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "_skip_special_tokens", b"_skip_special_tokens", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "coordinator", b"coordinator", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt_options", b"prompt_options", "request_id", b"request_id", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_coordinator", b"_coordinator", "_max_draft_tokens", b"_max_draft_tokens", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "client", b"client", "coordinator", b"coordinator", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_coordinator", b"_coordinator", "_max_draft_tokens", b"_max_draft_tokens", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "_skip_special_tokens", b"_skip_special_tokens", "bad_words", b"bad_words", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "client", b"client", "coordinator", b"coordinator", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt_options", b"prompt_options", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beam_search: _TypeAlias = _typing.Literal["beam_search"]  # noqa: Y015
     _WhichOneofArgType__beam_search: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search"]  # noqa: Y015
@@ -347,6 +491,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__request_id: _TypeAlias = _typing.Literal["request_id"]  # noqa: Y015
     _WhichOneofArgType__request_id: _TypeAlias = _typing.Literal["_request_id", b"_request_id"]  # noqa: Y015
+    _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     _WhichOneofReturnType_prediction: _TypeAlias = _typing.Literal["prediction_text", "prediction_token_ids"]  # noqa: Y015
@@ -367,6 +513,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__request_id) -> _WhichOneofReturnType__request_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
     @_typing.overload
@@ -481,6 +629,12 @@ class GenerationStarted(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COORDINATOR_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOOL_FORMAT_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
+    BEGINS_IN_REASONING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id of the request."""
     model: _builtins.str
@@ -491,6 +645,24 @@ class GenerationStarted(_message.Message):
     """Tokens of the prompt."""
     coordinator: _builtins.str
     """The coordinator that the ingress chose. Unset by a coordinator itself."""
+    tool_format: _builtins.str
+    """How the model writes calls of tools: hermes, llama or mistral. Unset if no tools were offered."""
+    reasons: _builtins.bool
+    """True if the model writes what it thinks between <think> and </think>."""
+    begins_in_reasoning: _builtins.bool
+    """True if the prompt ends after <think>, so that the answer begins with what the model thinks."""
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens of the prompt, if requested."""
+
+    @_builtins.property
+    def prompt_token_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The bytes of each token of the prompt, if requested."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """Log-probabilities of the prompt's tokens after the first, if requested."""
+
     def __init__(
         self,
         *,
@@ -499,10 +671,16 @@ class GenerationStarted(_message.Message):
         seed: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
         coordinator: _builtins.str = ...,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_token_bytes: _abc.Iterable[_builtins.bytes] | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+        tool_format: _builtins.str = ...,
+        reasons: _builtins.bool = ...,
+        begins_in_reasoning: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_in_reasoning", b"begins_in_reasoning", "coordinator", b"coordinator", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "prompt_token_bytes", b"prompt_token_bytes", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "reasons", b"reasons", "request_id", b"request_id", "seed", b"seed", "tool_format", b"tool_format"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -259,6 +259,7 @@ class Verdict(_message.Message):
     FAULT_FIELD_NUMBER: _builtins.int
     EVIDENCE_FIELD_NUMBER: _builtins.int
     PROPOSAL_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.str
     """The sequence of the row."""
     base_len: _builtins.int
@@ -285,6 +286,10 @@ class Verdict(_message.Message):
     def proposal(self) -> _common_pb2.Proposal:
         """The draft for the next step, from a drafter on the target."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One per prompt token among the row's pending ones, apart from the first of the prompt, if requested."""
+
     def __init__(
         self,
         *,
@@ -296,10 +301,11 @@ class Verdict(_message.Message):
         fault: _common_pb2.RowFault | None = ...,
         evidence: _common_pb2.Evidence | None = ...,
         proposal: _common_pb2.Proposal | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence", "fault", b"fault", "proposal", b"proposal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "drafted", b"drafted", "evidence", b"evidence", "fault", b"fault", "logprobs", b"logprobs", "proposal", b"proposal", "sequence_id", b"sequence_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "drafted", b"drafted", "evidence", b"evidence", "fault", b"fault", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "proposal", b"proposal", "sequence_id", b"sequence_id", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

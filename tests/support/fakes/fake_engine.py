@@ -42,6 +42,8 @@ class ScriptedEngine:
         self.block = block
         self.ready = True
         self.is_lossless = True
+        self.context = CONTEXT
+        """Longest sequence, in tokens."""
         self.hold_after: int | None = None
         self.refusal: PilotfishError | None = None
         self.failure: PilotfishError | None = None
@@ -58,8 +60,8 @@ class ScriptedEngine:
 
     @property
     def info(self) -> TargetInfo:
-        layout, kv = KvLayout(16), KvOccupancy(8, 8)
-        return TargetInfo(MODEL, VOCABULARY, CONTEXT, layout, kv, (2,), 1, "float32", is_lossless=self.is_lossless)
+        layout, kv = KvLayout(16), KvOccupancy(self.context // 8, self.context // 8)
+        return TargetInfo(MODEL, VOCABULARY, self.context, layout, kv, (2,), 1, "float32", is_lossless=self.is_lossless)
 
     def abort(self, request_id: RequestId) -> bool:
         event = self._aborted.get(request_id)
@@ -115,10 +117,16 @@ class ScriptedEngine:
             tokens = tuple(script[(position + step) % len(script)] for step in range(self.block))
             position += self.block
             logprobs = () if wanted is None else tuple(self._logprobs(record, token, wanted) for token in tokens)
-            commit = record.commit(Verdict(record.id, len(record), tokens, self.block, logprobs))
+            verdict = Verdict(record.id, len(record), tokens, self.block, logprobs)
+            commit = record.commit(replace(verdict, prompt_logprobs=() if commits else self._scored(record)))
             if commit is not None:
                 commits.append(commit)
         return commits
+
+    def _scored(self, record: Record) -> tuple[TokenLogprobs, ...]:
+        """Log-probabilities of the prompt, if the request wants them."""
+        wanted, prompt = record.request.sampling.prompt_logprobs, record.request.prompt
+        return () if wanted is None else tuple(self._logprobs(record, token, wanted) for token in prompt[1:])
 
     def _logprobs(self, record: Record, token: int, count: int) -> TokenLogprobs:
         logprob = self.certainty(record.request)

@@ -130,7 +130,6 @@ async def test_both_apis_take_a_prediction_and_a_minimal_length(
         ({"speculation": {"max_draft_tokens": -1}}, "speculation.max_draft_tokens"),
         ({"speculation": {"max_draft_tokens": 1.5}}, "speculation.max_draft_tokens"),
         ({"speculation": {"enabled": 1}}, "speculation.enabled"),
-        ({"speculation": {"width": 1}}, "speculation.width"),
         ({"speculation": True}, "speculation"),
         ({"speculation": {"max_draft_tokens": 4}, "max_draft_tokens": 3}, "max_draft_tokens"),
         ({"speculation": {"enabled": False, "max_draft_tokens": 4}}, "speculation.enabled"),

@@ -13,7 +13,8 @@ from cluster.core.kv import KvLayout, KvOccupancy
 from cluster.core.request import BeamParameters, EarlyStopping, GenerationRequest, SamplingParameters
 from cluster.core.verification import TargetInfo
 from cluster.ingress.text.chat_template import Message
-from cluster.ingress.validate import ChatPrompt, TextPrompt, TokenPrompt, fit_to_context, validate
+from cluster.ingress.text.prompts import ChatPrompt, TextPrompt, TokenPrompt
+from cluster.ingress.validate import fit_to_context, validate
 from pilotfish.v1 import common_pb2, generation_pb2
 
 INFO = TargetInfo("tiny", 100, 32, KvLayout(16), KvOccupancy(8, 8), (2,), 1, "float32")
@@ -105,7 +106,7 @@ USER = generation_pb2.ChatMessage(role="user", content="hi")
         (chat(generation_pb2.ChatMessage(role="<|im_end|>", content="hi")), "messages[0].role"),
         (chat(generation_pb2.ChatMessage(role="user", name="n" * 65)), "messages[0].name"),
         (sampled(temperature=-0.1), "temperature"),
-        (sampled(temperature=2.1), "temperature"),
+        (sampled(temperature=1.1e6), "temperature"),
         (sampled(temperature=math.nan), "temperature"),
         (sampled(temperature=math.inf), "temperature"),
         (sampled(top_k=2**20 + 1), "top_k"),
@@ -114,7 +115,7 @@ USER = generation_pb2.ChatMessage(role="user", content="hi")
         (sampled(min_p=-0.1), "min_p"),
         (sampled(min_p=math.nan), "min_p"),
         (sampled(repetition_penalty=0.0), "repetition_penalty"),
-        (sampled(repetition_penalty=2.1), "repetition_penalty"),
+        (sampled(repetition_penalty=1.1e6), "repetition_penalty"),
         (sampled(presence_penalty=-2.1), "presence_penalty"),
         (sampled(frequency_penalty=2.1), "frequency_penalty"),
         (sampled(logprobs=21), "logprobs"),

@@ -35,6 +35,9 @@ SETTINGS = {
     "sampled, parts suffice": SamplingParameters(temperature=0.9, seed=4, presence_penalty=0.4),
     "sampled, whole needed": SamplingParameters(temperature=0.9, seed=4, top_k=30, top_p=0.9, min_p=0.01),
     "logprobs": SamplingParameters(temperature=0.9, seed=4, logprobs=2),
+    "allowed": SamplingParameters(temperature=0.9, seed=4, allowed_token_ids=tuple(range(3, 90, 7))),
+    "bad words": SamplingParameters(temperature=0.0, bad_words=((41,), (7, 8), (60, 2))),
+    "scored prompt": SamplingParameters(temperature=0.0, prompt_logprobs=2),
     "minimal length": SamplingParameters(temperature=0.9, seed=4, end_token_ids=tuple(range(40, 60)), min_tokens=4),
 }
 QUANTIZATIONS = ("none", "int8")
@@ -177,7 +180,11 @@ def test_the_group_makes_the_same_decisions_as_one_rank(group: Group, directory:
         batch = StepBatch((row,))
         expected, actual = ask_one("step", batch).verdicts[0], group.ask("step", batch).verdicts[0]
         assert actual.tokens == expected.tokens
-        for ours, theirs in zip(actual.logprobs, expected.logprobs, strict=True):
+        scored = len(PROMPT) - 1 if start.sampling.prompt_logprobs is not None and turn == 0 else 0
+        assert len(actual.prompt_logprobs) == scored
+        for ours, theirs in zip(
+            (*actual.logprobs, *actual.prompt_logprobs), (*expected.logprobs, *expected.prompt_logprobs), strict=True
+        ):
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
         tokens.extend(actual.tokens)
         tree = TokenTree.from_candidates([[turn, 2], [tokens[-2], turn, 7], [3]], max_nodes=8)

@@ -1,0 +1,84 @@
+"""Types of the fields of OpenAI's requests."""
+
+from __future__ import annotations
+
+import re
+from itertools import islice
+from typing import Annotated, ClassVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_UINT32 = 2**32 - 1
+_MAX_UINT64 = 2**64 - 1
+_MAX_UNKNOWN_FIELDS = 16
+_MAX_NAME_CHARS = 64
+
+
+def _encodable(text: str) -> str:
+    """Refuse half of a surrogate pair: JSON can hold it, UTF-8 and protobuf cannot."""
+    if not is_encodable(text):
+        raise PydanticCustomError("surrogate", "valid Unicode, without half of a surrogate pair")
+    return text
+
+
+def is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class FirstErrorOnly(FailFast):
+    """Stop reading a list at its first error. The errors of a million entries would not fit in memory."""
+
+    __hash__ = object.__hash__  # unions of annotated types are compared by hash
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+UInt32 = Annotated[int, Field(ge=0, le=MAX_UINT32)]
+Seed = Annotated[int, Field(ge=-(2**63), le=_MAX_UINT64)]
+"""Any 64-bit integer. A negative one is the unsigned one with the same bits."""
+Texts = Annotated[list[Text], FirstErrorOnly()]
+UInt32s = Annotated[list[UInt32], FirstErrorOnly()]
+
+
+class UnknownFields:
+    """The names of the unknown fields of one request, which are left out of it."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+
+    def add(self, name: str) -> None:
+        """Note a name. Of many, the first ones are kept; a long one is cut."""
+        if len(self._names) < _MAX_UNKNOWN_FIELDS:
+            self._names[re.sub(r"[^\w.-]", "?", name[:_MAX_NAME_CHARS], flags=re.ASCII)] = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names, with letters, digits and `_.-?` only."""
+        return tuple(self._names)
+
+
+class StrictModel(BaseModel):
+    """A model with strict types. Unknown fields are refused, or noted in the `UnknownFields` that are the context."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    path: ClassVar[str] = ""
+    """Where the object is in the body, with a dot at the end."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unknown_fields(cls, value: object, info: ValidationInfo) -> object:
+        """Leave unknown fields out. To refuse them, keep one: the errors of a million would not fit in memory."""
+        if not isinstance(value, dict):
+            return value
+        known = {name: entry for name, entry in value.items() if name in cls.model_fields}
+        unknown = (name for name in value if name not in cls.model_fields)
+        if isinstance(info.context, UnknownFields):
+            for name in islice(unknown, _MAX_UNKNOWN_FIELDS):
+                info.context.add(cls.path + name)
+            return known
+        first = next(unknown, None)
+        return known if first is None else {**known, first: value[first]}

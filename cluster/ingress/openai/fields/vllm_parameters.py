@@ -1,0 +1,64 @@
+"""The parameters that vLLM adds to OpenAI's requests, with vLLM's names and meanings."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from cluster.ingress.openai.fields.types import MAX_UINT32, Seed, StrictModel, Text, Texts, UInt32, UInt32s
+
+
+class VllmParameters(StrictModel):
+    """Parameters of both endpoints that OpenAI's own API lacks."""
+
+    seed: Seed | None = None
+    """Any 64-bit integer. The response names the seed as an unsigned one."""
+    use_beam_search: bool = False
+    """Return the best answers of a beam search instead of samples."""
+    length_penalty: float | None = None
+    """With `use_beam_search`, the score of an answer is its log-probability ÷ (its tokens ** this)."""
+    early_stopping: Literal[True, False, "never"] = False
+    """With `use_beam_search`, when the search ends."""
+    request_id: Text | None = None
+    """Names the request for `Abort`. Running requests have distinct names."""
+    cache_salt: Text | None = None
+    """Only requests with the same salt share prefix-cache blocks."""
+    top_k: Annotated[int, Field(ge=-1, le=MAX_UINT32)] | None = None
+    """0 and -1 keep all tokens."""
+    min_p: float | None = None
+    """Drop tokens less probable than this share of the most probable one."""
+    repetition_penalty: float | None = None
+    """Divide positive and multiply negative logits of tokens seen in prompt or answer."""
+    allowed_token_ids: UInt32s = Field(default_factory=list)
+    """Only these tokens are sampled; an empty list allows all."""
+    bad_words: Texts = Field(default_factory=list)
+    """Words that the answer never contains, alone or after a space."""
+    ignore_eos: bool = False
+    """Continue after the model's end-of-sequence tokens."""
+    min_tokens: UInt32 | None = None
+    """Fewest tokens of the answer; nothing ends it before."""
+    stop_token_ids: UInt32s = Field(default_factory=list)
+    """Tokens that end the answer."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string, or the text of the stop token, in the text."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    spaces_between_special_tokens: bool = True
+    """No effect: text is made of the bytes of the tokens, without added spaces."""
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens to the prompt. Unset: to text, not to conversations."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_UINT32)] | None = None
+    """Keep this many tokens of a longer prompt; -1 keeps as many as fit beside `max_tokens`."""
+    truncation_side: Literal["left", "right"] = "left"
+    """With `truncate_prompt_tokens`, where tokens are removed."""
+    logprob_token_ids: UInt32s = Field(default_factory=list)
+    """With `logprobs`, report these tokens instead of the most probable ones."""
+    prompt_logprobs: UInt32 | None = None
+    """Most probable tokens to report beside each token of the prompt. Not with `stream`."""
+    return_token_ids: bool = False
+    """Report the token ids of prompt and answer, and how many of the answer's are accepted draft tokens."""
+    return_tokens_as_token_ids: bool = False
+    """Name the tokens of log-probabilities `token_id:N`."""
+    stream_interval: Annotated[int, Field(ge=1, le=MAX_UINT32)] = 1
+    """Fewest new tokens of a streamed chunk; the first and the last chunk may have fewer."""

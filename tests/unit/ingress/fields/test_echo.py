@@ -1,0 +1,85 @@
+"""Completions that begin with their prompt, and log-probabilities of prompts, with a scripted engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.fakes.http_app import HttpApi, chunks
+
+PROMPT, TEXT = "swim fish", "hello the world"
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[HttpApi]:
+    api = HttpApi(tmp_path, TEXT)
+    async with api.http:
+        yield api
+
+
+async def choices(api: HttpApi, **values: Any) -> list[Any]:
+    response = await api.complete(**{"prompt": PROMPT, **values})
+    assert response.status_code == 200, response.text
+    return list(response.json()["choices"])
+
+
+async def test_the_text_begins_with_the_prompt(api: HttpApi) -> None:
+    assert [choice["text"] for choice in await choices(api, echo=True, n=2)] == [PROMPT + TEXT] * 2
+    ids = [*api.tokenizer.encode(PROMPT)]
+    assert [choice["text"] for choice in await choices(api, echo=True, prompt=ids)] == [PROMPT + TEXT]
+    two = await choices(api, echo=True, prompt=["one", "two"])
+    assert [choice["text"] for choice in two] == ["one" + TEXT, "two" + TEXT]
+
+
+async def test_a_stream_begins_with_the_prompt_of_each_choice(api: HttpApi) -> None:
+    texts = ["", ""]
+    for chunk in chunks(await api.complete(prompt=PROMPT, echo=True, n=2, stream=True)):
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == [PROMPT + TEXT] * 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_with_logprobs_every_prompt_token_but_the_first_has_one(api: HttpApi, stream: bool) -> None:
+    response = await api.complete(prompt=PROMPT, echo=True, logprobs=2, max_tokens=1, stream=stream)
+    parts = chunks(response)[:-1] if stream else [response.json()]
+    logprobs = {
+        name: [entry for part in parts for entry in part["choices"][0]["logprobs"][name]]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    }
+    length = len(api.tokenizer.encode(PROMPT))
+    assert "".join(logprobs["tokens"]).startswith(PROMPT)
+    assert len(logprobs["tokens"]) == length + 1
+    assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+    assert logprobs["token_logprobs"][1:] == [-0.5] * length
+    assert [len(top) for top in logprobs["top_logprobs"][1:]] == [2] * length
+    starts = [len("".join(logprobs["tokens"][:position])) for position in range(length + 1)]
+    assert logprobs["text_offset"] == starts
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_answer_is_sent_with_a_length_of_zero(api: HttpApi, stream: bool) -> None:
+    values = {"prompt": PROMPT, "echo": True, "max_tokens": 0, "logprobs": 1}
+    response = await api.complete(**values, stream=stream, stream_options={"include_usage": True} if stream else None)
+    parts = chunks(response) if stream else [response.json()]
+    sent = [part["choices"][0] for part in parts if part["choices"]]
+    assert "".join(choice["text"] for choice in sent) == PROMPT
+    assert sent[-1]["finish_reason"] == "length"
+    tokens = [token for choice in sent if choice["logprobs"] for token in choice["logprobs"]["tokens"]]
+    assert len(tokens) == len(api.tokenizer.encode(PROMPT))
+    assert parts[-1]["usage"]["completion_tokens"] == 0
+
+
+async def test_prompt_logprobs_have_vllms_form(api: HttpApi) -> None:
+    tokens = api.tokenizer.encode(PROMPT)
+    (choice,) = await choices(api, prompt_logprobs=2)
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    assert [str(token) in entry for token, entry in zip(tokens[1:], others, strict=True)] == [True] * len(others)
+    assert others[0][str(tokens[1])]["logprob"] == -0.5
+    assert set(others[0][str(tokens[1])]) == {"logprob", "rank", "decoded_token"}
+    body = (await api.chat(prompt_logprobs=0)).json()
+    assert len(body["prompt_logprobs"]) == len(api.engine.requests[-1].prompt)
+    assert "prompt_logprobs" not in (await api.chat()).json()

@@ -1,0 +1,76 @@
+"""Tokens that a request excludes are excluded at every node of a draft tree, so drafts change no token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.core.drafting import RowFaultCode
+from cluster.core.request import SamplingParameters
+from cluster.core.tree import TokenTree
+from tests.support.engines.engine_rows import PROMPT, decode, first_row, open_engine, verify
+from tests.support.models import tiny
+from workers.verify.engine import TargetEngine
+
+COUNT = 40
+GREEDY = SamplingParameters(temperature=0.0, repetition_penalty=1.3)
+SAMPLED = SamplingParameters(temperature=0.9, top_p=0.95, seed=7)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> TargetEngine:
+    directory: Path = tiny.save(tmp_path_factory.mktemp("excluded"), tiny.llama())
+    return open_engine(directory)
+
+
+def restricted(kind: str, sampling: SamplingParameters, plain: Sequence[int]) -> SamplingParameters:
+    """Parameters that exclude some of the tokens of the plain answer."""
+    if kind == "allowed":
+        return replace(sampling, allowed_token_ids=tuple(range(0, tiny.VOCABULARY, 3)))
+    if kind == "bad words":
+        return replace(sampling, bad_words=((plain[0],), tuple(plain[3:5]), tuple(plain[10:13])))
+    return replace(sampling, end_token_ids=tuple(plain[2:9]), min_tokens=COUNT)
+
+
+def contains(tokens: Sequence[int], word: Sequence[int]) -> bool:
+    return any(tuple(tokens[start : start + len(word)]) == tuple(word) for start in range(len(tokens)))
+
+
+@pytest.mark.parametrize("kind", ["allowed", "bad words", "minimal length"])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_excluded_tokens_never_occur_and_no_draft_changes_the_text(
+    engine: TargetEngine, kind: str, sampling: SamplingParameters
+) -> None:
+    free = decode(engine, PROMPT, COUNT, sampling)
+    parameters = restricted(kind, sampling, free)
+    plain = decode(engine, PROMPT, COUNT, parameters)
+    assert plain != free
+    if parameters.allowed_token_ids:
+        assert set(plain) <= set(parameters.allowed_token_ids)
+    assert not any(contains(plain, word) for word in parameters.bad_words)
+    assert not set(plain) & set(parameters.end_token_ids)
+    right, unrestricted = [*PROMPT, *plain, *range(9)], [*PROMPT, *free, *range(9)]
+    draw, steps = random.Random(0), 0
+
+    def propose(tokens: Sequence[int]) -> TokenTree:
+        """Both texts and noise in one tree, so that its nodes are on allowed and on excluded paths."""
+        nonlocal steps
+        steps += 1
+        at = len(tokens)
+        noise = [draw.randrange(tiny.VOCABULARY) for _ in range(3)]
+        return TokenTree.from_candidates([right[at : at + 4], unrestricted[at : at + 4], noise], max_nodes=12)
+
+    assert decode(engine, PROMPT, COUNT, parameters, propose) == plain
+    assert steps < COUNT / 2  # drafts were accepted
+
+
+def test_a_request_that_excludes_every_token_fails_alone(engine: TargetEngine) -> None:
+    nothing = replace(GREEDY, allowed_token_ids=(4,), bad_words=((4,),))
+    verdict = verify(engine, first_row("b", PROMPT, nothing))
+    assert verdict.fault is not None
+    assert verdict.fault.code is RowFaultCode.INVALID
+    assert "excludes all tokens" in verdict.fault.message

@@ -1,0 +1,94 @@
+"""Log-probabilities of the prompt are the model's own, however the prompt is divided into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cluster.core.ids import SequenceId
+from cluster.core.request import SamplingParameters, SequenceStart, TokenLogprobs
+from cluster.core.verification import OpenRow, StepBatch, Verdict, VerifyRow
+from tests.support.engines.engine_rows import first_row, open_engine, verify
+from tests.support.models import tiny
+from workers.verify.engine import TargetEngine
+
+PROMPT = (5, 17, 33, 8, 60, 41, 41, 9, 12, 77, 3)
+SCORED = SamplingParameters(temperature=0.0, prompt_logprobs=3, logprobs=1)
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("scored"), tiny.llama())
+
+
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> TargetEngine:
+    return open_engine(directory)
+
+
+def in_chunks(engine: TargetEngine, name: str, sizes: Sequence[int]) -> list[Verdict]:
+    """The verdicts on the chunks of the prompt."""
+    verdicts, start = [], 0
+    for size in sizes:
+        end = start + size
+        row = VerifyRow(
+            SequenceId(name),
+            end,
+            PROMPT[start:end],
+            decide=end == len(PROMPT),
+            start=None if start else SequenceStart(len(PROMPT), SCORED),
+        )
+        verdicts.append(verify(engine, row))
+        start = end
+    return verdicts
+
+
+def scores(verdicts: Sequence[Verdict]) -> list[TokenLogprobs]:
+    return [entry for verdict in verdicts for entry in verdict.prompt_logprobs]
+
+
+def test_they_are_the_models_own(engine: TargetEngine, directory: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.tensor([PROMPT])).logits[0].double().log_softmax(dim=-1)
+    found = scores(in_chunks(engine, "whole", [len(PROMPT)]))
+    assert [entry.token for entry in found] == [*PROMPT[1:]]
+    for position, entry in enumerate(found):
+        best = logits[position].topk(3)
+        assert entry.logprob == pytest.approx(float(logits[position, entry.token]), abs=TOLERANCE)
+        assert [token for token, _ in entry.top] == best.indices.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("sizes", [[4, 4, 3], [1] * 11, [10, 1], [1, 10]])
+def test_chunks_change_nothing_and_each_token_is_scored_once(engine: TargetEngine, sizes: list[int]) -> None:
+    whole, parts = in_chunks(engine, "a", [len(PROMPT)]), in_chunks(engine, "b", sizes)
+    assert [entry.token for entry in scores(parts)] == [*PROMPT[1:]]
+    for one, other in zip(scores(whole), scores(parts), strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=TOLERANCE)
+    assert parts[-1].tokens == whole[-1].tokens
+    assert len(parts[-1].logprobs) == 1
+
+
+def test_other_rows_of_the_step_are_decided_as_alone(engine: TargetEngine) -> None:
+    alone = verify(engine, first_row("c", PROMPT[:6]))
+    scored = VerifyRow(SequenceId("d"), len(PROMPT), PROMPT, start=SequenceStart(len(PROMPT), SCORED))
+    for rows in ([first_row("c", PROMPT[:6]), scored], [scored, first_row("c", PROMPT[:6])]):
+        verdicts = {verdict.sequence_id: verdict for verdict in engine.step(StepBatch(tuple(rows))).verdicts}
+        assert verdicts[SequenceId("c")].tokens == alone.tokens
+        assert not verdicts[SequenceId("c")].prompt_logprobs
+        assert len(verdicts[SequenceId("d")].prompt_logprobs) == len(PROMPT) - 1
+        engine.release([SequenceId("c"), SequenceId("d")])
+
+
+def test_a_scored_prompt_takes_nothing_from_the_prefix_cache(engine: TargetEngine) -> None:
+    in_chunks(engine, "e", [len(PROMPT)])
+    engine.release([SequenceId("e")])
+    plain = SequenceStart(len(PROMPT), SamplingParameters(temperature=0.0))
+    assert engine.open([OpenRow(SequenceId("f"), PROMPT, plain)]).stored_lens[0] > 0
+    assert engine.open([OpenRow(SequenceId("g"), PROMPT, SequenceStart(len(PROMPT), SCORED))]).stored_lens == (0,)
