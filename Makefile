@@ -72,7 +72,7 @@ soak: $(WEIGHTS)  ## Random traffic for half an hour with too little memory; eve
 
 .PHONY: compatibility
 compatibility: $(INSTALLED)  ## Regenerate COMPATIBILITY.md from the code of the HTTP API
-	$(BIN)/python -c "import sys; from cluster.ingress.openai.fields.compatibility import page; sys.stdout.write(page())" > COMPATIBILITY.md
+	$(BIN)/python -c "import sys; from cluster.ingress.openai.compatibility import page; sys.stdout.write(page())" > COMPATIBILITY.md
 
 .PHONY: simulate
 simulate: $(INSTALLED)  ## 10,000 fault schedules of simulated clusters (ARGS='--schedules 1000 --seed 7', '--replay SEED')

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from cluster.ingress.events import ToolFormat
 from cluster.ingress.openai.parsing.answer_parser import AnswerParser, ReasoningParser
 from cluster.ingress.openai.parsing.call_parser import CallParser
 from cluster.ingress.openai.parsing.parts import Json
-from cluster.ingress.text.chat_template import ToolFormat
 from pilotfish.v1 import common_pb2, generation_pb2
 
 

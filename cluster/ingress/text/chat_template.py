@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from enum import StrEnum
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
@@ -18,25 +17,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.core.errors import ConfigurationError, InvalidRequest
+from cluster.ingress.events import ToolFormat
 
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception"})
 """Variables of templates that requests cannot set by name."""
-
-
-class ToolFormat(StrEnum):
-    """How a model writes calls of tools."""
-
-    HERMES = "hermes"
-    """`<tool_call>{"name": …, "arguments": …}</tool_call>`, also with a list: Hermes, Qwen, SmolLM."""
-    LLAMA = "llama"
-    """The whole answer is `{"name": …, "parameters": …}`: Llama 3."""
-    MISTRAL = "mistral"
-    """`[TOOL_CALLS]`, then a list, or names with arguments."""
-
-    @property
-    def has_special_tokens(self) -> bool:
-        """Whether special tokens mark the calls, so that they must be in the text."""
-        return self is not ToolFormat.HERMES
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from cluster.core import bounds
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
 from cluster.core.verification import TargetInfo
-from cluster.ingress.text.chat_template import OWN_VARIABLES, PLAIN, CalledTool, Message, TemplateOptions, ToolFormat
+from cluster.ingress.events import TEXT_ONLY, AnswerFormat
+from cluster.ingress.text.chat_template import OWN_VARIABLES, PLAIN, CalledTool, Message, TemplateOptions
 from cluster.ingress.text.tokenizer import Tokenizer
 from pilotfish.v1 import generation_pb2
 
@@ -231,27 +232,6 @@ async def encode_prediction(
 def prediction_too_long(length: int, unit: str, limits: LimitsSection) -> InvalidRequest:
     """Return the error for a prediction with too many tokens, or with too many characters for that many tokens."""
     return InvalidRequest("prediction", f"{length} {unit}", f"at most {limits.max_prediction_tokens} tokens")
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerFormat:
-    """How reasoning and calls of tools are found in the text of an answer."""
-
-    tool_format: ToolFormat | None = None
-    """How the model writes calls of tools; `None` if no tools were offered."""
-    reasons: bool = False
-    """Whether the model writes what it thinks between `<think>` and `</think>`."""
-    begins_in_reasoning: bool = False
-    """Whether the prompt ends after `<think>`."""
-
-    @property
-    def needs_special_tokens(self) -> bool:
-        """Whether special tokens must be in the text."""
-        return self.tool_format is not None and self.tool_format.has_special_tokens
-
-
-TEXT_ONLY = AnswerFormat()
-"""Neither reasoning nor calls of tools."""
 
 
 def answer_format(tokenizer: Tokenizer, prompt: Prompt, tokens: Sequence[int]) -> AnswerFormat:

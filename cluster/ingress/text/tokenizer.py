@@ -11,7 +11,8 @@ from typing import Any
 import tokenizers
 
 from cluster.core.errors import ConfigurationError, InvalidRequest
-from cluster.ingress.text.chat_template import PLAIN, ChatTemplate, Message, TemplateOptions, ToolFormat
+from cluster.ingress.events import ToolFormat
+from cluster.ingress.text.chat_template import PLAIN, ChatTemplate, Message, TemplateOptions
 from cluster.ingress.text.token_bytes import PieceToBytes, reader
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -10,9 +10,9 @@ import json
 import re
 from collections.abc import Callable
 
+from cluster.ingress.events import ToolFormat
 from cluster.ingress.openai.parsing.json_span import JsonSpan
 from cluster.ingress.openai.parsing.parts import Part, PartKind, undecided
-from cluster.ingress.text.chat_template import ToolFormat
 
 _MAX_HEAD_CHARS = 1024
 """Longest beginning of a call, up to its arguments, that is recognised before the whole call is there."""

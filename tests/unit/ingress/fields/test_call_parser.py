@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from cluster.ingress.events import ToolFormat
 from cluster.ingress.openai.parsing.answer_parser import AnswerParser, ReasoningParser
 from cluster.ingress.openai.parsing.call_parser import CallParser
-from cluster.ingress.text.chat_template import ToolFormat
 
 HERMES, LLAMA, MISTRAL = ToolFormat.HERMES, ToolFormat.LLAMA, ToolFormat.MISTRAL
 Calls = list[tuple[str, str]]

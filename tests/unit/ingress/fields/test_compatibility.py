@@ -13,7 +13,7 @@ from openai.types.chat import completion_create_params as chat_params
 from cluster.core.config.sections import LimitsSection
 from cluster.ingress.grpc import GenerationServicer
 from cluster.ingress.http import create_app
-from cluster.ingress.openai.fields.compatibility import page
+from cluster.ingress.openai.compatibility import page
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
 from tests.support.fakes.fake_engine import InProcessClient, fake_service
 from tests.support.fakes.http_app import HI, HttpApi, error_of

@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from cluster.core.errors import InvalidRequest
-from cluster.ingress.text.chat_template import PLAIN, ChatTemplate, Message, TemplateOptions, ToolFormat
+from cluster.ingress.events import ToolFormat
+from cluster.ingress.text.chat_template import PLAIN, ChatTemplate, Message, TemplateOptions
 from tests.support.fakes.fake_engine import MODEL
 from tests.support.fakes.http_app import HI, HttpApi, chunks, error_of
 
