@@ -17,16 +17,18 @@ from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.grpc import GenerationServicer, OperationsServicer
 from cluster.ingress.service import GenerationService
 from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.wire.calls.servicer import CoordinatorServicer
 from cluster.wire.connection import Resolve
 from cluster.wire.peer_access import OPEN, PeerAccess
 from cluster.wire.server import WireServer
 from deploy.implied_settings import NOT_LOSSLESS
-from pilotfish.v1 import generation_pb2_grpc, operations_pb2_grpc
+from pilotfish.v1 import coordinator_pb2_grpc, generation_pb2_grpc, operations_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
 GENERATION_SERVICE = "pilotfish.v1.GenerationService"
 OPERATIONS_SERVICE = "pilotfish.v1.OperationsService"
+COORDINATOR_SERVICE = "pilotfish.v1.CoordinatorService"
 
 _HEALTH_SECONDS = 0.25
 """How often the readiness of the coordinator is copied to `grpc.health.v1`."""
@@ -54,6 +56,7 @@ class CoordinatorServer:
         self._configuration = configuration
         self._metrics = Metrics()
         self._coordinator = Coordinator(target, drafters, configuration, self._metrics)
+        self._is_internal = internal_host is not None
         server = configuration.server
         self._server = WireServer(
             server.grpc_host if internal_host is None else internal_host,
@@ -89,11 +92,14 @@ class CoordinatorServer:
         generation = GenerationService(
             self._coordinator, tokenizer, configuration.limits, draft_method=configuration.draft.name
         )
-        self._server.add(
-            GENERATION_SERVICE,
-            generation_pb2_grpc.add_GenerationServiceServicer_to_server,
-            GenerationServicer(generation),
-        )
+        servicer = GenerationServicer(generation)
+        self._server.add(GENERATION_SERVICE, generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer)
+        if self._is_internal:
+            self._server.add(
+                COORDINATOR_SERVICE,
+                coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server,
+                CoordinatorServicer(servicer.responses),
+            )
         self._server.add(
             OPERATIONS_SERVICE,
             operations_pb2_grpc.add_OperationsServiceServicer_to_server,

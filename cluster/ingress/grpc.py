@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any, Protocol, TypeAlias
 
@@ -36,7 +36,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """Stream the answers. A cancelled call frees their memory."""
-        async with aclosing(self._service.generate(request, context.time_remaining())) as events:
+        async with aclosing(self.responses(request, context.time_remaining())) as responses:
+            async for response in responses:
+                yield response
+
+    async def responses(
+        self, request: generation_pb2.GenerateRequest, seconds_left: float | None
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        """Yield the answers. Closing the iterator frees their memory. Raises the errors of `GenerationService`."""
+        async with aclosing(self._service.generate(request, seconds_left)) as events:
             async for event in events:
                 response = self._encode(event)
                 response.lossy = not self._service.is_lossless

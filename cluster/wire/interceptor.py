@@ -14,7 +14,7 @@ from google.protobuf import unknown_fields
 from google.protobuf.message import DecodeError, Message
 
 from cluster.core.errors import InvalidRequest, PilotfishError, WorkerUnavailable
-from cluster.wire.status import to_status
+from cluster.wire.status import Metadata, to_status
 
 logger = logging.getLogger(__name__)
 
@@ -144,12 +144,16 @@ async def _errors_as_status(context: grpc.aio.ServicerContext[Any, Any]) -> Asyn
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    await context.abort(*status_of(error))
+
+
+def status_of(error: Exception) -> tuple[grpc.StatusCode, str, Metadata]:
+    """Return the status, message and trailing metadata of an error. One that is not expected is logged."""
     if isinstance(error, PilotfishError):
-        code, message, metadata = to_status(error)
-        await context.abort(code, message, metadata)
+        return to_status(error)
     logger.error("a call failed with an unexpected error", exc_info=error)
     _, message, metadata = to_status(WorkerUnavailable("the server failed; its log has the cause"))
-    await context.abort(grpc.StatusCode.INTERNAL, message, metadata)
+    return grpc.StatusCode.INTERNAL, message, metadata
 
 
 def readable(request: Message | _Unreadable) -> Message:

@@ -24,8 +24,8 @@ from cluster.ingress.http import create_app
 from cluster.ingress.router import Router
 from cluster.ingress.routing import CoordinatorView
 from cluster.wire.address import join_host_port
+from cluster.wire.calls.client import CoordinatorClient
 from cluster.wire.drafter_client import GrpcDrafter
-from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PeerAccess
 from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import CoordinatorServer, fixed_address
@@ -202,7 +202,7 @@ class IngressReplica:
         self._limits = configuration.limits
         self._drain_seconds = configuration.server.drain_timeout_seconds
         self._directory = DirectoryClient(context.app_name, is_complete=lambda view: bool(view.of(MemberRole.TARGET)))
-        self._client = Router(self._coordinators, lambda address: GenerationClient(fixed_address(address), access))
+        self._client = Router(self._coordinators, lambda address: CoordinatorClient(fixed_address(address), access))
         self._server = IngressServer(self._client, configuration.server, configuration.limits, self._keys)
         self._is_started = False
 

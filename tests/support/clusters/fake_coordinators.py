@@ -13,7 +13,7 @@ from typing import Any
 from cluster.core.config.sections import Configuration
 from cluster.ingress.router import Router
 from cluster.ingress.routing import CoordinatorView
-from cluster.wire.generation_client import GenerationClient
+from cluster.wire.calls.client import CoordinatorClient
 from deploy.coordinator_server import CoordinatorServer, fixed_address
 from tests.support.fakes.fake_cluster import configure
 from tests.support.fakes.fake_drafters import FakeDrafter, RandomDrafter
@@ -111,7 +111,7 @@ class FakeReplica:
         return self._connections.port
 
     async def start(self) -> None:
-        self._server = CoordinatorServer(self._configuration, self.target, [self.drafter])
+        self._server = CoordinatorServer(self._configuration, self.target, [self.drafter], internal_host="127.0.0.1")
         self._connections = CuttableConnections(await self._server.start())
         await self._connections.start()
         await self._server.wait_until_ready()
@@ -133,7 +133,7 @@ class FakeReplica:
             await self._connections.close()
 
 
-class CountingClient(GenerationClient):
+class CountingClient(CoordinatorClient):
     """A client that records which requests were sent again."""
 
     def __init__(self, address: str, resumed: list[str]) -> None:

@@ -29,8 +29,8 @@ from cluster.ingress.grpc import RoutedGenerationServicer, RoutedOperationsServi
 from cluster.ingress.http import create_app
 from cluster.ingress.router import Router
 from cluster.ingress.routing import CoordinatorView
+from cluster.wire.calls.client import CoordinatorClient
 from cluster.wire.drafter_client import GrpcDrafter
-from cluster.wire.generation_client import GenerationClient
 from cluster.wire.server import WireServer
 from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import GENERATION_SERVICE, OPERATIONS_SERVICE, CoordinatorServer, fixed_address
@@ -183,7 +183,7 @@ async def _start_coordinator(role: RoleSpec, configuration: Configuration, stack
     drafters = [GrpcDrafter(fixed_address(address)) for address in role.drafts]
     for drafter in drafters:
         stack.push_async_callback(drafter.close)
-    server = CoordinatorServer(configuration, target, drafters)
+    server = CoordinatorServer(configuration, target, drafters, internal_host=LOOPBACK)
     stack.push_async_callback(server.stop, 0.0)
     port = await server.start()
     table = server._coordinator._table
@@ -196,7 +196,7 @@ async def _start_coordinator(role: RoleSpec, configuration: Configuration, stack
 
 async def _start_ingress(role: RoleSpec, configuration: Configuration, stack: AsyncExitStack) -> RunningRole:
     views = tuple(CoordinatorView(f"coordinator-{n}", address) for n, address in enumerate(role.coordinators))
-    router = Router(lambda: views, lambda address: GenerationClient(fixed_address(address)))
+    router = Router(lambda: views, lambda address: CoordinatorClient(fixed_address(address)))
     stack.push_async_callback(router.close)
     server = await stack.enter_async_context(WireServer(LOOPBACK, 0))
     generation = RoutedGenerationServicer(router, configuration.limits.max_timeout_seconds)

@@ -1,0 +1,203 @@
+"""Many generation calls over one stream: each behaves as a call of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded, TargetUnavailable
+from cluster.wire.calls import client as calls_client
+from cluster.wire.calls.client import CoordinatorClient
+from cluster.wire.calls.servicer import WINDOW, CoordinatorServicer
+from cluster.wire.server import WireServer
+from deploy.coordinator_server import COORDINATOR_SERVICE, fixed_address
+from pilotfish.v1 import coordinator_pb2, coordinator_pb2_grpc, generation_pb2
+from tests.support.deadline import deadline
+
+Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
+
+
+def request(kind: str, count: int = 0) -> generation_pb2.GenerateRequest:
+    return generation_pb2.GenerateRequest(request_id=kind, max_draft_tokens=count)
+
+
+def response(index: int) -> generation_pb2.GenerateResponse:
+    return generation_pb2.GenerateResponse(index=index)
+
+
+@dataclass
+class Service:
+    """Counts to the number that the request says, or does what its id says."""
+
+    begun: int = 0
+    cancelled: int = 0
+    produced: dict[str, int] = field(default_factory=dict)
+    timeouts: list[float] = field(default_factory=list)
+
+    async def generate(self, message: generation_pb2.GenerateRequest, seconds: float) -> Responses:
+        self.begun += 1
+        self.timeouts.append(seconds)
+        try:
+            if message.request_id == "refused":
+                raise InvalidRequest("temperature", 9, "between 0 and 2")
+            if message.request_id == "full":
+                raise Overloaded("full", 3.0)
+            for index in range(message.max_draft_tokens):
+                self.produced[message.request_id] = index + 1
+                yield response(index)
+                await asyncio.sleep(0)
+            if message.request_id == "lost":
+                raise TargetUnavailable("the target is lost")
+            if message.request_id == "bug":
+                raise ZeroDivisionError
+            if message.request_id == "hangs":
+                await asyncio.Event().wait()
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled += 1
+            raise
+
+
+@dataclass
+class Served:
+    service: Service
+    server: WireServer
+    client: CoordinatorClient
+    messages: list[int]
+    """Number of events in each message of the server."""
+
+
+class CountingServicer(CoordinatorServicer):
+    """Records the number of events in each message."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service.generate)
+        self.messages: list[int] = []
+
+    async def Generate(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - the schema's
+        async for message in super().Generate(request_iterator, context):
+            self.messages.append(len(message.events))
+            yield message
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[Served]:
+    service = Service()
+    servicer = CountingServicer(service)
+    async with deadline(60.0), WireServer("127.0.0.1", 0) as server:
+        add_to_server = coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server
+        server.add(COORDINATOR_SERVICE, add_to_server, servicer)
+        client = CoordinatorClient(fixed_address(f"127.0.0.1:{await server.start()}"))
+        yield Served(service, server, client, servicer.messages)
+        await client.close()
+
+
+async def read_all(
+    client: CoordinatorClient,
+    message: generation_pb2.GenerateRequest,
+    seconds: float = 30.0,
+    into: list[int] | None = None,
+) -> list[int]:
+    """The indices of the responses, in the order of their arrival."""
+    found: list[int] = [] if into is None else into
+    async for one in client.generate(message, seconds):
+        found.append(one.index)  # noqa: PERF401 - the caller keeps them also if the call fails
+    return found
+
+
+async def test_every_call_receives_its_own_responses_in_order() -> None:
+    async with served() as it:
+        counts = [0, 1, 5, 3 * WINDOW, 40, 41]
+        answers = await asyncio.gather(*(read_all(it.client, request(f"r{n}", n)) for n in counts))
+    assert answers == [list(range(n)) for n in counts]
+    assert len(it.messages) < sum(it.messages) / 2, "events of several calls share messages"
+
+
+async def test_errors_arrive_as_they_were_raised_and_touch_no_other_call() -> None:
+    async with served() as it:
+        running = asyncio.create_task(read_all(it.client, request("long", 500)))
+        with pytest.raises(InvalidRequest, match="temperature: 9 is refused"):
+            await read_all(it.client, request("refused"))
+        with pytest.raises(Overloaded) as full:
+            await read_all(it.client, request("full"))
+        with pytest.raises(TargetUnavailable, match="the target is lost"):
+            await read_all(it.client, request("lost", 3))
+        with pytest.raises(Exception, match="its log has the cause"):
+            await read_all(it.client, request("bug", 1))
+        assert await running == list(range(500))
+    assert full.value.retry_after_seconds == 3.0
+
+
+async def test_responses_before_an_error_arrive() -> None:
+    found: list[int] = []
+    async with served() as it:
+        with pytest.raises(TargetUnavailable):
+            await read_all(it.client, request("lost", 7), into=found)
+    assert found == list(range(7))
+
+
+async def test_a_call_that_its_reader_leaves_is_cancelled() -> None:
+    async with served() as it:
+        async with aclosing(it.client.generate(request("hangs", 2), 30.0)) as responses:
+            assert (await anext(responses)).index == 0
+        while not it.service.cancelled:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.01)
+        assert await read_all(it.client, request("next", 3)) == [0, 1, 2]
+    assert it.service.begun == 2
+
+
+async def test_a_slow_reader_holds_its_own_call_only() -> None:
+    async with served() as it, aclosing(it.client.generate(request("slow", 10 * WINDOW), 30.0)) as slow:
+        assert (await anext(slow)).index == 0
+        assert await read_all(it.client, request("fast", 5 * WINDOW)) == list(range(5 * WINDOW))
+        assert it.service.produced["slow"] <= WINDOW + WINDOW // 2
+        assert [one.index async for one in slow] == list(range(1, 10 * WINDOW))
+
+
+async def test_when_the_stream_breaks_all_calls_say_so_and_the_next_one_opens_another() -> None:
+    async with served() as it:
+        reading = [asyncio.create_task(read_all(it.client, request("hangs", n))) for n in (1, 2)]
+        while it.service.begun < len(reading):  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.01)
+        await it.server.stop(0.0)
+        outcomes = await asyncio.gather(*reading, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [NotReady, NotReady]
+        port = await it.server.start()
+        it.client._connection._resolve = fixed_address(f"127.0.0.1:{port}")
+        assert await read_all(it.client, request("again", 3)) == [0, 1, 2]
+
+
+async def test_a_stopping_server_sends_what_ended_calls_have_left() -> None:
+    async with served() as it:
+        reading = asyncio.create_task(read_all(it.client, request("long", WINDOW // 2)))
+        while not it.service.begun:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0)
+        await it.server.stop(5.0)
+        assert await reading == list(range(WINDOW // 2))
+
+
+async def test_the_coordinator_knows_the_deadline_and_the_client_does_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls_client, "_LATE_SECONDS", 0.0)
+    async with served() as it:
+        with pytest.raises(DeadlineExceeded, match=r"no answer within 0\.2 s"):
+            await read_all(it.client, request("hangs", 1), 0.2)
+    assert it.service.timeouts == [0.2]
+
+
+async def test_a_malformed_message_ends_the_stream_with_its_reason() -> None:
+    async with served() as it:
+        channel = await it.client._connection.channel()
+        for message, reason in (
+            (coordinator_pb2.CoordinatorServiceGenerateRequest(call=1), "action"),
+            (coordinator_pb2.CoordinatorServiceGenerateRequest(call=0, begin=coordinator_pb2.CallBegin()), "call"),
+        ):
+            stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+            stream = stub.Generate(iter([message]))
+            with pytest.raises(Exception, match=f"{reason}: .* is refused"):
+                await stream.read()
