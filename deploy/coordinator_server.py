@@ -90,7 +90,11 @@ class CoordinatorServer:
         configuration = self._configuration
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(configuration.target.path))
         generation = GenerationService(
-            self._coordinator, tokenizer, configuration.limits, draft_method=configuration.draft.name
+            self._coordinator,
+            tokenizer,
+            configuration.limits,
+            draft_method=configuration.draft.name,
+            aliases=configuration.target.aliases,
         )
         servicer = GenerationServicer(generation)
         self._server.add(GENERATION_SERVICE, generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer)

@@ -188,6 +188,8 @@ class Usage:
     """Number of verdicts that decided tokens. `completion_tokens / target_steps` is the mean tokens per step."""
     resumed_tokens: int = 0
     """Tokens of the answer that an earlier call generated, see `GenerationRequest.resumed`."""
+    cached_tokens: int = 0
+    """Tokens of the prompt whose KV was stored when the sequence began."""
 
     @property
     def rejected_tokens(self) -> int:
@@ -211,3 +213,5 @@ class Commit:
     """Number of the answer, from 0. Each of the `n` answers has one commit with `finish`."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """If requested, one entry per token of the prompt apart from the first, in the first commit of one answer."""
+    cached_tokens: int = 0
+    """See `Usage`. The usage of an answer that a stop string ends has it from here."""

@@ -27,6 +27,7 @@ class Sequence:
 
     __slots__ = (
         "_accepted",
+        "_cached_len",
         "_drafted",
         "_prompt_logprobs",
         "_resumed_len",
@@ -48,6 +49,7 @@ class Sequence:
         self.tokens: list[int] = [*request.prompt, *part.tokens]
         self.finish: FinishReason | None = None
         self._stored_len = 0
+        self._cached_len: int | None = None
         self._resumed_len = len(part.tokens)
         self._drafted = part.drafted_tokens
         self._accepted = part.accepted_tokens
@@ -92,6 +94,7 @@ class Sequence:
             accepted_tokens=self._accepted,
             target_steps=self._steps,
             resumed_tokens=self._resumed_len,
+            cached_tokens=self._cached_len or 0,
         )
 
     def opened(self, stored_len: int) -> None:
@@ -101,6 +104,8 @@ class Sequence:
         """
         if not 0 <= stored_len < len(self.tokens):
             raise InvalidRequest("stored_len", stored_len, f"between 0 and {len(self.tokens) - 1}")
+        if self._cached_len is None:
+            self._cached_len = min(stored_len, self.prompt_len)
         if self.finish is None:
             self._stored_len = stored_len
 
@@ -141,6 +146,7 @@ class Sequence:
             usage=self.usage() if finish is not None else None,
             drafted=verdict.drafted,
             prompt_logprobs=tuple(prompt_logprobs or ()),
+            cached_tokens=self._cached_len or 0,
         )
 
     def _note_prompt(self, verdict: Verdict) -> None:

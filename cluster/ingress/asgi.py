@@ -134,6 +134,55 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
+class RequestCount:
+    """How many requests are answered at the moment."""
+
+    def __init__(self) -> None:
+        self.running = 0
+
+
+class CountMiddleware:
+    """Counts the requests for answers of the model, until their last byte is sent."""
+
+    def __init__(self, app: ASGIApp, count: RequestCount) -> None:
+        self._app = app
+        self._count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app, and count the request while it runs."""
+        counts = scope["type"] == "http" and scope["method"] == "POST" and "/v1/" in scope["path"]
+        self._count.running += counts
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._count.running -= counts
+
+
+async def kept_alive(events: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
+    """Yield the events, and a comment whenever none came for `seconds`, so that proxies keep the connection open."""
+    pending: asyncio.Future[bytes] | None = None
+    try:
+        while True:
+            if pending is None:
+                pending = asyncio.ensure_future(anext(events))
+            done, _ = await asyncio.wait({pending}, timeout=seconds)
+            if not done:
+                yield b": keep-alive\n\n"
+                continue
+            try:
+                event = pending.result()
+            except StopAsyncIteration:
+                return
+            finally:
+                pending = None
+            yield event
+    finally:
+        if pending is not None:
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+        await events.aclose()
+
+
 class EventStream(StreamingResponse):
     """Server-sent events. The generator is closed however the response ends."""
 

@@ -28,6 +28,14 @@ class ServiceClient(Protocol):
         """Return one served model. Raises `UnknownModel`."""
         ...
 
+    async def tokenize(self, request: generation_pb2.TokenizeRequest) -> generation_pb2.TokenizeResponse:
+        """Convert text or a conversation to token ids."""
+        ...
+
+    async def detokenize(self, request: generation_pb2.DetokenizeRequest) -> generation_pb2.DetokenizeResponse:
+        """Convert token ids to text."""
+        ...
+
     async def metrics(self) -> tuple[bytes, str]:
         """Return the metrics in Prometheus text format and its content type."""
         ...
@@ -49,14 +57,6 @@ class FullClient(ServiceClient, Protocol):
 
     async def abort(self, request_id: str, client: str = "") -> bool:
         """Abort a request of the client with that name. Returns whether it was running."""
-        ...
-
-    async def tokenize(self, request: generation_pb2.TokenizeRequest) -> generation_pb2.TokenizeResponse:
-        """Convert text or a conversation to token ids."""
-        ...
-
-    async def detokenize(self, request: generation_pb2.DetokenizeRequest) -> generation_pb2.DetokenizeResponse:
-        """Convert token ids to text."""
         ...
 
     async def close(self) -> None:

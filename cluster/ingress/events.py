@@ -93,3 +93,19 @@ class Finished:
 
 
 Event = Started | Delta | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The served model, as clients see it."""
+
+    name: str
+    root: str
+    """The first name, which its answers have."""
+    created: int
+    """Time of loading, in seconds since the epoch."""
+    max_context_len: int
+    vocabulary_size: int
+    draft_method: str
+    is_lossless: bool
+    """See `TargetInfo.is_lossless`."""

@@ -12,8 +12,8 @@ import grpc
 
 from cluster.core.request import FinishReason, TokenLogprobs, Usage
 from cluster.ingress.client import FullClient
-from cluster.ingress.events import Delta, Event, Finished, Started
-from cluster.ingress.service import GenerationService, ServedModel
+from cluster.ingress.events import Delta, Event, Finished, ServedModel, Started
+from cluster.ingress.service import GenerationService
 from cluster.ingress.validate import check_request_id
 from pilotfish.v1 import common_pb2, generation_pb2, generation_pb2_grpc, operations_pb2, operations_pb2_grpc
 
@@ -65,7 +65,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.TokenizeResponse:
         """Convert a text or a conversation to token ids."""
         tokens = await self._service.tokenize(request)
-        return generation_pb2.TokenizeResponse(token_ids=tokens, max_context_len=self._service.model().max_context_len)
+        return generation_pb2.TokenizeResponse(
+            token_ids=tokens,
+            max_context_len=self._service.model().max_context_len,
+            token_bytes=[self._service.token_bytes(token) for token in tokens] if request.return_bytes else (),
+        )
 
     async def Detokenize(
         self,
@@ -81,7 +85,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: Context,
     ) -> generation_pb2.ListModelsResponse:
         """Return the served models."""
-        return generation_pb2.ListModelsResponse(models=[_encode_model(self._service.model())])
+        return generation_pb2.ListModelsResponse(models=[_encode_model(one) for one in self._service.models()])
 
     async def GetModel(
         self,
@@ -98,7 +102,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             case Delta():
                 return generation_pb2.GenerateResponse(delta=self._encode_delta(event), index=event.index)
             case Finished():
-                return generation_pb2.GenerateResponse(finished=_encode_finished(event), index=event.index)
+                finished = _encode_finished(event)
+                finished.draft_method = self._service.draft_method
+                return generation_pb2.GenerateResponse(finished=finished, index=event.index)
 
     def _encode_started(self, event: Started) -> generation_pb2.GenerationStarted:
         return generation_pb2.GenerationStarted(
@@ -238,6 +244,7 @@ def _encode_usage(usage: Usage) -> generation_pb2.Usage:
         accepted_draft_tokens=usage.accepted_tokens,
         target_steps=usage.target_steps,
         resumed_tokens=usage.resumed_tokens,
+        cached_tokens=usage.cached_tokens,
     )
 
 
@@ -249,4 +256,5 @@ def _encode_model(model: ServedModel) -> generation_pb2.Model:
         vocabulary_size=model.vocabulary_size,
         draft_method=model.draft_method,
         lossy=not model.is_lossless,
+        root=model.root,
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -18,20 +18,32 @@ from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, PilotfishError
 from cluster.ingress.access.http_access import AccessMiddleware, named
 from cluster.ingress.access.key_ring import KeyRing
-from cluster.ingress.asgi import EventStream, RequestIdMiddleware, read_body, timeout_of, while_connected
+from cluster.ingress.asgi import (
+    CountMiddleware,
+    EventStream,
+    RequestCount,
+    RequestIdMiddleware,
+    kept_alive,
+    timeout_of,
+    while_connected,
+)
 from cluster.ingress.client import ServiceClient
+from cluster.ingress.endpoints.bodies import read_parsed
+from cluster.ingress.endpoints.messages import add_messages
+from cluster.ingress.endpoints.operations import add_operations
+from cluster.ingress.endpoints.responses import add_responses
+from cluster.ingress.endpoints.tokens import add_tokens
+from cluster.ingress.endpoints.verification import add_verification
 from cluster.ingress.merge import merge
 from cluster.ingress.openai.coalesce import Events
 from cluster.ingress.openai.errors import ErrorResponse, error_response
 from cluster.ingress.openai.event_ids import HEADER, EventId, Stage, body_digest, parse_event_id, restore
-from cluster.ingress.openai.fields.types import UnknownFields
 from cluster.ingress.openai.formats import ChatFormat, Choice, CompletionFormat, EndpointFormat, TokenNames
-from cluster.ingress.openai.parse import parse
 from cluster.ingress.openai.parsing.parts import Json
 from cluster.ingress.openai.prompt_report import note_prompt
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
 from cluster.ingress.openai.responses import ResponseMetadata, ResponseOptions, model_card
-from cluster.ingress.openai.stream import by_choice, chunks, whole_response
+from cluster.ingress.openai.stream import by_choice, chunks, late, whole_response
 from cluster.ingress.openai.translate import (
     chat_request,
     completion_requests,
@@ -43,8 +55,9 @@ from pilotfish.v1 import generation_pb2
 
 logger = logging.getLogger(__name__)
 
-_Request = TypeVar("_Request", bound=Parameters)
-_IGNORED = "x-ignored-fields"
+_SILENT_SECONDS = 10.0
+"""Longest time for which a stream sends nothing, in seconds. Then it begins, or sends a comment."""
+_Arrived = tuple[int, generation_pb2.GenerateResponse]
 _FINGERPRINT = f"pilotfish-{version('pilotfish')}"
 
 
@@ -77,6 +90,7 @@ def create_app(
     `adds_request_id=False` is for an app behind a proxy that adds the header `x-request-id`, as Ray Serve's does.
     Callers need one of the API `keys`, if there are any.
     """
+    load = RequestCount()
     app = FastAPI(
         title="Pilotfish",
         version=version("pilotfish"),
@@ -85,6 +99,7 @@ def create_app(
         middleware=[
             Middleware(RequestIdMiddleware, adds_header=adds_request_id),
             Middleware(AccessMiddleware, keys=keys or KeyRing()),
+            Middleware(CountMiddleware, count=load),
         ],
         exception_handlers={
             PilotfishError: _respond_with_error,
@@ -93,14 +108,18 @@ def create_app(
         },
     )
     _add_generation(app, client, limits)
-    _add_operations(app, client)
+    add_tokens(app, client, limits)
+    add_verification(app, client, limits, _FINGERPRINT, named)
+    add_responses(app, client, limits, named)
+    add_messages(app, client, limits, named)
+    add_operations(app, client, lambda: load.running)
     return app
 
 
 def _add_generation(app: FastAPI, client: ServiceClient, limits: LimitsSection) -> None:
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
-        body, headers = await _parsed(CompletionRequest, request, limits)
+        body, headers = await read_parsed(CompletionRequest, request, limits)
         event_id = _event_id(body, request)
         requests = completion_requests(body, limits, event_id.request_id, event_id.seed)
         options = response_options(body, logprobs=body.logprobs is not None)
@@ -111,7 +130,7 @@ def _add_generation(app: FastAPI, client: ServiceClient, limits: LimitsSection) 
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        body, headers = await _parsed(ChatRequest, request, limits)
+        body, headers = await read_parsed(ChatRequest, request, limits)
         event_id = _event_id(body, request)
         requests = [chat_request(body, event_id.request_id, event_id.seed)]
         options = response_options(body, logprobs=body.logprobs)
@@ -132,30 +151,6 @@ def _add_generation(app: FastAPI, client: ServiceClient, limits: LimitsSection) 
         return JSONResponse(model_card(await client.get_model(name)))
 
 
-def _add_operations(app: FastAPI, client: ServiceClient) -> None:
-    @app.get("/health")
-    async def health() -> Response:
-        is_reachable = await client.is_reachable()
-        return JSONResponse({"status": "alive" if is_reachable else "no coordinator"}, 200 if is_reachable else 503)
-
-    @app.get("/ready")
-    async def ready() -> Response:
-        is_ready = await client.is_ready()
-        return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        exposition, content_type = await client.metrics()
-        return Response(exposition, headers={"content-type": content_type})
-
-
-async def _parsed(model: type[_Request], request: Request, limits: LimitsSection) -> tuple[_Request, Mapping[str, str]]:
-    """Return the checked body, and headers that name the fields of it that are ignored."""
-    unknown = UnknownFields() if limits.unknown_fields == "ignore" else None
-    body = parse(model, await read_body(request, limits.max_body_bytes), unknown)
-    return body, {_IGNORED: ", ".join(unknown.names)} if unknown is not None and unknown.names else {}
-
-
 async def _generate(
     client: ServiceClient, request: Request, limits: LimitsSection, translated: _Translated
 ) -> Response:
@@ -166,33 +161,48 @@ async def _generate(
     if translated.event_id.choices:
         restore(translated.event_id, choices, translated.requests)
     events = by_choice(merge([client.generate(named(part), timeout) for part in translated.requests]), n)
-    try:
-        # A refused request fails here, before the status line is sent.
-        index, first = await while_connected(request, _first(events))
+    arrival = asyncio.ensure_future(_first(events))
+
+    def begin(arrived: _Arrived) -> ResponseMetadata:
+        index, first = arrived
         if translated.event_id.choices and (first.started.tool_format or first.started.reasons):
             # An id has no text, and the parser of the answer needs all of it.
-            raise InvalidRequest(
-                HEADER, translated.event_id.request_id, "left out: the answer may have calls or reasoning"
-            )
+            raise InvalidRequest(HEADER, "sent", "left out: the answer may have calls of tools or reasoning")
         note_prompt(choices[index], first.started, translated.endpoint, translated.options)
-        metadata = _metadata(first, translated)
+        return _metadata(first, translated)
+
+    def stream(arrived: _Arrived) -> AsyncGenerator[bytes, None]:
+        metadata = begin(arrived)
+        event_id = replace(translated.event_id, coordinator=arrived[1].started.coordinator)
+        return chunks(events, choices, metadata, translated.options, event_id, lambda error: _logged(request, error))
+
+    try:
+        # A refused request fails here, before the status line is sent, unless it waits for long.
+        await while_connected(request, _settled(arrival, _SILENT_SECONDS if translated.stream else None))
         if not translated.stream:
+            metadata = begin(arrival.result())
             return JSONResponse(
                 await while_connected(request, whole_response(events, choices, metadata, translated.options)),
                 headers=translated.headers,
             )
+        if arrival.done():
+            parts = stream(arrival.result())
+        else:
+            parts = late(arrival, stream, events, lambda error: _logged(request, error))
     except InvalidRequest as error:
         await events.aclose()
         raise error.renamed(translated.parameter_names.get(error.field, error.field)) from None
     except BaseException:
+        arrival.cancel()
+        await asyncio.gather(arrival, return_exceptions=True)
         await events.aclose()
         raise
+    return EventStream(kept_alive(parts, _SILENT_SECONDS), translated.headers)
 
-    def in_stream(error: Exception) -> ErrorResponse:
-        return _logged(request, error)
 
-    event_id = replace(translated.event_id, coordinator=first.started.coordinator)
-    return EventStream(chunks(events, choices, metadata, translated.options, event_id, in_stream), translated.headers)
+async def _settled(arrival: asyncio.Future[_Arrived], seconds: float | None) -> None:
+    """Return when the first event or its error has arrived, or after `seconds`."""
+    await asyncio.wait({arrival}, timeout=seconds)
 
 
 async def _first(events: Events) -> tuple[int, generation_pb2.GenerateResponse]:
@@ -208,6 +218,7 @@ def _metadata(first: generation_pb2.GenerateResponse, translated: _Translated) -
         translated.event_id.seed,
         _FINGERPRINT,
         is_lossless=not first.lossy,
+        answers=translated.n,
     )
 
 

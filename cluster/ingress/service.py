@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from cluster.core import bounds
@@ -16,7 +16,7 @@ from cluster.core.ids import RequestId, scoped_request_id
 from cluster.core.request import Commit, GenerationRequest, TokenLogprobs
 from cluster.core.verification import TargetInfo
 from cluster.ingress import validate
-from cluster.ingress.events import Delta, Event, Finished, Started
+from cluster.ingress.events import Delta, Event, Finished, ServedModel, Started
 from cluster.ingress.recent_answers import RecentAnswers, RequestKey, request_key
 from cluster.ingress.resume import ReceivedPart
 from cluster.ingress.text.prompts import (
@@ -35,18 +35,7 @@ _TAKE_OVER_SECONDS = 5.0
 """Longest wait for the end of an earlier call of a resumed request, in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The served model, as clients see it."""
-
-    name: str
-    created: int
-    """Time of loading, in seconds since the epoch."""
-    max_context_len: int
-    vocabulary_size: int
-    draft_method: str
-    is_lossless: bool
-    """See `TargetInfo.is_lossless`."""
+_NamesModel = generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest | generation_pb2.DetokenizeRequest
 
 
 class Engine(Protocol):
@@ -92,6 +81,7 @@ class GenerationService:
         limits: LimitsSection,
         *,
         draft_method: str = "none",
+        aliases: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
         created: float | None = None,
     ) -> None:
@@ -99,6 +89,7 @@ class GenerationService:
         self._tokenizer = tokenizer
         self._limits = limits
         self._draft_method = draft_method
+        self._aliases = tuple(aliases)
         self._clock = clock
         self._created = int(time.time() if created is None else created)
         self._running: dict[RequestId, asyncio.Event] = {}
@@ -114,6 +105,7 @@ class GenerationService:
         `InvalidRequest`, `UnknownModel`, `NotReady`, `Overloaded`, `DeadlineExceeded`, `TargetUnavailable`.
         """
         info = self._info()
+        self._resolve_alias(message)
         longest = self._limits.max_timeout_seconds
         deadline = self._clock() + (longest if seconds_left is None else min(seconds_left, longest))
         valid = validate.validate(message, info, self._limits, info.eos_token_ids or self._tokenizer.eos_token_ids)
@@ -209,6 +201,7 @@ class GenerationService:
 
     async def tokenize(self, message: generation_pb2.TokenizeRequest) -> tuple[int, ...]:
         """Return the token ids of a text or a conversation. Raises `InvalidRequest`, `UnknownModel`, `NotReady`."""
+        self._resolve_alias(message)
         validate.check_model(message.model if message.HasField("model") else None, self._info())
         match message.WhichOneof("input"):
             case "chat":
@@ -222,6 +215,7 @@ class GenerationService:
     async def detokenize(self, message: generation_pb2.DetokenizeRequest) -> str:
         """Return the text of token ids. Raises `InvalidRequest`, `UnknownModel`, `NotReady`."""
         info = self._info()
+        self._resolve_alias(message)
         validate.check_model(message.model if message.HasField("model") else None, info)
         tokens = bounds.tokens("token_ids", message.token_ids, 0, info.max_context_len, info.vocabulary_size)
         skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
@@ -234,8 +228,10 @@ class GenerationService:
     def model(self, name: str | None = None) -> ServedModel:
         """Return the served model. Raises `UnknownModel`, `NotReady`."""
         info = self._info()
-        validate.check_model(name, info)
+        if name not in self._aliases:
+            validate.check_model(name, info)
         return ServedModel(
+            info.model if name is None else name,
             info.model,
             self._created,
             info.max_context_len,
@@ -243,6 +239,19 @@ class GenerationService:
             self._draft_method,
             info.is_lossless,
         )
+
+    def models(self) -> tuple[ServedModel, ...]:
+        """Return the served model under each of its names. Raises `NotReady`."""
+        return (self.model(), *map(self.model, self._aliases))
+
+    def _resolve_alias(self, message: _NamesModel) -> None:
+        if message.model in self._aliases:
+            message.ClearField("model")
+
+    @property
+    def draft_method(self) -> str:
+        """The name of the drafting method."""
+        return self._draft_method
 
     @property
     def is_lossless(self) -> bool:

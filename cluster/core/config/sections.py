@@ -96,6 +96,8 @@ class TargetSection(ModelSection, PluginHost):
 
     served_name: str | None = None
     """Model name that clients send; unset takes the last part of `path`."""
+    aliases: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=64)] = ()
+    """Further names that clients may send for the model. Its answers have the first name."""
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of targets. Each has its own coordinator and ranks, and answers a part of the requests."""
     autoscaling: AutoscalingSection = AutoscalingSection()

@@ -68,6 +68,7 @@ class StreamProgress:
         }
         self._started: generation_pb2.GenerateResponse | None = None
         self._is_repeated = False
+        self._resumptions = 0
 
     @property
     def request_id(self) -> str:
@@ -108,6 +109,7 @@ class StreamProgress:
         if not self._is_repeated:
             self._is_repeated = True
             return self._request
+        self._resumptions += 1
         request = generation_pb2.GenerateRequest()
         request.CopyFrom(self._request)
         del request.resume[:]
@@ -129,6 +131,7 @@ class StreamProgress:
             self._answer(response.index).add(response.delta)
         elif event == "finished":
             self._answer(response.index).is_finished = True
+            response.finished.resumptions = self._resumptions
         return response
 
     def restart(self) -> None:

@@ -10,14 +10,14 @@ from pydantic import ValidationError
 
 from cluster.core.bounds import MAX_JSON_DEPTH
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
-from cluster.ingress.openai.fields.types import UnknownFields
+from cluster.ingress.openai.fields.types import StrictModel, UnknownFields
 from cluster.ingress.openai.fields.unsupported import Unsupported
 from cluster.ingress.openai.requests import Parameters
 
 _MAX_NAME_CHARS = 64
 """Longer names are cut before they are compared or reported."""
 
-_Request = TypeVar("_Request", bound=Parameters)
+_Request = TypeVar("_Request", bound=StrictModel)
 
 
 def parse(model: type[_Request], body: bytes, unknown: UnknownFields | None = None) -> _Request:
@@ -36,7 +36,7 @@ def parse(model: type[_Request], body: bytes, unknown: UnknownFields | None = No
         request = model.model_validate(values, context=unknown)
     except ValidationError as error:
         raise _first_error(error) from None
-    if request.stream_options is not None and not request.stream:
+    if isinstance(request, Parameters) and request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options", values["stream_options"], "left out unless stream is true")
     return request
 

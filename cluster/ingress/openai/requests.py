@@ -69,8 +69,6 @@ class Prediction(StrictModel):
 class Parameters(VllmParameters):
     """The parameters of both endpoints."""
 
-    unsupported: ClassVar[UnsupportedParameters] = {}
-
     model: Text | None = None
     """A served name of the model; unset: the model that is served."""
     stream: bool = False
@@ -204,9 +202,14 @@ class ChatRequest(ChatExtensions, Parameters):
     @field_validator("messages", mode="before")
     @classmethod
     def _as_plain_messages(cls, value: object) -> object:
-        if not isinstance(value, list):
-            return value
-        return [_plain_message(f"messages[{position}]", message) for position, message in enumerate(value)]
+        return plain_messages(value)
+
+
+def plain_messages(value: object) -> object:
+    """Drop the nulls of messages, and join their text parts. Raises `InvalidRequest` (`messages…`)."""
+    if not isinstance(value, list):
+        return value
+    return [_plain_message(f"messages[{position}]", message) for position, message in enumerate(value)]
 
 
 def _list_of_prompts(value: object) -> object:

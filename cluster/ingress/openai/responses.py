@@ -28,6 +28,26 @@ class ResponseMetadata:
     fingerprint: str
     is_lossless: bool
     """See `TargetInfo.is_lossless`."""
+    answers: int = 1
+    """Number of answers to each prompt."""
+
+    def receipt(self, choice: Choice) -> Json:
+        """Return what identifies an answer and what it took: its seed gives the same answer again."""
+        finished = choice.finished or generation_pb2.GenerationFinished()
+        usage = finished.usage
+        return {
+            "receipt": {
+                "seed": (self.seed + choice.index % self.answers) % (1 << 64),
+                "fingerprint": self.fingerprint,
+                "lossless": self.is_lossless,
+                "target_passes": usage.target_steps,
+                "drafted": usage.drafted_tokens,
+                "accepted": usage.accepted_draft_tokens,
+                "drafter": finished.draft_method,
+                "resumptions": finished.resumptions,
+                "resumed_tokens": usage.resumed_tokens,
+            }
+        }
 
     def wrap(self, choices: list[Json], *, chunk: bool, **more: Json | None) -> Json:
         """Return the whole response, or with `chunk` one chunk of it."""
@@ -60,6 +80,8 @@ class ResponseOptions:
     """Whether the text ends with its prompt too."""
     prompt_logprobs: bool = False
     """Whether the log-probabilities of the prompt are reported."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that are reported as the reason if they end an answer. Those of the model are not."""
     interval: int = 1
     """Fewest new tokens of a chunk."""
 
@@ -83,7 +105,7 @@ def whole_choice(endpoint: EndpointFormat, choice: Choice, options: ResponseOpti
     return {
         "index": choice.index,
         **endpoint.whole(choice, endpoint.join(choice.logprobs) if options.logprobs else None),
-        **_ending(choice),
+        **_ending(choice, options),
         **_tokens(choice.token_ids, choice.accepted, options),
         **(reported_prompt(choice) if endpoint.reports_prompt_per_choice else {}),
     }
@@ -113,11 +135,11 @@ def delta_choice(
     }
 
 
-def last_choice(endpoint: EndpointFormat, choice: Choice) -> Json:
+def last_choice(endpoint: EndpointFormat, choice: Choice, options: ResponseOptions) -> Json:
     """Return the choice of the last chunk of an answer."""
     content, _ = endpoint.chunk(choice, None)
     choice.is_started = True
-    return {"index": choice.index, **content, "logprobs": None, **_ending(choice)}
+    return {"index": choice.index, **content, "logprobs": None, **_ending(choice, options)}
 
 
 def usage(choices: Iterable[Choice]) -> Json:
@@ -131,6 +153,9 @@ def usage(choices: Iterable[Choice]) -> Json:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(part.cached_tokens for counts_prompt, part in ended if counts_prompt)
+        },
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": sum(part.drafted_tokens for part in parts) - accepted,
@@ -154,6 +179,8 @@ def model_card(model: generation_pb2.Model) -> Json:
         "object": "model",
         "created": model.created,
         "owned_by": "pilotfish",
+        "root": model.root or model.id,
+        "parent": None,
         "max_model_len": model.max_context_len,
         "lossless": not model.lossy,
     }
@@ -165,14 +192,14 @@ def _count(choice: Choice, delta: generation_pb2.GenerationDelta) -> None:
     choice.accepted += delta.accepted_draft_tokens
 
 
-def _ending(choice: Choice) -> Json:
+def _ending(choice: Choice, options: ResponseOptions) -> Json:
     finished = choice.finished
     if finished is None:
         return {"finish_reason": None}
     stop: str | int | None = None
     if finished.HasField("stop_string"):
         stop = finished.stop_string
-    elif finished.HasField("stop_token_id"):
+    elif finished.HasField("stop_token_id") and finished.stop_token_id in options.stop_token_ids:
         stop = finished.stop_token_id
     reason = _REASONS[finished.reason]
     if reason == "stop" and choice.parser is not None and choice.parser.has_calls:

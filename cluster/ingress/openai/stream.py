@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -24,6 +25,8 @@ from cluster.ingress.openai.responses import (
     whole_choice,
 )
 from pilotfish.v1 import generation_pb2
+
+_Arrived = tuple[int, generation_pb2.GenerateResponse]
 
 
 async def by_choice(events: Events, n: int) -> Events:
@@ -53,7 +56,7 @@ async def whole_response(
             add_delta(metadata.endpoint, choices[index], event.delta, options)
         elif event.HasField("finished"):
             choices[index].finished = _ended(event.finished, options)
-    complete = [whole_choice(metadata.endpoint, choice, options) for choice in choices]
+    complete = [whole_choice(metadata.endpoint, choice, options) | metadata.receipt(choice) for choice in choices]
     prompt = {} if metadata.endpoint.reports_prompt_per_choice else reported_prompt(choices[0])
     return metadata.wrap(complete, chunk=False, usage=usage(choices), **prompt)
 
@@ -89,6 +92,30 @@ async def chunks(
     yield _with_id(b"[DONE]", last.after(choices, stage))
 
 
+async def late(
+    arrival: asyncio.Future[_Arrived],
+    begin: Callable[[_Arrived], AsyncGenerator[bytes, None]],
+    events: Events,
+    on_error: Callable[[Exception], ErrorResponse],
+) -> AsyncGenerator[bytes, None]:
+    """Yield the server-sent events of a response that begins before its first event has arrived.
+
+    An error of the first event becomes an event too.
+    """
+    try:
+        parts = begin(await arrival)
+        async with aclosing(parts):
+            async for part in parts:
+                yield part
+    except Exception as error:
+        yield b"data: " + on_error(error).body() + b"\n\n"
+        yield b"data: [DONE]\n\n"
+    finally:
+        arrival.cancel()
+        await asyncio.gather(arrival, return_exceptions=True)
+        await events.aclose()
+
+
 def _chunk(
     metadata: ResponseMetadata, choice: Choice, event: generation_pb2.GenerateResponse, options: ResponseOptions
 ) -> Json | None:
@@ -103,7 +130,7 @@ def _chunk(
             return None
     else:
         choice.finished = _ended(event.finished, options)
-        content = last_choice(endpoint, choice)
+        content = last_choice(endpoint, choice, options) | metadata.receipt(choice)
     more: dict[str, Json | None] = {}
     if options.usage:
         more["usage"] = usage_so_far(choice) if options.every_usage else None

@@ -95,6 +95,7 @@ def response_options(body: Parameters, *, logprobs: bool) -> ResponseOptions:
         usage=body.include_usage,
         every_usage=body.every_usage,
         prompt_logprobs=body.prompt_logprobs is not None,
+        stop_token_ids=tuple(body.stop_token_ids),
         interval=body.stream_interval,
     )
 

@@ -15,6 +15,7 @@ class OutputProcessor:
 
     __slots__ = (
         "_accepted",
+        "_cached",
         "_drafted",
         "_hidden",
         "_includes_stop",
@@ -42,6 +43,7 @@ class OutputProcessor:
         self._accepted = 0
         self._steps = 0
         self._resumed = 0
+        self._cached = 0
         self._hidden = 0
 
     def resume(self, part: GeneratedPart, end: FinishReason | None, hidden: int) -> Finished | None:
@@ -123,6 +125,7 @@ class OutputProcessor:
         self._tokens += len(delta.tokens)
         self._accepted += delta.accepted
         self._drafted += commit.drafted
+        self._cached = max(self._cached, commit.cached_tokens)
         self._steps += 1 if commit.tokens else 0
 
     def _end(self, commit: Commit, stop: str | None) -> Finished | None:
@@ -134,7 +137,9 @@ class OutputProcessor:
         return Finished(commit.finish, commit.usage or self._usage(), stop_token=stop_token, index=self._index)
 
     def _usage(self) -> Usage:
-        return Usage(self._prompt_len, self._tokens, self._drafted, self._accepted, self._steps, self._resumed)
+        return Usage(
+            self._prompt_len, self._tokens, self._drafted, self._accepted, self._steps, self._resumed, self._cached
+        )
 
 
 def _ends(events: tuple[Delta | Finished, ...]) -> tuple[Finished, ...]:

@@ -744,12 +744,18 @@ class GenerationFinished(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     STOP_STRING_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    DRAFT_METHOD_FIELD_NUMBER: _builtins.int
+    RESUMPTIONS_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
     """Why the answer ended."""
     stop_string: _builtins.str
     """The stop string that ended it, if one did."""
     stop_token_id: _builtins.int
     """The stop token that ended it, if one did."""
+    draft_method: _builtins.str
+    """The drafting method in force while it was generated."""
+    resumptions: _builtins.int
+    """How often another coordinator, or the same one again, continued the request."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Token and step counts of the answer."""
@@ -761,10 +767,12 @@ class GenerationFinished(_message.Message):
         usage: Global___Usage | None = ...,
         stop_string: _builtins.str | None = ...,
         stop_token_id: _builtins.int | None = ...,
+        draft_method: _builtins.str = ...,
+        resumptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "reason", b"reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "draft_method", b"draft_method", "reason", b"reason", "resumptions", b"resumptions", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
     _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
@@ -789,6 +797,7 @@ class Usage(_message.Message):
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     TARGET_STEPS_FIELD_NUMBER: _builtins.int
     RESUMED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
@@ -801,6 +810,8 @@ class Usage(_message.Message):
     """Forward passes of the target that decided tokens."""
     resumed_tokens: _builtins.int
     """Tokens of the answer that were taken from the request's resume instead of generated."""
+    cached_tokens: _builtins.int
+    """Tokens of the prompt whose KV was stored when the sequence began."""
     def __init__(
         self,
         *,
@@ -810,10 +821,11 @@ class Usage(_message.Message):
         accepted_draft_tokens: _builtins.int = ...,
         target_steps: _builtins.int = ...,
         resumed_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "prompt_tokens", b"prompt_tokens", "resumed_tokens", b"resumed_tokens", "target_steps", b"target_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "prompt_tokens", b"prompt_tokens", "resumed_tokens", b"resumed_tokens", "target_steps", b"target_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -879,12 +891,15 @@ class TokenizeRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    RETURN_BYTES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A served model's name. Unset: the only one."""
     text: _builtins.str
     """Plain text."""
     add_special_tokens: _builtins.bool
     """Whether the tokenizer adds its special tokens; for plain text only. Default: true."""
+    return_bytes: _builtins.bool
+    """Report the bytes of each token. Default: false."""
     @_builtins.property
     def chat(self) -> Global___ChatInput:
         """A conversation, which the model's chat template renders."""
@@ -896,10 +911,11 @@ class TokenizeRequest(_message.Message):
         text: _builtins.str = ...,
         chat: Global___ChatInput | None = ...,
         add_special_tokens: _builtins.bool | None = ...,
+        return_bytes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_model", b"_model", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "input", b"input", "model", b"model", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_model", b"_model", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "input", b"input", "model", b"model", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_model", b"_model", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "input", b"input", "model", b"model", "return_bytes", b"return_bytes", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -924,21 +940,27 @@ class TokenizeResponse(_message.Message):
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_LEN_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     max_context_len: _builtins.int
     """The model's context length."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens in order."""
 
+    @_builtins.property
+    def token_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The bytes of each token, if requested."""
+
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         max_context_len: _builtins.int = ...,
+        token_bytes: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_context_len", b"max_context_len", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_context_len", b"max_context_len", "token_bytes", b"token_bytes", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1104,6 +1126,7 @@ class Model(_message.Message):
     VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
     DRAFT_METHOD_FIELD_NUMBER: _builtins.int
     LOSSY_FIELD_NUMBER: _builtins.int
+    ROOT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """The name clients send."""
     created: _builtins.int
@@ -1116,6 +1139,8 @@ class Model(_message.Message):
     """The drafting method in force."""
     lossy: _builtins.bool
     """True if answers are NOT exactly those of the model alone, because the server is configured so."""
+    root: _builtins.str
+    """The first name of the model, which its answers have."""
     def __init__(
         self,
         *,
@@ -1125,10 +1150,11 @@ class Model(_message.Message):
         vocabulary_size: _builtins.int = ...,
         draft_method: _builtins.str = ...,
         lossy: _builtins.bool = ...,
+        root: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "draft_method", b"draft_method", "id", b"id", "lossy", b"lossy", "max_context_len", b"max_context_len", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "draft_method", b"draft_method", "id", b"id", "lossy", b"lossy", "max_context_len", b"max_context_len", "root", b"root", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

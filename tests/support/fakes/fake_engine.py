@@ -156,6 +156,12 @@ class InProcessClient:
     async def get_model(self, name: str) -> generation_pb2.Model:
         return (await self._servicer.GetModel(generation_pb2.GetModelRequest(model=name), Remaining(1))).model
 
+    async def tokenize(self, request: generation_pb2.TokenizeRequest) -> generation_pb2.TokenizeResponse:
+        return await self._servicer.Tokenize(request, Remaining(1))
+
+    async def detokenize(self, request: generation_pb2.DetokenizeRequest) -> generation_pb2.DetokenizeResponse:
+        return await self._servicer.Detokenize(request, Remaining(1))
+
     async def metrics(self) -> tuple[bytes, str]:
         response = await OperationsServicer(OneMetric()).GetMetrics(operations_pb2.GetMetricsRequest(), Remaining(1))
         return response.exposition, response.content_type

@@ -61,7 +61,8 @@ async def statuses(apis: BothApis, headers: dict[str, str]) -> dict[str, int]:
 async def test_every_http_route_but_health_needs_a_key(locked: BothApis) -> None:
     for headers in ({}, bearer("wrong-key-0123456789"), bearer(ALICE[:-1]), {"authorization": f"Basic {ALICE}"}):
         found = await statuses(locked, headers)
-        assert {route for route, status in found.items() if status != 401} == {"get /health", "get /ready"}
+        open_routes = {"get /health", "head /health", "get /ping", "post /ping", "get /ready"}
+        assert {route for route, status in found.items() if status != 401} == open_routes
     found = await statuses(locked, bearer(ALICE))
     assert 401 not in found.values()
     assert found["get /v1/models"] == 200

@@ -9,6 +9,8 @@ from typing import Annotated, ClassVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
+from cluster.ingress.openai.fields.unsupported import UnsupportedParameters
+
 MAX_UINT32 = 2**32 - 1
 _MAX_UINT64 = 2**64 - 1
 _MAX_UNKNOWN_FIELDS = 16
@@ -67,6 +69,8 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
     path: ClassVar[str] = ""
     """Where the object is in the body, with a dot at the end."""
+    unsupported: ClassVar[UnsupportedParameters] = {}
+    """Parameters that are refused with a reason."""
 
     @model_validator(mode="before")
     @classmethod

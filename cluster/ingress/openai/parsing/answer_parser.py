@@ -76,11 +76,11 @@ class AnswerParser:
 
     def delta(self, text: str | None) -> Json:
         """Add text, or end the answer with `None`. Returns the fields of a delta; none if nothing is certain."""
-        return _merged([field for part in self._parts(text) if (field := self._field(part))])
+        return _merged([field for part in self.parts(text) if (field := self._field(part))])
 
     def message(self, text: str) -> Json:
         """Return the fields of the message whose text is `text`."""
-        for part in (*self._parts(text), *self._parts(None)):
+        for part in (*self.parts(text), *self.parts(None)):
             self._field(part)
         content = "".join(self._whole.get(PartKind.CONTENT, ()))
         reasoning = "".join(self._whole.get(PartKind.REASONING, ()))
@@ -93,7 +93,7 @@ class AnswerParser:
             ]
         return found
 
-    def _parts(self, text: str | None) -> list[Part]:
+    def parts(self, text: str | None) -> list[Part]:
         reasoning, content = "", text or ""
         if self.reasoning is not None:
             reasoning, content = self.reasoning.flush() if text is None else self.reasoning.push(content)

@@ -1,0 +1,258 @@
+"""`POST /v1/messages`: Anthropic's API over the same chats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Request, Response
+from pydantic import Field
+
+from cluster.core.config.sections import LimitsSection
+from cluster.core.errors import InvalidRequest, UnsupportedParameter
+from cluster.ingress.client import ServiceClient
+from cluster.ingress.endpoints.bodies import read_parsed
+from cluster.ingress.endpoints.chat_adapter import Event, Named, respond
+from cluster.ingress.openai.errors import ErrorResponse
+from cluster.ingress.openai.fields.types import FirstErrorOnly, StrictModel, Text, UInt32
+from cluster.ingress.openai.parse import parse
+from cluster.ingress.openai.parsing.parts import Json, Part, PartKind
+from cluster.ingress.openai.requests import ChatRequest
+from pilotfish.v1 import generation_pb2
+
+_STOP_REASONS = {
+    generation_pb2.FINISH_REASON_STOP: "end_turn",
+    generation_pb2.FINISH_REASON_LENGTH: "max_tokens",
+    generation_pb2.FINISH_REASON_ABORT: "end_turn",
+}
+_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
+
+
+class MessagesBody(StrictModel):
+    """The body of `POST /v1/messages`."""
+
+    model: Text | None = None
+    """A served name of the model."""
+    max_tokens: UInt32
+    """Most tokens of the answer."""
+    messages: Annotated[list[dict[str, Any]], FirstErrorOnly()]
+    """The conversation: texts, or lists of blocks."""
+    system: str | list[dict[str, Any]] | None = None
+    """What the system says first."""
+    stop_sequences: list[Text] = Field(default_factory=list)
+    """Strings that end the answer."""
+    stream: bool = False
+    """Send server-sent events while the answer is generated."""
+    temperature: float | None = None
+    """Logits are divided by it."""
+    top_p: float | None = None
+    """Keep the smallest set of most probable tokens whose probability reaches it."""
+    top_k: int | None = None
+    """Keep this many of the most probable tokens."""
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    """Functions that the model may call."""
+    tool_choice: dict[str, Any] | None = None
+    """`auto` or `none`."""
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    """No effect: labels that the client chooses."""
+    thinking: dict[str, Any] | None = None
+    """`disabled`, or `enabled` without a bound of its own: a variable of the model's template."""
+    service_tier: Literal["auto", "standard_only"] = "auto"
+    """No effect."""
+
+
+def add_messages(app: FastAPI, client: ServiceClient, limits: LimitsSection, named: Named) -> None:
+    """Add the route. `named` writes the caller's name into a request."""
+
+    @app.post("/v1/messages")
+    async def messages(request: Request) -> Response:
+        body, headers = await read_parsed(MessagesBody, request, limits)
+        chat = parse(ChatRequest, json.dumps(_chat(body)).encode())
+        return await respond(request, client, limits, named, chat, _Message(request.state.request_id), headers)
+
+
+def _chat(body: MessagesBody) -> Json:
+    """Return the body of the same chat in OpenAI's API. Raises `InvalidRequest`."""
+    turns = [{"role": "system", "content": _text("system", body.system)}] if body.system else []
+    for position, message in enumerate(body.messages):
+        turns += _turns(f"messages[{position}]", message)
+    chat: Json = {
+        "model": body.model,
+        "messages": turns,
+        "max_tokens": body.max_tokens,
+        "stop": body.stop_sequences,
+        "stream": body.stream,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+    }
+    if body.tools:
+        chat["tools"] = [_tool(tool) for tool in body.tools]
+    if body.tool_choice is not None:
+        kind = body.tool_choice.get("type")
+        if kind == "tool":
+            chat["tool_choice"] = {"function": {"name": body.tool_choice.get("name")}}
+        elif kind in _CHOICES:
+            chat["tool_choice"] = _CHOICES[kind]
+        else:
+            raise InvalidRequest("tool_choice.type", kind, "auto, none, any or tool")
+        if body.tool_choice.get("disable_parallel_tool_use"):
+            chat["parallel_tool_calls"] = False
+    if body.thinking is not None:
+        chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.get("type") != "disabled"}
+    return chat
+
+
+def _turns(field: str, message: Json) -> Iterator[Json]:
+    """Convert one message. Results of tools become messages of their own."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant"):
+        raise InvalidRequest(f"{field}.role", role, "user or assistant")
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+        return
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{field}.content", content, "a text or a list of blocks")
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Json] = []
+    for position, block in enumerate(content):
+        place = f"{field}.content[{position}]"
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "text":
+            texts.append(_text(place, [block]))
+        elif kind == "thinking":
+            thoughts.append(str(block.get("thinking", "")))
+        elif kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+            calls.append({"id": block.get("id") or "", "type": "function", "function": function})
+        elif kind == "tool_result":
+            result = _text(f"{place}.content", block.get("content") or "")
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
+        elif kind != "redacted_thinking":
+            raise UnsupportedParameter(f"{place}.type", kind, "text, thinking, tool_use or tool_result")
+    if texts or calls:
+        reasoning = {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+        yield {"role": role, "content": "\n".join(texts), **({"tool_calls": calls} if calls else {}), **reasoning}
+
+
+def _text(field: str, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(field, content, "a text or a list of text blocks")
+    for block in content:
+        if not (isinstance(block, dict) and block.get("type") == "text" and isinstance(block.get("text"), str)):
+            raise UnsupportedParameter(field, block, "text blocks")
+    return "\n".join(block["text"] for block in content)
+
+
+def _tool(tool: Json) -> Json:
+    if tool.get("type", "custom") != "custom":
+        raise UnsupportedParameter("tools.type", tool["type"], "custom: no other tool is supported")
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {"type": "object"}}
+    return {"type": "function", "function": function | {n: tool[n] for n in ("description",) if n in tool}}
+
+
+class _Message:
+    """A message of the assistant in Anthropic's form."""
+
+    def __init__(self, request_id: str) -> None:
+        self._id = f"msg_{request_id}"
+        self._model = ""
+        self._input_tokens = 0
+        self._blocks: list[Json] = []
+        self._arguments = ""
+        self._ending: Json = {"stop_reason": None, "stop_sequence": None}
+        self._usage: Json = {"input_tokens": 0, "output_tokens": 0}
+
+    def begin(self, started: generation_pb2.GenerationStarted) -> Iterable[Event]:
+        """See `ChatAdapter`."""
+        self._model = started.model
+        self._usage = {"input_tokens": started.prompt_tokens, "output_tokens": 0}
+        yield "message_start", {"type": "message_start", "message": self.whole()}
+
+    def add(self, part: Part) -> Iterable[Event]:
+        """See `ChatAdapter`."""
+        if part.kind is PartKind.CALL:
+            call_id = f"toolu_{self._id[4:36]}_{len(self._blocks)}"
+            yield from self._open({"type": "tool_use", "id": call_id, "name": part.text, "input": {}})
+        elif part.kind is PartKind.ARGUMENTS:
+            self._arguments += part.text
+            yield self._delta({"type": "input_json_delta", "partial_json": part.text})
+        elif part.kind is PartKind.CONTENT:
+            if not self._blocks or self._blocks[-1]["type"] != "text":
+                yield from self._open({"type": "text", "text": ""})
+            self._blocks[-1]["text"] += part.text
+            yield self._delta({"type": "text_delta", "text": part.text})
+        else:
+            if not self._blocks or self._blocks[-1]["type"] != "thinking":
+                yield from self._open({"type": "thinking", "thinking": "", "signature": ""})
+            self._blocks[-1]["thinking"] += part.text
+            yield self._delta({"type": "thinking_delta", "thinking": part.text})
+
+    def end(self, finished: generation_pb2.GenerationFinished) -> Iterable[Event]:
+        """See `ChatAdapter`."""
+        yield from self._close()
+        usage = finished.usage
+        self._usage = {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": usage.completion_tokens,
+        }
+        reason, sequence = _STOP_REASONS[finished.reason], None
+        if finished.HasField("stop_string"):
+            reason, sequence = "stop_sequence", finished.stop_string
+        elif reason == "end_turn" and any(block["type"] == "tool_use" for block in self._blocks):
+            reason = "tool_use"
+        self._ending = {"stop_reason": reason, "stop_sequence": sequence}
+        yield "message_delta", {"type": "message_delta", "delta": self._ending, "usage": self._usage}
+        yield "message_stop", {"type": "message_stop"}
+
+    def whole(self) -> Json:
+        """See `ChatAdapter`."""
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": list(self._blocks),
+            **self._ending,
+            "usage": self._usage,
+        }
+
+    def error(self, error: ErrorResponse) -> Event:
+        """See `ChatAdapter`."""
+        return "error", {"type": "error", "error": {"type": error.type, "message": error.message}}
+
+    def _open(self, block: Json) -> Iterable[Event]:
+        yield from self._close()
+        self._blocks.append(block)
+        index = len(self._blocks) - 1
+        yield "content_block_start", {"type": "content_block_start", "index": index, "content_block": dict(block)}
+
+    def _close(self) -> Iterable[Event]:
+        if not self._blocks:
+            return
+        if self._blocks[-1]["type"] == "tool_use":
+            self._blocks[-1]["input"] = _parsed(self._arguments)
+            self._arguments = ""
+        yield "content_block_stop", {"type": "content_block_stop", "index": len(self._blocks) - 1}
+
+    def _delta(self, delta: Json) -> Event:
+        return "content_block_delta", {
+            "type": "content_block_delta",
+            "index": len(self._blocks) - 1,
+            "delta": delta,
+        }
+
+
+def _parsed(arguments: str) -> Json:
+    """Return the arguments of a call. Those that the end of the answer cut off are not JSON."""
+    try:
+        value = json.loads(arguments or "{}", strict=False)
+    except ValueError:
+        return {"partial_json": arguments}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,250 @@
+"""`POST /v1/responses`: OpenAI's newer API over the same chats. Conversations are kept for a while, in memory."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+
+from cluster.core.config.sections import LimitsSection
+from cluster.core.errors import UnsupportedParameter
+from cluster.ingress.client import ServiceClient
+from cluster.ingress.endpoints.bodies import read_parsed
+from cluster.ingress.endpoints.chat_adapter import Event, Named, respond
+from cluster.ingress.endpoints.conversations import Conversations
+from cluster.ingress.endpoints.responses_body import ResponsesBody
+from cluster.ingress.openai.errors import ErrorResponse
+from cluster.ingress.openai.parse import parse
+from cluster.ingress.openai.parsing.parts import Json, Part, PartKind
+from cluster.ingress.openai.requests import ChatRequest
+from pilotfish.v1 import generation_pb2
+
+
+def add_responses(app: FastAPI, client: ServiceClient, limits: LimitsSection, named: Named) -> None:
+    """Add the route. `named` writes the caller's name into a request."""
+    conversations = Conversations()
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        body, headers = await read_parsed(ResponsesBody, request, limits)
+        caller = named(generation_pb2.GenerateRequest()).client
+        before = [] if body.previous_response_id is None else conversations.find(body.previous_response_id, caller)
+        turns = [*before, *_turns(body.input)]
+        chat = parse(ChatRequest, json.dumps(_chat(body, turns)).encode())
+        adapter = _ResponseObject(f"resp_{request.state.request_id}", body)
+        if body.store:
+
+            def keep(answer: Json) -> None:
+                conversations.keep(adapter.id, caller, [*turns, answer])
+
+            adapter.on_end = keep
+        return await respond(request, client, limits, named, chat, adapter, headers)
+
+
+def _chat(body: ResponsesBody, turns: list[Json]) -> Json:
+    """Return the body of the same chat in the older API. Raises `InvalidRequest`."""
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    chat: Json = {
+        "model": body.model,
+        "messages": [*system, *turns],
+        "max_tokens": body.max_output_tokens,
+        "stream": body.stream,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "seed": body.seed,
+        "parallel_tool_calls": body.parallel_tool_calls,
+    }
+    if body.tools:
+        chat["tools"] = [_tool(f"tools[{position}]", tool) for position, tool in enumerate(body.tools)]
+        choice = body.tool_choice
+        chat["tool_choice"] = {"function": {"name": choice.get("name")}} if isinstance(choice, dict) else choice
+    if body.reasoning is not None:
+        chat["reasoning_effort"] = body.reasoning.get("effort")
+    if body.text is not None and body.text.get("format") is not None:
+        chat["response_format"] = body.text["format"]
+    return chat
+
+
+def _tool(field: str, tool: Json) -> Json:
+    if tool.get("type") != "function":
+        raise UnsupportedParameter(f"{field}.type", tool.get("type"), "function: no other tool is supported")
+    return {"type": "function", "function": {name: tool[name] for name in tool if name not in ("type", "strict")}}
+
+
+def _turns(items: str | list[dict[str, Any]]) -> Iterator[Json]:
+    """Convert the input to messages. Raises `InvalidRequest` (`input…`)."""
+    if isinstance(items, str):
+        yield {"role": "user", "content": items}
+        return
+    for position, item in enumerate(items):
+        field, kind = f"input[{position}]", item.get("type", "message")
+        if kind == "message":
+            role = "system" if item.get("role") == "developer" else item.get("role")
+            yield {"role": role, "content": _text(f"{field}.content", item.get("content"))}
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+            call = {"id": item.get("call_id") or "", "type": "function", "function": function}
+            yield {"role": "assistant", "content": "", "tool_calls": [call]}
+        elif kind == "function_call_output":
+            content = _text(f"{field}.output", item.get("output"))
+            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+        elif kind != "reasoning":
+            raise UnsupportedParameter(f"{field}.type", kind, "message, function_call or function_call_output")
+
+
+def _text(field: str, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for part in content if isinstance(content, list) else [content]:
+        fields: Json = part if isinstance(part, dict) else {}
+        text = fields.get("text")
+        if not isinstance(text, str) or fields.get("type") not in ("input_text", "output_text", "text"):
+            raise UnsupportedParameter(field, part, "a text, or parts of text")
+        texts.append(text)
+    return "".join(texts)
+
+
+class _ResponseObject:
+    """A response, and the events of its stream."""
+
+    def __init__(self, response_id: str, body: ResponsesBody) -> None:
+        self.id = response_id
+        self.on_end: Callable[[Json], None] = lambda _: None
+        """Called with the assistant's message when the answer has ended."""
+        self._body = body
+        self._created = time.time()
+        self._model = ""
+        self._status = "in_progress"
+        self._incomplete: Json | None = None
+        self._usage: Json | None = None
+        self._items: list[Json] = []
+        self._sequence = -1
+
+    def begin(self, started: generation_pb2.GenerationStarted) -> Iterable[Event]:
+        """See `ChatAdapter`."""
+        self._model = started.model
+        yield self._event("response.created", response=self.whole())
+        yield self._event("response.in_progress", response=self.whole())
+
+    def add(self, part: Part) -> Iterable[Event]:
+        """See `ChatAdapter`."""
+        if part.kind is PartKind.CALL:
+            number = len(self._items)
+            names = {"call_id": f"call_{self.id[5:37]}_{number}", "name": part.text, "arguments": ""}
+            yield from self._open({"type": "function_call", "id": f"fc_{self.id[5:]}_{number}", **names})
+        elif part.kind is PartKind.ARGUMENTS:
+            self._items[-1]["arguments"] += part.text
+            yield self._in_item("response.function_call_arguments.delta", delta=part.text)
+        elif part.kind is PartKind.CONTENT:
+            if not self._items or self._items[-1]["type"] != "message":
+                yield from self._open_message()
+            self._items[-1]["content"][0]["text"] += part.text
+            yield self._in_item("response.output_text.delta", content_index=0, delta=part.text, logprobs=[])
+        else:
+            if not self._items or self._items[-1]["type"] != "reasoning":
+                item = {"type": "reasoning", "id": f"rs_{self.id[5:]}", "summary": []}
+                yield from self._open({**item, "content": [{"type": "reasoning_text", "text": ""}]})
+            self._items[-1]["content"][0]["text"] += part.text
+            yield self._in_item("response.reasoning_text.delta", content_index=0, delta=part.text)
+
+    def end(self, finished: generation_pb2.GenerationFinished) -> Iterable[Event]:
+        """See `ChatAdapter`."""
+        if not self._items:
+            yield from self._open_message()
+        is_cut = finished.reason != generation_pb2.FINISH_REASON_STOP
+        yield from self._close("incomplete" if is_cut else "completed")
+        usage = finished.usage
+        self._usage = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+        self._status = "incomplete" if is_cut else "completed"
+        self._incomplete = {"reason": "max_output_tokens"} if is_cut else None
+        self.on_end(self._turn())
+        yield self._event(f"response.{self._status}", response=self.whole())
+
+    def whole(self) -> Json:
+        """See `ChatAdapter`."""
+        body = self._body
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": self._status,
+            "error": None,
+            "incomplete_details": self._incomplete,
+            "instructions": body.instructions,
+            "metadata": body.metadata,
+            "model": self._model,
+            "output": [dict(item) for item in self._items],
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": body.previous_response_id,
+            "store": body.store,
+            "temperature": body.temperature,
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools,
+            "top_p": body.top_p,
+            "max_output_tokens": body.max_output_tokens,
+            "text": body.text or {"format": {"type": "text"}},
+            "usage": self._usage,
+        }
+
+    def error(self, error: ErrorResponse) -> Event:
+        """See `ChatAdapter`."""
+        return self._event("error", code=error.code, message=error.message, param=error.param)
+
+    def _turn(self) -> Json:
+        """Return the assistant's message, as a later request continues it."""
+        texts = [item["content"][0]["text"] for item in self._items if item["type"] == "message"]
+        calls = [
+            {
+                "id": item["call_id"],
+                "type": "function",
+                "function": {name: item[name] for name in ("name", "arguments")},
+            }
+            for item in self._items
+            if item["type"] == "function_call" and item["status"] == "completed"
+        ]
+        return {"role": "assistant", "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
+
+    def _open_message(self) -> Iterable[Event]:
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        item = {"type": "message", "id": f"msg_{self.id[5:]}_{len(self._items)}", "role": "assistant", "content": []}
+        yield from self._open(item)
+        self._items[-1]["content"] = [part]
+        yield self._in_item("response.content_part.added", content_index=0, part=dict(part))
+
+    def _open(self, item: Json) -> Iterable[Event]:
+        yield from self._close("completed")
+        self._items.append({**item, "status": "in_progress"})
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=dict(self._items[-1]))
+
+    def _close(self, status: str) -> Iterable[Event]:
+        if not self._items:
+            return
+        item = self._items[-1]
+        item["status"] = status
+        if item["type"] == "message":
+            part = item["content"][0]
+            yield self._in_item("response.output_text.done", content_index=0, text=part["text"], logprobs=[])
+            yield self._in_item("response.content_part.done", content_index=0, part=dict(part))
+        elif item["type"] == "function_call":
+            arguments = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._in_item("response.function_call_arguments.done", **arguments)
+        else:
+            yield self._in_item("response.reasoning_text.done", content_index=0, text=item["content"][0]["text"])
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=dict(item))
+
+    def _in_item(self, kind: str, /, **data: Any) -> Event:
+        return self._event(kind, output_index=len(self._items) - 1, item_id=self._items[-1]["id"], **data)
+
+    def _event(self, kind: str, /, **data: Any) -> Event:
+        self._sequence += 1
+        return kind, {"type": kind, "sequence_number": self._sequence, **data}

@@ -1,0 +1,85 @@
+"""The HTTP routes that convert text to tokens and back, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import Field, field_validator
+
+from cluster.core.config.sections import LimitsSection
+from cluster.core.errors import InvalidRequest
+from cluster.ingress.client import ServiceClient
+from cluster.ingress.endpoints.bodies import read_parsed
+from cluster.ingress.openai.chat_input import chat_input
+from cluster.ingress.openai.fields.tools import ChatExtensions
+from cluster.ingress.openai.fields.types import FirstErrorOnly, StrictModel, Text, UInt32s
+from cluster.ingress.openai.formats import token_text
+from cluster.ingress.openai.requests import ChatTurn, plain_messages
+from pilotfish.v1 import generation_pb2
+
+
+class TokenizeBody(ChatExtensions):
+    """The body of `POST /tokenize`: a text, or a conversation."""
+
+    model: Text | None = None
+    """A served name of the model."""
+    prompt: Text | None = None
+    """The text."""
+    messages: Annotated[list[ChatTurn] | None, FirstErrorOnly()] = None
+    """The conversation, which the model's template renders."""
+    add_special_tokens: bool = True
+    """Whether the tokenizer adds its special tokens to a text."""
+    return_token_strs: bool = False
+    """Report the text of each token."""
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _as_plain_messages(cls, value: object) -> object:
+        return plain_messages(value)
+
+
+class DetokenizeBody(StrictModel):
+    """The body of `POST /detokenize`."""
+
+    model: Text | None = None
+    """A served name of the model."""
+    tokens: UInt32s = Field(default_factory=list)
+    """The token ids."""
+    skip_special_tokens: bool = False
+    """Leave special tokens out of the text."""
+
+
+def add_tokens(app: FastAPI, client: ServiceClient, limits: LimitsSection) -> None:
+    """Add the routes."""
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body, headers = await read_parsed(TokenizeBody, request, limits)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("prompt", body.prompt, "given, or messages, and not both")
+        message = generation_pb2.TokenizeRequest(
+            model=body.model, add_special_tokens=body.add_special_tokens, return_bytes=body.return_token_strs
+        )
+        if body.prompt is not None:
+            message.text = body.prompt
+        else:
+            message.chat.CopyFrom(chat_input(body, body.messages or []))
+        found = await client.tokenize(message)
+        answer = {
+            "count": len(found.token_ids),
+            "max_model_len": found.max_context_len,
+            "tokens": list(found.token_ids),
+            "token_strs": [token_text(text) for text in found.token_bytes] if body.return_token_strs else None,
+        }
+        return JSONResponse(answer, headers=headers)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body, headers = await read_parsed(DetokenizeBody, request, limits)
+        message = generation_pb2.DetokenizeRequest(
+            model=body.model, token_ids=body.tokens, skip_special_tokens=body.skip_special_tokens
+        )
+        found = await client.detokenize(message)
+        return JSONResponse({"prompt": found.text}, headers=headers)

@@ -1,0 +1,188 @@
+"""OpenAI's responses and Anthropic's messages, with their own clients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from cluster.core.config.sections import LimitsSection
+from cluster.core.errors import DeadlineExceeded, InvalidRequest
+from cluster.ingress.endpoints.conversations import Conversations
+from cluster.ingress.http import create_app
+from tests.support.fakes.fake_engine import MODEL, listening
+from tests.support.fakes.http_app import HI, HttpApi, error_of
+
+TEXT = "hello the world"
+CALL = 'Yes. <tool_call>{"name": "swim", "arguments": {"to": "the world"}}</tool_call>'
+PARAMETERS = {"type": "object", "properties": {"to": {"type": "string"}}}
+FUNCTION: Any = {"type": "function", "name": "swim", "parameters": PARAMETERS, "strict": False}
+IMAGE = {"role": "user", "content": [{"type": "image"}]}
+TOOL: Any = {"name": "swim", "input_schema": PARAMETERS}
+
+
+def api_that_writes(directory: Path, text: str) -> HttpApi:
+    api = HttpApi(directory, text)
+    api.engine.context = 1024
+    return api
+
+
+def openai_client(api: HttpApi) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url="http://pilotfish/v1", api_key="none", http_client=api.http, max_retries=0)
+
+
+@asynccontextmanager
+async def anthropic_client(api: HttpApi) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with (
+        listening(create_app(api.client, LimitsSection())) as url,
+        anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def prompt_of(api: HttpApi) -> str:
+    return api.tokenizer.decode(api.engine.requests[-1].prompt, skip_special_tokens=False)
+
+
+async def test_a_response_is_whole_or_streamed_and_the_same(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, TEXT)
+    async with openai_client(api) as client:
+        whole = await client.responses.create(model=MODEL, input="hi", instructions="Be brief.")
+        assert (whole.output_text, whole.status, whole.model) == (TEXT, "completed", MODEL)
+        assert whole.usage is not None and whole.usage.output_tokens == len(api.tokenizer.encode(TEXT)) + 1
+        assert "system\nBe brief.<|im_end|>\n<|im_start|>user\nhi" in prompt_of(api)
+        kinds, text, final = [], "", None
+        async for event in await client.responses.create(model=MODEL, input="hi", stream=True):
+            kinds.append(event.type)
+            if event.type == "response.output_text.delta":
+                text += event.delta
+            if event.type == "response.completed":
+                final = event.response
+        assert text == TEXT and final is not None and final.output_text == TEXT
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+
+
+async def test_a_response_continues_an_earlier_one_while_it_is_kept(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, TEXT)
+    async with openai_client(api) as client:
+        first = await client.responses.create(model=MODEL, input="one", instructions="Be brief.")
+        await client.responses.create(model=MODEL, input="two", previous_response_id=first.id)
+        shown = prompt_of(api)
+        assert f"user\none<|im_end|>\n<|im_start|>assistant\n{TEXT}<|im_end|>\n<|im_start|>user\ntwo" in shown
+        assert "brief" not in shown
+        loose = await client.responses.create(model=MODEL, input="three", store=False)
+        with pytest.raises(openai.BadRequestError, match="still keeps"):
+            await client.responses.create(model=MODEL, input="four", previous_response_id=loose.id)
+
+
+async def test_a_response_calls_functions(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, CALL)
+    async with openai_client(api) as client:
+        answer = await client.responses.create(model=MODEL, input="hi", tools=[FUNCTION])
+        message, call = answer.output
+        assert message.type == "message" and answer.output_text == "Yes."
+        assert call.type == "function_call"
+        assert (call.name, json.loads(call.arguments)) == ("swim", {"to": "the world"})
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+        await client.responses.create(model=MODEL, input=[result], previous_response_id=answer.id, tools=[FUNCTION])
+        assert "<|im_start|>tool\ndone" in prompt_of(api)
+        arguments = ""
+        async for event in await client.responses.create(model=MODEL, input="hi", tools=[FUNCTION], stream=True):
+            if event.type == "response.function_call_arguments.delta":
+                arguments += event.delta
+        assert arguments == call.arguments
+
+
+async def test_a_message_is_whole_or_streamed_and_the_same(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, TEXT)
+    body: Any = {"model": MODEL, "max_tokens": 64, "messages": [{"role": "user", "content": "hi"}], "system": "Brief."}
+    async with anthropic_client(api) as client:
+        whole = await client.messages.create(**body)
+        (block,) = whole.content
+        assert block.type == "text"
+        assert (block.text, whole.stop_reason, whole.role) == (TEXT, "end_turn", "assistant")
+        assert whole.usage.output_tokens == len(api.tokenizer.encode(TEXT)) + 1
+        assert "system\nBrief.<|im_end|>" in prompt_of(api)
+        async with client.messages.stream(**body) as stream:
+            assert "".join([text async for text in stream.text_stream]) == TEXT
+            final = await stream.get_final_message()
+        assert (final.stop_reason, final.usage.output_tokens) == ("end_turn", whole.usage.output_tokens)
+        stopped = await client.messages.create(**body, stop_sequences=[" wor"])
+        assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", " wor")
+        cut = await client.messages.create(**{**body, "max_tokens": 1})
+        assert cut.stop_reason == "max_tokens"
+
+
+async def test_a_message_calls_tools_and_their_results_are_sent_back(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, CALL)
+    turns: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    async with anthropic_client(api) as client:
+        answer = await client.messages.create(model=MODEL, max_tokens=200, messages=turns, tools=[TOOL])
+        text, call = answer.content
+        assert (text.type, call.type, answer.stop_reason) == ("text", "tool_use", "tool_use")
+        assert call.type == "tool_use" and (call.name, call.input) == ("swim", {"to": "the world"})
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "done"}
+        turns += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+        async with client.messages.stream(model=MODEL, max_tokens=200, messages=turns, tools=[TOOL]) as stream:
+            final = await stream.get_final_message()
+        assert [block.type for block in final.content] == ["text", "tool_use"]
+        assert final.content[1].type == "tool_use" and final.content[1].input == {"to": "the world"}
+    assert "<|im_start|>tool\ndone" in prompt_of(api)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("responses", {"input": [{"type": "web_search_call"}]}, "input[0].type"),
+        ("responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ("responses", {"input": "a", "background": True}, "background"),
+        ("responses", {"input": "a", "previous_response_id": "resp_none"}, "previous_response_id"),
+        ("messages", {"messages": []}, "max_tokens"),
+        ("messages", {"max_tokens": 5, "messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+        ("messages", {"max_tokens": 5, "messages": [IMAGE]}, "messages[0].content[0].type"),
+        ("messages", {"max_tokens": 5, "messages": HI, "tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice"),
+    ],
+)  # fmt: skip
+async def test_what_is_not_served_is_refused_by_name(tmp_path: Path, path: str, body: Any, field: str) -> None:
+    api = api_that_writes(tmp_path, TEXT)
+    assert error_of(await api.post(f"/v1/{path}", **body))["param"] == field
+
+
+async def test_an_error_in_mid_stream_is_an_event(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, TEXT)
+    api.engine.failure = DeadlineExceeded("late")
+    turns = [{"role": "user", "content": "hi"}]
+    for path, body in (("responses", {"input": "hi"}), ("messages", {"max_tokens": 64, "messages": turns})):
+        response = await api.post(f"/v1/{path}", **body, stream=True)
+        assert response.status_code == 200
+        assert response.text.rstrip().rpartition("event: ")[2].startswith("error\n")
+
+
+def test_kept_conversations_are_bounded_and_belong_to_their_client() -> None:
+    conversations = Conversations(most=2, most_chars=200)
+    for name in ("a", "b", "c"):
+        conversations.keep(name, "me", [{"role": "user", "content": name}])
+    assert conversations.find("c", "me") == [{"role": "user", "content": "c"}]
+    for name, client in (("a", "me"), ("c", "you")):
+        with pytest.raises(InvalidRequest):
+            conversations.find(name, client)
+    conversations.keep("long", "me", [{"role": "user", "content": "x" * 500}])
+    with pytest.raises(InvalidRequest):
+        conversations.find("long", "me")

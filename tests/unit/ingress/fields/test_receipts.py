@@ -1,0 +1,114 @@
+"""Receipts of answers, and `POST /v1/verify`, over a whole cluster in this process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from deploy.local.local_cluster import LocalCluster
+from tests.support.fakes.http_app import chunks
+from tests.support.models import tiny, tiny_tokenizer
+from workers.serve.configuration import load_configuration
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PHRASE = [40, 41, 42, 43, 44, 45, 46]
+BODY: dict[str, Any] = {
+    "prompt": [50, *PHRASE, 60, *PHRASE, 61, *PHRASE[:4]],
+    "max_tokens": 24,
+    "temperature": 0.7,
+    "allowed_token_ids": [45, 46, 47, 48],
+    "return_token_ids": True,
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def http(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
+    target: Path = tiny.save(tmp_path_factory.mktemp("receipts"), tiny.llama(vocab_size=320))
+    values = {
+        "target": {"path": str(tiny_tokenizer.byte_level(target)), "device": "cpu", "kv": {"pool_bytes": 1 << 20}},
+        "draft": {"method": "ngram", "controller": "off"},
+        "server": {"http_port": 0, "grpc_port": 0},
+    }
+    async with (
+        LocalCluster(load_configuration(values), http=True) as cluster,
+        httpx.AsyncClient(base_url=cluster.http_url, timeout=120) as client,
+    ):
+        yield client
+
+
+async def answered(http: httpx.AsyncClient, **values: Any) -> list[Any]:
+    response = await http.post("/v1/completions", json={**BODY, **values})
+    assert response.status_code == 200, response.text
+    return list(response.json()["choices"])
+
+
+async def verified(http: httpx.AsyncClient, receipt: Any, **sent: Any) -> Any:
+    response = await http.post("/v1/verify", json={"request": BODY, "receipt": receipt, **sent})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def test_a_receipt_says_what_an_answer_took_and_by_whom(http: httpx.AsyncClient) -> None:
+    (choice,) = await answered(http, temperature=0, logit_bias={"45": 100})  # it repeats one token
+    receipt = choice["receipt"]
+    assert receipt["accepted"] == choice["accepted_draft_tokens"] > 0
+    assert receipt["drafted"] >= receipt["accepted"]
+    assert receipt["target_passes"] == len(choice["token_ids"]) - receipt["accepted"]
+    assert (receipt["drafter"], receipt["lossless"], receipt["resumptions"]) == ("ngram", True, 0)
+
+
+async def test_a_stream_ends_with_the_same_receipt(http: httpx.AsyncClient) -> None:
+    (whole,) = await answered(http, seed=5)
+    *_, last = chunks(await http.post("/v1/completions", json={**BODY, "seed": 5, "stream": True}))
+    assert last["choices"][0]["receipt"]["seed"] == whole["receipt"]["seed"] == 5
+
+
+async def test_every_answer_is_verified_by_its_receipt_alone(http: httpx.AsyncClient) -> None:
+    for choice in await answered(http, n=3, seed=2**64 - 1):
+        for sent in ({"text": choice["text"]}, {"token_ids": choice["token_ids"]}):
+            found = await verified(http, choice["receipt"], **sent)
+            assert (found["equal"], found["first_difference"]) == (True, None)
+            assert found["compared_tokens"] == len(choice["token_ids"])
+            assert found["same_fingerprint"] is True
+
+
+async def test_the_first_token_that_differs_is_named(http: httpx.AsyncClient) -> None:
+    (choice,) = await answered(http, seed=9)
+    tokens = list(choice["token_ids"])
+    forged = [*tokens[:7], 49, *tokens[8:]]
+    found = await verified(http, choice["receipt"], token_ids=forged)
+    assert found["first_difference"] == {"token": 7, "expected": tokens[7], "found": 49}
+    cut = await verified(http, choice["receipt"], token_ids=tokens[:-1])
+    assert cut["first_difference"] == {"token": len(tokens) - 1, "expected": tokens[-1], "found": None}
+    text = choice["text"]
+    other = await verified(http, choice["receipt"], text=text[:3] + "?" + text[4:])
+    assert (other["equal"], other["first_difference"]["character"]) == (False, 3)
+    assert other["first_difference"]["expected"].startswith(text[3])
+    assert not (await verified(http, {"seed": 10}, text=text))["equal"]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"request": BODY, "receipt": {"seed": 1}}, "text"),
+        ({"request": BODY, "receipt": {"seed": 1}, "text": "a", "token_ids": [1]}, "text"),
+        ({"request": BODY, "receipt": {}, "text": "a"}, "receipt.seed"),
+        ({"request": {**BODY, "prompt": ["a", "b"]}, "receipt": {"seed": 1}, "text": "a"}, "request.prompt"),
+        (
+            {"request": {**BODY, "use_beam_search": True}, "receipt": {"seed": 1}, "text": "a"},
+            "request.use_beam_search",
+        ),
+        ({"request": {**BODY, "hue": 1}, "receipt": {"seed": 1}, "text": "a"}, "hue"),
+    ],
+)
+async def test_what_cannot_be_verified_is_refused_by_name(
+    http: httpx.AsyncClient, body: dict[str, Any], field: str
+) -> None:
+    response = await http.post("/v1/verify", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, field)
