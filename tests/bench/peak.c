@@ -16,7 +16,9 @@ double pilotfish_peak(int64_t kind, int64_t count)
 {
 #pragma omp parallel
     {
-        Vector sums[SUMS] = {{0}}, x = {0}, y = {0};
+        Vector sums[SUMS] = {{0}}, x = (Vector){0} + 0.5f, y = x;
+#pragma GCC unroll 12
+        for (int s = 0; s < SUMS; s++) OPAQUE(sums[s]); /* or the compiler computes equal sums once */
         for (int64_t i = 0; i < count; i++) {
             OPAQUE(x);
             OPAQUE(y);
@@ -28,7 +30,7 @@ double pilotfish_peak(int64_t kind, int64_t count)
             }
 #endif
 #pragma GCC unroll 12
-            for (int s = 0; s < SUMS; s++) sums[s] += x * y;
+            for (int s = 0; s < SUMS; s++) sums[s] = sums[s] * x + y;
         }
 #pragma GCC unroll 12
         for (int s = 0; s < SUMS; s++) OPAQUE(sums[s]);
