@@ -49,7 +49,10 @@ async def _measure(options: Options, victims: ServeVictims, address: str, tokens
     prompt = options.tokenizer.encode(" ".join(CHAT))
     whole, usual = await _stream(address, prompt, tokens)
     rows = [["none", spread([usual]), "equal"]]
+    present = victims.by_role()
     for role in QUICK_ROLES if options.quick else ROLES:
+        if role not in present:
+            continue  # there is no drafter where the target drafts
         pauses, equal = [], 0
         for _ in range(options.repeats):
             answer, pause = await _stream(address, prompt, tokens, role, victims)
