@@ -99,7 +99,9 @@ def needs_of(draft: DraftSection) -> EvidenceNeeds:
 
 
 def placement_of(draft: DraftSection) -> Placement:
-    """Where the selected methods draft, with `auto` settled: on the target if all of them prefer it, or one must.
+    """Where the selected methods draft, with `auto` settled.
+
+    That is on the target if one of them must, or if all prefer it and there are not several drafters.
 
     Raises `ConfigurationError` if a method cannot draft at the configured place.
     """
@@ -107,7 +109,7 @@ def placement_of(draft: DraftSection) -> Placement:
     if not draft.is_enabled:
         return "drafter"
     if draft.placement == "auto":
-        prefers_target = all(plugin.placements[0] == "target" for _, plugin in selected)
+        prefers_target = draft.replicas == 1 and all(plugin.placements[0] == "target" for _, plugin in selected)
         place: Placement = "target" if prefers_target or any(_only("target", one) for _, one in selected) else "drafter"
     else:
         place = draft.placement

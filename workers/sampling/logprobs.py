@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cluster.core.request import TokenLogprobs
+from workers.sampling.device_copy import tensor_on
 
 LEAST_LOGPROB = -9999.0
 """Reported for an impossible token, because JSON has no −inf. OpenAI's API reports the same number."""
@@ -31,7 +32,7 @@ def token_logprobs(
         if not 0 <= token < vocabulary:
             raise ValueError(f"token {token} is outside the vocabulary of {vocabulary}")
     kept = [len(listed) if listed else max(0, min(count, vocabulary)) for count in counts]
-    named = torch.tensor(listed, dtype=torch.int64, device=logits.device)
+    named = tensor_on(logits.device, listed, torch.int64)
     parts = [_row_numbers(row, token, count, named) for row, token, count in zip(logits, tokens, kept, strict=True)]
     if not parts:
         return ()

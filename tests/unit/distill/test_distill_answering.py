@@ -13,6 +13,7 @@ from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, InvalidRequest, NotReady, PilotfishError
 from cluster.ingress.text.chat_template import Message
 from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.wire.peer_access import OPEN
 from deploy.distillation import answers
 from deploy.distillation.answers import Quota, answer_all
 from pilotfish.v1 import common_pb2, generation_pb2
@@ -33,6 +34,7 @@ class FakeCluster:
         self.requests: list[generation_pb2.GenerateRequest] = []
         self.error: PilotfishError | None = None
         self.grpc_address = "nowhere:0"
+        self.access = OPEN
 
     async def __aenter__(self) -> Self:
         return self
@@ -64,7 +66,7 @@ class FakeCluster:
 def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
     fake = FakeCluster()
     monkeypatch.setattr(answers, "LocalCluster", lambda configuration: fake)
-    monkeypatch.setattr(answers, "GenerationClient", lambda resolve: fake)
+    monkeypatch.setattr(answers, "GenerationClient", lambda resolve, access: fake)
     return fake
 
 

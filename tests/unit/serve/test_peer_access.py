@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import pytest
@@ -17,25 +17,62 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from cluster.core.errors import DrafterUnavailable, TargetUnavailable
+from cluster.wire.calls.servicer import CoordinatorServicer
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.peer_access import OPEN, TOKEN_KEY, PeerAccess
+from cluster.wire.server import WireServer
 from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import fixed_address
 from deploy.network.cluster_token import draw_token
-from pilotfish.v1 import draft_pb2, generation_pb2, lease_pb2, operations_pb2, target_pb2
+from pilotfish.v1 import (
+    coordinator_pb2,
+    coordinator_pb2_grpc,
+    draft_pb2,
+    generation_pb2,
+    lease_pb2,
+    operations_pb2,
+    target_pb2,
+)
 from tests.support.certificates import make_certificate
 from tests.support.fakes.echo_workers import EchoDrafter, EchoEngine
 from workers.serve.worker_server import WorkerHost, host_draft, host_target
 
 SECONDS = 30.0
 PUBLIC = {"pilotfish.v1.GenerationService", "pilotfish.v1.OperationsService"}
-HOSTS: dict[str, Callable[[PeerAccess], WorkerHost]] = {
+
+
+class CoordinatorHost:
+    """A server of the coordinator's internal service, which answers nothing."""
+
+    def __init__(self, access: PeerAccess) -> None:
+        self._server = WireServer("127.0.0.1", 0, access=access)
+        add_to_server = coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server
+        self._server.add("pilotfish.v1.CoordinatorService", add_to_server, CoordinatorServicer(self._nothing))
+        self.address = ""
+
+    async def __aenter__(self) -> Self:
+        self.address = f"127.0.0.1:{await self._server.start()}"
+        await self._server.set_serving("pilotfish.v1.CoordinatorService", serving=True)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._server.stop(0.0)
+
+    async def _nothing(
+        self, _: generation_pb2.GenerateRequest, __: float
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        for response in ():
+            yield response
+
+
+HOSTS: dict[str, Callable[[PeerAccess], WorkerHost | CoordinatorHost]] = {
+    "pilotfish.v1.CoordinatorService": CoordinatorHost,
     "pilotfish.v1.TargetService": lambda access: host_target("127.0.0.1", EchoEngine(), access),
     "pilotfish.v1.DraftService": lambda access: host_draft("127.0.0.1", EchoDrafter(), access),
     "pilotfish.v1.LeaseService": lambda access: host_draft("127.0.0.1", EchoDrafter(), access),
 }
 """A server of every internal service."""
-FILES = (draft_pb2, generation_pb2, lease_pb2, operations_pb2, target_pb2)
+FILES = (coordinator_pb2, draft_pb2, generation_pb2, lease_pb2, operations_pb2, target_pb2)
 SERVICES: list[ServiceDescriptor] = [each for file in FILES for each in file.DESCRIPTOR.services_by_name.values()]
 METHODS = [method for service in SERVICES if service.full_name in HOSTS for method in service.methods]
 
@@ -58,8 +95,9 @@ async def status_of(
         async with grpc.aio.insecure_channel(address) as channel:
             if method.client_streaming:
                 stream: Any = channel.stream_stream(path)(metadata=metadata)
-                await stream.write(message)
-                await stream.done_writing()
+                with suppress(grpc.aio.AioRpcError):  # the server may have ended the call; reading tells the status
+                    await stream.write(message)
+                    await stream.done_writing()
                 while await stream.read() is not grpc.aio.EOF:
                     pass
             else:
