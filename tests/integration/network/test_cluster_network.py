@@ -40,6 +40,7 @@ def configuration(token_file: Path, tmp_path_factory: pytest.TempPathFactory) ->
         "target.device": "cpu",
         "target.tensor_parallel": RANKS,
         "target.kv.pool_bytes": 8 << 20,
+        "draft.placement": "drafter",
         "cluster.token_file": str(token_file),
         "server.http_port": 0,
         "server.grpc_port": 0,
