@@ -184,9 +184,12 @@ async def test_calls_without_a_stream_go_to_any_coordinator_that_can_be_reached(
             (model,) = await router.list_models()
             assert await router.get_model(model.id) == model
             await dead.start()
-        exposition, _ = await router.metrics()
-        lines = exposition.decode().splitlines()
-        running = [line for line in lines if line.startswith("vllm:num_requests_running{")]
-        assert [line.partition('replica="')[2][:4] for line in running] == ["r0-2", "r1-2"]
+        replicas: list[str] = []
+        async with asyncio.timeout(60.0):
+            while replicas != ["r0-2", "r1-2"]:  # on a busy machine, a coordinator that has just started may be missing
+                exposition, _ = await router.metrics()
+                lines = exposition.decode().splitlines()
+                running = [line for line in lines if line.startswith("vllm:num_requests_running{")]
+                replicas = [line.partition('replica="')[2][:4] for line in running]
         assert sum(line.startswith("# TYPE vllm:num_requests_running ") for line in lines) == 1
         await router.close()
