@@ -48,7 +48,7 @@ class SamplingParameters:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the answer never contains: where all but the last token precede, the last is not sampled."""
     logprob_token_ids: tuple[int, ...] = ()
-    """With `logprobs`, report the log-probabilities of these tokens instead of those of the most probable ones."""
+    """Tokens whose log-probabilities are reported instead of those of the most probable ones, if `logprobs` is set."""
     prompt_logprobs: int | None = None
     """Number of most probable tokens to report beside each prompt token; `None` reports nothing of the prompt."""
 

@@ -55,7 +55,7 @@ class Sequence:
         self._accepted = part.accepted_tokens
         self._steps = part.target_steps
         self._prompt_logprobs: list[TokenLogprobs] | None = [] if request.sampling.prompt_logprobs is not None else None
-        """Those received, until they are committed."""
+        """Log-probabilities of prompt tokens that have arrived and are not committed yet; `None` if none are wanted."""
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import grpc
 from google.protobuf import unknown_fields
@@ -17,6 +17,8 @@ from cluster.core.errors import InvalidRequest, PilotfishError, WorkerUnavailabl
 from cluster.wire.status import Metadata, to_status
 
 logger = logging.getLogger(__name__)
+
+Parsed = TypeVar("Parsed", bound=Message)
 
 _MAX_SEARCHED = 10_000
 """Nested messages that are searched for the name of an unknown field."""
@@ -154,6 +156,13 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str, Metadata]:
     logger.error("a call failed with an unexpected error", exc_info=error)
     _, message, metadata = to_status(WorkerUnavailable("the server failed; its log has the cause"))
     return grpc.StatusCode.INTERNAL, message, metadata
+
+
+def parsed(kind: type[Parsed], data: bytes) -> Parsed:
+    """Parse a message inside another one. Raises `InvalidRequest` if it is unreadable or has unknown fields."""
+    message: Any = _deferring_errors(kind.FromString)(data)
+    readable(message)
+    return cast("Parsed", message)
 
 
 def readable(request: Message | _Unreadable) -> Message:

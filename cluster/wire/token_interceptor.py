@@ -9,8 +9,8 @@ import grpc
 
 from cluster.wire.peer_access import TOKEN_KEY, ClusterToken
 
-_OPEN_METHODS = "/grpc.health.v1.Health/"
-"""Probes have no token."""
+HEALTH_METHODS = "/grpc.health.v1.Health/"
+"""Prefix of the methods of health checks. They need no credential, because probes have none."""
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
@@ -25,7 +25,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         """Return the method's handler for a call with the token, otherwise a handler that refuses the call."""
-        if handler_call_details.method.startswith(_OPEN_METHODS) or self._is_presented(handler_call_details):
+        if handler_call_details.method.startswith(HEALTH_METHODS) or self._is_presented(handler_call_details):
             return await continuation(handler_call_details)
         # A handler of streams, for every kind of method: gRPC does not wait for a message before it calls it.
         return grpc.stream_stream_rpc_method_handler(_refuse)

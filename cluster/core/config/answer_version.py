@@ -1,4 +1,4 @@
-"""Which configurations give the same answers."""
+"""A name of the settings of a target that its answers depend on: equal names, equal answers."""
 
 from __future__ import annotations
 

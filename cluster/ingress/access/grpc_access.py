@@ -12,12 +12,11 @@ from cluster.core.errors import PermissionDenied, PilotfishError, Unauthenticate
 from cluster.ingress.access.api_keys import ApiKey
 from cluster.ingress.access.key_ring import KeyRing, bearer_key
 from cluster.wire.status import to_status
+from cluster.wire.token_interceptor import HEALTH_METHODS
 from pilotfish.v1 import generation_pb2
 
 AUTHORIZATION = "authorization"
 """Key of the call metadata that holds the API key, as `Bearer KEY`."""
-_OPEN_METHODS = "/grpc.health.v1.Health/"
-"""Probes have no key."""
 _ADMIN_METHODS = "/pilotfish.v1.OperationsService/"
 _NAMED = (generation_pb2.GenerateRequest, generation_pb2.AbortRequest)
 """Messages that name the client whose request they are about."""
@@ -39,7 +38,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         """Return the method's handler, or one that refuses the call."""
         method = handler_call_details.method
-        if not self._keys.demands_keys or method.startswith(_OPEN_METHODS):
+        if not self._keys.demands_keys or method.startswith(HEALTH_METHODS):
             return await continuation(handler_call_details)
         try:
             key = self._identify(handler_call_details)

@@ -26,7 +26,7 @@ class RunningStream:
     coordinator: CoordinatorView
     client: FullClient
     blocks: int
-    """Its load in blocks, see `cluster.ingress.routing`."""
+    """Load of the stream: blocks of its prompt that must be computed, and `RUNNING_BLOCKS` for decoding."""
     active_at: float
     """Time of the last response on the event loop's clock, in seconds."""
     waiting: asyncio.Timeout | None = None

@@ -52,9 +52,9 @@ class ResponsesBody(StrictModel):
     parallel_tool_calls: bool = True
     """Whether an answer may have several calls."""
     reasoning: dict[str, Any] | None = None
-    """Its `effort` is a variable of the model's template."""
+    """Settings of reasoning models. `effort` becomes `reasoning_effort` in the model's chat template."""
     text: dict[str, Any] | None = None
-    """Its `format` is that of chat completions' `response_format`."""
+    """The form of the answer. `format` takes what `response_format` of a chat completion takes."""
     metadata: dict[str, Any] = Field(default_factory=dict)
     """No effect: labels that the client chooses."""
     user: Text | None = None

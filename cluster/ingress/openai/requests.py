@@ -36,7 +36,7 @@ class StreamOptions(StrictModel):
     include_obfuscation: Literal[False] = False
     """Only `false`: chunks are not padded."""
     continuous_usage_stats: bool = False
-    """With `include_usage`, every chunk has the usage so far."""
+    """If `include_usage` is set: whether every chunk of a stream has the usage so far, or only the last one."""
 
 
 class Speculation(StrictModel):
@@ -193,7 +193,7 @@ class ChatRequest(ChatExtensions, Parameters):
     logprobs: bool = False
     """Report the log-probability of each token of the answer."""
     top_logprobs: UInt32 | None = None
-    """With `logprobs`, alternatives per token."""
+    """Number of alternatives reported for each token of the answer, if `logprobs` is set."""
     prompt_cache_key: Text | None = None
     """No effect: the prefix cache finds equal beginnings by content."""
     safety_identifier: Text | None = None

@@ -111,7 +111,7 @@ class _Stream:
     def begin(self, request: generation_pb2.GenerateRequest, timeout_seconds: float) -> _Call:
         self._last += 1
         call = self._calls[self._last] = _Call(self._last, self._outbox)
-        begin = coordinator_pb2.CallBegin(request=request, timeout_seconds=timeout_seconds)
+        begin = coordinator_pb2.CallBegin(request=request.SerializeToString(), timeout_seconds=timeout_seconds)
         self._outbox.put(coordinator_pb2.CoordinatorServiceGenerateRequest(call=call.number, begin=begin))
         late = DeadlineExceeded(f"no answer within {timeout_seconds:g} s")
         call.timer = asyncio.get_running_loop().call_later(timeout_seconds + _LATE_SECONDS, call.finish, late)

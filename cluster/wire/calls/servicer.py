@@ -13,7 +13,7 @@ import grpc
 
 from cluster.core.errors import InvalidRequest
 from cluster.wire.calls.outbox import Outbox
-from cluster.wire.interceptor import status_of
+from cluster.wire.interceptor import parsed, status_of
 from cluster.wire.status import DETAIL_KEY
 from pilotfish.v1 import coordinator_pb2, coordinator_pb2_grpc, generation_pb2
 
@@ -117,7 +117,10 @@ class _Calls:
     async def _run(self, number: int, call: _Call, begin: coordinator_pb2.CallBegin) -> None:
         end = coordinator_pb2.CallEnd()
         try:
-            async with aclosing(self._generate(begin.request, begin.timeout_seconds)) as responses:
+            if not begin.timeout_seconds > 0:  # NaN is refused, too
+                raise InvalidRequest("timeout_seconds", begin.timeout_seconds, "above 0")
+            request = parsed(generation_pb2.GenerateRequest, begin.request)
+            async with aclosing(self._generate(request, begin.timeout_seconds)) as responses:
                 async for response in responses:
                     self.outbox.put(coordinator_pb2.CallEvent(call=number, response=response))
                     await call.sent()

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pilotfish.v1 import generation_pb2 as pilotfish_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epilotfish/v1/coordinator.proto\x12\x0cpilotfish.v1\x1a\x1dpilotfish/v1/generation.proto\"\xa5\x01\n!CoordinatorServiceGenerateRequest\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12(\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x17.pilotfish.v1.CallBeginH\x00\x12*\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x18.pilotfish.v1.CallCancelH\x00\x12\x12\n\x08\x63onsumed\x18\x04 \x01(\rH\x00\x42\x08\n\x06\x61\x63tion\"T\n\tCallBegin\x12.\n\x07request\x18\x01 \x01(\x0b\x32\x1d.pilotfish.v1.GenerateRequest\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\"\x0c\n\nCallCancel\"M\n\"CoordinatorServiceGenerateResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.pilotfish.v1.CallEvent\"|\n\tCallEvent\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x32\n\x08response\x18\x02 \x01(\x0b\x32\x1e.pilotfish.v1.GenerateResponseH\x00\x12$\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x15.pilotfish.v1.CallEndH\x00\x42\x07\n\x05\x65vent\"8\n\x07\x43\x61llEnd\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\x0c\x32\x87\x01\n\x12\x43oordinatorService\x12q\n\x08Generate\x12/.pilotfish.v1.CoordinatorServiceGenerateRequest\x1a\x30.pilotfish.v1.CoordinatorServiceGenerateResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epilotfish/v1/coordinator.proto\x12\x0cpilotfish.v1\x1a\x1dpilotfish/v1/generation.proto\"\xa5\x01\n!CoordinatorServiceGenerateRequest\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12(\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x17.pilotfish.v1.CallBeginH\x00\x12*\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x18.pilotfish.v1.CallCancelH\x00\x12\x12\n\x08\x63onsumed\x18\x04 \x01(\rH\x00\x42\x08\n\x06\x61\x63tion\"5\n\tCallBegin\x12\x0f\n\x07request\x18\x01 \x01(\x0c\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\"\x0c\n\nCallCancel\"M\n\"CoordinatorServiceGenerateResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.pilotfish.v1.CallEvent\"|\n\tCallEvent\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x32\n\x08response\x18\x02 \x01(\x0b\x32\x1e.pilotfish.v1.GenerateResponseH\x00\x12$\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x15.pilotfish.v1.CallEndH\x00\x42\x07\n\x05\x65vent\"8\n\x07\x43\x61llEnd\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\x0c\x32\x87\x01\n\x12\x43oordinatorService\x12q\n\x08Generate\x12/.pilotfish.v1.CoordinatorServiceGenerateRequest\x1a\x30.pilotfish.v1.CoordinatorServiceGenerateResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,15 +35,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COORDINATORSERVICEGENERATEREQUEST']._serialized_start=80
   _globals['_COORDINATORSERVICEGENERATEREQUEST']._serialized_end=245
   _globals['_CALLBEGIN']._serialized_start=247
-  _globals['_CALLBEGIN']._serialized_end=331
-  _globals['_CALLCANCEL']._serialized_start=333
-  _globals['_CALLCANCEL']._serialized_end=345
-  _globals['_COORDINATORSERVICEGENERATERESPONSE']._serialized_start=347
-  _globals['_COORDINATORSERVICEGENERATERESPONSE']._serialized_end=424
-  _globals['_CALLEVENT']._serialized_start=426
-  _globals['_CALLEVENT']._serialized_end=550
-  _globals['_CALLEND']._serialized_start=552
-  _globals['_CALLEND']._serialized_end=608
-  _globals['_COORDINATORSERVICE']._serialized_start=611
-  _globals['_COORDINATORSERVICE']._serialized_end=746
+  _globals['_CALLBEGIN']._serialized_end=300
+  _globals['_CALLCANCEL']._serialized_start=302
+  _globals['_CALLCANCEL']._serialized_end=314
+  _globals['_COORDINATORSERVICEGENERATERESPONSE']._serialized_start=316
+  _globals['_COORDINATORSERVICEGENERATERESPONSE']._serialized_end=393
+  _globals['_CALLEVENT']._serialized_start=395
+  _globals['_CALLEVENT']._serialized_end=519
+  _globals['_CALLEND']._serialized_start=521
+  _globals['_CALLEND']._serialized_end=577
+  _globals['_COORDINATORSERVICE']._serialized_start=580
+  _globals['_COORDINATORSERVICE']._serialized_end=715
 # @@protoc_insertion_point(module_scope)

@@ -67,19 +67,17 @@ class CallBegin(_message.Message):
 
     REQUEST_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    request: _builtins.bytes
+    """A serialized GenerateRequest. What is wrong with it ends this call alone."""
     timeout_seconds: _builtins.float
     """Seconds until the call's deadline. Bound: above 0."""
-    @_builtins.property
-    def request(self) -> _generation_pb2.GenerateRequest:
-        """The request."""
-
     def __init__(
         self,
         *,
-        request: _generation_pb2.GenerateRequest | None = ...,
+        request: _builtins.bytes = ...,
         timeout_seconds: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...

@@ -8,6 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import pytest
 
 from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded, TargetUnavailable
@@ -188,6 +189,31 @@ async def test_the_coordinator_knows_the_deadline_and_the_client_does_not_wait_f
         with pytest.raises(DeadlineExceeded, match=r"no answer within 0\.2 s"):
             await read_all(it.client, request("hangs", 1), 0.2)
     assert it.service.timeouts == [0.2]
+
+
+async def test_what_is_wrong_with_one_request_ends_its_own_call_only() -> None:
+    unknown_field = b"\xfa\xff\xff\xff\x0f\x01a"
+    cases = [
+        (coordinator_pb2.CallBegin(request=b"\xff", timeout_seconds=1.0), "message"),
+        (coordinator_pb2.CallBegin(request=unknown_field, timeout_seconds=1.0), "unknown field"),
+        (coordinator_pb2.CallBegin(timeout_seconds=0.0), "timeout_seconds: 0.0 is refused"),
+        (coordinator_pb2.CallBegin(timeout_seconds=float("nan")), "timeout_seconds: nan is refused"),
+    ]
+    async with served() as it:
+        running = asyncio.create_task(read_all(it.client, request("long", 500)))
+        stub = coordinator_pb2_grpc.CoordinatorServiceStub(await it.client._connection.channel())
+        stream = stub.Generate()
+        for number, (begin, reason) in enumerate(cases, start=1):
+            await stream.write(coordinator_pb2.CoordinatorServiceGenerateRequest(call=number, begin=begin))
+            (event,) = (await stream.read()).events
+            assert event.call == number
+            assert event.end.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+            assert reason in event.end.message
+        begin = coordinator_pb2.CallBegin(request=request("good", 1).SerializeToString(), timeout_seconds=1.0)
+        await stream.write(coordinator_pb2.CoordinatorServiceGenerateRequest(call=9, begin=begin))
+        assert (await stream.read()).events[0].response == response(0)
+        stream.cancel()
+        assert await running == list(range(500))
 
 
 async def test_a_malformed_message_ends_the_stream_with_its_reason() -> None:

@@ -17,9 +17,9 @@ class VllmParameters(StrictModel):
     use_beam_search: bool = False
     """Return the best answers of a beam search instead of samples."""
     length_penalty: float | None = None
-    """With `use_beam_search`, the score of an answer is its log-probability ÷ (its tokens ** this)."""
+    """Exponent of the length in the score of a beam search: log-probability ÷ (number of tokens ** length_penalty)."""
     early_stopping: Literal[True, False, "never"] = False
-    """With `use_beam_search`, when the search ends."""
+    """When a beam search (`use_beam_search`) ends, as in `transformers`."""
     request_id: Text | None = None
     """Names the request for `Abort`. Running requests have distinct names."""
     cache_salt: Text | None = None
@@ -51,9 +51,9 @@ class VllmParameters(StrictModel):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_UINT32)] | None = None
     """Keep this many tokens of a longer prompt; -1 keeps as many as fit beside `max_tokens`."""
     truncation_side: Literal["left", "right"] = "left"
-    """With `truncate_prompt_tokens`, where tokens are removed."""
+    """The side of the prompt at which `truncate_prompt_tokens` removes tokens."""
     logprob_token_ids: UInt32s = Field(default_factory=list)
-    """With `logprobs`, report these tokens instead of the most probable ones."""
+    """Tokens whose log-probabilities are reported instead of those of the most probable ones, if `logprobs` is set."""
     prompt_logprobs: UInt32 | None = None
     """Most probable tokens to report beside each token of the prompt. Not with `stream`."""
     return_token_ids: bool = False
