@@ -89,8 +89,13 @@ class AdmissionController:
             raise InvalidRequest("request_id", request.request_id, "different from those of running requests")
 
     def _check_fits(self, request: GenerationRequest, info: TargetInfo) -> None:
-        context = info.max_context_len
-        pool_tokens = info.layout.longest(info.kv.blocks_total, self._limits.max_step_tokens, context)
+        context, sourced = info.max_context_len, len(request.source)
+        least = int(info.is_encoder_decoder)
+        if not least <= sourced <= info.max_source_len:
+            bound = f"between {least} and {info.max_source_len} tokens, as {info.model} reads"
+            raise InvalidRequest("source", f"{sourced} tokens", bound)
+        blocks = info.kv.blocks_total - info.layout.held(sourced)
+        pool_tokens = info.layout.longest(max(0, blocks), self._limits.max_step_tokens, context)
         check_fits(len(request.prompt), request.stopping.max_tokens, context, pool_tokens)
 
     def _expire(self, live: LiveRequest) -> None:

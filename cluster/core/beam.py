@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from cluster.core.errors import InvalidRequest
@@ -54,6 +54,10 @@ class BeamState:
     """Most tokens of an answer."""
     stop_token_ids: frozenset[int]
     """Tokens that end an answer and are kept as its last token."""
+    forced_eos_token_id: int | None = None
+    """The last token, with probability 1, of an answer that reaches `max_tokens`; `None` forces none."""
+    forced_start: int = 0
+    """Tokens before the answer that count towards its length in scores, as forced tokens do in `transformers`."""
     running: tuple[Beam, ...] = (Beam(),)
     """Running beams, most probable first: one without tokens at the start, later up to `width`."""
     finished: tuple[FinishedBeam, ...] = ()
@@ -82,13 +86,19 @@ def candidates_needed(width: int, stop_token_ids: frozenset[int]) -> int:
     return width + len(stop_token_ids)
 
 
-def start(parameters: BeamParameters, max_tokens: int, stop_token_ids: frozenset[int]) -> BeamState:
-    """A search before its first token. Raises `InvalidRequest`."""
+def start(
+    parameters: BeamParameters,
+    max_tokens: int,
+    stop_token_ids: frozenset[int],
+    forced_eos_token_id: int | None = None,
+    forced_start: int = 0,
+) -> BeamState:
+    """A search before its first token; see `BeamState`. Raises `InvalidRequest`."""
     if parameters.width < 1:
         raise InvalidRequest("width", parameters.width, "at least 1")
     if max_tokens < 1:
         raise InvalidRequest("max_tokens", max_tokens, "at least 1")
-    return BeamState(parameters, max_tokens, stop_token_ids)
+    return BeamState(parameters, max_tokens, stop_token_ids, forced_eos_token_id, forced_start)
 
 
 def advance(state: BeamState, candidates: Sequence[Sequence[Candidate]]) -> BeamState:
@@ -102,6 +112,8 @@ def advance(state: BeamState, candidates: Sequence[Sequence[Candidate]]) -> Beam
         return state
     if len(candidates) != len(state.running):
         raise InvalidRequest("candidates", f"{len(candidates)} lists", f"{len(state.running)}, one per running beam")
+    if state.forced_eos_token_id is not None and _ends_by_length(state):
+        candidates = [((state.forced_eos_token_id, 0.0),)] * len(state.running)
     ranked = sorted(
         (
             _Continuation(parent, token, beam.logprob + logprob)
@@ -110,13 +122,7 @@ def advance(state: BeamState, candidates: Sequence[Sequence[Candidate]]) -> Beam
         ),
         key=lambda entry: (-entry.logprob, entry.parent, entry.token),
     )
-    return BeamState(
-        state.parameters,
-        state.max_tokens,
-        state.stop_token_ids,
-        running=_running(state, ranked),
-        finished=_finished(state, ranked),
-    )
+    return replace(state, running=_running(state, ranked), finished=_finished(state, ranked))
 
 
 def is_done(state: BeamState) -> bool:
@@ -137,7 +143,7 @@ def best(state: BeamState, count: int) -> tuple[FinishedBeam, ...]:
 
 def _running(state: BeamState, ranked: Sequence[_Continuation]) -> tuple[Beam, ...]:
     """The `width` best continuations that do not end; none once answers have `max_tokens`."""
-    if len(state.running[0].tokens) + 1 >= state.max_tokens:
+    if _ends_by_length(state):
         return ()
     going_on = (entry for entry in ranked if entry.token not in state.stop_token_ids)
     return tuple(
@@ -149,11 +155,12 @@ def _running(state: BeamState, ranked: Sequence[_Continuation]) -> tuple[Beam, .
 def _finished(state: BeamState, ranked: Sequence[_Continuation]) -> tuple[FinishedBeam, ...]:
     """The `width` best finished answers. A new one counts only if it is among the `width` best continuations."""
     length = len(state.running[0].tokens) + 1
-    divisor = math.pow(length, state.parameters.length_penalty)
+    divisor = math.pow(length + state.forced_start, state.parameters.length_penalty)
+    ends_by_length = _ends_by_length(state)
     ended = list(state.finished)
     for entry in ranked[: state.parameters.width]:
         stops = entry.token in state.stop_token_ids
-        if stops or length >= state.max_tokens:
+        if stops or ends_by_length:
             tokens = (*state.running[entry.parent].tokens, entry.token)
             reason = FinishReason.STOP if stops else FinishReason.LENGTH
             ended.append(FinishedBeam(tokens, entry.logprob, entry.logprob / divisor, reason))
@@ -166,4 +173,9 @@ def _best_possible(state: BeamState) -> float:
     penalty = state.parameters.length_penalty
     longest = state.parameters.early_stopping is EarlyStopping.NEVER and penalty > 0
     length = state.max_tokens if longest else len(state.running[0].tokens)
-    return state.running[0].logprob / math.pow(length, penalty)
+    return state.running[0].logprob / math.pow(length + state.forced_start, penalty)
+
+
+def _ends_by_length(state: BeamState) -> bool:
+    """Whether the next token is the last that an answer may have."""
+    return len(state.running[0].tokens) + 1 >= state.max_tokens

@@ -57,6 +57,10 @@ MAX_STOP_TOKENS = 1024
 """Most stop tokens of a request, without the model's own end-of-sequence tokens."""
 MAX_END_TOKENS = MAX_STOP_TOKENS + MAX_EOS_TOKENS
 MAX_PREDICTION_TOKENS = 1 << 16
+MAX_SOURCE_TOKENS = 1 << 16
+"""Most tokens of the source of an encoder-decoder model."""
+MAX_DECODER_START = 64
+"""Most tokens with which the decoder of an encoder-decoder model starts."""
 
 MAX_TOOLS = 128
 """Most tools that a request offers, and most calls in one message."""

@@ -63,6 +63,8 @@ class StoppingCriteria:
     """Tokens that end the answer; the model's end-of-sequence tokens are among them unless ignored."""
     stop_strings: tuple[str, ...] = ()
     """Strings that end the answer, also across tokens."""
+    forced_eos_token_id: int | None = None
+    """The last token of an answer that reaches `max_tokens`, whatever the model decides there; `None` forces none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,9 @@ class SequenceStart:
     """Only sequences with the same salt share KV blocks, so tenants cannot detect each other's prompts."""
     prediction: tuple[int, ...] = ()
     """The answer that the client expects. Drafts may be taken from it; the answer does not depend on it."""
+    source: tuple[int, ...] = ()
+    """Tokens that the encoder of an encoder-decoder model reads; empty for a decoder-only model. The prompt is then the
+    decoder's start, `TargetInfo.decoder_start`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +167,8 @@ class GenerationRequest:
     max_draft_tokens: int | None = None
     """Most nodes of a draft tree; 0 turns speculation off for this request, `None` takes the server's bound."""
     prediction: tuple[int, ...] = ()
+    """See `SequenceStart`."""
+    source: tuple[int, ...] = ()
     """See `SequenceStart`."""
     resumed: tuple[GeneratedPart, ...] = ()
     """What was generated before: one entry per answer, or none for a new request. Not for beam search."""

@@ -39,6 +39,8 @@ class SequenceView:
     """The tree size that the speculation controller chose; `None` means the largest tree allowed."""
     max_draft_tokens: int | None = None
     """Most nodes of a tree that the request allows; `None` leaves it to the server."""
+    source_len: int = 0
+    """Tokens that an encoder must read before a waiting sequence starts. They take blocks as a sequence's tokens do."""
 
     @property
     def missing(self) -> int:
@@ -267,7 +269,8 @@ def _admissible(state: State, running: Sequence[SequenceView]) -> list[SequenceV
 
     Each needs free blocks for its whole length (without shared blocks) and one more, in addition to the blocks that the
     sequences before it still need. The step's tokens bound the number of running sequences too, so that each can have
-    one token in every step.
+    one token in every step. The sources that an encoder reads for sequences that start together take at most the tokens
+    of a step, or `max_prompt_tokens` while others run; a single longer one is read alone.
     """
     layout = state.layout
     step_tokens = state.limits.max_step_tokens
@@ -275,10 +278,16 @@ def _admissible(state: State, running: Sequence[SequenceView]) -> list[SequenceV
     free = state.kv.blocks_free
     free -= sum(max(0, layout.peak(view.length + 1, step_tokens) - layout.held(view.stored_len)) for view in running)
     admitted: list[SequenceView] = []
+    prompt_tokens = state.limits.max_prompt_tokens if running else None
+    source_tokens = step_tokens if prompt_tokens is None else prompt_tokens
     for view in sorted(state.waiting, key=_arrival):
         alone = not running and not admitted
+        if admitted and view.source_len > source_tokens:
+            break
+        source_tokens = max(0, source_tokens - view.source_len)
         shared = layout.held(view.shared_len // layout.block_size * layout.block_size)
         need = max(0, layout.peak(view.length, step_tokens) - shared) + (0 if alone else layout.tables)
+        need += layout.held(view.source_len)
         if need > free or len(running) + len(admitted) >= most:
             break
         free -= need

@@ -83,7 +83,8 @@ class Sequence:
     @property
     def start(self) -> SequenceStart:
         """The parameters of the sequence for its first row on a worker."""
-        return SequenceStart(self.prompt_len, self.request.sampling, self.request.cache_salt, self.request.prediction)
+        request = self.request
+        return SequenceStart(self.prompt_len, request.sampling, request.cache_salt, request.prediction, request.source)
 
     def usage(self) -> Usage:
         """Token and step counts of the answer so far."""
@@ -130,7 +131,13 @@ class Sequence:
             self._stored_len = verdict.base_len
             return None
         tokens, finish = self._until_stop(verdict.tokens)
+        logprobs = verdict.logprobs[: len(tokens)]
         accepted = min(verdict.accepted, len(tokens))
+        forced = self.request.stopping.forced_eos_token_id
+        if finish is FinishReason.LENGTH and forced is not None:
+            accepted = min(accepted, len(tokens) - 1)
+            tokens = (*tokens[:-1], forced)
+            logprobs = (*logprobs[:-1], TokenLogprobs(forced, 0.0)) if logprobs else ()
         self._stored_len = verdict.base_len + verdict.accepted
         self._drafted += verdict.drafted
         self._accepted += accepted
@@ -141,7 +148,7 @@ class Sequence:
         return Commit(
             tokens=tokens,
             accepted=accepted,
-            logprobs=verdict.logprobs[: len(tokens)],
+            logprobs=logprobs,
             finish=finish,
             usage=self.usage() if finish is not None else None,
             drafted=verdict.drafted,

@@ -159,3 +159,17 @@ class TargetInfo:
     """Step durations that warm-up measured; may be empty."""
     is_lossless: bool = True
     """Whether answers are exactly those of the model alone. False for a lossy acceptance rule or attention window."""
+    decoder_start: tuple[int, ...] = ()
+    """The prompt of every sequence of an encoder-decoder model: its start token and the forced tokens after it. Empty
+    for a decoder-only model."""
+    max_source_len: int = 0
+    """Longest source that the encoder reads, in tokens; 0 for a decoder-only model."""
+    forced_eos_token_id: int | None = None
+    """The token that the model's generation configuration forces at the end of an answer of full length."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the model's generation configuration forbids in every answer."""
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether sequences have a source, which an encoder reads."""
+        return bool(self.decoder_start)

@@ -169,6 +169,10 @@ infos = st.builds(
     epoch=st.text(max_size=16),
     profile=st.lists(step_samples, max_size=3).map(tuple),
     is_lossless=st.booleans(),
+    decoder_start=st.lists(st.just(0), max_size=3).map(tuple),
+    max_source_len=st.integers(0, 2**16),
+    forced_eos_token_id=st.none() | st.just(0),
+    bad_words=st.lists(st.lists(st.just(0), min_size=1, max_size=3).map(tuple), max_size=2).map(tuple),
 )
 quick = settings(max_examples=80, deadline=None)
 

@@ -31,8 +31,16 @@ class BeamSearch:
         stopping = request.stopping
         self._request = request
         self._parameters = parameters
-        self._state = beam.start(parameters, stopping.max_tokens, stopping.stop_token_ids)
-        self._needed = min(self._state.candidates, vocabulary_size)
+        self._state = beam.start(
+            parameters,
+            stopping.max_tokens,
+            stopping.stop_token_ids,
+            stopping.forced_eos_token_id,
+            # The first token of a decoder's start is not counted; those after it are forced tokens of the answer.
+            len(request.prompt) - 1 if request.source else 0,
+        )
+        self._bad_words = request.sampling.bad_words
+        self._needed = min(self._state.candidates + len({word[-1] for word in self._bad_words}), vocabulary_size)
         self._candidates: dict[int, tuple[Candidate, ...]] = {}
         self._rounds = 0
 
@@ -58,7 +66,7 @@ class BeamSearch:
         candidates = commit.logprobs[0].top if commit.logprobs else ()
         if len(candidates) < self._needed:
             raise InvalidRequest("logprobs", f"{len(candidates)} alternatives", f"at least {self._needed}")
-        self._candidates[slot] = candidates
+        self._candidates[slot] = self._allowed(slot, candidates)
         if len(self._candidates) < len(self._state.running):
             return StrategyStep()
         self._state = beam.advance(self._state, [self._candidates[index] for index in range(len(self._candidates))])
@@ -70,12 +78,20 @@ class BeamSearch:
             tuple(self._beam(index, running.parent) for index, running in enumerate(self._state.running))
         )
 
+    def _allowed(self, slot: int, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+        """The alternatives of one beam without those that complete a forbidden token sequence."""
+        if not self._bad_words:
+            return candidates
+        tokens = self._state.running[slot].tokens
+        refused = {word[-1] for word in self._bad_words if tokens[len(tokens) - len(word) + 1 :] == word[:-1]}
+        return tuple(entry for entry in candidates if entry[0] not in refused)
+
     def _beam(self, slot: int, parent: int | None) -> NewSequence:
         """The running beam `slot` as a sequence of its own."""
         request = replace(
             self._request,
             prompt=self._request.prompt + self._state.running[slot].tokens,
-            sampling=SamplingParameters(temperature=0.0, logprobs=self._state.candidates),
+            sampling=SamplingParameters(temperature=0.0, logprobs=self._needed),
             stopping=StoppingCriteria(max_tokens=1),
             n=1,
             beam=None,

@@ -136,4 +136,5 @@ class LiveSequence:
             shared,
             draft,
             sequence.request.max_draft_tokens,
+            0 if self._is_open or source is not None else len(sequence.request.source),
         )

@@ -90,7 +90,7 @@ def decode_sampling(
             bounds.MAX_ALLOWED_TOKENS,
             limits.vocabulary_size,
         ),
-        bad_words=_decode_bad_words(message.bad_words, f"{prefix}bad_words", limits),
+        bad_words=decode_words(message.bad_words, f"{prefix}bad_words", limits.vocabulary_size),
         logprob_token_ids=bounds.tokens(
             f"{prefix}logprob_token_ids",
             message.logprob_token_ids,
@@ -104,10 +104,11 @@ def decode_sampling(
     )
 
 
-def _decode_bad_words(words: Sequence[pb.TokenIds], field: str, limits: SamplingLimits) -> tuple[tuple[int, ...], ...]:
+def decode_words(words: Sequence[pb.TokenIds], field: str, vocabulary_size: int) -> tuple[tuple[int, ...], ...]:
+    """Decode token sequences that an answer never contains. Raises `InvalidRequest`."""
     bounds.count(field, words, 0, bounds.MAX_BAD_WORDS)
     return tuple(
-        bounds.tokens(f"{field}[{index}]", word.ids, 1, bounds.MAX_BAD_WORD_TOKENS, limits.vocabulary_size)
+        bounds.tokens(f"{field}[{index}]", word.ids, 1, bounds.MAX_BAD_WORD_TOKENS, vocabulary_size)
         for index, word in enumerate(words)
     )
 
@@ -137,6 +138,7 @@ def encode_start(start: SequenceStart) -> pb.SequenceStart:
         end_token_ids=start.sampling.end_token_ids,
         min_tokens=start.sampling.min_tokens,
         prediction=start.prediction,
+        source=start.source,
     )
 
 
@@ -150,6 +152,7 @@ def decode_start(message: pb.SequenceStart, field: str) -> SequenceStart:
         sampling=replace(sampling, end_token_ids=ends, min_tokens=min_tokens),
         cache_salt=bounds.text(f"{field}.cache_salt", message.cache_salt, bounds.MAX_SALT_BYTES),
         prediction=bounds.tokens(f"{field}.prediction", message.prediction, 0, bounds.MAX_PREDICTION_TOKENS),
+        source=bounds.tokens(f"{field}.source", message.source, 0, bounds.MAX_SOURCE_TOKENS),
     )
 
 

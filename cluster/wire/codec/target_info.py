@@ -5,6 +5,8 @@ from __future__ import annotations
 from cluster.core import bounds
 from cluster.core.kv import KvGroup, KvLayout, KvOccupancy
 from cluster.core.verification import StepSample, TargetInfo
+from cluster.wire.codec.common import decode_words
+from pilotfish.v1 import common_pb2
 from pilotfish.v1 import target_pb2 as pb
 
 
@@ -38,14 +40,20 @@ def encode_target_info(info: TargetInfo) -> pb.TargetServiceGetInfoResponse:
             pb.StepSample(rows=sample.rows, tokens=sample.tokens, seconds=sample.seconds) for sample in info.profile
         ],
         lossy=not info.is_lossless,
+        decoder_start=info.decoder_start,
+        max_source_len=info.max_source_len,
+        forced_eos_token_id=info.forced_eos_token_id,
+        bad_words=[common_pb2.TokenIds(ids=word) for word in info.bad_words],
     )
 
 
 def decode_target_info(message: pb.TargetServiceGetInfoResponse) -> TargetInfo:
     """Decode the description of a target. Raises `InvalidRequest`."""
+    vocabulary_size = bounds.integer("vocabulary_size", message.vocabulary_size, 1, bounds.MAX_TOKEN_ID)
+    forced_eos = message.forced_eos_token_id if message.HasField("forced_eos_token_id") else None
     return TargetInfo(
         model=bounds.text("model", message.model, bounds.MAX_NAME_BYTES),
-        vocabulary_size=bounds.integer("vocabulary_size", message.vocabulary_size, 1, bounds.MAX_TOKEN_ID),
+        vocabulary_size=vocabulary_size,
         max_context_len=bounds.integer("max_context_len", message.max_context_len, 1, bounds.MAX_TOKENS),
         layout=_decode_layout(message),
         kv=decode_occupancy(message.kv),
@@ -55,6 +63,14 @@ def decode_target_info(message: pb.TargetServiceGetInfoResponse) -> TargetInfo:
         epoch=bounds.text("epoch", message.epoch, bounds.MAX_NAME_BYTES),
         profile=_decode_profile(message),
         is_lossless=not message.lossy,
+        decoder_start=bounds.tokens(
+            "decoder_start", message.decoder_start, 0, bounds.MAX_DECODER_START, vocabulary_size
+        ),
+        max_source_len=bounds.integer("max_source_len", message.max_source_len, 0, bounds.MAX_SOURCE_TOKENS),
+        forced_eos_token_id=None
+        if forced_eos is None
+        else bounds.integer("forced_eos_token_id", forced_eos, 0, vocabulary_size - 1),
+        bad_words=decode_words(message.bad_words, "bad_words", vocabulary_size),
     )
 
 

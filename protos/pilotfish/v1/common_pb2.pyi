@@ -332,6 +332,7 @@ class SequenceStart(_message.Message):
     END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     prompt_len: _builtins.int
     """Number of prompt tokens at the start. Bound: 1 to 2^20."""
     cache_salt: _builtins.str
@@ -350,6 +351,10 @@ class SequenceStart(_message.Message):
     def prediction(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The answer that the client expects; drafts may be taken from it. Bound: 65536."""
 
+    @_builtins.property
+    def source(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that the encoder of an encoder-decoder model reads; none for a decoder-only model. Bound: 65536."""
+
     def __init__(
         self,
         *,
@@ -359,10 +364,11 @@ class SequenceStart(_message.Message):
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         min_tokens: _builtins.int = ...,
         prediction: _abc.Iterable[_builtins.int] | None = ...,
+        source: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "end_token_ids", b"end_token_ids", "min_tokens", b"min_tokens", "prediction", b"prediction", "prompt_len", b"prompt_len", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "end_token_ids", b"end_token_ids", "min_tokens", b"min_tokens", "prediction", b"prediction", "prompt_len", b"prompt_len", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -458,6 +458,10 @@ class TargetServiceGetInfoResponse(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
     LOSSY_FIELD_NUMBER: _builtins.int
+    DECODER_START_FIELD_NUMBER: _builtins.int
+    MAX_SOURCE_LEN_FIELD_NUMBER: _builtins.int
+    FORCED_EOS_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name of the model, as clients send it."""
     vocabulary_size: _builtins.int
@@ -474,6 +478,10 @@ class TargetServiceGetInfoResponse(_message.Message):
     """A random text, drawn at start. A changed epoch means that all KV stored before is lost."""
     lossy: _builtins.bool
     """True if answers are not exactly those of the model alone, because the target is configured so."""
+    max_source_len: _builtins.int
+    """Longest source of an encoder-decoder model, in tokens; 0 for a decoder-only model. Bound: 65536."""
+    forced_eos_token_id: _builtins.int
+    """The last token of an answer of full length, if the model forces one."""
     @_builtins.property
     def kv(self) -> Global___KvOccupancy:
         """The pool."""
@@ -490,6 +498,14 @@ class TargetServiceGetInfoResponse(_message.Message):
     def profile(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepSample]:
         """Step durations that warm-up measured. Bound: 1024."""
 
+    @_builtins.property
+    def decoder_start(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The prompt of every sequence of an encoder-decoder model; none for a decoder-only model. Bound: 64."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenIds]:
+        """Token sequences that the model forbids in every answer. Bound: 512 of 1 to 64 tokens."""
+
     def __init__(
         self,
         *,
@@ -505,12 +521,18 @@ class TargetServiceGetInfoResponse(_message.Message):
         groups: _abc.Iterable[Global___KvGroup] | None = ...,
         profile: _abc.Iterable[Global___StepSample] | None = ...,
         lossy: _builtins.bool = ...,
+        decoder_start: _abc.Iterable[_builtins.int] | None = ...,
+        max_source_len: _builtins.int = ...,
+        forced_eos_token_id: _builtins.int | None = ...,
+        bad_words: _abc.Iterable[_common_pb2.TokenIds] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_forced_eos_token_id", b"_forced_eos_token_id", "forced_eos_token_id", b"forced_eos_token_id", "kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "groups", b"groups", "kv", b"kv", "lossy", b"lossy", "max_context_len", b"max_context_len", "model", b"model", "profile", b"profile", "tensor_parallel", b"tensor_parallel", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forced_eos_token_id", b"_forced_eos_token_id", "bad_words", b"bad_words", "block_size", b"block_size", "decoder_start", b"decoder_start", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "forced_eos_token_id", b"forced_eos_token_id", "groups", b"groups", "kv", b"kv", "lossy", b"lossy", "max_context_len", b"max_context_len", "max_source_len", b"max_source_len", "model", b"model", "profile", b"profile", "tensor_parallel", b"tensor_parallel", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__forced_eos_token_id: _TypeAlias = _typing.Literal["forced_eos_token_id"]  # noqa: Y015
+    _WhichOneofArgType__forced_eos_token_id: _TypeAlias = _typing.Literal["_forced_eos_token_id", b"_forced_eos_token_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__forced_eos_token_id) -> _WhichOneofReturnType__forced_eos_token_id | None: ...
 
 Global___TargetServiceGetInfoResponse: _TypeAlias = TargetServiceGetInfoResponse  # noqa: Y015
 

@@ -48,11 +48,17 @@ TARGET = "pilotfish.v1.TargetService"
 DRAFT = "pilotfish.v1.DraftService"
 GENERATION = "pilotfish.v1.GenerationService"
 OPERATIONS = "pilotfish.v1.OperationsService"
-INFO = TargetInfo("tiny", 300, 64, KvLayout(16), KvOccupancy(8, 8), (2,), 1, "float32", "epoch")
+INFO = TargetInfo(
+    *("tiny", 300, 64, KvLayout(16), KvOccupancy(8, 8), (2,), 1, "float32", "epoch"),
+    decoder_start=(0, 5),
+    max_source_len=32,
+    forced_eos_token_id=0,
+    bad_words=((7,), (8, 9)),
+)
 BATCH = StepBatch((VerifyRow(SequenceId("s"), 2, (1, 2), TokenTree.chain([3])),))
 OPENS = (
     OpenRow(SequenceId("s"), (1, 2, 3), SequenceStart(2, SamplingParameters(), "tenant"), SequenceId("parent")),
-    OpenRow(SequenceId("t"), (1,), SequenceStart(1, SamplingParameters())),
+    OpenRow(SequenceId("t"), (1,), SequenceStart(1, SamplingParameters(), source=(4, 5))),
 )
 OPENED = OpenResult((2, 0), KvOccupancy(8, 7))
 RESULT = StepResult((Verdict(SequenceId("s"), 2, (3, 4), 1),), KvOccupancy(8, 7), 0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -60,3 +61,11 @@ async def test_two_live_requests_cannot_have_the_same_id() -> None:
             with pytest.raises(InvalidRequest, match="request_id"):
                 await read(coordinator, request("same"))
         assert await tokens_of(coordinator, request("same")) == target.answer(request())
+
+
+async def test_a_source_is_refused_by_a_model_without_an_encoder() -> None:
+    target = FakeTarget()
+    async with serving(target, WrongDrafter(target)) as coordinator:
+        with pytest.raises(InvalidRequest) as refusal:
+            await read(coordinator, replace(request(), source=(1, 2)))
+    assert (refusal.value.field, refusal.value.value) == ("source", "2 tokens")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -46,6 +47,23 @@ async def test_searches_and_samples_run_together_in_too_little_memory(prefix_cac
         await until(lambda: target.is_empty)
     assert answers[:3] == [beam_answers(target, one) for one in searches]
     assert answers[3:] == [target.answers(one) for one in samples]
+
+
+async def test_no_beam_contains_a_bad_word() -> None:
+    target = FakeTarget()
+    wanted = beam_request(width=3, n=3)
+    async with serving(target, PerfectDrafter(target)) as coordinator:
+        free = await answers_of(coordinator, wanted)
+        bad_words = ((free[0][0],), tuple(free[1][-3:-1]))
+        bad = replace(wanted, sampling=replace(wanted.sampling, bad_words=bad_words))
+        found = await answers_of(coordinator, bad)
+    assert all(answer[0] != free[0][0] for answer in found)
+    assert not any(
+        tuple(answer[index : index + len(word)]) == word
+        for answer in found
+        for word in bad_words
+        for index in range(len(answer))
+    )
 
 
 async def test_a_search_survives_crashes_of_its_target() -> None:

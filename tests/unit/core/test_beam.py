@@ -38,8 +38,10 @@ def most_probable(model: Any, answers: Sequence[Sequence[int]], count: int) -> l
     ]
 
 
-def searched(model: Any, parameters: BeamParameters, max_tokens: int, stops: frozenset[int]) -> BeamState:
-    state = beam.start(parameters, max_tokens, stops)
+def searched(
+    model: Any, parameters: BeamParameters, max_tokens: int, stops: frozenset[int], forced: int | None = None
+) -> BeamState:
+    state = beam.start(parameters, max_tokens, stops, forced)
     while not beam.is_done(state):
         answers = [running.tokens for running in state.running]
         state = beam.advance(state, most_probable(model, answers, state.candidates))
@@ -48,7 +50,7 @@ def searched(model: Any, parameters: BeamParameters, max_tokens: int, stops: fro
 
 @torch.no_grad()
 def by_transformers(
-    model: Any, parameters: BeamParameters, max_tokens: int, stops: frozenset[int]
+    model: Any, parameters: BeamParameters, max_tokens: int, stops: frozenset[int], forced: int | None = None
 ) -> list[tuple[tuple[int, ...], float]]:
     """The answers of transformers, cut after their stop token, with their scores."""
     result = model.generate(
@@ -59,6 +61,7 @@ def by_transformers(
         early_stopping=AS_TRANSFORMERS_SAYS[parameters.early_stopping],
         max_new_tokens=max_tokens,
         eos_token_id=sorted(stops),
+        forced_eos_token_id=forced,
         do_sample=False,
         return_dict_in_generate=True,
         output_scores=True,
@@ -90,6 +93,15 @@ def test_a_search_gives_the_answers_and_scores_of_transformers(
         expected = by_transformers(model, parameters, 10, stops)
         assert [answer.tokens for answer in beam.best(state, width)] == [tokens for tokens, _ in expected]
         assert [answer.score for answer in state.finished] == pytest.approx([score for _, score in expected], abs=1e-4)
+
+
+def test_the_forced_last_token_gives_the_answers_and_scores_of_transformers(model: Any) -> None:
+    stops = frequent(model, 1)
+    state = searched(model, BeamParameters(4, 0.7), 6, stops, min(stops))
+    expected = by_transformers(model, BeamParameters(4, 0.7), 6, stops, min(stops))
+    assert [answer.tokens for answer in state.finished] == [tokens for tokens, _ in expected]
+    assert [answer.score for answer in state.finished] == pytest.approx([score for _, score in expected], abs=1e-4)
+    assert any(len(answer.tokens) == 6 for answer in state.finished)
 
 
 def test_the_parametrised_searches_reach_stop_tokens(model: Any) -> None:
@@ -158,6 +170,11 @@ def test_early_stopping_decides_when_the_search_ends() -> None:
     assert done == {EarlyStopping.YES: True, EarlyStopping.NO: True, EarlyStopping.NEVER: False}
     better = ([[(END, -1.0), (7, -0.5), (8, -2.0)]], [[(END, -1.0), (4, -1.0)], [(4, -1.9)]])
     assert not beam.is_done(state_after(*better, early_stopping=EarlyStopping.NO))
+
+
+def test_forced_tokens_before_the_answer_count_towards_its_length() -> None:
+    state = beam.start(BeamParameters(2), 1, frozenset({END}), forced_start=1)
+    assert beam.advance(state, [[(7, -1.0), (END, -3.0)]]).finished[0].score == -0.5
 
 
 def test_a_search_that_is_done_stays_unchanged() -> None:

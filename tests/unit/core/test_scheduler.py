@@ -266,3 +266,30 @@ def test_trees_never_preempt_a_sequence() -> None:
     result = decide((), running, free=0, draft=DraftBudget(8, 8))
     assert result.preempt == ()
     assert nodes(result) == {"s1": 2, "s2": 2}
+
+
+# --- sources of encoder-decoder models ----------------------------------------------------------
+
+
+def sourced(arrival: int, source_len: int) -> SequenceView:
+    return replace(view(arrival, 1), source_len=source_len)
+
+
+def test_sources_read_together_take_at_most_the_tokens_of_a_step() -> None:
+    waiting = tuple(sourced(arrival, 30) for arrival in range(4))
+    assert decide(waiting).admit == ("s0", "s1")
+
+
+def test_while_others_run_sources_take_at_most_the_prompt_tokens_of_a_step() -> None:
+    waiting = tuple(sourced(arrival, 10) for arrival in range(1, 5))
+    assert decide(waiting, (decoding(0),), prompt_tokens=25).admit == ("s1", "s2")
+
+
+def test_a_source_longer_than_a_step_is_read_alone_and_forks_of_it_follow() -> None:
+    assert decide((sourced(0, 500), sourced(1, 0), sourced(2, 1))).admit == ("s0", "s1")
+
+
+def test_a_source_needs_blocks_of_its_own() -> None:
+    waiting = (sourced(0, 12), sourced(1, 12))
+    assert decide(waiting, free=8).admit == ("s0",)  # 3 + 1 blocks, then 3 + 1 and one more
+    assert decide(waiting, free=9).admit == ("s0", "s1")

@@ -176,3 +176,28 @@ def test_a_verdict_from_before_an_opening_is_dropped() -> None:
 def test_the_start_carries_the_salt() -> None:
     salted = Sequence(ID, GenerationRequest(RequestId("r"), (1,), cache_salt="tenant"), arrival=1)
     assert salted.start.cache_salt == "tenant"
+
+
+@pytest.mark.parametrize(
+    ("stop", "tokens", "accepted", "finish"),
+    [
+        (frozenset(), (5, 9), 1, FinishReason.LENGTH),
+        (frozenset({9}), (5, 9), 1, FinishReason.LENGTH),
+        (frozenset({6}), (5, 6), 2, FinishReason.STOP),
+    ],
+)
+def test_the_forced_last_token_replaces_the_decision_at_the_length_bound(
+    stop: frozenset[int], tokens: tuple[int, ...], accepted: int, finish: FinishReason
+) -> None:
+    stopping = StoppingCriteria(max_tokens=2, stop_token_ids=stop, forced_eos_token_id=9)
+    request = GenerationRequest(RequestId("r"), (1, 2, 3, 4), stopping=stopping)
+    logprobs = tuple(TokenLogprobs(token, -1.0) for token in (5, 6, 7))
+    commit = Sequence(ID, request, arrival=1).commit(Verdict(ID, 4, (5, 6, 7), 2, logprobs))
+    assert commit is not None
+    assert (commit.tokens, commit.accepted, commit.finish) == (tokens, accepted, finish)
+    assert [entry.token for entry in commit.logprobs] == list(tokens)
+
+
+def test_the_start_of_a_sequence_holds_its_source() -> None:
+    request = GenerationRequest(RequestId("r"), (0,), source=(7, 8, 9))
+    assert Sequence(ID, request, arrival=1).start.source == (7, 8, 9)

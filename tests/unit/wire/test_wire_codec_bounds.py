@@ -119,6 +119,11 @@ REFUSED = [
         "rows[0].start.prediction",
         "between 0 and 65536 entries",
     ),
+    (
+        propose(base_len=2, start=common_pb2.SequenceStart(prompt_len=1, source=[1] * 65537)),
+        "rows[0].start.source",
+        "between 0 and 65536 entries",
+    ),
     (start(temperature=-0.1), "rows[0].start.sampling.temperature", "between 0 and 1e+06"),
     (start(temperature=math.nan), "rows[0].start.sampling.temperature", "between 0 and 1e+06"),
     (start(temperature=math.inf), "rows[0].start.sampling.temperature", "between 0 and 1e+06"),
