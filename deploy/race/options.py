@@ -11,7 +11,7 @@ import typer
 from cluster.core.errors import ConfigurationError
 from deploy.dataclass_options import number_list
 
-_POSITIVE = ("prompts_per_task", "max_tokens", "repeats", "devices")
+_POSITIVE = ("prompts_per_task", "max_tokens", "repeats", "together", "devices")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +63,13 @@ class RaceOptions:
     ] = ()
     peers: Annotated[bool, typer.Option(help="Run the decoding methods of transformers on the same prompts.")] = True
     repeats: Annotated[int, typer.Option(help="Repetitions of each measurement.")] = 1
+    together: Annotated[
+        int,
+        typer.Option(
+            help="Competitors that are held in memory at a time. They answer one after another, between two passes of "
+            "plain decoding that they share.",
+        ),
+    ] = 1
     endpoint: Annotated[
         str | None, typer.Option(metavar="URL", help="Measure this OpenAI-compatible server instead of own clusters.")
     ] = None

@@ -60,7 +60,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """The passes of one competitor in one cell: plain, own, plain, own, …, plain."""
+    """The passes of one competitor in one cell. Plain decoding runs before its passes, between them and after them."""
 
     competitor: str
     cell: Cell

@@ -1,4 +1,4 @@
-"""Runs a race: each competitor in turn, and plain decoding before and after each of its passes."""
+"""Runs a race: competitors in turn, and plain decoding before and after each group of their passes."""
 
 from __future__ import annotations
 
@@ -45,6 +45,15 @@ def plan_cells(tasks: RaceTasks, options: RaceOptions) -> tuple[Cell, ...]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A competitor that has started."""
+
+    entry: Entry
+    contestant: Contestant
+    judge: Judge
+
+
 @dataclass(slots=True)
 class RaceSession:
     """Measures competitors on the same prompts."""
@@ -64,16 +73,17 @@ class RaceSession:
         """See `plan_cells`."""
         return plan_cells(self.tasks, self.options)
 
-    async def measure(self, entry: Entry, contestant: Contestant, plain: Contestant | None, judge: Judge) -> None:
-        """Measure one competitor in all cells, and save the results."""
-        self.results.entries.append(entry)
+    async def measure(self, started: Sequence[Started], plain: Contestant | None) -> None:
+        """Measure competitors in all cells, each in turn between two passes of plain decoding, and save the results."""
+        self.results.entries.extend(one.entry for one in started)
         cells = self.cells
-        await self._warm(contestant, plain)
+        for one in started:
+            await self._warm(one.contestant, plain)
         for number, cell in enumerate(cells):
-            done = (self.started + number / len(cells)) / max(1, self.total)
-            self.report(done, f"{entry.name}, {cell}")
-            self.results.cells.append(await self._cell(entry.name, cell, contestant, plain, judge))
-        self.started += 1
+            done = (self.started + len(started) * number / len(cells)) / max(1, self.total)
+            self.report(done, f"{', '.join(one.entry.name for one in started)}: {cell}")
+            self.results.cells.extend(await self._cell(cell, started, plain))
+        self.started += len(started)
         self.save(self.results)
 
     def announce(self, text: str) -> None:
@@ -95,22 +105,32 @@ class RaceSession:
                 with suppress(PilotfishError):  # every cell reports the reason again
                     await runner.answer(replace(self._request(warming), prompts=some))
 
-    async def _cell(
-        self, name: str, cell: Cell, contestant: Contestant, plain: Contestant | None, judge: Judge
-    ) -> CellResult:
-        own: list[RacePass] = []
+    async def _cell(self, cell: Cell, started: Sequence[Started], plain: Contestant | None) -> list[CellResult]:
+        own: list[list[RacePass]] = [[] for _ in started]
+        problems = [""] * len(started)
+        below: list[RacePass] = []
         try:
-            below = await self._around(cell, plain)
+            below += await self._around(cell, plain)
             for _ in range(self.options.repeats):
-                own.append(await contestant.answer(self._request(cell)))
+                for index, one in enumerate(started):
+                    try:
+                        own[index].append(await one.contestant.answer(self._request(cell)))
+                    except PilotfishError as error:
+                        problems[index] = str(error)
                 below += await self._around(cell, plain)
         except PilotfishError as error:
-            return CellResult(name, cell, (), (), Exactness(), skipped=str(error))
+            problems = [problem or str(error) for problem in problems]
         gap: Gap | None = plain.gap if isinstance(plain, LocalContestant) else None
-        total = Exactness()
-        for found in own if below else ():
-            total += await compare(self._request(cell), below[0], found, gap, judge)
-        return CellResult(name, cell, tuple(below), tuple(own), total)
+        found: list[CellResult] = []
+        for one, passes, problem in zip(started, own, problems, strict=True):
+            if problem:
+                found.append(CellResult(one.entry.name, cell, (), (), Exactness(), skipped=problem))
+                continue
+            total = Exactness()
+            for race_pass in passes if below else ():
+                total += await compare(self._request(cell), below[0], race_pass, gap, one.judge)
+            found.append(CellResult(one.entry.name, cell, tuple(below), tuple(passes), total))
+        return found
 
     async def _around(self, cell: Cell, plain: Contestant | None) -> list[RacePass]:
         return [] if plain is None else [await plain.answer(self._request(cell))]
@@ -141,12 +161,9 @@ async def race_clusters(
     `find_draft` finds the draft model of assisted generation. Raises `PilotfishError` if plain decoding cannot start.
     """
     async with _plain_cluster(plain) as baseline:
-        for competitor in competitors:
-            try:
-                await _race_cluster(session, plain, competitor, baseline)
-            except Exception as error:  # a method may raise anything; the others are measured all the same
-                logger.exception("%s does not run", competitor.name)
-                session.skip(competitor.name, str(error) or repr(error))
+        together = 1 if baseline is None else session.options.together
+        for first in range(0, len(competitors), together):
+            await _race_group(session, plain, competitors[first : first + together], baseline)
         if peers and baseline is None:
             for name in peers:
                 session.skip(f"transformers: {name}", "memory does not hold the target twice")
@@ -154,17 +171,33 @@ async def race_clusters(
             await _race_peers(session, plain, peers, baseline, find_draft)
 
 
-async def _race_cluster(
-    session: RaceSession, plain: Configuration, competitor: Competitor, baseline: LocalContestant | None
+async def _race_group(
+    session: RaceSession, plain: Configuration, competitors: Sequence[Competitor], baseline: LocalContestant | None
 ) -> None:
-    shares_noise = competitor.configuration.target.acceptance == _COUPLED
-    judge = Judge(ROUNDING[plain.target.dtype], shares_noise)
-    before = resident_bytes()
-    session.announce(f"starting {competitor.name}")
-    async with local_contestant(competitor.configuration) as contestant:
-        cost = configuration_cost(competitor.configuration, resident_bytes() - before)
-        entry = Entry(competitor.name, "cluster", competitor.assignments, cost, baseline is None)
-        await session.measure(entry, contestant, baseline or contestant.without_drafts(), judge)
+    """Measure clusters that run side by side. Only one of them answers at a time."""
+    async with AsyncExitStack() as stack:
+        started: list[Started] = []
+        contestant: LocalContestant | None = None
+        for competitor in competitors:
+            session.announce(f"starting {competitor.name}")
+            before = resident_bytes()
+            try:
+                contestant = await stack.enter_async_context(local_contestant(competitor.configuration))
+            except Exception as error:  # a method may raise anything; the others are measured all the same
+                logger.exception("%s does not start", competitor.name)
+                session.skip(competitor.name, str(error) or repr(error))
+                continue
+            cost = configuration_cost(competitor.configuration, resident_bytes() - before)
+            shares_noise = competitor.configuration.target.acceptance == _COUPLED
+            started.append(
+                Started(
+                    Entry(competitor.name, "cluster", competitor.assignments, cost, baseline is None),
+                    contestant,
+                    Judge(ROUNDING[plain.target.dtype], shares_noise),
+                )
+            )
+        if contestant is not None:
+            await session.measure(started, baseline or contestant.without_drafts())
 
 
 async def _race_peers(
@@ -187,7 +220,7 @@ async def _race_peers(
             if name == ASSISTED and find_draft is not None:
                 assistant = load_assistant(find_draft(), Path(plain.target.path), model)
             entry = Entry(f"transformers: {name}", "peer", (), cost)
-            await session.measure(entry, TransformersPeer(model, name, assistant), baseline, judge)
+            await session.measure([Started(entry, TransformersPeer(model, name, assistant), judge)], baseline)
         except PilotfishError as error:
             session.skip(f"transformers: {name}", str(error))
 
@@ -197,9 +230,8 @@ async def race_endpoints(session: RaceSession, url: str, plain_url: str | None, 
     async with AsyncExitStack() as stack:
         contestant = await stack.enter_async_context(endpoint_contestant(url, model))
         plain = None if plain_url is None else await stack.enter_async_context(endpoint_contestant(plain_url, model))
-        await session.measure(
-            Entry(url, "endpoint", (), Cost(devices=session.options.devices)), contestant, plain, Judge(0.0)
-        )
+        entry = Entry(url, "endpoint", (), Cost(devices=session.options.devices))
+        await session.measure([Started(entry, contestant, Judge(0.0))], plain)
 
 
 @asynccontextmanager

@@ -23,6 +23,7 @@ SECTIONS = {
     "step": "the time of a target step against the time to read its weights once",
     "round": "where the time of a round goes inside `pilotfish serve`, against the step alone",
     "widths": "a step of 1 to 1,500 tokens: kernels against modules, reading the weights, the peak of products",
+    "device": "random weights in the shapes of large models: batches, drafts, recorded graphs, prompts (CUDA, or small on CPU)",
     "throughput": "plain decoding at batch 8 and 32, against transformers generate",
     "prefix": "cost of a token with and without stored keys and values; a prompt asked twice",
     "routing": "two replicas and requests with shared beginnings: routed against round robin",

@@ -44,11 +44,15 @@ def last_level_cache_bytes() -> int:
 
 
 class ReadBandwidth:
-    """Measures how many bytes per second all threads together read, by summing more data than any cache holds."""
+    """Measures how many bytes per second a device reads, by summing more data than any cache holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        """On `cpu`, all threads of this process read."""
         wanted = max(256 * MIB, 8 * last_level_cache_bytes())
-        self._buffer = torch.ones(min(wanted, psutil.virtual_memory().available // 4) // 4)
+        available = psutil.virtual_memory().available
+        if device == "cuda":
+            wanted, (available, _) = 4096 * MIB, torch.cuda.mem_get_info()
+        self._buffer = torch.ones(min(wanted, available // 4) // 4, device=device)
 
     def measure(self, passes: int = 5) -> float:
         """Bytes per second of the fastest of a few passes, because other load only slows passes down."""

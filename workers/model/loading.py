@@ -74,6 +74,8 @@ def load_model(
         check_divisible(config, tensor_parallel)
     register()
     read = partial(_read, directory, config, dtype, device, tensor_parallel, target_directory)
+    if section.load_format == "dummy":
+        read = partial(_draw, config, dtype, device, tensor_parallel)
     module, vocabulary = read()
     vocabulary_size = int(config.get_text_config().vocab_size)
     model = LoadedModel(
@@ -138,6 +140,21 @@ def _read(
         raise ModelLoadError(_missing_library(directory, config, error)) from error
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"model directory {str(directory)!r} cannot be loaded: {error}") from error
+    module.eval().requires_grad_(False)
+    return module, None
+
+
+def _draw(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, tensor_parallel: int
+) -> tuple[PreTrainedModel, None]:
+    """A model with random weights, the same at each start. Raises `ConfigurationError`."""
+    if tensor_parallel > 1:
+        raise ConfigurationError(
+            f"tensor_parallel: {tensor_parallel} is refused; with target.load_format: dummy it must be 1"
+        )
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(0)
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     module.eval().requires_grad_(False)
     return module, None
 

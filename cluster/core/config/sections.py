@@ -27,6 +27,8 @@ class ModelSection(Section):
     """Hub revision of `path`; unset takes the default branch. It has no effect on local files."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format of weights, computation and KV cache."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy` draws random weights in the shape of `config.json`, to measure speed where no weights are at hand."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device that the model computes on; `auto` takes a GPU where one is free, else the CPU."""
     compile: Choice[Literal["off", "on", "auto"]] = "auto"

@@ -18,6 +18,7 @@ from tests.bench.options import Options
 from tests.bench.processes import clusters
 from tests.bench.processes.role_process import Role, running_role
 from tests.bench.sections import overlap, speculation
+from tests.bench.sections.target import device
 from tests.support.models import tiny, tiny_tokenizer
 from tests.unit.bench.test_task_prompts import write_prompts
 from workers.draft.registry import create
@@ -113,3 +114,13 @@ def test_overlap_shows_every_table_and_what_is_not_lossless(
     for words in ("| enumerate | 1 |", "| enumerate, alternating halves | 8 |", "| 0.8 | 0.1 | 3.36 |"):
         assert words in shown
     assert shown.index("NOT LOSSLESS") < shown.index("| α | c |")
+
+
+def test_the_device_section_runs_without_a_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    device.run(options.parse(SECTIONS, ["--quick"])[1])
+    shown = capsys.readouterr().out
+    for words in ("| small | eager | 1 | 0 |", "| small | compiled, recorded | 8 | 4 |", "| small | eager | 64 |"):
+        assert words in shown
