@@ -58,7 +58,7 @@ test: $(TEST_WEIGHTS)  ## Run the tests (ARGS goes to pytest)
 	second=0; $(PYTEST) -m "ray or weights" --ignore=tests/nodes $(ARGS) || second=$$?; \
 	case $$second in 0) ;; $(NOTHING_COLLECTED)) exit $$first ;; *) exit $$second ;; esac
 
-nodes: $(WEIGHTS)  ## Test whole Ray clusters: four nodes, one of which is killed, Serve's commands, the chart, who listens where
+nodes: $(WEIGHTS)  ## Test whole Ray clusters: ranks and drafters that are killed, four nodes, Serve's commands, the chart, who listens where
 	$(PYTEST) tests/nodes $(ARGS)
 
 bench: $(WEIGHTS)  ## Measure (ARGS='serving --repeats 3'; --help lists the sections)

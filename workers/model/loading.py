@@ -146,7 +146,7 @@ def _read(
 
 def _draw(
     config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, tensor_parallel: int
-) -> tuple[PreTrainedModel, None]:
+) -> tuple[PreTrainedModel, torch.Tensor | None]:
     """A model with random weights, the same at each start. Raises `ConfigurationError`."""
     if tensor_parallel > 1:
         raise ConfigurationError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -68,6 +69,13 @@ def leave_group() -> None:
     """Leave the process group. Does nothing in a process that has not joined one."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+_FIRST_BYTES = 8192
+"""Size of the broadcast of each command: a header, then the beginning of the payload. Only what does not fit into it
+takes another broadcast; a row of a step has about 60 bytes."""
+_HEADER = struct.Struct("<QQ")
+"""Command, and length of the payload in bytes."""
 
 
 class _Command(IntEnum):
@@ -131,9 +139,12 @@ class DriverRank:
         if self._failure is not None:
             raise TargetUnavailable(f"the tensor-parallel group is broken: {self._failure}")
         with self._failing_together():
-            distributed.broadcast(torch.tensor([command, len(payload)]), src=0)
-            if payload:
-                distributed.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), src=0)
+            message = bytearray(_HEADER.pack(command, len(payload)) + payload)
+            message.extend(bytes(max(0, _FIRST_BYTES - len(message))))
+            whole = torch.frombuffer(message, dtype=torch.uint8)
+            distributed.broadcast(whole[:_FIRST_BYTES], src=0)
+            if len(message) > _FIRST_BYTES:
+                distributed.broadcast(whole[_FIRST_BYTES:], src=0)
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -161,13 +172,16 @@ def run_worker_rank(engine: TargetEngine) -> None:
 
 
 def _receive() -> tuple[_Command, bytes]:
-    header = torch.zeros(2, dtype=torch.long)
-    distributed.broadcast(header, src=0)
-    command, length = _Command(int(header[0])), int(header[1])
-    payload = torch.zeros(length, dtype=torch.uint8)
-    if length:
-        distributed.broadcast(payload, src=0)
-    return command, payload.numpy().tobytes()
+    first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
+    distributed.broadcast(first, src=0)
+    message = first.numpy().tobytes()
+    command, length = _HEADER.unpack_from(message)
+    missing = _HEADER.size + length - _FIRST_BYTES
+    if missing > 0:
+        rest = torch.zeros(missing, dtype=torch.uint8)
+        distributed.broadcast(rest, src=0)
+        message += rest.numpy().tobytes()
+    return _Command(command), message[_HEADER.size : _HEADER.size + length]
 
 
 def _execute(engine: TargetEngine, command: _Command, payload: bytes) -> None:

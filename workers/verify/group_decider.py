@@ -1,8 +1,8 @@
 """Decides tokens together with the other ranks of a tensor-parallel group.
 
-Each rank computes logits for its own part of the vocabulary. For most sampling parameters the ranks exchange only the
-best score and token of each part. For parameters that need the whole distribution, rank 0 gathers the logits of the
-rows. Rank 0 then broadcasts the tokens.
+Each rank computes logits for its own part of the vocabulary. For most sampling parameters the ranks exchange the best
+score and token of each part in one collective, and every rank merges them. For parameters that need the whole
+distribution, rank 0 gathers the logits of the rows, decides and broadcasts the tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workers.verify.decider import Decisions, LocalDecider, decide_where_possibl
 
 
 class GroupDecider:
-    """Decides with the other ranks: rank 0 merges what the ranks found and broadcasts the tokens."""
+    """Decides with the other ranks. All of them get the same tokens."""
 
     def __init__(self, model: LoadedModel, rank: int) -> None:
         self._model = model
@@ -45,16 +45,12 @@ class GroupDecider:
             for index, token in zip(part, chosen, strict=True):
                 tokens[index] = token
         if whole:
-            full = self.whole(logits[whole])
-            if full is not None:
-                decided = self._local.decide(full, [contexts[index] for index in whole])
-                for position, index in enumerate(whole):
-                    tokens[index] = decided.tokens[position]
-                    if position in decided.logits:
-                        requested[index] = decided.logits[position]
-        agreed = torch.tensor(tokens, device=self._model.device)
-        distributed.broadcast(agreed, src=0)
-        return Decisions(agreed.tolist(), requested)
+            decided = self._on_first_rank(logits[whole], [contexts[index] for index in whole])
+            for position, index in enumerate(whole):
+                tokens[index] = decided.tokens[position]
+                if position in decided.logits:
+                    requested[index] = decided.logits[position]
+        return Decisions(tokens, requested)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor | None:
         """See `Decider`."""
@@ -62,13 +58,22 @@ class GroupDecider:
         return None if gathered is None else torch.cat(gathered, dim=1)[:, : self._model.vocabulary_size]
 
     def _by_winners(self, logits: torch.Tensor, contexts: Sequence[DecisionContext]) -> list[int]:
-        """The tokens on rank 0, -1 everywhere on other ranks."""
+        """Merge the best scores and tokens of all parts, on every rank."""
         values, ids = shard_winners(logits, contexts, self._model.vocabulary_offset)
-        gathered_values, gathered_ids = self._gather(values), self._gather(ids)
-        if gathered_values is None or gathered_ids is None:
-            return [-1] * len(contexts)
-        best, tokens = torch.stack(gathered_values), torch.stack(gathered_ids)
+        found = torch.stack([values.double(), ids.double()])  # exact: a float32, and an integer below 2**53
+        gathered = [torch.empty_like(found) for _ in range(self._ranks)]
+        distributed.all_gather(gathered, found)
+        best, tokens = (torch.stack(parts) for parts in zip(*gathered, strict=True))
+        tokens = tokens.long()
         return decide_where_possible(len(contexts), lambda rows: merge_winners(best[:, rows], tokens[:, rows]))
+
+    def _on_first_rank(self, logits: torch.Tensor, contexts: Sequence[DecisionContext]) -> Decisions:
+        """Decide where the logits of the whole vocabulary are. Only rank 0 has the requested logits."""
+        full = self.whole(logits)
+        decided = Decisions([-1] * len(contexts), {}) if full is None else self._local.decide(full, contexts)
+        agreed = torch.tensor(decided.tokens, device=self._model.device)
+        distributed.broadcast(agreed, src=0)
+        return Decisions(agreed.tolist(), decided.logits)
 
     def _padded(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits `[rows, shard]`, so that all ranks' parts are equally wide; the last rank's may be shorter."""

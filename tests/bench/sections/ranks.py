@@ -1,7 +1,6 @@
-"""The cost of dispatch in tensor-parallel ranks: transformers' own sharded layers against plain local shards.
+"""Tensor-parallel ranks: transformers' own sharded layers, plain local shards, and one rank with as many cores.
 
-The same processes measure both in turn, with the same weights. Three ranks on fewer than three cores are slow with
-either; the difference is the cost of dispatch.
+The same processes measure all of them in turn, with the same weights. While one rank computes alone, the others wait.
 """
 
 from __future__ import annotations
@@ -9,16 +8,26 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import statistics
 from multiprocessing.queues import Queue
 from unittest.mock import patch
 
+import torch
+from torch import distributed
+
 from cluster.core.config.sections import TargetSection
+from tests.bench.decoding import Decoding
 from tests.bench.options import Options
 from tests.bench.report import heading, ratios, spread, table
+from workers.model import loading
+from workers.verify.build import build_engine
+from workers.verify.group import join_group, leave_group
 
 RANKS = 3
 BATCHES = (1, 8)
 FORMS = ("transformers' layers", "plain shards")
+ALONE = {"one rank, modules": "off", "one rank, kernels": "auto"}
+"""One rank with all cores: forms and their `target.native`."""
 WARM_STEPS, TIMED_STEPS = 2, 8
 
 Times = dict[tuple[str, int], list[float]]
@@ -26,7 +35,7 @@ Times = dict[tuple[str, int], list[float]]
 
 def run(options: Options) -> None:
     """Measure and report."""
-    heading("Ranks: tensor-parallel dispatch")
+    heading("Ranks: tensor parallelism on the cores of this machine")
     section = options.configuration("target.kv.pool_bytes=268435456", "target.compile='off'").target.model_copy(
         update={"tensor_parallel": RANKS}
     )
@@ -53,7 +62,7 @@ def run(options: Options) -> None:
             spread(ratios(times[form, batch], times[FORMS[1], batch])),
         ]
         for batch in BATCHES
-        for form in FORMS
+        for form in (*FORMS, *ALONE)
     ]
     table(("form", "batch", "step, ms", "÷ plain shards"), rows)
 
@@ -62,28 +71,33 @@ def _run_rank(
     section: TargetSection, rank: int, port: int, prompt: tuple[int, ...], repeats: int, answers: Queue[Times]
 ) -> None:
     """One rank. All ranks take the same steps."""
-    import torch
-
-    from tests.bench.decoding import Decoding
-    from workers.model import loading
-    from workers.verify.build import build_engine
-    from workers.verify.group import join_group, leave_group
-
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
+    threads = max(1, (os.cpu_count() or 1) // RANKS)
+    torch.set_num_threads(threads)
     join_group(section, rank, "127.0.0.1", port)
     with patch.object(loading, "replace_linear_layers", lambda *_: None):
         engines = {FORMS[0]: build_engine(section, rank)}
     engines[FORMS[1]] = build_engine(section, rank)
-    times: Times = {(form, batch): [] for form in FORMS for batch in BATCHES}
+    if rank == 0:
+        torch.set_num_threads(os.cpu_count() or 1)
+        for form, native in ALONE.items():
+            engines[form] = build_engine(section.model_copy(update={"tensor_parallel": 1, "native": native}))
+    times: Times = {(form, batch): [] for form in (*FORMS, *ALONE) for batch in BATCHES}
     for _ in range(repeats):
-        for form, engine in engines.items():
-            for batch in BATCHES:
-                decoding = Decoding(engine, 64)
-                for index in range(batch):
-                    decoding.add(f"s{index}", (*prompt[:-1], prompt[-1] + index))
-                spent = [decoding.step() for _ in range(WARM_STEPS + TIMED_STEPS)][WARM_STEPS:]
-                times[form, batch].append(sorted(spent)[len(spent) // 2])
-                decoding.clear()
+        for form in (*FORMS, *ALONE):
+            distributed.barrier()
+            torch.set_num_threads((os.cpu_count() or 1) if form in ALONE else threads)
+            for batch in BATCHES if form in engines else ():
+                times[form, batch].append(_median_step(Decoding(engines[form], 64), prompt, batch))
+    distributed.barrier()
     if rank == 0:
         answers.put(times)
     leave_group()
+
+
+def _median_step(decoding: Decoding, prompt: tuple[int, ...], batch: int) -> float:
+    """Median seconds of a step with `batch` rows of one token."""
+    for index in range(batch):
+        decoding.add(f"s{index}", (*prompt[:-1], prompt[-1] + index))
+    spent = [decoding.step() for _ in range(WARM_STEPS + TIMED_STEPS)][WARM_STEPS:]
+    decoding.clear()
+    return statistics.median(spent)

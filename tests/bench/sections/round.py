@@ -12,15 +12,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-import httpx
-import psutil
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.bench.client import RequestOptions, ask, connected
 from tests.bench.decoding import Decoding, decoding
 from tests.bench.options import Options
 from tests.bench.processes.serve_command import ServeCommand
+from tests.bench.processes.serve_report import cpu_seconds, histograms
 from tests.bench.report import heading, ratios, spread, table, write
 
 PROMPT, TOKENS, QUICK_TOKENS = 16, 192, 8
@@ -34,14 +32,6 @@ PARTS = {
     "target_step": "step, as the target sees it",
 }
 """Histograms of the coordinator, and what they time."""
-ROLES = {
-    "ray::FirstRank": "target",
-    "ray::ServeReplica:pilotfish:Target": "coordinator",
-    "ray::ServeReplica:pilotfish:Draft": "drafter",
-    "ray::ServeReplica:pilotfish:Ingress": "ingress",
-}
-"""Roles by the titles of their processes. All others count as Ray's."""
-
 Milliseconds = dict[str, list[float]]
 """Milliseconds of a round or of CPU time in a round, by part; one value per repetition."""
 
@@ -81,10 +71,10 @@ async def _rounds(server: ServeCommand, options: Options, drafted: int) -> tuple
     """The mean milliseconds of a round's parts, and the CPU milliseconds of each role in a round."""
     tokens = QUICK_TOKENS if options.quick else TOKENS
     async with connected(server.grpc_address) as client:
-        before, used = _histograms(server.http_url), _cpu_seconds(server.pid)
+        before, used = histograms(server.http_url), cpu_seconds(server.pid)
         prompt = options.long_prompt(PROMPT, drafted)
         await ask(client, prompt, tokens, request_options=RequestOptions(max_draft_tokens=drafted))
-        after, used_after = _histograms(server.http_url), _cpu_seconds(server.pid)
+        after, used_after = histograms(server.http_url), cpu_seconds(server.pid)
     spent = {}
     for name in ("propose_latency", "step_latency", "target_step", "round_overhead"):
         seconds, count = (now - then for now, then in zip(after[name], before[name], strict=True))
@@ -92,30 +82,6 @@ async def _rounds(server: ServeCommand, options: Options, drafted: int) -> tuple
     rounds = after["target_step"][1] - before["target_step"][1]
     spent["round"] = spent.pop("round_overhead") + spent["target_step"] + spent["propose_latency"]
     return spent, {role: 1e3 * (used_after[role] - used[role]) / rounds for role in used_after}
-
-
-def _histograms(url: str) -> dict[str, tuple[float, float]]:
-    """Sum and count of the histograms of the coordinator."""
-    found: dict[str, dict[str, float]] = defaultdict(dict)
-    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=60.0).text):
-        for sample in family.samples:
-            name, _, part = sample.name.rpartition("_")
-            if part in ("sum", "count"):
-                found[name.removeprefix("pilotfish:").removesuffix("_seconds")][part] = sample.value
-    return {name: (values.get("sum", 0.0), values.get("count", 0.0)) for name, values in found.items()}
-
-
-def _cpu_seconds(pid: int) -> dict[str, float]:
-    """CPU seconds of all processes of the cluster so far, by role."""
-    used: dict[str, float] = defaultdict(float)
-    for process in psutil.Process(pid).children(recursive=True):
-        try:
-            title, times = " ".join(process.cmdline()), process.cpu_times()
-        except psutil.Error:  # it has ended
-            continue
-        role = next((name for start, name in ROLES.items() if title.startswith(start)), "Ray")
-        used[role] += times.user + times.system
-    return used
 
 
 def _alone(engine: Decoding, prompt: tuple[int, ...], queries: int, quick: bool) -> float:

@@ -210,6 +210,17 @@ def test_forks_are_the_same_on_every_rank(group: Group) -> None:
     group.ask("release_all")
 
 
+@pytest.mark.parametrize("count", [1, 250, 2000])
+def test_commands_of_every_length_reach_all_ranks(group: Group, count: int) -> None:
+    """A long command takes two broadcasts, a short one takes one."""
+    start = SequenceStart(len(PROMPT), SETTINGS["greedy"])
+    row = VerifyRow(SequenceId("kept"), len(PROMPT), PROMPT, start=start)
+    first = group.ask("step", StepBatch((row,))).verdicts
+    group.ask("release", [SequenceId(f"an unknown sequence with the number {index}") for index in range(count)])
+    assert group.ask("step", StepBatch((row,))).verdicts == first
+    group.ask("release_all")
+
+
 def answer(
     ask: Callable[..., Any],
     prompt: Sequence[int],
