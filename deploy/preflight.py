@@ -100,6 +100,8 @@ def model_problems(
     if is_distilled(target):
         yield Problem("target.path", "a whole model", "a distilled draft", "set draft.model.path to it instead")
         return
+    if configuration.target.standby and placement.target.device == "cuda":
+        yield Problem("target.standby", "false where ranks use GPUs", "true", "set it to false")
     yield from head_problems(target, configuration.target.tensor_parallel)
     if draft is not None:
         yield from vocabulary_problems(target, draft, f"draft.{configuration.draft.weights_method}.path")

@@ -38,7 +38,8 @@ from deploy.ray.node_models import with_local_drafts, with_local_models
 from workers.draft.registry import create
 from workers.serve.configuration import load_configuration
 from workers.serve.node import node_address, set_threads
-from workers.serve.rank_actors import RankActors
+from workers.serve.rank_actors import RankActors, rank_kinds
+from workers.serve.rank_placement import RankPlacement
 from workers.serve.rank_supervisor import RankSupervisor
 from workers.serve.worker_server import WorkerHost, host_draft, set_log_level
 
@@ -69,7 +70,10 @@ class TargetReplica:
         self._drain_seconds = configuration.server.drain_timeout_seconds
         self._has_drafters = configuration.draft.is_enabled and not configuration.draft.is_colocated
         self._host = worker_host or node_address()
-        self._ranks = RankSupervisor(lambda: RankActors(configuration, threads, self._host, environment, access))
+        target = configuration.target
+        kinds = rank_kinds(target.tensor_parallel)
+        placement = RankPlacement(kinds, environment, standby=target.standby)
+        self._ranks = RankSupervisor(lambda: RankActors(configuration, threads, self._host, placement, access))
         step_timeout = configuration.target.step_timeout_seconds
         lease_seconds = configuration.cluster.lease_seconds
         self._target = GrpcTarget(self._ranks.address, access, step_timeout, lease_seconds)

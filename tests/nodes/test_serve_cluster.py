@@ -88,7 +88,8 @@ async def deadline() -> AsyncIterator[None]:
 
 async def kill_during_answer(cluster: ServeProcess, case: RequestCase, title: str) -> tuple[int, ...]:
     """An answer during which a worker is killed."""
-    victims = cluster.descendants(title)
+    # A standby rank is younger than the one that serves.
+    victims = sorted(cluster.descendants(title), key=lambda process: process.create_time())
     assert victims, f"no process is called {title}"
     asking = asyncio.create_task(tokens_grpc(cluster.server, case))
     await asyncio.sleep(0.2)
@@ -179,19 +180,29 @@ def test_a_port_in_use_is_reported_before_anything_starts(model: Path, tmp_path:
 
 
 async def check_drafts_on_the_target(cluster: ServeProcess, expected: Expected) -> None:
-    """There is no drafter; drafts are accepted, and the same answer comes although a rank is killed."""
+    """There is no drafter; drafts are accepted. The same answer comes although a rank is killed, from standby ranks."""
     assert not cluster.descendants("ray::ServeReplica:pilotfish:Draft")
     (pair,) = await answer_all(cluster.server, [GREEDY], concurrency=1)
     assert [answer.tokens for answer in pair] == [expected[GREEDY]] * 2
     assert all(answer.accepted > 0 for answer in pair)
+    before = await first_ranks(cluster)
     assert await kill_during_answer(cluster, SAMPLED, "WorkerRank") == expected[SAMPLED]
+    assert len(before & await first_ranks(cluster)) == 1, "the standby rank serves, and a new one is on standby"
+
+
+async def first_ranks(cluster: ServeProcess) -> set[int]:
+    """The process ids of the driver rank and of its standby process, once both exist."""
+    while len(found := {process.pid for process in cluster.descendants("FirstRank")}) != 2:
+        await asyncio.sleep(0.1)
+    return found
 
 
 async def test_a_stopped_cluster_and_a_failed_start_leave_no_process_behind(model: Path, expected: Expected) -> None:
     with ServeProcess(load_settings().cache_directory) as cluster:
         drafting = {"draft__method": "suffix", "draft__placement": "target", "draft__controller": "off"}
-        cluster.start(configure(model, target__tensor_parallel=3, **drafting))
-        await check_drafts_on_the_target(cluster, expected)
+        cluster.start(configure(model, target__tensor_parallel=3, target__standby=True, **drafting))
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            await check_drafts_on_the_target(cluster, expected)
         cluster.drain()
         cluster.stop()
         assert not cluster.descendants("ray")

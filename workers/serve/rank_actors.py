@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import get_current_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError, TargetUnavailable
@@ -28,6 +26,7 @@ from workers.draft.registry import create, create_for_worker_rank
 from workers.serve.configuration import load_configuration
 from workers.serve.heartbeat import until_lost
 from workers.serve.node import free_port, set_threads, use_interface_of
+from workers.serve.rank_placement import RankPlacement
 from workers.serve.target_servicer import StepEngine
 from workers.serve.worker_server import WorkerHost, host_target, set_log_level
 
@@ -40,41 +39,39 @@ _STOP_SECONDS = 5.0
 """Longest time for the ranks to stop by themselves, in seconds. Then they are killed."""
 
 
-_MOST_CALLS = 4
-"""Calls that one rank answers at the same time."""
-
-
 class FirstRank:
     """The driver rank: loads its part of the model, then serves `TargetService` at an address of its own.
 
     It also drafts, if the configuration places the drafting method on the target.
     """
 
-    def __init__(self, values: Mapping[str, Any], threads: int, host: str, rendezvous: int, access: PeerAccess) -> None:
-        self._configuration = load_configuration(values)
-        self._threads = threads
-        self._host = host
-        self._rendezvous = rendezvous
-        self._access = access
+    def __init__(self) -> None:
         self._driver: DriverRank | None = None
         self._engine: StepEngine | None = None
         self._server: WorkerHost | None = None
         self._is_stopped = asyncio.Event()
-        set_log_level(values)
 
     def process_id(self) -> int:
         """The process id of this actor."""
         return os.getpid()
 
-    async def start(self) -> str:
+    async def prepare(self) -> None:
+        """Load the libraries that `start` needs."""
+        await asyncio.to_thread(_load_libraries)
+
+    async def start(
+        self, values: Mapping[str, Any], threads: int, host: str, rendezvous: int, access: PeerAccess
+    ) -> str:
         """Load the model and listen. Returns the address. Raises `ConfigurationError`, `ModelLoadError`."""
-        engine = await asyncio.to_thread(self._load)
+        set_log_level(values)
+        configuration = load_configuration(values)
+        engine = await asyncio.to_thread(self._load, configuration, threads, host, rendezvous)
         self._server = host_target(
-            self._host,
+            host,
             engine,
-            self._access,
-            lease_seconds=self._configuration.cluster.lease_seconds,
-            hang_seconds=self._configuration.target.step_timeout_seconds,
+            access,
+            lease_seconds=configuration.cluster.lease_seconds,
+            hang_seconds=configuration.target.step_timeout_seconds,
         )
         await self._server.start()
         return self._server.address
@@ -101,15 +98,15 @@ class FirstRank:
         elif self._engine is not None:  # it may be loaded without being hosted
             await asyncio.to_thread(self._engine.close)
 
-    def _load(self) -> StepEngine:
+    def _load(self, configuration: Configuration, threads: int, host: str, rendezvous: int) -> StepEngine:
         from workers.verify.build import build_engine
         from workers.verify.group import DriverRank, join_group
 
-        target, draft = self._configuration.target, self._configuration.draft
-        set_threads(self._threads)
+        target, draft = configuration.target, configuration.draft
+        set_threads(threads)
         if target.tensor_parallel > 1:
-            use_interface_of(self._host)
-            join_group(target, 0, self._host, self._rendezvous)
+            use_interface_of(host)
+            join_group(target, 0, host, rendezvous)
         method = create(draft, target) if draft.is_colocated else None
         engine = self._engine = build_engine(target, method=method)
         if target.tensor_parallel > 1:
@@ -123,6 +120,10 @@ class WorkerRank:
     def process_id(self) -> int:
         """The process id of this actor."""
         return os.getpid()
+
+    def prepare(self) -> None:
+        """Load the libraries that `run` needs."""
+        _load_libraries()
 
     def run(self, values: Mapping[str, Any], threads: int, rank: int, host: str, rendezvous: int) -> None:
         """Join the group, load this rank's part, and run the driver rank's commands until the stop command.
@@ -158,7 +159,7 @@ class RankActors:
         configuration: Configuration,
         threads: int,
         host: str,
-        environment: Mapping[str, str],
+        placement: RankPlacement,
         access: PeerAccess,
     ) -> None:
         self._values = configuration.model_dump(mode="json", include={"target", "draft", "cluster", "log_level"})
@@ -166,7 +167,7 @@ class RankActors:
         self._start_seconds = configuration.server.start_timeout_seconds
         self._threads = threads
         self._host = host
-        self._environment = dict(environment)
+        self._placement = placement
         self._access = access
         self._actors: list[Any] = []  # Ray's types do not know the methods of actors
         self._process_ids: list[int | None] = []
@@ -176,11 +177,11 @@ class RankActors:
         """Start all ranks. Returns the address of `TargetService`. Raises the error of the rank that failed."""
         rendezvous = free_port(self._host)
         arguments = (self._values, self._threads)
-        first = self._place(FirstRank, 0).remote(*arguments, self._host, rendezvous, self._access)
-        self._actors = [first, *(self._place(WorkerRank, rank).remote() for rank in range(1, self._size))]
+        self._actors = self._placement.take()
+        first = self._actors[0]
         self._process_ids = [None] * self._size
         identified = asyncio.gather(*(self._identify(rank) for rank in range(self._size)), return_exceptions=True)
-        starting = _future(first.start.remote())
+        starting = _future(first.start.remote(*arguments, self._host, rendezvous, self._access))
         for rank in range(1, self._size):
             running = self._actors[rank].run.remote(*arguments, rank, self._host, rendezvous)
             self._running[_future(running)] = rank
@@ -199,6 +200,7 @@ class RankActors:
             raise TargetUnavailable(f"rank 0 of {self._size} did not start: {cause}") from None
         await identified
         self._running[_future(first.run.remote())] = 0
+        self._placement.prepare()
         return address
 
     async def ended(self) -> str:
@@ -221,6 +223,7 @@ class RankActors:
             with suppress(RayError, TimeoutError):
                 await asyncio.wait_for(_future(self._actors[0].stop.remote()), _STOP_SECONDS)
                 await asyncio.wait(self._running, timeout=_STOP_SECONDS)
+        self._placement.discard()
         self.kill()
 
     def kill(self) -> None:
@@ -237,19 +240,6 @@ class RankActors:
             running.add_done_callback(_consume)
         self._actors, self._process_ids, self._running = [], [], {}
 
-    def _place(self, kind: type, rank: int) -> Any:
-        group = get_current_placement_group()
-        if group is None:
-            raise TargetUnavailable("a target needs a placement group: deploy it with deploy.ray.application")
-        claims = group.bundle_specs[rank + 1]
-        return ray.remote(kind).options(
-            num_cpus=claims.get("CPU", 0),
-            num_gpus=claims.get("GPU", 0),
-            max_concurrency=_MOST_CALLS,  # a rank answers pings while it runs
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank + 1),
-            runtime_env={"env_vars": self._environment} if self._environment else None,
-        )
-
     async def _identify(self, rank: int) -> None:
         process_ids = self._process_ids
         process_ids[rank] = int(await _future(self._actors[rank].process_id.remote()))
@@ -260,6 +250,16 @@ class RankActors:
                 error = None if running.cancelled() else running.exception()
                 reason = "it left the group" if error is None else _cause(error)
                 raise TargetUnavailable(f"rank {rank} of {self._size} ended: {reason}")
+
+
+def rank_kinds(tensor_parallel: int) -> tuple[type, ...]:
+    """The classes of the ranks' actors, by rank."""
+    return (FirstRank, *([WorkerRank] * (tensor_parallel - 1)))
+
+
+def _load_libraries() -> None:
+    import workers.verify.build
+    import workers.verify.group  # noqa: F401
 
 
 def _future(reference: Any) -> asyncio.Future[Any]:

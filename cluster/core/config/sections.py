@@ -118,6 +118,9 @@ class TargetSection(ModelSection, PluginHost):
     step_timeout_seconds: Seconds = 120.0
     """Longest wait for a step, in seconds; then the step counts as lost and its sequences are sent again. A worker that
     computes for longer than this without a pause counts as hung and is replaced."""
+    standby: bool = False
+    """Whether each rank has a standby process with its libraries loaded, so that a lost target serves again sooner. It
+    needs memory of its own for each rank. Not for GPUs."""
     kv: KvSection = KvSection()
     """The KV cache on each rank."""
     evidence: EvidenceSection = EvidenceSection()

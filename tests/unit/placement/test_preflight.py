@@ -51,6 +51,16 @@ def test_missing_gpus_are_counted_by_role() -> None:
     assert "GPUs: needed 2 (2 for the target), found 1" in line
 
 
+def test_standby_ranks_are_refused_on_gpus(tmp_path: Path) -> None:
+    configuration = load_configuration({}, {"target.device": "cuda", "target.standby": True})
+    machine = Resources(4, 1, 8 << 30)
+    placement = plan(configuration, [machine])
+
+    line = only(preflight.model_problems(configuration, placement, [machine], model_directory(tmp_path / "m"), None))
+
+    assert line == "target.standby: needed false where ranks use GPUs, found true; set it to false"
+
+
 def test_missing_cores_are_reported() -> None:
     configuration = load_configuration({}, {"target.device": "cuda", "target.tensor_parallel": 4})
     small = Resources(cpus=2, gpus=4, memory_bytes=8 << 30)
