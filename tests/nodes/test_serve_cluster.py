@@ -192,9 +192,12 @@ async def check_drafts_on_the_target(cluster: ServeProcess, expected: Expected) 
 
 async def first_ranks(cluster: ServeProcess) -> set[int]:
     """The process ids of the driver rank and of its standby process, once both exist."""
-    while len(found := {process.pid for process in cluster.descendants("FirstRank")}) != 2:
+    for _ in range(round(TIMEOUT_SECONDS / 0.1)):
+        found = {process.pid for process in cluster.descendants("FirstRank")}
+        if len(found) == 2:
+            return found
         await asyncio.sleep(0.1)
-    return found
+    raise TimeoutError("there is no standby process")
 
 
 async def test_a_stopped_cluster_and_a_failed_start_leave_no_process_behind(model: Path, expected: Expected) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.core.config.sections import TargetSection
 
-_FIELDS = ("path", "revision", "dtype", "quantization", "max_context_len", "acceptance")
+_FIELDS = ("path", "revision", "load_format", "dtype", "quantization", "max_context_len", "acceptance")
 
 
 def answer_version(target: TargetSection) -> str:
