@@ -1,20 +1,30 @@
-"""`pilotfish bench race`: measure drafting methods against plain decoding on the same prompts."""
+"""`pilotfish bench`: measure drafting methods, or a server under load."""
 
 from __future__ import annotations
 
+import json
+import shlex
+import sys
+from dataclasses import replace
+from typing import Annotated
+
 import typer
 
+from cluster.core.errors import WorkerUnavailable
+from deploy.bench.load_test.options import LoadOptions
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.dataclass_options import command_with_options
+from deploy.progress import ProgressReporter
 from deploy.race.options import RaceOptions
-from deploy.terminal import output
+from deploy.settings import load_settings
+from deploy.terminal import notices, output
 
-bench = typer.Typer(no_args_is_help=True, help="Measure drafting methods.")
+bench = typer.Typer(no_args_is_help=True, help="Measure drafting methods, or a server under load.")
 
 
 @bench.callback()
 def measure() -> None:
-    """Measure drafting methods."""
+    """Measure drafting methods, or a server under load."""
 
 
 @bench.command()
@@ -27,3 +37,28 @@ def race(options: RaceOptions, config: ConfigOption = None, assignments: SetOpti
 
     results = run(options, RaceSettings(config, tuple(assignments or ())))
     output.print(markdown(results), markup=False)
+
+
+@bench.command("serve")
+@command_with_options(LoadOptions)
+def serve_bench(
+    options: LoadOptions,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    more_bounds: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME:MS]...", help="Further bounds of --goodput.")
+    ] = None,
+) -> None:
+    """Send requests to an OpenAI-compatible server: rates, concurrency, latency percentiles, goodput."""
+    options = replace(options, goodput=(*options.goodput, *(more_bounds or ())))
+    api_key = load_settings().api_key
+    from deploy.bench.load_test import report
+    from deploy.bench.load_test.run import run_load_test  # imports torch, once all options are checked
+
+    with ProgressReporter(notices, "bench serve") as progress:
+        results = run_load_test(options, api_key, shlex.join(["pilotfish", *sys.argv[1:]]), progress)
+    if as_json:
+        output.print_json(json.dumps(report.as_json(results)))
+    else:
+        output.print(report.markdown(results), markup=False)
+    if not all(found.completed for found in results.measurements):
+        raise WorkerUnavailable("a measurement has no answer")

@@ -62,7 +62,7 @@ class EndpointContestant:
 
 
 class StreamReader:
-    """Reads one streamed chat completion and times its chunks."""
+    """Reads one streamed chat completion or completion, and times its chunks."""
 
     def __init__(self) -> None:
         self._begun = time.perf_counter()
@@ -82,10 +82,16 @@ class StreamReader:
         self._usage = event.get("usage") or self._usage
         self._is_lossless &= event.get("lossless", True) is not False
         for choice in event.get("choices", ()):
-            text = choice.get("delta", {}).get("content")
+            delta = choice.get("delta", {})
+            text = delta.get("content") or delta.get("reasoning_content") or choice.get("text")
             if text:
                 self._seconds.append(time.perf_counter() - self._begun)
                 self._text.append(text)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt; 0 where the server reports no usage."""
+        return int(self._usage.get("prompt_tokens", 0))
 
     def answer(self) -> RaceAnswer:
         """The whole answer. The tokens of the usage are spread over the chunks, the remainder over the last ones."""

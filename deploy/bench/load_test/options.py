@@ -1,0 +1,133 @@
+"""The options of `pilotfish bench serve`. Each is declared once, with its type, default and help text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.core.errors import ConfigurationError
+from deploy.dataclass_options import number_list
+
+_AT_LEAST_ONE = ("num_prompts", "max_tokens", "random_input_len")
+GOODPUT_FIGURES = ("ttft", "tpot", "itl", "e2el")
+"""Figures that a goodput bound may name. They are those of `vllm bench serve`."""
+
+
+class Endpoint(StrEnum):
+    """The route that is measured."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+
+    @property
+    def path(self) -> str:
+        """The path of the route."""
+        return "/v1/chat/completions" if self is Endpoint.CHAT else "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """The options of one load test. Raises `ConfigurationError` for a value out of bounds."""
+
+    url: Annotated[str, typer.Option(help="Address of the server, with or without /v1.")] = "http://127.0.0.1:8000"
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The served model. Unset: the first that the server lists.")
+    ] = None
+    endpoint: Annotated[Endpoint, typer.Option(help="Chat completions or completions.")] = Endpoint.CHAT
+    prompts: Annotated[
+        tuple[Path, ...],
+        typer.Option(
+            help="A JSONL file of prompts: Spec-Bench, HumanEval, GSM8K, Self-Instruct, chat messages or plain text. "
+            "May be repeated. Unset: random words."
+        ),
+    ] = ()
+    num_prompts: Annotated[int, typer.Option(help="Requests of each measurement. Prompts are repeated if needed.")] = 64
+    random_input_len: Annotated[int, typer.Option(help="Words of a random prompt.")] = 128
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens in one answer.")] = 128
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Answers have exactly --max-tokens tokens (vLLM, Pilotfish).")
+    ] = False
+    temperature: Annotated[float, typer.Option(help="0 always takes the most probable token.")] = 0.0
+    request_rate: Annotated[
+        tuple[float, ...],
+        typer.Option(
+            parser=number_list("--request-rate", float),
+            metavar="NUMBERS",
+            help="Requests per second, with commas between several measurements; inf sends all at once.",
+        ),
+    ] = (math.inf,)
+    burstiness: Annotated[
+        float, typer.Option(help="1: arrivals are a Poisson process; below, they come in bursts; above, more evenly.")
+    ] = 1.0
+    max_concurrency: Annotated[
+        tuple[int, ...],
+        typer.Option(
+            parser=number_list("--max-concurrency", int),
+            metavar="NUMBERS",
+            help="Most requests in flight, with commas between several measurements; 0 sets no bound.",
+        ),
+    ] = (0,)
+    goodput: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="NAME:MS",
+            help="Count the requests that keep these bounds in milliseconds: ttft, tpot, itl, e2el.",
+        ),
+    ] = ()
+    seed: Annotated[int, typer.Option(help="Seed of arrivals and random prompts; also of the first request.")] = 0
+    timeout: Annotated[float, typer.Option(help="Longest time of one request, in seconds.")] = 3600.0
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for serve.json, serve.md and serve.png. Unset: nothing is written.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        for name in _AT_LEAST_ONE:
+            if getattr(self, name) < 1:
+                _refuse(name, getattr(self, name), "it must be at least 1")
+        if not self.request_rate or any(not rate > 0 for rate in self.request_rate):
+            _refuse("request_rate", self.request_rate, "each must be above 0")
+        if not self.max_concurrency or any(bound < 0 for bound in self.max_concurrency):
+            _refuse("max_concurrency", self.max_concurrency, "each must be at least 0")
+        if not 0 < self.burstiness < math.inf:
+            _refuse("burstiness", self.burstiness, "it must be above 0")
+        if not 0 <= self.temperature <= 2:
+            _refuse("temperature", self.temperature, "it must be within 0 and 2")
+        if not 0 < self.timeout < math.inf:
+            _refuse("timeout", self.timeout, "it must be above 0")
+        if not 0 <= self.seed < 1 << 63:
+            _refuse("seed", self.seed, f"it must be within 0 and {(1 << 63) - 1}")
+        parse_goodput(self.goodput)
+
+    @property
+    def root(self) -> str:
+        """The address of the server, without `/v1`."""
+        return self.url.rstrip("/").removesuffix("/v1")
+
+
+def parse_goodput(bounds: Sequence[str]) -> dict[str, float]:
+    """The bounds in seconds by figure, from `ttft:500` and the like, with spaces or commas between several.
+
+    Raises `ConfigurationError`.
+    """
+    found: dict[str, float] = {}
+    for part in " ".join(bounds).replace(",", " ").split():
+        name, _, text = part.partition(":")
+        try:
+            milliseconds = float(text)
+        except ValueError:
+            milliseconds = math.nan
+        if name not in GOODPUT_FIGURES or not 0 < milliseconds < math.inf:
+            known = ", ".join(GOODPUT_FIGURES)
+            raise ConfigurationError(f"--goodput: {part!r} is refused; it must be NAME:MS with a name of {known}")
+        found[name] = milliseconds / 1e3
+    return found
+
+
+def _refuse(name: str, value: object, bound: str) -> None:
+    raise ConfigurationError(f"--{name.replace('_', '-')}: {value} is refused; {bound}")

@@ -1,0 +1,137 @@
+"""Runs a load test: every request at its time, at most so many in flight, each answer timed as it streams."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import httpx
+
+from cluster.core.errors import WorkerUnavailable
+from deploy.bench.load_test.options import LoadOptions, parse_goodput
+from deploy.bench.load_test.records import LoadRecord, Measurement
+from deploy.bench.load_test.report import LoadResults, write
+from deploy.bench.load_test.workload import LoadRequest, arrival_seconds, make_requests
+from deploy.race.contestants.endpoint import StreamReader
+from deploy.race.costs import describe_machine
+
+Report = Callable[[float, str], None]
+"""Called with the share of the test that is complete, and a description."""
+Measured = Callable[[Measurement], None]
+"""Called after every measurement."""
+
+
+class LoadTest:
+    """One load test of a server through `client`, whose base address is the server's."""
+
+    def __init__(self, options: LoadOptions, client: httpx.AsyncClient, report: Report) -> None:
+        self._options = options
+        self._client = client
+        self._report = report
+        self._model = options.model or ""
+        self._done = 0
+
+    @property
+    def model(self) -> str:
+        """The measured model."""
+        return self._model
+
+    async def run(self, measured: Measured) -> None:
+        """Measure every rate with every concurrency, after one request that is not counted.
+
+        Raises `WorkerUnavailable` if the server does not answer that request.
+        """
+        options = self._options
+        requests = make_requests(options)
+        self._model = self._model or await self._first_model()
+        warm = await self._send(requests[0], time.perf_counter())
+        if warm.answer is None:
+            raise WorkerUnavailable(f"{options.root}{options.endpoint.path} did not answer: {warm.error}")
+        cells = [(rate, bound) for rate in options.request_rate for bound in options.max_concurrency]
+        total = len(cells) * len(requests)
+        for rate, bound in cells:
+            measured(await self._measure(requests, rate, bound, total))
+
+    async def _measure(self, requests: Sequence[LoadRequest], rate: float, bound: int, total: int) -> Measurement:
+        options = self._options
+        slots = asyncio.Semaphore(bound or len(requests))
+        times = arrival_seconds(len(requests), rate, options.burstiness, options.seed)
+        begun = time.perf_counter()
+
+        async def one(request: LoadRequest, at: float) -> LoadRecord:
+            await asyncio.sleep(max(0.0, begun + at - time.perf_counter()))
+            async with slots:
+                record = await self._send(request, begun)
+            self._done += 1
+            self._report(self._done / total, f"{rate:g} requests/s, concurrency {bound or 'unbounded'}")
+            return record
+
+        records = await asyncio.gather(*(one(request, at) for request, at in zip(requests, times, strict=True)))
+        seconds = time.perf_counter() - begun
+        return Measurement(rate, bound, seconds, tuple(records), parse_goodput(options.goodput))
+
+    async def _send(self, request: LoadRequest, begun: float) -> LoadRecord:
+        """Send one request and read its answer. A failure becomes a record with its reason."""
+        body = request.body(self._options.endpoint, self._model)
+        sent = time.perf_counter() - begun
+        reader = StreamReader()
+        try:
+            async with asyncio.timeout(self._options.timeout):
+                async with self._client.stream("POST", self._options.endpoint.path, json=body) as response:
+                    if response.status_code != httpx.codes.OK:
+                        await response.aread()
+                        return LoadRecord(sent, error=f"HTTP {response.status_code}")
+                    async for line in response.aiter_lines():
+                        reader.line(line)
+        except TimeoutError:
+            return LoadRecord(sent, error="timeout")
+        except httpx.HTTPError as error:
+            return LoadRecord(sent, error=type(error).__name__)
+        except WorkerUnavailable:
+            return LoadRecord(sent, error="error in the stream")
+        return LoadRecord(sent, reader.answer(), reader.prompt_tokens)
+
+    async def _first_model(self) -> str:
+        """The first model that the server lists. Raises `WorkerUnavailable`."""
+        try:
+            response = await self._client.get("/v1/models")
+            response.raise_for_status()
+            return str(response.json()["data"][0]["id"])
+        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise WorkerUnavailable(f"{self._options.root}/v1/models names no model: {error!r}") from error
+
+
+def run_load_test(options: LoadOptions, api_key: str | None, command: str, report: Report) -> LoadResults:
+    """Run a load test, and write its files after every measurement. Raises `PilotfishError`."""
+    results = LoadResults("", describe_machine(), command)
+
+    async def run() -> None:
+        async with open_client(options, api_key) as client:
+            test = LoadTest(options, client, report)
+
+            def measured(measurement: Measurement) -> None:
+                results.title = _title(options, test.model)
+                results.measurements.append(measurement)
+                if options.out is not None:
+                    write(results, options.out)
+
+            await test.run(measured)
+
+    asyncio.run(run())
+    return results
+
+
+def open_client(options: LoadOptions, api_key: str | None) -> httpx.AsyncClient:
+    """A client of the server, with as many connections as requests need."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    return httpx.AsyncClient(base_url=options.root, headers=headers, limits=limits, timeout=options.timeout)
+
+
+def _title(options: LoadOptions, model: str) -> str:
+    files = ", ".join(file.name for file in options.prompts) or f"random words ({options.random_input_len} each)"
+    return (
+        f"{model} at {options.root}{options.endpoint.path}; {options.num_prompts} requests from {files}, at most "
+        f"{options.max_tokens} tokens each, temperature {options.temperature:g}"
+    )

@@ -1,0 +1,92 @@
+"""A load test of a real HTTP API over a scripted engine, and of servers that refuse or break off."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.core.errors import WorkerUnavailable
+from deploy import cli
+from deploy.bench.load_test.options import Endpoint, LoadOptions
+from deploy.bench.load_test.records import Measurement
+from deploy.bench.load_test.run import LoadTest, open_client
+from tests.support.fakes.both_apis import BothApis, apis
+
+__all__ = ["apis"]
+
+
+async def measure(options: LoadOptions, client: httpx.AsyncClient) -> tuple[list[Measurement], str]:
+    found: list[Measurement] = []
+    test = LoadTest(options, client, lambda share, _: None)
+    async with client:
+        await test.run(found.append)
+    return found, test.model
+
+
+@pytest.mark.parametrize("endpoint", list(Endpoint))
+async def test_every_request_is_answered_and_counted(apis: BothApis, endpoint: Endpoint) -> None:
+    options = LoadOptions(
+        url=f"{apis.http.base_url}/v1/",
+        endpoint=endpoint,
+        num_prompts=5,
+        random_input_len=3,
+        max_tokens=8,
+        max_concurrency=(1, 3),
+        goodput=("ttft:60000",),
+    )
+    found, model = await measure(options, open_client(options, None))
+    assert model == (await apis.client.list_models())[0].id
+    assert [(each.max_concurrency, len(each.completed)) for each in found] == [(1, 5), (3, 5)]
+    for each in found:
+        assert each.output_tokens > 0 and each.prompt_tokens > 0 and each.most_in_flight <= each.max_concurrency
+        assert each.goodput == each.per_second(5)
+
+
+def answering(responses: list[httpx.Response]) -> httpx.AsyncClient:
+    """A client of a server that gives these responses in turn."""
+    turn = iter(responses)
+    return httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(lambda _: next(turn)))
+
+
+def events(*bodies: dict[str, Any]) -> httpx.Response:
+    return httpx.Response(200, text="".join(f"data: {json.dumps(body)}\n\n" for body in bodies) + "data: [DONE]\n\n")
+
+
+OK: dict[str, Any] = {"choices": [{"text": "a"}], "usage": {"prompt_tokens": 2, "completion_tokens": 1}}
+
+
+async def test_failures_are_counted_by_reason() -> None:
+    responses = [events(OK), events(OK), httpx.Response(429), events({"error": {"message": "lost"}})]
+    options = LoadOptions(model="m", num_prompts=3, random_input_len=1, max_concurrency=(1,))
+    ((found,), _) = await measure(options, answering(responses))
+    assert (len(found.completed), found.prompt_tokens) == (1, 2)
+    assert found.errors == {"HTTP 429": 1, "error in the stream": 1}
+
+
+async def test_a_server_that_does_not_answer_is_an_error() -> None:
+    with pytest.raises(WorkerUnavailable, match=r"/v1/chat/completions did not answer: HTTP 503"):
+        await measure(LoadOptions(model="m"), answering([httpx.Response(503)]))
+    with pytest.raises(WorkerUnavailable, match="names no model"):
+        await measure(LoadOptions(), answering([httpx.Response(200, json={"data": []})]))
+
+
+def test_bounds_may_follow_without_the_option(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[LoadOptions] = []
+
+    def run(options: LoadOptions, *_: object) -> None:
+        seen.append(options)
+        raise WorkerUnavailable("stop here")
+
+    monkeypatch.setattr("deploy.bench.load_test.run.run_load_test", run)
+    monkeypatch.setattr(
+        sys, "argv", ["pilotfish", "bench", "serve", "--goodput", "ttft:500", "tpot:50", "--request-rate", "1,inf"]
+    )
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    assert (seen[0].goodput, seen[0].request_rate[0]) == (("ttft:500", "tpot:50"), 1.0)
