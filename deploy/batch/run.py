@@ -1,0 +1,132 @@
+"""Runs a batch file against an HTTP API: so many requests in flight, each answered once, refusals repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import httpx
+
+from cluster.core.errors import ConfigurationError
+from deploy.batch.lines import BatchRequest, BatchResult, InvalidLine, parse_line, read_lines
+
+Report = Callable[[float, str], None]
+"""Called with the share of the lines that are done, and a description."""
+
+_BUSY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
+"""Status codes of a server that may answer later."""
+_LONGEST_PAUSE_SECONDS = 60.0
+_FIRST_PAUSE_SECONDS = 0.5
+_CONNECTION_ATTEMPTS = 3
+_TIMEOUT_HEADROOM_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class BatchCounts:
+    """Lines of an output file by outcome."""
+
+    answered: int = 0
+    failed: int = 0
+
+
+class BatchRun:
+    """Answers the lines of one file through `client`, whose base address is the server's."""
+
+    def __init__(self, client: httpx.AsyncClient, concurrency: int, timeout_seconds: float, report: Report) -> None:
+        """`timeout_seconds` bounds a line, including the time in which the server refuses it because it is busy."""
+        self._client = client
+        self._concurrency = concurrency
+        self._timeout_seconds = timeout_seconds
+        self._report = report
+        self._seen: set[str] = set()
+        self.counts = BatchCounts()
+
+    async def run(self, source: Path, out: Path) -> BatchCounts:
+        """Write one line per line of `source` into `out`, as they are done. Raises `ConfigurationError`."""
+        total = sum(1 for _ in read_lines(source))
+        if not total:
+            raise ConfigurationError(f"--input-file {source}: needed at least one line, found none")
+        lines = read_lines(source)
+        try:
+            opened = out.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"--output-file {out}: needed a file that can be written; {error}") from None
+        with opened as file:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(min(self._concurrency, total)):
+                    tasks.create_task(self._work(lines, total, file))
+        return self.counts
+
+    async def _work(self, lines: Iterator[tuple[int, str]], total: int, file: TextIO) -> None:
+        """Answer one line after another. Workers share the iterator, so that only lines in flight are in memory."""
+        for number, text in lines:
+            result = await self._answer(number, text)
+            self.counts.answered += result.is_answered
+            self.counts.failed += not result.is_answered
+            file.write(f"{result.text()}\n")
+            file.flush()
+            done = self.counts.answered + self.counts.failed
+            self._report(done / total, f"{done} of {total} lines, {self.counts.failed} failed")
+
+    async def _answer(self, number: int, text: str) -> BatchResult:
+        try:
+            request = parse_line(text)
+            if request.custom_id in self._seen:
+                raise InvalidLine(f"custom_id: {request.custom_id!r} is refused; it must be unique", request.custom_id)
+        except InvalidLine as error:
+            return BatchResult(error.custom_id, number, code="invalid_line", message=str(error))
+        self._seen.add(request.custom_id)
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                return await self._send(number, request)
+        except TimeoutError:
+            message = f"no answer within {self._timeout_seconds:g} s"
+            return BatchResult(request.custom_id, number, code="timeout", message=message)
+
+    async def _send(self, number: int, request: BatchRequest) -> BatchResult:
+        """Send a request until the server answers it, or refuses it for good."""
+        failures, pause = 0, _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                response = await self._client.post(request.url, json=dict(request.body))
+            except httpx.TransportError as error:
+                failures += 1
+                if failures >= _CONNECTION_ATTEMPTS:
+                    message = f"the server cannot be reached: {error!r}"
+                    return BatchResult(request.custom_id, number, code="connection_error", message=message)
+            else:
+                if response.status_code not in _BUSY:
+                    return _result(request, number, response)
+                pause = max(pause, _retry_after(response))
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def open_client(url: str, api_key: str | None, timeout_seconds: float) -> httpx.AsyncClient:
+    """A client of the server at `url`, with or without the path `/v1`."""
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    base = url.rstrip("/").removesuffix("/v1")
+    timeout = timeout_seconds + _TIMEOUT_HEADROOM_SECONDS
+    return httpx.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=timeout)
+
+
+def _result(request: BatchRequest, number: int, response: httpx.Response) -> BatchResult:
+    try:
+        body = response.json()
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        body = response.text
+    request_id = response.headers.get("x-request-id", "")
+    return BatchResult(request.custom_id, number, response.status_code, request_id, body)
+
+
+def _retry_after(response: httpx.Response) -> float:
+    """Seconds that the server asks to wait; 0 if it names none."""
+    try:
+        return min(_LONGEST_PAUSE_SECONDS, max(0.0, float(response.headers.get("retry-after", "0"))))
+    except ValueError:
+        return 0.0

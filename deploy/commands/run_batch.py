@@ -1,0 +1,80 @@
+"""`pilotfish run-batch`: answer the lines of a batch file in OpenAI's format."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import typer
+
+from cluster.core.errors import ConfigurationError
+from deploy.batch.lines import read_lines
+from deploy.batch.run import BatchCounts, BatchRun, Report, open_client
+from deploy.commands.options import ConfigOption, SetOption
+from deploy.progress import ProgressReporter
+from deploy.settings import Settings, load_settings
+from deploy.terminal import notices, notify
+
+
+def run_batch(
+    input_file: Annotated[
+        Path, typer.Option("--input-file", "-i", help="JSONL: custom_id, method, url and body on each line.")
+    ],
+    output_file: Annotated[Path, typer.Option("--output-file", "-o", help="JSONL of the answers. It is replaced.")],
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+    url: Annotated[
+        str | None, typer.Option(help="Ask this server. Unset: load the models in this process, without Ray.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(help="Most requests in flight.")] = 16,
+    timeout: Annotated[float, typer.Option(help="Longest time of one line, in seconds.")] = 3600.0,
+) -> None:
+    """Answer a batch file in OpenAI's format: chat completions, completions and responses, errors line by line."""
+    if concurrency < 1:
+        raise ConfigurationError(f"--concurrency: {concurrency} is refused; it must be at least 1")
+    if not 0 < timeout < float("inf"):
+        raise ConfigurationError(f"--timeout: {timeout} is refused; it must be above 0")
+    if input_file.resolve() == output_file.resolve():
+        raise ConfigurationError("--output-file: needed another file than --input-file, found the same")
+    next(read_lines(input_file), None)  # an unreadable file is reported before anything is loaded
+    settings = load_settings(config, assignments or ())
+    with ProgressReporter(notices, "run-batch") as report:
+        counts = asyncio.run(_run(settings, url, input_file, output_file, concurrency, timeout, report))
+    notify(f"{counts.answered} lines answered, {counts.failed} failed: {output_file}")
+
+
+async def _run(
+    settings: Settings,
+    url: str | None,
+    source: Path,
+    out: Path,
+    concurrency: int,
+    timeout_seconds: float,
+    report: Report,
+) -> BatchCounts:
+    async with _client(settings, url, timeout_seconds) as client:
+        return await BatchRun(client, concurrency, timeout_seconds, report).run(source, out)
+
+
+@asynccontextmanager
+async def _client(settings: Settings, url: str | None, timeout_seconds: float) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the server at `url`, or of a cluster in this process."""
+    if url is not None:
+        async with open_client(url, settings.api_key, timeout_seconds) as client:
+            yield client
+        return
+    # Importing torch takes seconds, and a client of a running server does not need it.
+    from deploy.local.local_cluster import LocalCluster
+    from deploy.models import resolve_models
+
+    models = resolve_models(settings.configuration, settings.cache_directory, lambda _: None).configuration
+    server = models.server.model_copy(update={"grpc_port": 0, "http_port": 0})
+    async with (
+        LocalCluster(models.model_copy(update={"server": server}), http=True) as cluster,
+        open_client(cluster.http_url, cluster.access.api_key, timeout_seconds) as client,
+    ):
+        yield client
