@@ -37,6 +37,10 @@ FAULTS = {
     "the verifier imports Ray": ({"workers/verify/fault.py": "import ray"}, "Ray places"),
     "the core reads the clock": ({"cluster/core/fault.py": "import time"}, "The core is pure"),
     "the coordinator reads protobuf": ({"cluster/coordinator/fault.py": "import pilotfish.v1"}, "Protobuf stays"),
+    "the client package imports the cluster": (
+        {"pilotfish_client/fault.py": "import cluster.core"},
+        "The client package stands alone",
+    ),
     "two files import each other": (
         {
             "workers/kv/fault.py": "import workers.kv.fault_two",
@@ -71,7 +75,7 @@ def lint(directory: Path) -> subprocess.CompletedProcess[str]:
 
 def source_files() -> list[Path]:
     """Every Python file of the project that a person wrote."""
-    folders = ("cluster", "workers", "deploy", "tests")
+    folders = ("cluster", "workers", "deploy", "tests", "protos/pilotfish_client")
     return [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
 
 
@@ -83,7 +87,7 @@ def line_count(file: Path) -> int:
 def copied_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("sources")
     ignored = shutil.ignore_patterns("__pycache__")
-    for source in ("cluster", "workers", "deploy", "protos/pilotfish"):
+    for source in ("cluster", "workers", "deploy", "protos/pilotfish", "protos/pilotfish_client"):
         shutil.copytree(ROOT / source, directory / Path(source).name, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", directory)
     return directory

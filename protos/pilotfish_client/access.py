@@ -1,0 +1,79 @@
+"""Addresses, TLS and API keys: how channels are opened, and what every call presents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.enable_retries", 0),  # a Generate call must not run twice
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+DEFAULT_MESSAGE_BYTES = 64 << 20
+DEFAULT_TIMEOUT_SECONDS = 600.0
+DEFAULT_PATIENCE_SECONDS = 10.0
+SHORT_CALL_SECONDS = 30.0
+"""Timeout of calls that generate nothing, in seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """Files and names for TLS. Without `ca`, the authorities of the system are trusted."""
+
+    ca: str | Path | None = None
+    """Certificates of the authorities that may sign the server's certificate, in PEM."""
+    certificate: str | Path | None = None
+    """The client's own certificate, for mutual TLS."""
+    key: str | Path | None = None
+    """The key of the client's certificate."""
+    server_name: str | None = None
+    """The name that the server's certificate must have instead of its address."""
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key: needed both or neither, found one")
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """The credentials of a channel. Raises `OSError` for a file that cannot be read."""
+        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How servers are reached."""
+
+    addresses: tuple[str, ...]
+    """Addresses as `host:port`, of servers that serve the same."""
+    api_key: str | None = field(repr=False)
+    tls: Tls | None
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """The metadata of every call."""
+        return () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),)
+
+    @property
+    def options(self) -> tuple[tuple[str, int | str], ...]:
+        """The options of every channel."""
+        options = (*_OPTIONS, ("grpc.max_receive_message_length", DEFAULT_MESSAGE_BYTES))
+        if self.tls is not None and self.tls.server_name is not None:
+            options += (("grpc.ssl_target_name_override", self.tls.server_name),)
+        return options
+
+
+def make_access(addresses: str | Sequence[str], api_key: str | None, tls: Tls | None) -> Access:
+    """How the servers at one or several addresses are reached. Raises `ValueError` without an address."""
+    found = (addresses,) if isinstance(addresses, str) else tuple(addresses)
+    if not found or not all(found):
+        raise ValueError(f"addresses: needed at least one HOST:PORT, found {addresses!r}")
+    return Access(found, api_key, tls)
+
+
+def _read(file: str | Path | None) -> bytes | None:
+    return None if file is None else Path(file).expanduser().read_bytes()

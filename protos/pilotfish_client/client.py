@@ -1,0 +1,160 @@
+"""The synchronous client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from pilotfish.v1 import generation_pb2, generation_pb2_grpc
+from pilotfish_client.access import (
+    DEFAULT_PATIENCE_SECONDS,
+    DEFAULT_TIMEOUT_SECONDS,
+    SHORT_CALL_SECONDS,
+    Tls,
+    make_access,
+)
+from pilotfish_client.errors import PilotfishClientError, Unavailable, from_rpc_error
+from pilotfish_client.events import Collector, Completion, Event, to_event
+from pilotfish_client.progress import StreamProgress
+from pilotfish_client.requests import (
+    DEFAULT_PARAMETERS,
+    Message,
+    Parameters,
+    Prompt,
+    make_request,
+    set_prompt,
+)
+
+
+class Client:
+    """A client of Pilotfish's gRPC API. It may be used by several threads.
+
+    `addresses` are servers of one cluster; a stream that breaks off goes on at the next. A request that no server has
+    accepted waits `patience_seconds` for one. Close the client, or use it in `with`.
+    """
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str],
+        *,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+    ) -> None:
+        self._access = make_access(addresses, api_key, tls)
+        self._timeout_seconds = timeout_seconds
+        self._patience_seconds = patience_seconds
+        self._channels: dict[str, grpc.Channel] = {}
+        self._current = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections. Running streams break off."""
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            channel.close()
+
+    def generate(
+        self, prompt: Prompt, parameters: Parameters = DEFAULT_PARAMETERS, timeout_seconds: float | None = None
+    ) -> Completion:
+        """Return the whole answers. Raises `PilotfishClientError`."""
+        progress, collector = StreamProgress(make_request(prompt, parameters)), Collector()
+        with closing(self._events(progress, timeout_seconds)) as events:
+            for event in events:
+                collector.add(event)
+        return collector.completion(progress.resumptions)
+
+    def stream(
+        self, prompt: Prompt, parameters: Parameters = DEFAULT_PARAMETERS, timeout_seconds: float | None = None
+    ) -> Generator[Event, None, None]:
+        """Yield the events of the answers, as tokens are committed. Closing the generator cancels the call.
+
+        After a lost connection the stream goes on where it stopped. Raises `PilotfishClientError`.
+        """
+        return self._events(StreamProgress(make_request(prompt, parameters)), timeout_seconds)
+
+    def _events(self, progress: StreamProgress, timeout_seconds: float | None) -> Generator[Event, None, None]:
+        begun = time.monotonic()
+        deadline = begun + (self._timeout_seconds if timeout_seconds is None else timeout_seconds)
+        while True:
+            try:
+                yield from self._attempt(progress, deadline - time.monotonic())
+                if progress.is_complete:
+                    return
+                failure: PilotfishClientError = Unavailable("the stream ended before the answers were complete")
+            except PilotfishClientError as error:
+                failure = error
+            self._current += 1
+            now = time.monotonic()
+            time.sleep(progress.pause(failure, deadline - now, self._patience_seconds - (now - begun)))
+
+    def _attempt(self, progress: StreamProgress, seconds: float) -> Generator[Event, None, None]:
+        call = self._stub().Generate(progress.message(), timeout=max(0.0, seconds), metadata=self._access.metadata)
+        try:
+            for response in call:
+                event = to_event(response)
+                if progress.receive(response) and event is not None:
+                    yield event
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+
+    def abort(self, request_id: str) -> bool:
+        """Abort a running request. Returns whether it was running."""
+        message = generation_pb2.AbortRequest(request_id=request_id)
+        answer: generation_pb2.AbortResponse = self._call("Abort", message)
+        return answer.aborted
+
+    def tokenize(self, prompt: str | Sequence[Message], add_special_tokens: bool | None = None) -> tuple[int, ...]:
+        """Return the tokens of a text or a conversation."""
+        message = generation_pb2.TokenizeRequest(add_special_tokens=add_special_tokens)
+        set_prompt(message, prompt)
+        answer: generation_pb2.TokenizeResponse = self._call("Tokenize", message)
+        return tuple(answer.token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool | None = None) -> str:
+        """Return the text of tokens."""
+        message = generation_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        answer: generation_pb2.DetokenizeResponse = self._call("Detokenize", message)
+        return answer.text
+
+    def models(self) -> tuple[str, ...]:
+        """Return the names of the served models."""
+        answer: generation_pb2.ListModelsResponse = self._call("ListModels", generation_pb2.ListModelsRequest())
+        return tuple(model.id for model in answer.models)
+
+    def _call(self, method: str, message: Any) -> Any:
+        call = getattr(self._stub(), method)
+        try:
+            return call(message, timeout=SHORT_CALL_SECONDS, metadata=self._access.metadata)
+        except grpc.RpcError as error:
+            self._current += 1
+            raise from_rpc_error(error) from error
+
+    def _stub(self) -> Any:
+        addresses = self._access.addresses
+        address = addresses[self._current % len(addresses)]
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels.setdefault(address, self._open(address))
+        return generation_pb2_grpc.GenerationServiceStub(channel)
+
+    def _open(self, address: str) -> grpc.Channel:
+        tls = self._access.tls
+        if tls is None:
+            return grpc.insecure_channel(address, options=self._access.options)
+        return grpc.secure_channel(address, tls.credentials(), options=self._access.options)
