@@ -19,6 +19,7 @@ from deploy.commands.doctor import doctor
 from deploy.commands.generate import generate
 from deploy.commands.plan import plan_command
 from deploy.commands.prepare import prepare
+from deploy.commands.run_batch import run_batch
 from deploy.commands.serve import serve
 from deploy.commands.simulate import simulate
 from deploy.signals import Interrupted
@@ -28,7 +29,6 @@ cli = typer.Typer(
     name="pilotfish",
     help="Serve a large language model with speculative decoding. By default, the text is exactly the model's own.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -62,7 +62,7 @@ def common_options(
 
 
 cli.command("plan")(plan_command)
-for command in (prepare, serve, generate, demo, distill, doctor):
+for command in (prepare, serve, generate, run_batch, demo, distill, doctor):
     cli.command()(command)
 cli.add_typer(bench, name="bench")
 cli.add_typer(simulate, name="simulate")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Annotated
 
 import typer
@@ -22,7 +23,7 @@ from deploy.commands.options import ConfigOption, SetOption
 from deploy.coordinator_server import fixed_address
 from deploy.implied_settings import NOT_LOSSLESS
 from deploy.settings import Settings, load_settings
-from deploy.terminal import notify, write_text
+from deploy.terminal import notify, output, write_text
 from pilotfish.v1 import common_pb2, generation_pb2
 
 Write = Callable[[str], None]
@@ -45,9 +46,9 @@ class Prompt:
 
     def message(self) -> generation_pb2.GenerateRequest:
         """The request for the public service. Raises `InvalidRequest` for values that protobuf cannot hold."""
-        for field, value, bound in (("max_tokens", self.max_tokens, 1 << 32), ("seed", self.seed, 1 << 64)):
+        for name, value, bound in (("max_tokens", self.max_tokens, 1 << 32), ("seed", self.seed, 1 << 64)):
             if value is not None and not 0 <= value < bound:
-                raise InvalidRequest(field, value, f"between 0 and {bound - 1}")
+                raise InvalidRequest(name, value, f"between 0 and {bound - 1}")
         request = generation_pb2.GenerateRequest(
             sampling=common_pb2.SamplingParameters(temperature=self.temperature, seed=self.seed),
             stopping=generation_pb2.StoppingCriteria(max_tokens=self.max_tokens),
@@ -57,6 +58,47 @@ class Prompt:
         else:
             request.chat.messages.add(role="user", content=self.text)
         return request
+
+
+@dataclass(slots=True)
+class Answer:
+    """A whole answer with its counts. The fields are those of `--json`."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    model: str = ""
+    seed: int = 0
+    finish_reason: str = ""
+    """`stop`, `length` or `abort`."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    drafted_tokens: int = 0
+    """Draft tokens that were verified."""
+    accepted_draft_tokens: int = 0
+    target_steps: int = 0
+    """Forward passes of the target that decided tokens."""
+    draft_method: str = ""
+    lossless: bool = True
+    """Whether the answer is exactly that of the model alone."""
+    seconds: float = 0.0
+
+    def end(self, finished: generation_pb2.GenerationFinished, seconds: float) -> None:
+        """Take over the reason and the counts of the end."""
+        usage = finished.usage
+        name = generation_pb2.FinishReason.Name(finished.reason)
+        self.finish_reason = name.removeprefix("FINISH_REASON_").lower()
+        self.prompt_tokens, self.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+        self.drafted_tokens, self.accepted_draft_tokens = usage.drafted_tokens, usage.accepted_draft_tokens
+        self.target_steps, self.draft_method, self.seconds = usage.target_steps, finished.draft_method, seconds
+
+    def __str__(self) -> str:
+        """Tokens, time, accepted drafts and seed, in one line."""
+        per_step = self.completion_tokens / max(1, self.target_steps)
+        return (
+            f"{self.completion_tokens} tokens in {self.seconds:.1f} s "
+            f"({self.completion_tokens / self.seconds:.1f} tokens/s), {self.accepted_draft_tokens} of them drafted, "
+            f"{per_step:.2f} per target step, seed {self.seed}"
+        )
 
 
 def generate(
@@ -75,19 +117,25 @@ def generate(
     seed: Annotated[
         int | None, typer.Option(help="Unsigned 64-bit. If unset, the server draws one and prints it.")
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print text, tokens, seed and counts as JSON, once the answer is complete.")
+    ] = False,
 ) -> None:
     """Answer one prompt. Ask the running server if there is one; otherwise load the models in this process."""
     if server is not None and in_process:
         raise ConfigurationError("--server and --in-process: needed one of them, found both")
     settings = load_settings(config, assignments or ())
     request = Prompt(prompt, raw, max_tokens, temperature, seed)
-    asyncio.run(answer_prompt(settings, request, server, in_process, write_text, notify))
+    write = _discard if as_json else write_text
+    answer = asyncio.run(answer_prompt(settings, request, server, in_process, write, _discard if as_json else notify))
+    if as_json:
+        output.print_json(json.dumps(asdict(answer)))
 
 
 async def answer_prompt(
     settings: Settings, prompt: Prompt, server: str | None, in_process: bool, write: Write, notice: Write
-) -> None:
-    """Stream the answer to `write` and its statistics to `notice`.
+) -> Answer:
+    """Stream the answer to `write` and its statistics to `notice`, and return it.
 
     Without `server` or `in_process`, the configured server answers if it listens, otherwise this process.
     Raises `PilotfishError`.
@@ -100,8 +148,7 @@ async def answer_prompt(
             notice("no server is running; loading the model in this process (`pilotfish serve` starts a server)")
     if address is not None:
         access = PublicAccess(settings.api_key)
-        await _stream(address, access, settings.configuration, prompt, write, notice)
-        return
+        return await _stream(address, access, settings.configuration, prompt, write, notice)
     # Importing torch takes seconds, and a client of a running server does not need it.
     from deploy.local.local_cluster import LocalCluster
     from deploy.models import resolve_models
@@ -109,40 +156,36 @@ async def answer_prompt(
     models = resolve_models(settings.configuration, settings.cache_directory, lambda _: None)
     any_port = models.configuration.server.model_copy(update={"grpc_port": 0})
     async with LocalCluster(models.configuration.model_copy(update={"server": any_port})) as cluster:
-        await _stream(cluster.grpc_address, cluster.access, settings.configuration, prompt, write, notice)
+        return await _stream(cluster.grpc_address, cluster.access, settings.configuration, prompt, write, notice)
 
 
 async def _stream(
     address: str, access: PublicAccess, configuration: Configuration, prompt: Prompt, write: Write, notice: Write
-) -> None:
+) -> Answer:
     # A stream that breaks off continues at whichever server listens at the address by then.
     server = CoordinatorView("server", address)
     client = Router(lambda: (server,), lambda _: GenerationClient(fixed_address(address), access), patience_seconds=0.0)
     begun = time.perf_counter()
-    seed = 0
+    answer = Answer()
     try:
         async for response in client.generate(prompt.message(), configuration.limits.max_timeout_seconds):
             match response.WhichOneof("event"):
                 case "started":
-                    seed = response.started.seed
+                    answer.seed, answer.model = response.started.seed, response.started.model
+                    answer.lossless = not response.lossy
                     if response.lossy:
                         notice(NOT_LOSSLESS)
                 case "delta":
+                    answer.text += response.delta.text
+                    answer.token_ids.extend(response.delta.token_ids)
                     write(response.delta.text)
                 case "finished":
+                    answer.end(response.finished, time.perf_counter() - begun)
                     write("\n")
-                    notice(_statistics(response.finished.usage, seed, time.perf_counter() - begun))
+                    notice(str(answer))
     finally:
         await client.close()
-
-
-def _statistics(usage: generation_pb2.Usage, seed: int, seconds: float) -> str:
-    """Tokens, time, accepted drafts and seed of an answer, in one line."""
-    per_step = usage.completion_tokens / max(1, usage.target_steps)
-    return (
-        f"{usage.completion_tokens} tokens in {seconds:.1f} s ({usage.completion_tokens / seconds:.1f} tokens/s), "
-        f"{usage.accepted_draft_tokens} of them drafted, {per_step:.2f} per target step, seed {seed}"
-    )
+    return answer
 
 
 def _listening_address(configuration: Configuration) -> str | None:
@@ -153,3 +196,7 @@ def _listening_address(configuration: Configuration) -> str | None:
             return join_host_port(server.grpc_host, server.grpc_port)
     except OSError:
         return None
+
+
+def _discard(text: str) -> None:
+    """Write nothing."""

@@ -143,6 +143,32 @@ class TestCommands:
         shown = capsys.readouterr().err
         assert shown == "pilotfish: server.http_prot: unknown key; the nearest valid one is server.http_port\n"
 
+    @pytest.mark.parametrize(
+        ("line", "expected"),
+        [
+            ("pilotfish be", {"bench"}),
+            ("pilotfish bench ", {"race", "serve"}),
+            ("pilotfish serve --config ", {"cpu", "gpu"}),
+            ("pilotfish plan --set target.tens", {"target.tensor_parallel="}),
+            ("pilotfish bench serve --endpoint co", {"completions"}),
+        ],
+    )
+    def test_a_shell_completes_commands_options_and_their_values(
+        self, line: str, expected: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("_PILOTFISH_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
+        assert run(monkeypatch) == 0
+        assert set(capsys.readouterr().out.split()) >= expected
+
+    def test_the_script_of_the_completion_is_printed(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+        assert run(monkeypatch, "--show-completion", "bash") == 0
+        assert "_PILOTFISH_COMPLETE=complete_bash" in capsys.readouterr().out
+
     def test_an_unknown_command_is_exit_code_2(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert run(monkeypatch, "unknown") == 2
 
