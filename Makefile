@@ -70,6 +70,14 @@ chaos: $(WEIGHTS)  ## Kill and freeze processes of every role while clients stre
 soak: $(WEIGHTS)  ## Random traffic for half an hour with too little memory; every answer is checked (ARGS='--minutes 5')
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.soak $(ARGS)
 
+.PHONY: overload
+overload: $(WEIGHTS)  ## 2,000 clients at once over HTTP: nothing lost, memory flat, /health quick (ARGS='--clients 500')
+	$(BIN)/python -m tests.overload $(ARGS)
+
+.PHONY: clients
+clients: $(WEIGHTS)  ## Real clients, each in an environment of its own, against one server (ARGS='--only openai --data DIRECTORY')
+	$(BIN)/python -m tests.clients $(ARGS)
+
 .PHONY: compatibility
 compatibility: $(INSTALLED)  ## Regenerate COMPATIBILITY.md from the code of the HTTP API
 	$(BIN)/python -c "import sys; from cluster.ingress.openai.compatibility import page; sys.stdout.write(page())" > COMPATIBILITY.md

@@ -1,0 +1,76 @@
+"""The virtual environments of the clients: one each, installed from a file of pins."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PINS = Path(__file__).resolve().parent / "pins"
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
+_MARK = ".installed"
+
+
+@dataclass(frozen=True)
+class ClientKind:
+    """One client: its environment and its script."""
+
+    name: str
+    script: str
+    pins: str = ""
+    """The file of pins, without its suffix; empty for the client's name."""
+    uses_project: bool = False
+    """Whether it needs torch, which it finds in the environment of the project instead of installing it again."""
+    wheel: str = ""
+    """A directory of the project that is built into a wheel and installed."""
+
+
+KINDS = (
+    ClientKind("openai", "openai_client.py"),
+    ClientKind("langchain", "langchain_client.py"),
+    ClientKind("litellm", "litellm_client.py"),
+    ClientKind("anthropic", "anthropic_client.py"),
+    ClientKind("vllm-bench-payloads", "vllm_payloads.py", pins="openai"),
+    ClientKind("grpc-reflection", "grpc_reflection.py"),
+    ClientKind("pilotfish-client", "pilotfish_client_wheel.py", wheel="protos"),
+    ClientKind("guidellm", "guidellm_client.py", uses_project=True),
+    ClientKind("lm-eval", "lm_eval_client.py", uses_project=True),
+)
+
+
+def install(kind: ClientKind, directory: Path) -> Path:
+    """Make the environment of a client, unless it is up to date. Returns its Python.
+
+    Raises `subprocess.CalledProcessError`.
+    """
+    pins = PINS / f"{kind.pins or kind.name}.txt"
+    home = directory / (kind.pins or kind.name)
+    python, mark = home / "bin" / "python", home / _MARK
+    digest = hashlib.sha256(pins.read_bytes()).hexdigest()
+    if kind.wheel or not mark.exists() or mark.read_text() != digest:
+        _run(sys.executable, "-m", "venv", "--clear", str(home))
+        if kind.uses_project:
+            inside = sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)})
+            (Path(inside) / "project.pth").write_text(sysconfig.get_path("purelib"))
+        _run(str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "-r", str(pins))
+        if kind.wheel:
+            _install_wheel(python, ROOT / kind.wheel, home)
+        mark.write_text(digest)
+    return python
+
+
+def _install_wheel(python: Path, source: Path, home: Path) -> None:
+    wheels = home / "wheels"
+    pip = (str(python), "-m", "pip", "--disable-pip-version-check")
+    _run(*pip, "wheel", "-q", "--no-deps", "-w", str(wheels), str(source))
+    (wheel,) = wheels.glob("*.whl")
+    _run(*pip, "install", "-q", "--no-deps", str(wheel))
+    _run(*pip, "check")
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, stdout=sys.stderr)
