@@ -20,7 +20,7 @@ class InvalidRequest(PilotfishClientError):
 
     def __init__(self, message: str, field: str = "", bound: str = "") -> None:
         self.field = field
-        """The path of the value, as `sampling.temperature`."""
+        """The name of the value, as `temperature`."""
         self.bound = bound
         """The accepted values."""
         super().__init__(message)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 
 import grpc
 from google.protobuf import descriptor_pool, json_format, message_factory
@@ -62,6 +64,16 @@ def tokens() -> str:
     (back,) = call("Detokenize", {"token_ids": found["tokenIds"]})
     require(back["text"] == "Hello there", back)
     return f"{len(found['tokenIds'])} tokens"
+
+
+@check("grpcurl itself, where it is installed")
+def grpcurl() -> str:
+    program = shutil.which("grpcurl")
+    if program is None:
+        return "not installed here"
+    found = subprocess.run([program, "-plaintext", ADDRESS, "list"], capture_output=True, text=True, check=True).stdout
+    require(SERVICE in found.split(), found)
+    return "lists the services"
 
 
 if __name__ == "__main__":

@@ -44,7 +44,9 @@ async def run(client: httpx.AsyncClient, source: Path, concurrency: int = 2, sec
         counts = await BatchRun(client, concurrency, seconds, lambda share, _: shares.append(share)).run(source, out)
     found = read(out)
     assert shares[-1] == 1.0
-    assert counts.answered == sum((row["response"] or {}).get("status_code") == 200 for row in found.values())
+    rows = [json.loads(row) for row in out.read_text().splitlines()]
+    answered = sum((row["response"] or {}).get("status_code") == 200 for row in rows)
+    assert (counts.answered, counts.failed) == (answered, len(rows) - answered)
     return found
 
 

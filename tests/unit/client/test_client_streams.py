@@ -40,9 +40,9 @@ from workers.serve.configuration import load_configuration
 KEY = "alice-key-0123456789"
 CASES = (
     Parameters(max_tokens=24, temperature=0.0, ignore_eos=True),
-    Parameters(max_tokens=24, temperature=1.0, seed=5, ignore_eos=True, logprobs=2),
-    Parameters(max_tokens=16, temperature=0.8, seed=7, n=3),
-    Parameters(max_tokens=40, temperature=1.0, seed=9, stop=("e", "a")),
+    Parameters(max_tokens=16, temperature=1.0, seed=5, ignore_eos=True, logprobs=2),
+    Parameters(max_tokens=8, temperature=0.8, seed=7, n=3),
+    Parameters(max_tokens=20, temperature=1.0, seed=9, stop=("e", "a")),
 )
 
 
@@ -84,7 +84,7 @@ async def test_streams_go_on_after_cuts_with_the_same_text(cluster: LocalCluster
                 expected = await asyncio.to_thread(direct.generate, "one two one two", parameters)
                 seeded = replace(parameters, seed=expected.started.seed)
                 assert len(expected.choices) == (parameters.n or 1) and not expected.resumptions
-                link.rates = FaultRates(cut=0.25)
+                link.rates = FaultRates(cut=0.1)
                 found = await asyncio.to_thread(cut.generate, "one two one two", seeded)
                 found_async = await cut_async.generate("one two one two", seeded)
                 link.rates = FaultRates()
@@ -127,7 +127,7 @@ async def test_refusals_and_losses_are_errors_of_the_client(cluster: LocalCluste
     async with AsyncClient(cluster.grpc_address, api_key=KEY) as client:
         with pytest.raises(InvalidRequest) as refused:
             await client.generate("hi", Parameters(temperature=-1.0))
-        assert (refused.value.field, "temperature" in str(refused.value)) == ("sampling.temperature", True)
+        assert (refused.value.field, "between" in str(refused.value)) == ("temperature", True)
     async with AsyncClient(cluster.grpc_address) as client:
         with pytest.raises(Unauthenticated):
             await client.generate("hi")
