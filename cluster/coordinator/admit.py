@@ -60,7 +60,7 @@ class AdmissionController:
             timer = asyncio.get_running_loop().call_later(request.deadline - now, self._expire, live)
             live.set_deadline_timer(timer)
         self._table.add(live)
-        self._metrics.admitted(len(request.prompt))
+        self._metrics.admitted(request)
         self._on_change()
         return live
 

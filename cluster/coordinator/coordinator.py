@@ -55,6 +55,7 @@ class Coordinator:
         limits, draft = configuration.scheduler, configuration.draft
         wakeup = Wakeup()
         self._metrics = metrics
+        self._kv = configuration.target.kv
         self._table = table = RequestTable()
         self._emitter = Emitter(table, metrics, clock, wakeup.notify)
         self._admission = AdmissionController(table, self._emitter, limits, metrics, clock, wakeup.notify)
@@ -70,7 +71,7 @@ class Coordinator:
             table,
             self._target,
             self._admission,
-            Planner(table, self._target, quarantine, metrics, limits, self._proposer.max_draft),
+            Planner(table, self._target, quarantine, metrics, limits, self._proposer.max_draft, clock),
             self._proposer,
             Verifier(table, self._target, quarantine),
             Committer(table, metrics, self._emitter.fail),
@@ -130,6 +131,7 @@ class Coordinator:
             running=lambda: len(self._table.running),
             waiting=lambda: self._table.waiting_count,
             kv_usage=self._kv_usage,
+            cache_config=self._cache_config(),
         )
         self._loop.start()
 
@@ -181,3 +183,14 @@ class Coordinator:
 
     def _kv_usage(self) -> float:
         return 1 - self._target.kv.blocks_free / max(1, self._target.kv.blocks_total)
+
+    def _cache_config(self) -> dict[str, object]:
+        info, kv = self.info, self._kv
+        return {
+            "block_size": kv.block_size,
+            "cache_dtype": info.dtype,
+            "enable_prefix_caching": kv.prefix_cache,
+            "gpu_memory_utilization": kv.memory_fraction,
+            "num_gpu_blocks": info.kv.blocks_total,
+            "sliding_window": kv.window,
+        }

@@ -69,8 +69,8 @@ class Emitter:
     def disconnect(self, request: LiveRequest) -> None:
         """End a request whose reader has left. Unfinished answers count as aborted."""
         if self._close(request):
-            for _ in request.unfinished:
-                self._finished(request, FinishReason.ABORT)
+            for answer in request.unfinished:
+                self._metrics.finished(FinishReason.ABORT, request.usage(answer), request.timing(self._clock()))
 
     def fail(self, request: LiveRequest, error: PilotfishError) -> None:
         """End a request with an error."""
@@ -91,8 +91,9 @@ class Emitter:
             self._metrics.emitted(len(commit.tokens), since_arrival, since_latest)
         if commit.finish is None:
             return
-        self._finished(request, commit.finish)
+        self._metrics.finished(commit.finish, commit.usage or request.usage(commit.index), request.timing(now))
         if not request.unfinished:
+            self._metrics.completed(request.longest_answer)
             self._close(request)
 
     def _close(self, request: LiveRequest) -> bool:
@@ -103,9 +104,6 @@ class Emitter:
         self._mean_request_seconds += _LATEST_WEIGHT * (seconds - self._mean_request_seconds)
         self._on_change()
         return True
-
-    def _finished(self, request: LiveRequest, reason: FinishReason) -> None:
-        self._metrics.finished(reason.value, self._clock() - request.arrived_at)
 
 
 def _last_commit(request: LiveRequest, answer: int, reason: FinishReason) -> Commit:

@@ -166,6 +166,8 @@ class Loop:
         self._proposer.observe_round(rows, drafts, seconds, step)
         self._metrics.round(
             tokens=sum(row.width for row in rows),
+            useful=sum(len(row.pending) for row in rows if len(row.pending) > 1 or not row.decide)
+            + sum(len(verdict.tokens) for verdict in step.verdicts),
             total=seconds,
             propose=drafts.waited if drafts.asked else None,
             step=timer.step_seconds,

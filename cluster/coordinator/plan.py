@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cluster.coordinator.clients.target import TargetClient
 from cluster.coordinator.metrics import Metrics
@@ -29,6 +29,7 @@ class Planner:
         metrics: Metrics,
         limits: SchedulerSection,
         max_draft: DraftBudget,
+        clock: Callable[[], float],
     ) -> None:
         self._table = table
         self._target = target
@@ -36,6 +37,7 @@ class Planner:
         self._metrics = metrics
         self._limits = limits
         self._max_draft = max_draft
+        self._clock = clock
 
     async def plan(self, wanted: WantedDrafts) -> Plan:
         """Plan the next step. Each row starts where the stored KV of its sequence ends. Raises `TargetUnavailable`.
@@ -52,7 +54,7 @@ class Planner:
                 await self._preempt(plan.preempt)
             else:
                 for sequence_id in plan.admit:
-                    self._table.admit(sequence_id)
+                    self._table.admit(sequence_id, self._clock())
                 running = self._table.running.values()
                 unopened = [live for live in running if not live.is_open and not live.is_quarantined]
                 if not unopened:

@@ -204,6 +204,23 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Timing:
+    """How long the phases of an answer took, in seconds."""
+
+    queue: float
+    """From the request's arrival until it ran."""
+    prefill: float
+    """From then to the request's first tokens."""
+    decode: float
+    """From then to the end of the answer."""
+
+    @property
+    def total(self) -> float:
+        """From the request's arrival to the end of the answer."""
+        return self.queue + self.prefill + self.decode
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """The tokens that one verdict added to one answer."""
 
@@ -222,3 +239,5 @@ class Commit:
     """If requested, one entry per token of the prompt apart from the first, in the first commit of one answer."""
     cached_tokens: int = 0
     """See `Usage`. The usage of an answer that a stop string ends has it from here."""
+    queue_seconds: float | None = field(default=None, compare=False)
+    """How long the request waited before it ran, in seconds; set in the first commit of a request."""

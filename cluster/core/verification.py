@@ -159,6 +159,8 @@ class TargetInfo:
     """Step durations that warm-up measured; may be empty."""
     is_lossless: bool = True
     """Whether answers are exactly those of the model alone. False for a lossy acceptance rule or attention window."""
+    fingerprint: str = ""
+    """A name of what answers depend on: weights, number format, kernels, ranks, and settings that are LOSSY."""
     decoder_start: tuple[int, ...] = ()
     """The prompt of every sequence of an encoder-decoder model: its start token and the forced tokens after it. Empty
     for a decoder-only model."""

@@ -13,6 +13,9 @@ import grpc
 from cluster.core.request import FinishReason, TokenLogprobs, Usage
 from cluster.ingress.client import FullClient
 from cluster.ingress.events import Delta, Event, Finished, ServedModel, Started
+from cluster.ingress.observability.grpc_calls import logged
+from cluster.ingress.observability.ingress_metrics import IngressMetrics
+from cluster.ingress.observability.request_record import noted
 from cluster.ingress.service import GenerationService
 from cluster.ingress.validate import check_request_id
 from pilotfish.v1 import common_pb2, generation_pb2, generation_pb2_grpc, operations_pb2, operations_pb2_grpc
@@ -118,6 +121,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             tool_format=event.answer_format.tool_format or "",
             reasons=event.answer_format.reasons,
             begins_in_reasoning=event.answer_format.begins_in_reasoning,
+            queue_seconds=event.queue_seconds,
+            fingerprint=event.fingerprint,
         )
 
     def _encode_delta(self, delta: Delta) -> generation_pb2.GenerationDelta:
@@ -179,9 +184,10 @@ class RoutedGenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Stream the answers. A cancelled call frees their memory."""
         left, longest = context.time_remaining(), self._max_timeout_seconds
         timeout = longest if left is None else min(left, longest)
-        async with aclosing(self._client.generate(request, timeout)) as responses:
-            async for response in responses:
-                yield response
+        with logged(request) as record:
+            async with aclosing(noted(request, self._client.generate(request, timeout), record)) as responses:
+                async for response in responses:
+                    yield response
 
     async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
         """Abort a running request."""
@@ -216,15 +222,18 @@ class RoutedGenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 class RoutedOperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
     """The service for operators, at an ingress."""
 
-    def __init__(self, client: FullClient) -> None:
+    def __init__(self, client: FullClient, own_metrics: IngressMetrics | None = None) -> None:
         self._client = client
+        self._own_metrics = own_metrics or IngressMetrics()
 
     async def GetMetrics(
         self, request: operations_pb2.GetMetricsRequest, context: Context
     ) -> operations_pb2.GetMetricsResponse:
-        """Return the metrics of all coordinators."""
+        """Return the metrics of all coordinators and of this ingress."""
         exposition, content_type = await self._client.metrics()
-        return operations_pb2.GetMetricsResponse(exposition=exposition, content_type=content_type)
+        return operations_pb2.GetMetricsResponse(
+            exposition=self._own_metrics.appended_to(exposition), content_type=content_type
+        )
 
 
 def _encode_finished(event: Finished) -> generation_pb2.GenerationFinished:

@@ -29,20 +29,22 @@ from cluster.ingress.asgi import (
 )
 from cluster.ingress.client import ServiceClient
 from cluster.ingress.endpoints.bodies import read_parsed
+from cluster.ingress.endpoints.documentation import add_documentation
 from cluster.ingress.endpoints.messages import add_messages
 from cluster.ingress.endpoints.operations import add_operations
 from cluster.ingress.endpoints.responses import add_responses
 from cluster.ingress.endpoints.tokens import add_tokens
 from cluster.ingress.endpoints.verification import add_verification
 from cluster.ingress.merge import merge
+from cluster.ingress.observability.http_middleware import ObservabilityMiddleware, generate, note_error
+from cluster.ingress.observability.ingress_metrics import IngressMetrics
 from cluster.ingress.openai.coalesce import Events
 from cluster.ingress.openai.errors import ErrorResponse, error_response
 from cluster.ingress.openai.event_ids import HEADER, EventId, Stage, body_digest, parse_event_id, restore
 from cluster.ingress.openai.formats import ChatFormat, Choice, CompletionFormat, EndpointFormat, TokenNames
-from cluster.ingress.openai.parsing.parts import Json
 from cluster.ingress.openai.prompt_report import note_prompt
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
-from cluster.ingress.openai.responses import ResponseMetadata, ResponseOptions, model_card
+from cluster.ingress.openai.responses import ResponseMetadata, ResponseOptions, model_card, system_fingerprint
 from cluster.ingress.openai.stream import by_choice, chunks, late, whole_response
 from cluster.ingress.openai.translate import (
     chat_request,
@@ -58,7 +60,6 @@ logger = logging.getLogger(__name__)
 _SILENT_SECONDS = 10.0
 """Longest time for which a stream sends nothing, in seconds. Then it begins, or sends a comment."""
 _Arrived = tuple[int, generation_pb2.GenerateResponse]
-_FINGERPRINT = f"pilotfish-{version('pilotfish')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +84,20 @@ class _Translated:
 
 
 def create_app(
-    client: ServiceClient, limits: LimitsSection, *, adds_request_id: bool = True, keys: KeyRing | None = None
+    client: ServiceClient,
+    limits: LimitsSection,
+    *,
+    adds_request_id: bool = True,
+    keys: KeyRing | None = None,
+    metrics: IngressMetrics | None = None,
 ) -> FastAPI:
     """Return the ASGI application, which calls the public service through `client`.
 
     `adds_request_id=False` is for an app behind a proxy that adds the header `x-request-id`, as Ray Serve's does.
-    Callers need one of the API `keys`, if there are any.
+    Callers need one of the API `keys`, if there are any. Requests are counted in `metrics`.
     """
     load = RequestCount()
+    metrics = metrics or IngressMetrics()
     app = FastAPI(
         title="Pilotfish",
         version=version("pilotfish"),
@@ -98,6 +105,7 @@ def create_app(
         redoc_url=None,
         middleware=[
             Middleware(RequestIdMiddleware, adds_header=adds_request_id),
+            Middleware(ObservabilityMiddleware, metrics=metrics, clock=time.monotonic),
             Middleware(AccessMiddleware, keys=keys or KeyRing()),
             Middleware(CountMiddleware, count=load),
         ],
@@ -109,15 +117,16 @@ def create_app(
     )
     _add_generation(app, client, limits)
     add_tokens(app, client, limits)
-    add_verification(app, client, limits, _FINGERPRINT, named)
+    add_verification(app, client, limits, named)
     add_responses(app, client, limits, named)
     add_messages(app, client, limits, named)
-    add_operations(app, client, lambda: load.running)
+    add_operations(app, client, metrics, lambda: load.running)
+    add_documentation(app)
     return app
 
 
 def _add_generation(app: FastAPI, client: ServiceClient, limits: LimitsSection) -> None:
-    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
+    @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body, headers = await read_parsed(CompletionRequest, request, limits)
         event_id = _event_id(body, request)
@@ -128,7 +137,7 @@ def _add_generation(app: FastAPI, client: ServiceClient, limits: LimitsSection) 
         translated = _translated(endpoint, body, event_id, options, requests, headers)
         return await _generate(client, request, limits, translated)
 
-    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
+    @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body, headers = await read_parsed(ChatRequest, request, limits)
         event_id = _event_id(body, request)
@@ -160,7 +169,7 @@ async def _generate(
     choices = [Choice(index, counts_prompt=index % n == 0) for index in range(len(translated.requests) * n)]
     if translated.event_id.choices:
         restore(translated.event_id, choices, translated.requests)
-    events = by_choice(merge([client.generate(named(part), timeout) for part in translated.requests]), n)
+    events = by_choice(merge([generate(client, named(part), timeout) for part in translated.requests]), n)
     arrival = asyncio.ensure_future(_first(events))
 
     def begin(arrived: _Arrived) -> ResponseMetadata:
@@ -216,7 +225,7 @@ def _metadata(first: generation_pb2.GenerateResponse, translated: _Translated) -
         translated.event_id.created,
         first.started.model,
         translated.event_id.seed,
-        _FINGERPRINT,
+        system_fingerprint(first.started),
         is_lossless=not first.lossy,
         answers=translated.n,
     )
@@ -250,6 +259,7 @@ def _translated(
 
 
 def _logged(request: Request, error: Exception) -> ErrorResponse:
+    note_error(request, error)
     if not isinstance(error, PilotfishError):
         logger.error("request %s failed", request.state.client_request_id, exc_info=error)
     return error_response(error)
@@ -262,6 +272,7 @@ async def _respond_with_error(request: Request, error: Exception) -> Response:
 async def _respond_with_route_error(request: Request, error: Exception) -> Response:
     """Convert an error of the router, such as an unknown path or method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
+    note_error(request, "UnknownRoute")
     reason = {404: "there is no", 405: "there is no such method:"}.get(status, "refused:")
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     message = f"{reason} {request.method} {request.url.path}"
@@ -270,7 +281,3 @@ async def _respond_with_route_error(request: Request, error: Exception) -> Respo
 
 def _response(error: ErrorResponse) -> Response:
     return Response(error.body(), error.status, error.headers, "application/json")
-
-
-def _body_schema(model: type[Parameters]) -> Json:
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}

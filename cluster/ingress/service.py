@@ -13,10 +13,10 @@ from cluster.core import bounds
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, NotReady, TargetUnavailable
 from cluster.core.ids import RequestId, scoped_request_id
-from cluster.core.request import Commit, GenerationRequest, TokenLogprobs
+from cluster.core.request import Commit, GenerationRequest
 from cluster.core.verification import TargetInfo
 from cluster.ingress import validate
-from cluster.ingress.events import Delta, Event, Finished, ServedModel, Started
+from cluster.ingress.events import Delta, Event, Finished, FirstReport, ServedModel, Started
 from cluster.ingress.recent_answers import RecentAnswers, RequestKey, request_key
 from cluster.ingress.resume import ReceivedPart
 from cluster.ingress.text.prompts import (
@@ -118,39 +118,40 @@ class GenerationService:
             reported = request.prompt if valid.prompt_options.report else ()
             form = answer_format(self._tokenizer, valid.prompt, prompt)
             started = Started(valid.request_id, info.model, request.sampling.seed, len(prompt), reported, form)
+            started = replace(started, fingerprint=info.fingerprint)
             if form.needs_special_tokens:
                 request = replace(request, text=replace(request.text, skip_special_tokens=False))
-            prompt_logprobs: list[TokenLogprobs] = []
+            first = FirstReport()
             has_begun = False
-            async with aclosing(self._returned(request, valid, prompt_logprobs)) as events:
+            async with aclosing(self._returned(request, valid, first)) as events:
                 async for event in events:
                     if not has_begun:
-                        yield replace(started, prompt_logprobs=tuple(prompt_logprobs))
+                        yield first.added_to(started)
                         has_begun = True
                     yield event
             if not has_begun:
                 yield started  # the caller of a resumed request has all answers
 
     async def _returned(
-        self, request: GenerationRequest, valid: ValidatedRequest, prompt_logprobs: list[TokenLogprobs]
+        self, request: GenerationRequest, valid: ValidatedRequest, first: FirstReport
     ) -> AsyncGenerator[Delta | Finished, None]:
         """Yield the events of the returned answers: all as they come, or the best once all are complete.
 
-        `prompt_logprobs` is filled before the first event, if the request wants them.
+        `first` is filled before the first event.
         """
         if not valid.answers.selects_best:
             received = valid.received if request.beam is None else ()
-            async with aclosing(self._generated(request, received, prompt_logprobs)) as events:
+            async with aclosing(self._generated(request, received, first)) as events:
                 async for event in events:
                     yield event
             return
-        async with aclosing(self._generated(request, (), prompt_logprobs)) as events:
+        async with aclosing(self._generated(request, (), first)) as events:
             candidates = [event async for event in events]
         for event in best_answers(candidates, valid.answers.returned, logprobs=valid.sampling.logprobs is not None):
             yield event
 
     async def _generated(
-        self, request: GenerationRequest, received: Sequence[ReceivedPart], prompt_logprobs: list[TokenLogprobs]
+        self, request: GenerationRequest, received: Sequence[ReceivedPart], first: FirstReport
     ) -> AsyncGenerator[Delta | Finished, None]:
         """Yield the events of all `request.n` answers, after what the caller has received of them."""
         key = request_key(request)
@@ -160,7 +161,7 @@ class GenerationService:
             async with aclosing(self._engine.generate(request)) as commits:
                 async for commit in commits:
                     self._recent.append(key, commit.index, commit.tokens)
-                    prompt_logprobs.extend(commit.prompt_logprobs)
+                    first.note(commit)
                     events = processor.process(commit)
                     self._engine.count_sent(sum(len(event.tokens) for event in events if isinstance(event, Delta)))
                     if commit.finish is None and events and isinstance(events[-1], Finished):

@@ -19,6 +19,7 @@ from cluster.wire.status import Metadata, to_status
 logger = logging.getLogger(__name__)
 
 Parsed = TypeVar("Parsed", bound=Message)
+OnError = Callable[[Exception], None] | None
 
 _MAX_SEARCHED = 10_000
 """Nested messages that are searched for the name of an unknown field."""
@@ -34,7 +35,9 @@ class _Unreadable:
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Converts unreadable messages, unknown fields and exceptions to gRPC statuses, for all Pilotfish services."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_error: OnError = None) -> None:
+        """`on_error` is called with each error that ends a call."""
+        self._on_error = on_error
         self._reading: set[asyncio.Task[Any]] = set()
         self._ending = asyncio.Event()
 
@@ -56,11 +59,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         deserializer = _deferring_errors(handler.request_deserializer)
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
-                _unary_unary(handler.unary_unary), deserializer, handler.response_serializer
+                _unary_unary(handler.unary_unary, self._on_error), deserializer, handler.response_serializer
             )
         if handler.unary_stream is not None:
             return grpc.unary_stream_rpc_method_handler(
-                _unary_stream(handler.unary_stream), deserializer, handler.response_serializer
+                _unary_stream(handler.unary_stream, self._on_error), deserializer, handler.response_serializer
             )
         if handler.stream_stream is not None:
             return grpc.stream_stream_rpc_method_handler(
@@ -73,7 +76,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> Callable[[Any, Any], AsyncIterator[Any]]:
         async def call(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             async with (
-                _errors_as_status(context),
+                _errors_as_status(context, self._on_error),
                 aclosing(self._requests(context)) as requests,
                 aclosing(behaviour(requests, context)) as answers,
             ):
@@ -110,17 +113,21 @@ def _deferring_errors(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], 
     return parse
 
 
-def _unary_unary(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+def _unary_unary(
+    behaviour: Callable[[Any, Any], Awaitable[Any]], on_error: OnError
+) -> Callable[[Any, Any], Awaitable[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        async with _errors_as_status(context):
+        async with _errors_as_status(context, on_error):
             return await behaviour(readable(request), context)
 
     return call
 
 
-def _unary_stream(behaviour: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
+def _unary_stream(
+    behaviour: Callable[[Any, Any], AsyncIterator[Any]], on_error: OnError
+) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        async with _errors_as_status(context):
+        async with _errors_as_status(context, on_error):
             answers = behaviour(readable(request), context)
             try:
                 async for answer in answers:
@@ -135,11 +142,13 @@ def _unary_stream(behaviour: Callable[[Any, Any], AsyncIterator[Any]]) -> Callab
 
 
 @asynccontextmanager
-async def _errors_as_status(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+async def _errors_as_status(context: grpc.aio.ServicerContext[Any, Any], on_error: OnError) -> AsyncIterator[None]:
     """Send an exception of the block to the client as a status."""
     try:
         yield
     except Exception as error:
+        if on_error is not None:
+            on_error(error)
         await _abort(context, error)
 
 
@@ -154,8 +163,7 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str, Metadata]:
     if isinstance(error, PilotfishError):
         return to_status(error)
     logger.error("a call failed with an unexpected error", exc_info=error)
-    _, message, metadata = to_status(WorkerUnavailable("the server failed; its log has the cause"))
-    return grpc.StatusCode.INTERNAL, message, metadata
+    return to_status(WorkerUnavailable("the server failed; its log has the cause"), grpc.StatusCode.INTERNAL)
 
 
 def parsed(kind: type[Parsed], data: bytes) -> Parsed:

@@ -37,6 +37,7 @@ class WireServer:
 
     With `shares_port`, other servers that say so may listen on the same port of the same machine. Internal services
     demand what `access` says of every call, except of health checks. `interceptors` see a call before its messages.
+    `on_error` is called with each error that ends a call.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class WireServer:
         access: PeerAccess = OPEN,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         shares_port: bool = False,
+        on_error: Callable[[Exception], None] | None = None,
     ) -> None:
         self._host = host
         self._port = port
@@ -60,7 +62,8 @@ class WireServer:
         )
         self._health = health.aio.HealthServicer()
         self._services: list[tuple[str, Callable[[Any, Any], None], object]] = []
-        self._interceptor = CallInterceptor()
+        self._on_error = on_error
+        self._interceptor = CallInterceptor(on_error)
         self._server: grpc.aio.Server | None = None
 
     async def __aenter__(self) -> Self:
@@ -77,7 +80,7 @@ class WireServer:
 
     async def start(self) -> int:
         """Listen, and return the port. Raises `ConfigurationError` if the address cannot be bound."""
-        self._interceptor = CallInterceptor()  # a stopped server may be started again
+        self._interceptor = CallInterceptor(self._on_error)  # a stopped server may be started again
         token = self._access.token
         first = self._interceptors if token is None else (TokenInterceptor(token), *self._interceptors)
         server = grpc.aio.server(interceptors=(*first, self._interceptor), options=self._options)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
 
 from cluster.core.errors import (
     Aborted,
@@ -32,10 +35,16 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 DETAIL_KEY = "pilotfish-error-bin"
 """Key of the trailing metadata that holds the class and the fields of an error, as JSON."""
+STATUS_KEY = "grpc-status-details-bin"
+"""Key of the trailing metadata that holds a `google.rpc.Status`, where gRPC's libraries look for it."""
+DOMAIN = "pilotfish"
+"""The domain of `google.rpc.ErrorInfo`."""
 # gRPC drops trailing metadata over 8 KiB. With these bounds it stays below, also when every byte is escaped.
 _MESSAGE_BYTES = 1024
 _FIELD_BYTES = 128
 _BOUND_BYTES = 256
+_RICH_MESSAGE_BYTES = 512
+_WORD_START = re.compile(r"(?<!^)(?=[A-Z])")
 
 # The first matching class is used.
 _CODES: tuple[tuple[type[PilotfishError], grpc.StatusCode], ...] = (
@@ -65,9 +74,13 @@ _KINDS: dict[str, type[PilotfishError]] = {
 }
 
 
-def to_status(error: PilotfishError) -> tuple[grpc.StatusCode, str, Metadata]:
-    """Return the status, its message, and the trailing metadata from which `from_rpc_error` rebuilds the error."""
-    code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.UNKNOWN)
+def to_status(error: PilotfishError, code: grpc.StatusCode | None = None) -> tuple[grpc.StatusCode, str, Metadata]:
+    """Return the status, its message, and the trailing metadata from which `from_rpc_error` rebuilds the error.
+
+    `code` replaces the status that belongs to the error.
+    """
+    if code is None:
+        code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.UNKNOWN)
     detail: dict[str, Any] = {"kind": type(error).__name__}
     metadata: list[tuple[str, str | bytes]] = []
     if isinstance(error, InvalidRequest):
@@ -76,7 +89,28 @@ def to_status(error: PilotfishError) -> tuple[grpc.StatusCode, str, Metadata]:
         detail["retry_after_seconds"] = error.retry_after_seconds
         metadata.append(("retry-after", str(max(1, round(error.retry_after_seconds)))))
     metadata.append((DETAIL_KEY, json.dumps(detail).encode()))
+    metadata.append((STATUS_KEY, _rich_status(code, error).SerializeToString()))
     return code, _cut(str(error), _MESSAGE_BYTES), tuple(metadata)
+
+
+def _rich_status(code: grpc.StatusCode, error: PilotfishError) -> status_pb2.Status:
+    """Return the error in the form of `google.rpc`: its name, the wrong field, and when to try again."""
+    status = status_pb2.Status(code=code.value[0], message=_cut(str(error), _RICH_MESSAGE_BYTES))
+    name = _WORD_START.sub("_", type(error).__name__).upper()
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=name, domain=DOMAIN)]
+    if isinstance(error, InvalidRequest):
+        field, bound = _cut(error.field, _FIELD_BYTES), _cut(error.bound, _BOUND_BYTES)
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=field, description=f"must be {bound}", reason=name
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, Overloaded):
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(max(0, round(error.retry_after_seconds * 1000)))
+        details.append(retry)
+    for detail in details:
+        status.details.add().Pack(detail)
+    return status
 
 
 def from_rpc_error(

@@ -162,7 +162,10 @@ def environment(role: RolePlacement) -> dict[str, str]:
 def _supervision(configuration: Configuration) -> dict[str, Any]:
     """Serve's options for supervision. It notices a dead replica in two seconds and never retries a constructor."""
     return {
-        "user_config": {"log_level": configuration.log_level},  # Serve passes it to `reconfigure`
+        "user_config": {  # Serve passes it to `reconfigure`
+            "log_level": configuration.log_level,
+            "log_format": configuration.server.log_format,
+        },
         "health_check_period_s": _HEALTH_PERIOD_SECONDS,
         "health_check_timeout_s": _HEALTH_TIMEOUT_SECONDS,
         "graceful_shutdown_wait_loop_s": 0.1,

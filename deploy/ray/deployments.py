@@ -21,6 +21,7 @@ from cluster.core.ports import DraftMethod
 from cluster.ingress.access.api_keys import ApiKey
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.http import create_app
+from cluster.ingress.observability.ingress_metrics import IngressMetrics
 from cluster.ingress.router import Router
 from cluster.ingress.routing import CoordinatorView
 from cluster.wire.address import join_host_port
@@ -37,11 +38,12 @@ from deploy.ray.ingress_server import IngressServer
 from deploy.ray.node_models import with_local_drafts, with_local_models
 from workers.draft.registry import create
 from workers.serve.configuration import load_configuration
+from workers.serve.logs import set_logging
 from workers.serve.node import node_address, set_threads
 from workers.serve.rank_actors import RankActors, rank_kinds
 from workers.serve.rank_placement import RankPlacement
 from workers.serve.rank_supervisor import RankSupervisor
-from workers.serve.worker_server import WorkerHost, host_draft, set_log_level
+from workers.serve.worker_server import WorkerHost, host_draft
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +93,7 @@ class TargetReplica:
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:
         """Start on the first call. Serve calls this on the request event loop before the replica is healthy."""
-        set_log_level(user_config)
+        set_logging(user_config["log_level"], user_config["log_format"])
         if not self._member.address:
             _, port = await asyncio.gather(self._ranks.start(), self._server.start())
             self._member = replace(self._member, address=join_host_port(self._host, port))
@@ -149,7 +151,7 @@ class DraftReplica:
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:
         """Start the drafter at the first call. Serve counts the replica as ready when this returns."""
-        set_log_level(user_config)
+        set_logging(user_config["log_level"], user_config["log_format"])
         if self._host is None:
             method = await asyncio.to_thread(self._load)
             lease_seconds = self._configuration.cluster.lease_seconds
@@ -207,17 +209,20 @@ class IngressReplica:
         self._drain_seconds = configuration.server.drain_timeout_seconds
         self._directory = DirectoryClient(context.app_name, is_complete=lambda view: bool(view.of(MemberRole.TARGET)))
         self._client = Router(self._coordinators, lambda address: CoordinatorClient(fixed_address(address), access))
-        self._server = IngressServer(self._client, configuration.server, configuration.limits, self._keys)
+        self._metrics = IngressMetrics(_member_id(context))
+        self._server = IngressServer(
+            self._client, configuration.server, configuration.limits, self._keys, self._metrics
+        )
         self._is_started = False
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The ASGI application. Serve asks for it once the replica is constructed."""
         # Serve's proxy adds the header with the request's id.
-        return create_app(self._client, self._limits, adds_request_id=False, keys=self._keys)
+        return create_app(self._client, self._limits, adds_request_id=False, keys=self._keys, metrics=self._metrics)
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:
         """Start to listen on the first call. Serve calls this before the replica is healthy."""
-        set_log_level(user_config)
+        set_logging(user_config["log_level"], user_config["log_format"])
         if not self._is_started:
             self._is_started = True
             if self._exposure is not None:

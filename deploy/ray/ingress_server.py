@@ -10,6 +10,7 @@ from cluster.ingress.access.grpc_access import AccessInterceptor
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.client import FullClient
 from cluster.ingress.grpc import RoutedGenerationServicer, RoutedOperationsServicer
+from cluster.ingress.observability.ingress_metrics import IngressMetrics
 from cluster.wire.server import WireServer
 from deploy.coordinator_server import GENERATION_SERVICE, OPERATIONS_SERVICE
 from pilotfish.v1 import generation_pb2_grpc, operations_pb2_grpc
@@ -21,14 +22,23 @@ _HEALTH_SECONDS = 0.5
 class IngressServer:
     """Serves from `start()` to `stop()`. Several of one node share the port, and the kernel spreads the connections."""
 
-    def __init__(self, client: FullClient, server: ServerSection, limits: LimitsSection, keys: KeyRing) -> None:
+    def __init__(
+        self,
+        client: FullClient,
+        server: ServerSection,
+        limits: LimitsSection,
+        keys: KeyRing,
+        metrics: IngressMetrics,
+    ) -> None:
+        """What it refuses is counted in `metrics`."""
         self._client = client
         self._server = WireServer(
             server.grpc_host,
             server.grpc_port,
             max_message_bytes=limits.max_body_bytes,
-            interceptors=(AccessInterceptor(keys),),
+            interceptors=(AccessInterceptor(keys, metrics.refused_over_grpc),),
             shares_port=True,
+            on_error=metrics.refused_over_grpc,
         )
         self._server.add(
             GENERATION_SERVICE,
@@ -38,7 +48,7 @@ class IngressServer:
         self._server.add(
             OPERATIONS_SERVICE,
             operations_pb2_grpc.add_OperationsServiceServicer_to_server,
-            RoutedOperationsServicer(client),
+            RoutedOperationsServicer(client, metrics),
         )
         self._watching: asyncio.Task[None] | None = None
 

@@ -41,7 +41,7 @@ class CountedMetrics(Metrics):
         """Functions that return the present value."""
         super().__init__()
 
-    def _gauge(self, name: str, text: str) -> Any:  # noqa: ARG002 - the base class's signature
+    def _gauge(self, name: str, text: str, *labels: str) -> Any:  # noqa: ARG002 - the base class's signature
         return _Series(name, self.sums, self.gauges)
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:  # noqa: ARG002

@@ -52,7 +52,7 @@ async def statements(directory: Path, target: dict[str, Any]) -> dict[str, bool]
         "HTTP model card": models["data"][0]["lossless"],
         "gRPC responses": not lossy.pop(),
         "gRPC model card": not card.lossy,
-        "metric": 'pilotfish:lossless{model_name="tiny"} 1.0' in metrics,
+        "metric": 'pilotfish:lossless{engine="0",model_name="tiny"} 1.0' in metrics,
     }
 
 

@@ -212,7 +212,7 @@ async def test_with_synthetic_acceptance_every_answer_says_that_it_is_not_lossle
             load_settings(), prompt, cluster.address, in_process=False, write=lambda _: None, notice=notices.append
         )
     assert all(answer.lossy for answer in answers)
-    assert b'pilotfish:lossless{model_name="tiny"} 0.0' in exposition
+    assert b'pilotfish:lossless{engine="0",model_name="tiny"} 0.0' in exposition
     assert notices[0] == NOT_LOSSLESS
     for first in range(0, len(cases), 3):
         drafted, plain, short = answers[first : first + 3]

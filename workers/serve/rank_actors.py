@@ -25,10 +25,11 @@ from cluster.wire.peer_access import PeerAccess
 from workers.draft.registry import create, create_for_worker_rank
 from workers.serve.configuration import load_configuration
 from workers.serve.heartbeat import until_lost
+from workers.serve.logs import set_logging
 from workers.serve.node import free_port, set_threads, use_interface_of
 from workers.serve.rank_placement import RankPlacement
 from workers.serve.target_servicer import StepEngine
-from workers.serve.worker_server import WorkerHost, host_target, set_log_level
+from workers.serve.worker_server import WorkerHost, host_target
 
 if TYPE_CHECKING:
     from workers.verify.group import DriverRank
@@ -63,8 +64,8 @@ class FirstRank:
         self, values: Mapping[str, Any], threads: int, host: str, rendezvous: int, access: PeerAccess
     ) -> str:
         """Load the model and listen. Returns the address. Raises `ConfigurationError`, `ModelLoadError`."""
-        set_log_level(values)
         configuration = load_configuration(values)
+        set_logging(configuration.log_level, configuration.server.log_format)
         engine = await asyncio.to_thread(self._load, configuration, threads, host, rendezvous)
         self._server = host_target(
             host,
@@ -137,7 +138,7 @@ class WorkerRank:
 
         configuration = load_configuration(values)
         target = configuration.target
-        set_log_level(values)
+        set_logging(configuration.log_level, configuration.server.log_format)
         set_threads(threads)
         use_interface_of(host)
         join_group(target, rank, host, rendezvous)
@@ -162,7 +163,10 @@ class RankActors:
         placement: RankPlacement,
         access: PeerAccess,
     ) -> None:
-        self._values = configuration.model_dump(mode="json", include={"target", "draft", "cluster", "log_level"})
+        self._values = configuration.model_dump(
+            mode="json",
+            include={"target": True, "draft": True, "cluster": True, "log_level": True, "server": {"log_format"}},
+        )
         self._size = configuration.target.tensor_parallel
         self._start_seconds = configuration.server.start_timeout_seconds
         self._threads = threads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -117,11 +117,6 @@ class WorkerHost:
                 await self._servicer.release_expired()
             except Exception:  # health checks report a lost device, and the worker is then replaced as a whole
                 logger.exception("what a client left behind cannot be released")
-
-
-def set_log_level(user_config: Mapping[str, str]) -> None:
-    """Set the log level of this process to the one in the replica's configuration."""
-    logging.getLogger().setLevel(user_config["log_level"].upper())
 
 
 def host_target(

@@ -9,6 +9,7 @@ from cluster.core.config.sections import TargetSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.ports import DraftMethod
 from workers.kv.pool import KvPool, blocks_that_fit
+from workers.model.fingerprint import fingerprint
 from workers.model.loading import load_model
 from workers.sampling.acceptance import create_rule
 from workers.verify.decider import Decider, LocalDecider
@@ -37,7 +38,8 @@ def build_engine(section: TargetSection, rank: int = 0, method: DraftMethod | No
         blocks = _fewest_of_all_ranks(blocks)
         decider = GroupDecider(model, rank)
     pool = KvPool(model.kv_spec, section.kv, blocks)
-    engine = TargetEngine(model, pool, decider, section.served_name, rule, method, section.evidence)
+    name = fingerprint(section, model)
+    engine = TargetEngine(model, pool, decider, section.served_name, rule, method, section.evidence, name)
     try:
         engine.warm_up()
     except BaseException:

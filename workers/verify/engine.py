@@ -57,8 +57,10 @@ class TargetEngine:
         rule: AcceptanceRule | None = None,
         method: DraftMethod | None = None,
         evidence: EvidenceSection | None = None,
+        fingerprint: str = "",
     ) -> None:
         """`method` drafts on this rank after each step. `evidence` says what it, or drafters elsewhere, need."""
+        self._fingerprint = fingerprint
         self._model = model
         self._pool = pool
         self._evidence = evidence or EvidenceSection()
@@ -91,6 +93,7 @@ class TargetEngine:
             epoch=self._epoch,
             profile=self._profile,
             is_lossless=self._rule.is_lossless and self._pool.is_lossless,
+            fingerprint=self._fingerprint,
         )
 
     def warm_up(self) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection
+from dataclasses import replace
 
 from cluster.coordinator.requests.decoding_strategy import DecodingStrategy
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.core.errors import PilotfishError
 from cluster.core.ids import RequestId, SequenceId
-from cluster.core.request import Commit, GenerationRequest, Usage
+from cluster.core.request import Commit, GenerationRequest, Timing, Usage
 
 
 class LiveRequest:
@@ -20,9 +21,12 @@ class LiveRequest:
 
     __slots__ = (
         "_deadline_timer",
+        "_first_at",
         "_in_slot",
         "_latest_at",
+        "_longest_answer",
         "_queue",
+        "_running_at",
         "_sequences",
         "_token_count",
         "_unfinished",
@@ -44,7 +48,10 @@ class LiveRequest:
         self._unfinished = set(strategy.answers)
         self._token_count = 0
         self._deadline_timer: asyncio.TimerHandle | None = None
+        self._running_at: float | None = None
+        self._first_at: float | None = None
         self._latest_at: dict[int, float] = {}
+        self._longest_answer = 0
         self._queue: asyncio.Queue[Commit | PilotfishError] = asyncio.Queue()
 
     @property
@@ -61,6 +68,22 @@ class LiveRequest:
     def token_count(self) -> int:
         """Number of emitted tokens of all answers together."""
         return self._token_count
+
+    @property
+    def longest_answer(self) -> int:
+        """Number of tokens of the longest answer that has ended."""
+        return self._longest_answer
+
+    def mark_running(self, now: float) -> None:
+        """Record that one of its sequences runs. Only the first time counts."""
+        if self._running_at is None:
+            self._running_at = now
+
+    def timing(self, now: float) -> Timing:
+        """Return how long the phases of an answer took that ends now."""
+        running_at = now if self._running_at is None else self._running_at
+        first_at = now if self._first_at is None else self._first_at
+        return Timing(running_at - self.arrived_at, first_at - running_at, now - first_at)
 
     # --- its sequences ---
 
@@ -119,6 +142,11 @@ class LiveRequest:
         """
         if commit.finish is not None:
             self._unfinished.discard(commit.index)
+            if commit.usage is not None:
+                self._longest_answer = max(self._longest_answer, commit.usage.completion_tokens)
+        if self._first_at is None and commit.tokens:
+            self._first_at = now
+            commit = replace(commit, queue_seconds=self.timing(now).queue)
         self._enqueue(commit)
         if not commit.tokens:
             return False, None

@@ -108,11 +108,13 @@ class RequestTable:
 
     # --- sequences ---
 
-    def admit(self, sequence_id: SequenceId) -> None:
-        """Move a waiting sequence to running. Does nothing when the sequence has ended."""
+    def admit(self, sequence_id: SequenceId, now: float) -> None:
+        """Move a waiting sequence to running at the time `now`. Does nothing when the sequence has ended."""
         live = self._resuming.pop(sequence_id, None) or self._new.pop(sequence_id, None)
         if live is not None:
             self._running[sequence_id] = live
+            if (request := self._requests.get(live.request_id)) is not None:
+                request.mark_running(now)
 
     def preempt(self, sequence_id: SequenceId) -> LiveSequence | None:
         """Move a running sequence back to waiting, in its order of arrival. Returns `None` when it has ended."""

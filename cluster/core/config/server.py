@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -37,6 +37,8 @@ class ServerSection(Section):
     """Port of the gRPC API; 0 takes a free one."""
     api_key_file: str | None = None
     """File with API keys, one `NAME KEY` a line, or a directory with a file per key; unset: everybody may call."""
+    log_format: Literal["text", "json"] = "text"
+    """Form of the processes' logs: `json` writes one object per line, also for every request."""
     ingress_replicas: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of ingress processes. Each serves both APIs, and those on one node share the ports."""
     ingress_node_resource: str | None = None

@@ -28,8 +28,10 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
     Both happen before a message is read. Health checks are open.
     """
 
-    def __init__(self, keys: KeyRing) -> None:
+    def __init__(self, keys: KeyRing, on_refusal: Callable[[PilotfishError], None] | None = None) -> None:
+        """`on_refusal` is called with the error of each refused call."""
         self._keys = keys
+        self._on_refusal = on_refusal
 
     async def intercept_service(
         self,
@@ -45,6 +47,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
             if method.startswith(_ADMIN_METHODS) and not key.is_admin:
                 raise PermissionDenied("the API key does not allow this: it needs the key of an operator")
         except PilotfishError as error:
+            if self._on_refusal is not None:
+                self._on_refusal(error)
             return grpc.stream_stream_rpc_method_handler(_refusal(error))
         handler = await continuation(handler_call_details)
         return handler if key.is_internal else _naming(handler, lambda request: _name(request, key))

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.core.errors import PermissionDenied, PilotfishError, Unauthenticated
 from cluster.ingress.access.api_keys import ApiKey
 from cluster.ingress.access.key_ring import KeyRing, bearer_key
+from cluster.ingress.observability.http_middleware import note_client, note_error
 from cluster.ingress.openai.errors import error_response
 from pilotfish.v1 import generation_pb2
 
@@ -41,10 +42,13 @@ class AccessMiddleware:
         try:
             key = self._identify(scope)
         except PilotfishError as error:
+            note_error(scope, error)
             refusal = error_response(error)
             response = Response(refusal.body(), refusal.status, refusal.headers, "application/json")
             await response(scope, receive, send)
             return
+        if not key.is_internal:
+            note_client(scope, key.name)
         token = _caller.set(key)
         try:
             await self._app(scope, receive, send)

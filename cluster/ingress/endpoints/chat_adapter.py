@@ -13,11 +13,13 @@ from fastapi.responses import JSONResponse
 from cluster.core.config.sections import LimitsSection
 from cluster.ingress.asgi import EventStream, kept_alive, timeout_of, while_connected
 from cluster.ingress.client import ServiceClient
+from cluster.ingress.observability.http_middleware import generate, note_error
 from cluster.ingress.openai.errors import ErrorResponse, error_response
 from cluster.ingress.openai.formats import ChatFormat, Choice
 from cluster.ingress.openai.parsing.answer_parser import AnswerParser
 from cluster.ingress.openai.parsing.parts import Json, Part
 from cluster.ingress.openai.requests import ChatRequest
+from cluster.ingress.openai.responses import receipt, system_fingerprint
 from cluster.ingress.openai.translate import chat_request, seed_of
 from pilotfish.v1 import generation_pb2
 
@@ -40,8 +42,8 @@ class ChatAdapter(Protocol):
         """More of the answer has arrived."""
         ...
 
-    def end(self, finished: generation_pb2.GenerationFinished) -> Iterable[Event]:
-        """The answer has ended."""
+    def end(self, finished: generation_pb2.GenerationFinished, receipt: Json) -> Iterable[Event]:
+        """The answer has ended. The receipt says what it took, and how to get it again."""
         ...
 
     def whole(self) -> Json:
@@ -64,7 +66,7 @@ async def respond(
 ) -> Response:
     """Generate the answer to a chat, and return the adapter's response, streamed if the chat says so."""
     message = chat_request(chat, request.state.request_id, seed_of(chat))
-    responses = client.generate(named(message), timeout_of(request, limits.max_timeout_seconds))
+    responses = generate(client, named(message), timeout_of(request, limits.max_timeout_seconds))
     events = _events(responses, adapter)
     try:
         # A refused request fails here, before the status line is sent.
@@ -75,18 +77,19 @@ async def respond(
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(kept_alive(_sent(first, events, adapter), SILENT_SECONDS), headers)
+    return EventStream(kept_alive(_sent(request, first, events, adapter), SILENT_SECONDS), headers)
 
 
 async def _events(responses: Responses, adapter: ChatAdapter) -> AsyncGenerator[list[Event], None]:
     """Yield the events of each response of the service."""
-    choice = Choice(0)
+    choice, started = Choice(0), generation_pb2.GenerationStarted()
     async with aclosing(responses):
         async for response in responses:
             if response.HasField("started"):
-                ChatFormat().begin(choice, response.started)
+                started = response.started
+                ChatFormat().begin(choice, started)
                 choice.parser = choice.parser or AnswerParser("", None, None)
-                yield list(adapter.begin(response.started))
+                yield list(adapter.begin(started))
             elif choice.parser is None:
                 continue
             elif response.HasField("delta"):
@@ -94,7 +97,9 @@ async def _events(responses: Responses, adapter: ChatAdapter) -> AsyncGenerator[
                 yield [event for part in parts for event in adapter.add(part)]
             else:
                 last = [event for part in choice.parser.parts(None) for event in adapter.add(part)]
-                yield [*last, *adapter.end(response.finished)]
+                name, is_lossless = system_fingerprint(started), not response.lossy
+                own = receipt(started.seed, name, response.finished, is_lossless=is_lossless)
+                yield [*last, *adapter.end(response.finished, own)]
 
 
 async def _next(events: AsyncGenerator[list[Event], None]) -> list[Event]:
@@ -107,7 +112,7 @@ async def _read(events: AsyncGenerator[list[Event], None]) -> None:
 
 
 async def _sent(
-    first: list[Event], events: AsyncGenerator[list[Event], None], adapter: ChatAdapter
+    request: Request, first: list[Event], events: AsyncGenerator[list[Event], None], adapter: ChatAdapter
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(events):
         for event in first:
@@ -117,6 +122,7 @@ async def _sent(
                 for event in some:
                     yield _encoded(event)
         except Exception as error:
+            note_error(request, error)
             yield _encoded(adapter.error(error_response(error)))
 
 

@@ -166,6 +166,7 @@ class _Message:
         self._arguments = ""
         self._ending: Json = {"stop_reason": None, "stop_sequence": None}
         self._usage: Json = {"input_tokens": 0, "output_tokens": 0}
+        self._receipt: Json = {}
 
     def begin(self, started: generation_pb2.GenerationStarted) -> Iterable[Event]:
         """See `ChatAdapter`."""
@@ -192,7 +193,7 @@ class _Message:
             self._blocks[-1]["thinking"] += part.text
             yield self._delta({"type": "thinking_delta", "thinking": part.text})
 
-    def end(self, finished: generation_pb2.GenerationFinished) -> Iterable[Event]:
+    def end(self, finished: generation_pb2.GenerationFinished, receipt: Json) -> Iterable[Event]:
         """See `ChatAdapter`."""
         yield from self._close()
         usage = finished.usage
@@ -208,7 +209,8 @@ class _Message:
         elif reason == "end_turn" and any(block["type"] == "tool_use" for block in self._blocks):
             reason = "tool_use"
         self._ending = {"stop_reason": reason, "stop_sequence": sequence}
-        yield "message_delta", {"type": "message_delta", "delta": self._ending, "usage": self._usage}
+        self._receipt = {"receipt": receipt}
+        yield "message_delta", {"type": "message_delta", "delta": self._ending, "usage": self._usage, **self._receipt}
         yield "message_stop", {"type": "message_stop"}
 
     def whole(self) -> Json:
@@ -221,6 +223,7 @@ class _Message:
             "content": list(self._blocks),
             **self._ending,
             "usage": self._usage,
+            **self._receipt,
         }
 
     def error(self, error: ErrorResponse) -> Event:

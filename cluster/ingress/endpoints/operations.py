@@ -9,9 +9,12 @@ from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 
 from cluster.ingress.client import ServiceClient
+from cluster.ingress.observability.ingress_metrics import IngressMetrics
 
 
-def add_operations(app: FastAPI, client: ServiceClient, running: Callable[[], int]) -> None:
+def add_operations(
+    app: FastAPI, client: ServiceClient, own_metrics: IngressMetrics, running: Callable[[], int]
+) -> None:
     """Add the routes. `running` returns the number of requests that the application is answering."""
 
     @app.api_route("/health", methods=["GET", "HEAD"])
@@ -31,7 +34,7 @@ def add_operations(app: FastAPI, client: ServiceClient, running: Callable[[], in
     @app.get("/metrics")
     async def metrics() -> Response:
         exposition, content_type = await client.metrics()
-        return Response(exposition, headers={"content-type": content_type})
+        return Response(own_metrics.appended_to(exposition), headers={"content-type": content_type})
 
     @app.get("/version")
     async def server_version() -> Response:

@@ -121,6 +121,7 @@ class _ResponseObject:
         self._status = "in_progress"
         self._incomplete: Json | None = None
         self._usage: Json | None = None
+        self._receipt: Json = {}
         self._items: list[Json] = []
         self._sequence = -1
 
@@ -151,7 +152,7 @@ class _ResponseObject:
             self._items[-1]["content"][0]["text"] += part.text
             yield self._in_item("response.reasoning_text.delta", content_index=0, delta=part.text)
 
-    def end(self, finished: generation_pb2.GenerationFinished) -> Iterable[Event]:
+    def end(self, finished: generation_pb2.GenerationFinished, receipt: Json) -> Iterable[Event]:
         """See `ChatAdapter`."""
         if not self._items:
             yield from self._open_message()
@@ -165,6 +166,7 @@ class _ResponseObject:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
+        self._receipt = {"receipt": receipt}
         self._status = "incomplete" if is_cut else "completed"
         self._incomplete = {"reason": "max_output_tokens"} if is_cut else None
         self.on_end(self._turn())
@@ -194,6 +196,7 @@ class _ResponseObject:
             "max_output_tokens": body.max_output_tokens,
             "text": body.text or {"format": {"type": "text"}},
             "usage": self._usage,
+            **self._receipt,
         }
 
     def error(self, error: ErrorResponse) -> Event:

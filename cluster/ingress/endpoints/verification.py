@@ -19,9 +19,11 @@ from cluster.core.errors import InvalidRequest
 from cluster.ingress.asgi import timeout_of, while_connected
 from cluster.ingress.client import ServiceClient
 from cluster.ingress.endpoints.bodies import read_parsed
+from cluster.ingress.observability.http_middleware import generate
 from cluster.ingress.openai.fields.types import Seed, StrictModel, Text, UInt32s
 from cluster.ingress.openai.parse import parse
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
+from cluster.ingress.openai.responses import system_fingerprint
 from cluster.ingress.openai.translate import chat_request, completion_requests
 from pilotfish.v1 import generation_pb2
 
@@ -76,11 +78,10 @@ class _Repeated:
     ends: list[int]
     """Length of the text after each token, in characters."""
     text: str = ""
+    fingerprint: str = ""
 
 
-def add_verification(
-    app: FastAPI, client: ServiceClient, limits: LimitsSection, fingerprint: str, named: Named
-) -> None:
+def add_verification(app: FastAPI, client: ServiceClient, limits: LimitsSection, named: Named) -> None:
     """Add the route. `named` writes the caller's name into a request."""
 
     @app.post("/v1/verify")
@@ -89,17 +90,16 @@ def add_verification(
         if (body.text is None) == (body.token_ids is None):
             raise InvalidRequest("text", body.text, "given, or token_ids, and not both")
         message = _request(body, limits, request.state.request_id)
-        answer = await while_connected(
-            request, _repeat(client.generate(named(message), timeout_of(request, limits.max_timeout_seconds)), body)
-        )
-        found = _first_difference(answer, body)
+        timeout = timeout_of(request, limits.max_timeout_seconds)
+        answer = await while_connected(request, _repeat(generate(client, named(message), timeout), body))
+        found, sent = _first_difference(answer, body), body.receipt.fingerprint
         result = {
             "equal": found is None,
             "first_difference": found,
             "compared_tokens": len(answer.tokens),
             "seed": message.sampling.seed,
-            "fingerprint": fingerprint,
-            "same_fingerprint": None if body.receipt.fingerprint is None else body.receipt.fingerprint == fingerprint,
+            "fingerprint": answer.fingerprint,
+            "same_fingerprint": None if sent is None else sent == answer.fingerprint,
         }
         return JSONResponse(result, headers=headers)
 
@@ -126,8 +126,9 @@ async def _repeat(responses: AsyncGenerator[generation_pb2.GenerateResponse, Non
     answer = _Repeated([], [])
     async with aclosing(responses):
         async for response in responses:
-            if response.HasField("started") and body.text is not None:
-                if response.started.tool_format or response.started.reasons:
+            if response.HasField("started"):
+                answer.fingerprint = system_fingerprint(response.started)
+                if body.text is not None and (response.started.tool_format or response.started.reasons):
                     raise InvalidRequest("text", "sent", "left out: calls and reasoning are compared by token_ids")
             elif response.HasField("delta"):
                 answer.text += response.delta.text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from pilotfish.v1 import generation_pb2
@@ -11,13 +11,19 @@ Events = AsyncGenerator[tuple[int, generation_pb2.GenerateResponse], None]
 """Pairs of an index and an event."""
 
 
-async def coalesce(events: Events, interval: int) -> Events:
-    """Join the deltas of each index until they have `interval` tokens. The first delta of an index is not held back."""
+async def coalesce(
+    events: Events, interval: int, note: Callable[[int, generation_pb2.GenerationDelta], None]
+) -> Events:
+    """Join the deltas of each index until they have `interval` tokens. The first delta of an index is not held back.
+
+    `note` is called with each delta before.
+    """
     held: dict[int, generation_pb2.GenerateResponse] = {}
     begun: set[int] = set()
     async with aclosing(events):
         async for index, event in events:
             if event.HasField("delta"):
+                note(index, event.delta)
                 joined = _joined(held.pop(index, None), event)
                 if index in begun and len(joined.delta.token_ids) < interval:
                     held[index] = joined

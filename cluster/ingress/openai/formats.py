@@ -29,6 +29,8 @@ class Choice:
     """Draft tokens that were verified for them."""
     accepted: int = 0
     """Accepted draft tokens among them."""
+    acceptances: list[tuple[int, int]] = field(default_factory=list)
+    """The drafted and the accepted tokens of each step with a draft."""
     logprobs: list[Json] = field(default_factory=list)
     finished: generation_pb2.GenerationFinished | None = None
     is_started: bool = False

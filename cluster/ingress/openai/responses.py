@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 
 from cluster.ingress.openai.formats import Choice, EndpointFormat, reported_prompt
 from cluster.ingress.openai.parsing.parts import Json
 from pilotfish.v1 import generation_pb2
 
+_PROGRAM = f"pilotfish-{version('pilotfish')}"
 _REASONS = {
     generation_pb2.FINISH_REASON_STOP: "stop",
     generation_pb2.FINISH_REASON_LENGTH: "length",
@@ -32,22 +34,10 @@ class ResponseMetadata:
     """Number of answers to each prompt."""
 
     def receipt(self, choice: Choice) -> Json:
-        """Return what identifies an answer and what it took: its seed gives the same answer again."""
+        """Return the receipt of an answer as a field of its choice."""
+        seed = (self.seed + choice.index % self.answers) % (1 << 64)
         finished = choice.finished or generation_pb2.GenerationFinished()
-        usage = finished.usage
-        return {
-            "receipt": {
-                "seed": (self.seed + choice.index % self.answers) % (1 << 64),
-                "fingerprint": self.fingerprint,
-                "lossless": self.is_lossless,
-                "target_passes": usage.target_steps,
-                "drafted": usage.drafted_tokens,
-                "accepted": usage.accepted_draft_tokens,
-                "drafter": finished.draft_method,
-                "resumptions": finished.resumptions,
-                "resumed_tokens": usage.resumed_tokens,
-            }
-        }
+        return {"receipt": receipt(seed, self.fingerprint, finished, is_lossless=self.is_lossless)}
 
     def wrap(self, choices: list[Json], *, chunk: bool, **more: Json | None) -> Json:
         """Return the whole response, or with `chunk` one chunk of it."""
@@ -62,6 +52,27 @@ class ResponseMetadata:
             "lossless": self.is_lossless,
             **more,
         }
+
+
+def system_fingerprint(started: generation_pb2.GenerationStarted) -> str:
+    """Return the name of the program and of the target that generate an answer: equal names, equal answers."""
+    return "-".join(filter(None, (_PROGRAM, started.fingerprint)))
+
+
+def receipt(seed: int, fingerprint: str, finished: generation_pb2.GenerationFinished, *, is_lossless: bool) -> Json:
+    """Return what identifies an answer and what it took: its seed gives the same answer again."""
+    usage = finished.usage
+    return {
+        "seed": seed,
+        "fingerprint": fingerprint,
+        "lossless": is_lossless,
+        "target_passes": usage.target_steps,
+        "drafted": usage.drafted_tokens,
+        "accepted": usage.accepted_draft_tokens,
+        "drafter": finished.draft_method,
+        "resumptions": finished.resumptions,
+        "resumed_tokens": usage.resumed_tokens,
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from contextlib import aclosing
 
 from cluster.core.errors import WorkerUnavailable
 from cluster.ingress.openai.coalesce import Events, coalesce
+from cluster.ingress.openai.draft_metrics import draft_metrics, note_acceptance
 from cluster.ingress.openai.errors import ErrorResponse
 from cluster.ingress.openai.event_ids import EventId, Stage
 from cluster.ingress.openai.formats import Choice, reported_prompt
@@ -53,12 +54,13 @@ async def whole_response(
         if event.HasField("started"):
             note_prompt(choices[index], event.started, metadata.endpoint, options)
         elif event.HasField("delta"):
+            note_acceptance(choices[index], event.delta)
             add_delta(metadata.endpoint, choices[index], event.delta, options)
         elif event.HasField("finished"):
             choices[index].finished = _ended(event.finished, options)
     complete = [whole_choice(metadata.endpoint, choice, options) | metadata.receipt(choice) for choice in choices]
     prompt = {} if metadata.endpoint.reports_prompt_per_choice else reported_prompt(choices[0])
-    return metadata.wrap(complete, chunk=False, usage=usage(choices), **prompt)
+    return metadata.wrap(complete, chunk=False, usage=usage(choices), **draft_metrics(choices), **prompt)
 
 
 async def chunks(
@@ -74,15 +76,23 @@ async def chunks(
     `last` says what was sent before. An error becomes an event too, because the status line is already sent.
     """
     stage = last.stage
-    events = coalesce(events, options.interval) if options.interval > 1 else events
+
+    def note(index: int, delta: generation_pb2.GenerationDelta) -> None:
+        note_acceptance(choices[index], delta)
+
+    if is_joined := options.interval > 1:
+        events = coalesce(events, options.interval, note)
     try:
         async for index, event in events:
+            if not is_joined:
+                note(index, event.delta)
             chunk = _chunk(metadata, choices[index], event, options)
             if chunk is not None:
                 yield _server_sent(chunk, last.after(choices, stage))
         if options.usage and stage is Stage.CHOICES:
             stage = Stage.USAGE
-            yield _server_sent(metadata.wrap([], chunk=True, usage=usage(choices)), last.after(choices, stage))
+            summary = metadata.wrap([], chunk=True, usage=usage(choices), **draft_metrics(choices))
+            yield _server_sent(summary, last.after(choices, stage))
     except Exception as error:
         yield _with_id(on_error(error).body(), last.after(choices, stage))
     else:

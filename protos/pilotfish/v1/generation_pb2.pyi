@@ -635,6 +635,8 @@ class GenerationStarted(_message.Message):
     TOOL_FORMAT_FIELD_NUMBER: _builtins.int
     REASONS_FIELD_NUMBER: _builtins.int
     BEGINS_IN_REASONING_FIELD_NUMBER: _builtins.int
+    QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id of the request."""
     model: _builtins.str
@@ -651,6 +653,10 @@ class GenerationStarted(_message.Message):
     """True if the model writes what it thinks between <think> and </think>."""
     begins_in_reasoning: _builtins.bool
     """True if the prompt ends after <think>, so that the answer begins with what the model thinks."""
+    queue_seconds: _builtins.float
+    """How long the request waited before it ran, in seconds."""
+    fingerprint: _builtins.str
+    """A name of what the answer depends on beside the request: weights, number format, kernels, ranks, lossy settings."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens of the prompt, if requested."""
@@ -677,12 +683,16 @@ class GenerationStarted(_message.Message):
         tool_format: _builtins.str = ...,
         reasons: _builtins.bool = ...,
         begins_in_reasoning: _builtins.bool = ...,
+        queue_seconds: _builtins.float | None = ...,
+        fingerprint: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_seconds", b"_queue_seconds", "queue_seconds", b"queue_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_in_reasoning", b"begins_in_reasoning", "coordinator", b"coordinator", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "prompt_token_bytes", b"prompt_token_bytes", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "reasons", b"reasons", "request_id", b"request_id", "seed", b"seed", "tool_format", b"tool_format"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_seconds", b"_queue_seconds", "begins_in_reasoning", b"begins_in_reasoning", "coordinator", b"coordinator", "fingerprint", b"fingerprint", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "prompt_token_bytes", b"prompt_token_bytes", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "reasons", b"reasons", "request_id", b"request_id", "seed", b"seed", "tool_format", b"tool_format"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__queue_seconds: _TypeAlias = _typing.Literal["queue_seconds"]  # noqa: Y015
+    _WhichOneofArgType__queue_seconds: _TypeAlias = _typing.Literal["_queue_seconds", b"_queue_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_seconds) -> _WhichOneofReturnType__queue_seconds | None: ...
 
 Global___GenerationStarted: _TypeAlias = GenerationStarted  # noqa: Y015
 

@@ -107,4 +107,4 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def value_of(coordinator_metrics: Metrics, name: str, **labels: str) -> float:
     """The value of one series; 0 when it does not exist."""
-    return coordinator_metrics.registry.get_sample_value(name, {"model_name": "fake", **labels}) or 0.0
+    return coordinator_metrics.registry.get_sample_value(name, {"model_name": "fake", "engine": "0", **labels}) or 0.0

@@ -32,4 +32,4 @@ def test_tokens_are_counted_when_they_are_sent_to_clients() -> None:
     coordinator = Coordinator(FakeTarget(), [], configure(), metrics)
     for count in (3, 0, 4):
         coordinator.count_sent(count)
-    assert metrics.registry.get_sample_value("vllm:generation_tokens_total", {"model_name": ""}) == 7
+    assert metrics.registry.get_sample_value("vllm:generation_tokens_total", {"model_name": "", "engine": "0"}) == 7

@@ -142,7 +142,7 @@ async def test_health_readiness_and_metrics(api: HttpApi) -> None:
     api.client.reachable = False
     assert (await api.http.get("/health")).status_code == 503
     metrics = await api.http.get("/metrics")
-    assert metrics.text == "answers_total 1\n"
+    assert metrics.text.startswith("answers_total 1\n# HELP http_requests_total")
     assert metrics.headers["content-type"] == "text/plain; version=0.0.4"
 
 
@@ -242,7 +242,8 @@ def test_the_application_describes_its_requests(tmp_path: Path) -> None:
     assert isinstance(engine, ScriptedEngine)
     schema = create_app(InProcessClient(GenerationServicer(generation), lambda: True), LIMITS).openapi()
     body = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]
-    assert "messages" in body["content"]["application/json"]["schema"]["properties"]
+    assert body["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatRequest"}
+    assert "messages" in schema["components"]["schemas"]["ChatRequest"]["properties"]
 
 
 @pytest.mark.parametrize(

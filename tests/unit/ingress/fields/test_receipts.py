@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -112,3 +113,49 @@ async def test_what_cannot_be_verified_is_refused_by_name(
 ) -> None:
     response = await http.post("/v1/verify", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+
+
+async def test_the_fingerprint_names_the_program_and_what_the_target_computes_with(http: httpx.AsyncClient) -> None:
+    whole = (await http.post("/v1/completions", json=BODY)).json()
+    name = whole["system_fingerprint"]
+    assert re.fullmatch(r"pilotfish-[\w.]+-tp1-[0-9a-f]{12}", name)
+    assert whole["choices"][0]["receipt"]["fingerprint"] == name
+
+
+async def test_the_other_apis_have_receipts_too(http: httpx.AsyncClient) -> None:
+    response = await http.post("/v1/responses", json={"input": "hi", "seed": 3, "max_output_tokens": 4})
+    receipt = response.json()["receipt"]
+    assert (receipt["seed"], receipt["lossless"], receipt["target_passes"]) == (3, True, 4 - receipt["accepted"])
+    sent = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    message = (await http.post("/v1/messages", json=sent)).json()
+    assert message["receipt"]["fingerprint"] == receipt["fingerprint"]
+    stream = (await http.post("/v1/messages", json={**sent, "stream": True})).text
+    assert '"receipt":{"seed":' in stream
+
+
+async def test_a_response_says_how_well_speculation_worked_as_vllm_does(http: httpx.AsyncClient) -> None:
+    body = {**BODY, "temperature": 0, "logit_bias": {"45": 100}, "n": 2}
+    whole = (await http.post("/v1/completions", json=body)).json()
+    found = whole["metrics"]["speculative_decoding"]
+    receipts = [choice["receipt"] for choice in whole["choices"]]
+    assert found["num_accepted_draft_tokens"] == sum(one["accepted"] for one in receipts) > 0
+    assert found["num_draft_tokens"] == sum(one["drafted"] for one in receipts)
+    histogram = found["acceptance_histogram"]
+    assert sum(histogram) == found["num_spec_steps"]
+    assert sum(count * steps for count, steps in enumerate(histogram)) == found["num_accepted_draft_tokens"]
+    assert len(histogram) == found["num_spec_tokens"] + 1
+    assert found["mean_acceptance_length"] == 1 + found["num_accepted_draft_tokens"] / found["num_spec_steps"]
+
+
+@pytest.mark.parametrize("interval", [1, 5])
+async def test_a_stream_with_usage_says_the_same(http: httpx.AsyncClient, interval: int) -> None:
+    more = {"stream": True, "stream_options": {"include_usage": True}, "stream_interval": interval}
+    body = {**BODY, "temperature": 0, "logit_bias": {"45": 100}, **more}
+    *_, last = chunks(await http.post("/v1/completions", json=body))
+    found = last["metrics"]["speculative_decoding"]
+    details = last["usage"]["completion_tokens_details"]
+    assert found["num_accepted_draft_tokens"] == details["accepted_prediction_tokens"] > 0
+
+
+async def test_a_response_without_drafts_has_no_such_field(http: httpx.AsyncClient) -> None:
+    assert "metrics" not in (await http.post("/v1/completions", json={**BODY, "max_draft_tokens": 0})).json()

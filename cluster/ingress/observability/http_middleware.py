@@ -1,0 +1,93 @@
+"""Counts and logs every HTTP request."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.ingress.client import ServiceClient
+from cluster.ingress.observability.ingress_metrics import IngressMetrics
+from cluster.ingress.observability.request_log import log_request
+from cluster.ingress.observability.request_record import RequestRecord, current, noted
+from pilotfish.v1 import generation_pb2
+
+UNLOGGED = frozenset({"/health", "/ping", "/ready", "/metrics", "/load", "/version"})
+"""Routes that probes and collectors ask for again and again. They are counted and not logged."""
+_UNKNOWN = "none"
+"""The route of a request for which there is none. Its path is the client's text, so nobody counts or logs it."""
+
+
+class ObservabilityMiddleware:
+    """Measures every HTTP request from its arrival to the last byte of its response, and logs one line."""
+
+    def __init__(self, app: ASGIApp, metrics: IngressMetrics, clock: Callable[[], float]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 500  # what an unexpected error becomes, further out
+        state = scope.setdefault("state", {})
+        record = state["record"] = RequestRecord(self._clock)
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = int(message["status"])
+            await send(message)
+
+        token = current.set(record)
+        try:
+            await self._app(scope, receive, send_and_note)
+        except Exception as error:
+            record.error = type(error).__name__
+            raise
+        finally:
+            current.reset(token)
+            self._ended(scope, record, status)
+
+    def _ended(self, scope: Scope, record: RequestRecord, status: int) -> None:
+        handler, method = getattr(scope.get("route"), "path", _UNKNOWN), _method(scope)
+        self._metrics.answered(handler, method, status, record.seconds)
+        if record.error is not None:
+            self._metrics.refused("http", record.error)
+        if handler not in UNLOGGED:
+            request_id = scope["state"].get("client_request_id")
+            log_request(
+                {"request_id": request_id, "api": "http", "method": method, "handler": handler, "status": status}
+                | record.fields()
+            )
+
+
+def note_error(request: Request | Scope, error: Exception | str) -> None:
+    """Record the error that ends an HTTP request."""
+    scope = request.scope if isinstance(request, Request) else request
+    record = scope.get("state", {}).get("record")
+    if record is not None:
+        record.error = error if isinstance(error, str) else type(error).__name__
+
+
+def note_client(scope: Scope, name: str) -> None:
+    """Record the name of the caller's API key."""
+    record = scope.get("state", {}).get("record")
+    if record is not None:
+        record.client = name
+
+
+def generate(
+    client: ServiceClient, request: generation_pb2.GenerateRequest, timeout_seconds: float
+) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+    """Yield the responses to a request. They are collected in the record of the HTTP request that is answered."""
+    return noted(request, client.generate(request, timeout_seconds), current.get())
+
+
+def _method(scope: Scope) -> str:
+    """Return the method; any that HTTP does not define counts as one."""
+    method = str(scope["method"])
+    return method if method in {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} else "other"

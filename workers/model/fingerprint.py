@@ -1,0 +1,80 @@
+"""A short name of everything that the numbers of a model depend on: equal fingerprints, equal computations."""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from cluster.core.config.sections import TargetSection
+from cluster.core.errors import ModelLoadError
+from workers.forward.loaded_model import LoadedModel
+
+_SAMPLE_BYTES = 1024
+_MOST_HEADER_BYTES = 100 * 1024 * 1024
+"""The longest header that a safetensors file may have."""
+_TEXTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def fingerprint(section: TargetSection, model: LoadedModel) -> str:
+    """Return the number of ranks and a hash of weights, number format, kernels, ranks and settings that are LOSSY.
+
+    For the same request and seed, targets of one fingerprint on machines of one kind give the same answer.
+    """
+    window = [section.kv.window, section.kv.sinks] if section.kv.window is not None else None
+    rule = section.model_dump(mode="json", include={"acceptance": True, section.acceptance: True})
+    parts = [
+        weights_digest(Path(section.path)),
+        str(model.dtype),
+        section.quantization,
+        _kernels(model),
+        model.tensor_parallel,
+        rule,
+        window,
+    ]
+    digest = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=6).hexdigest()
+    return f"tp{model.tensor_parallel}-{digest}"
+
+
+def weights_digest(directory: Path) -> str:
+    """Return a hash of the configuration, the tokenizer, and the weights: all headers, and a sample of every tensor.
+
+    It reads a kilobyte of each tensor, so that it takes milliseconds for any model. Raises `ModelLoadError`.
+    """
+    digest = blake2b(digest_size=16)
+    for name in _TEXTS:
+        file = directory / name
+        digest.update(file.read_bytes() if file.is_file() else b"")
+        digest.update(b"\0")
+    for file in sorted(directory.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            _add_weights(opened, file, digest)
+    return digest.hexdigest()
+
+
+def _add_weights(opened: BinaryIO, file: Path, digest: Any) -> None:
+    size = int.from_bytes(opened.read(8), "little")
+    if size > _MOST_HEADER_BYTES:
+        raise ModelLoadError(f"{file}: a header of {size} bytes; it must be at most {_MOST_HEADER_BYTES}")
+    header = opened.read(size)
+    digest.update(header)
+    try:
+        tensors = json.loads(header)
+        spans = sorted(entry["data_offsets"] for name, entry in tensors.items() if name != "__metadata__")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{file}: its header cannot be read: {error}") from error
+    for first, last in spans:
+        opened.seek(8 + size + max(first, (first + last - _SAMPLE_BYTES) // 2))
+        digest.update(opened.read(min(_SAMPLE_BYTES, last - first)))
+
+
+def _kernels(model: LoadedModel) -> list[str]:
+    """Return what computes: Pilotfish's kernels or those of torch, and the kind of processor."""
+    if model.device.type == "cuda":
+        processor = torch.cuda.get_device_name(model.device)
+    else:
+        processor = torch.backends.cpu.get_cpu_capability()
+    return ["torch" if model.native is None else "native", processor, torch.__version__]
