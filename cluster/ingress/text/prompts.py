@@ -204,8 +204,8 @@ def encode_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
-        alone = tokenizer.encode(word.lstrip(), add_special_tokens=False)
-        spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        alone = tokenizer.encode_answer(word.lstrip())
+        spaced = tokenizer.encode_answer(" " + word.lstrip())
         bounds.count("bad_words", alone, 1, bounds.MAX_BAD_WORD_TOKENS, "tokens")
         found[alone] = None
         if len(spaced) == len(alone) and spaced[0] != alone[0]:
@@ -226,7 +226,7 @@ async def encode_prediction(
         return ()
     if len(prediction) > limits.max_prediction_tokens * tokenizer.longest_token_chars:
         raise prediction_too_long(len(prediction), "characters", limits)
-    return await asyncio.to_thread(tokenizer.encode, prediction, False)
+    return await asyncio.to_thread(tokenizer.encode_answer, prediction)
 
 
 def prediction_too_long(length: int, unit: str, limits: LimitsSection) -> InvalidRequest:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from cluster.core.errors import ConfigurationError
 
 PieceToBytes = Callable[[str], bytes]
+METASPACE: Mapping[str, Any] = MappingProxyType({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"})
+"""The decoder of SentencePiece models: `▁` is a space, and texts begin with an added one."""
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

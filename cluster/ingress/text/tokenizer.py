@@ -13,7 +13,9 @@ import tokenizers
 from cluster.core.errors import ConfigurationError, InvalidRequest
 from cluster.ingress.events import ToolFormat
 from cluster.ingress.text.chat_template import PLAIN, ChatTemplate, Message, TemplateOptions
-from cluster.ingress.text.token_bytes import PieceToBytes, reader
+from cluster.ingress.text.marian_vocabulary import MarianVocabulary, is_marian
+from cluster.ingress.text.token_bytes import METASPACE, PieceToBytes, reader
+from cluster.ingress.text.vocabulary import JsonVocabulary, Vocabulary
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -23,7 +25,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        vocabulary: tokenizers.Tokenizer,
+        vocabulary: Vocabulary,
         piece_to_bytes: PieceToBytes,
         *,
         strips_first_space: bool = False,
@@ -34,28 +36,23 @@ class Tokenizer:
         self._piece_to_bytes = piece_to_bytes
         self._strips_first_space = strips_first_space
         self._template = template
-        self._special_ids = frozenset(
-            token for token, added in vocabulary.get_added_tokens_decoder().items() if added.special
-        )
         self.eos_token_ids = eos_token_ids
-        self.longest_token_chars = max((len(piece) for piece in vocabulary.get_vocab()), default=1)
+        self.longest_token_chars = vocabulary.longest_piece
         """Most characters of a token. A text has at least its length ÷ this number of tokens."""
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Read `tokenizer.json` and, if present, the other tokenizer files of a model directory.
+        """Read `tokenizer.json`, or the files of a MarianMT model, and the other tokenizer files of a model directory.
 
-        Raises `ConfigurationError` if the file is missing, unreadable or of an unknown kind.
+        Raises `ConfigurationError` if a file is missing, unreadable or of an unknown kind.
         """
-        path = directory / "tokenizer.json"
-        try:
-            source = path.read_text(encoding="utf-8")
-            vocabulary = tokenizers.Tokenizer.from_str(source)
-        except Exception as error:  # the library raises bare Exception
-            raise ConfigurationError(f"{path}: needed a tokenizer.json, found: {error}") from None
-        vocabulary.no_truncation()
-        vocabulary.no_padding()
-        piece_to_bytes, strips_first_space = reader(json.loads(source).get("decoder"))
+        vocabulary: Vocabulary
+        if is_marian(directory):
+            vocabulary = MarianVocabulary(directory)
+            piece_to_bytes, strips_first_space = reader(METASPACE)
+        else:
+            vocabulary, decoder = _read_vocabulary(directory / "tokenizer.json")
+            piece_to_bytes, strips_first_space = reader(decoder)
         settings = _read_json(directory / "tokenizer_config.json")
         special_tokens = _special_tokens(settings)
         template = _template_source(directory, settings)
@@ -68,8 +65,20 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the token ids of a text. Special tokens in the text become their ids."""
-        return tuple(self._vocabulary.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Return the token ids of a text that the model reads. Special tokens in the text become their ids."""
+        return self._vocabulary.encode(text, add_special_tokens)
+
+    def encode_answer(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a text as the model writes it, without added special tokens.
+
+        A translation model reads one language and writes another, with other tokens.
+        """
+        return self._vocabulary.encode_answer(text)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model has a chat template."""
+        return self._template is not None
 
     @property
     def reasons(self) -> bool:
@@ -99,12 +108,12 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that a token adds to a text, also for special tokens; empty for an unused id."""
-        piece = self._vocabulary.id_to_token(token)
+        piece = self._vocabulary.piece(token)
         return b"" if piece is None else self._piece_to_bytes(piece)
 
     def is_special(self, token: int) -> bool:
         """Whether the token is a special token."""
-        return token in self._special_ids
+        return token in self._vocabulary.special_ids
 
     def detokenizer(self, *, skip_special_tokens: bool = True, starts_text: bool = False) -> Detokenizer:
         """Return a detokenizer for one answer. `starts_text` removes the first space if the tokenizer adds one."""
@@ -147,6 +156,18 @@ class Detokenizer:
         return text.removeprefix(" ")
 
 
+def _read_vocabulary(path: Path) -> tuple[JsonVocabulary, Mapping[str, Any] | None]:
+    """Return the vocabulary and the decoder of a `tokenizer.json`. Raises `ConfigurationError`."""
+    try:
+        source = path.read_text(encoding="utf-8")
+        tokenizer = tokenizers.Tokenizer.from_str(source)
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigurationError(f"{path}: needed a tokenizer.json, found: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return JsonVocabulary(tokenizer), json.loads(source).get("decoder")
+
+
 def _read_json(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
@@ -179,9 +200,7 @@ def _template_source(directory: Path, settings: Mapping[str, Any]) -> str | None
     return source if isinstance(source, str) else None
 
 
-def _eos_token_ids(
-    directory: Path, vocabulary: tokenizers.Tokenizer, special_tokens: Mapping[str, str]
-) -> tuple[int, ...]:
+def _eos_token_ids(directory: Path, vocabulary: Vocabulary, special_tokens: Mapping[str, str]) -> tuple[int, ...]:
     """Return the end-of-sequence tokens of the generation settings, else of the model, else of the tokenizer."""
     for name in ("generation_config.json", "config.json"):
         value = _read_json(directory / name).get("eos_token_id")
@@ -189,5 +208,5 @@ def _eos_token_ids(
             return (value,)
         if isinstance(value, list) and value:
             return tuple(int(token) for token in value)
-    token = vocabulary.token_to_id(special_tokens.get("eos_token", ""))
+    token = vocabulary.token(special_tokens.get("eos_token", ""))
     return () if token is None else (token,)

