@@ -22,6 +22,7 @@ from deploy.commands.prepare import prepare
 from deploy.commands.run_batch import run_batch
 from deploy.commands.serve import serve
 from deploy.commands.simulate import simulate
+from deploy.commands.translate import translate
 from deploy.signals import Interrupted
 from deploy.terminal import notify, output
 
@@ -62,7 +63,7 @@ def common_options(
 
 
 cli.command("plan")(plan_command)
-for command in (prepare, serve, generate, run_batch, demo, distill, doctor):
+for command in (prepare, serve, generate, translate, run_batch, demo, distill, doctor):
     cli.command()(command)
 cli.add_typer(bench, name="bench")
 cli.add_typer(simulate, name="simulate")

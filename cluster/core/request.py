@@ -177,6 +177,11 @@ class GenerationRequest:
     text: TextOptions = field(default_factory=TextOptions)
 
     @property
+    def input(self) -> tuple[int, ...]:
+        """The tokens of what the client sent: the source for an encoder-decoder target, else the prompt."""
+        return self.source or self.prompt
+
+    @property
     def open_answers(self) -> tuple[int, ...]:
         """The indices of the answers that are to be generated, ascending."""
         return tuple(index for index in range(self.n) if not (self.resumed and self.resumed[index].is_finished))

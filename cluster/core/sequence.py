@@ -89,7 +89,7 @@ class Sequence:
     def usage(self) -> Usage:
         """Token and step counts of the answer so far."""
         return Usage(
-            prompt_tokens=self.prompt_len,
+            prompt_tokens=len(self.request.input),
             completion_tokens=len(self.tokens) - self.prompt_len,
             drafted_tokens=self._drafted,
             accepted_tokens=self._accepted,

@@ -130,3 +130,5 @@ class ServedModel:
     draft_method: str
     is_lossless: bool
     """See `TargetInfo.is_lossless`."""
+    max_source_len: int = 0
+    """Longest source of an encoder-decoder model, in tokens; 0 for other models."""

@@ -68,9 +68,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.TokenizeResponse:
         """Convert a text or a conversation to token ids."""
         tokens = await self._service.tokenize(request)
+        model = self._service.model()
         return generation_pb2.TokenizeResponse(
             token_ids=tokens,
-            max_context_len=self._service.model().max_context_len,
+            max_context_len=model.max_source_len or model.max_context_len,
             token_bytes=[self._service.token_bytes(token) for token in tokens] if request.return_bytes else (),
         )
 
@@ -266,4 +267,8 @@ def _encode_model(model: ServedModel) -> generation_pb2.Model:
         draft_method=model.draft_method,
         lossy=not model.is_lossless,
         root=model.root,
+        kind=generation_pb2.MODEL_KIND_ENCODER_DECODER
+        if model.max_source_len
+        else generation_pb2.MODEL_KIND_DECODER_ONLY,
+        max_source_len=model.max_source_len,
     )

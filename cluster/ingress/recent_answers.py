@@ -29,7 +29,7 @@ def request_key(request: GenerationRequest) -> RequestKey:
         request.cache_salt,
         request.n,
     )
-    return blake2b(array("I", request.prompt).tobytes() + repr(values).encode(), digest_size=16).digest()
+    return blake2b(array("I", request.input).tobytes() + repr(values).encode(), digest_size=16).digest()
 
 
 class RecentAnswers:

@@ -21,10 +21,11 @@ from cluster.ingress.recent_answers import RecentAnswers, RequestKey, request_ke
 from cluster.ingress.resume import ReceivedPart
 from cluster.ingress.text.prompts import (
     answer_format,
+    chat_text,
     decode_chat,
-    encode_bad_words,
     encode_prediction,
     encode_prompt,
+    without_bad_words,
 )
 from cluster.ingress.text.request_processor import RequestProcessor, best_answers
 from cluster.ingress.text.tokenizer import Tokenizer
@@ -114,8 +115,8 @@ class GenerationService:
             prompt = valid.prompt_options.truncated(prompt, valid.max_tokens, info)
             prediction = await encode_prediction(self._tokenizer, valid.prediction, self._limits)
             request = validate.fit_to_context(valid, prompt, prediction, info, self._limits, deadline)
-            request = self._without_bad_words(request, valid.bad_words)
-            reported = request.prompt if valid.prompt_options.report else ()
+            request = without_bad_words(request, self._tokenizer, valid.bad_words)
+            reported = prompt if valid.prompt_options.report else ()
             form = answer_format(self._tokenizer, valid.prompt, prompt)
             started = Started(valid.request_id, info.model, request.sampling.seed, len(prompt), reported, form)
             started = replace(started, fingerprint=info.fingerprint)
@@ -190,7 +191,10 @@ class GenerationService:
         self._recent.begin(key, [part.tokens for part in parts] or [()] * request.n)
         request = replace(request, resumed=parts)
         skip = request.text.skip_special_tokens
-        processor = RequestProcessor(request, lambda: self._tokenizer.detokenizer(skip_special_tokens=skip))
+        starts_text = bool(request.source)  # an answer to a source does not continue a text
+        processor = RequestProcessor(
+            request, lambda: self._tokenizer.detokenizer(skip_special_tokens=skip, starts_text=starts_text)
+        )
         ends = processor.resume(request, received)
         left = processor.running
         parts = tuple(replace(part, is_finished=index not in left) for index, part in enumerate(parts))
@@ -202,12 +206,13 @@ class GenerationService:
 
     async def tokenize(self, message: generation_pb2.TokenizeRequest) -> tuple[int, ...]:
         """Return the token ids of a text or a conversation. Raises `InvalidRequest`, `UnknownModel`, `NotReady`."""
+        info = self._info()
         self._resolve_alias(message)
-        validate.check_model(message.model if message.HasField("model") else None, self._info())
+        validate.check_model(message.model if message.HasField("model") else None, info)
         match message.WhichOneof("input"):
             case "chat":
-                chat = decode_chat(message.chat, self._limits)
-                return await asyncio.to_thread(self._tokenizer.encode_chat, chat.messages, chat.options)
+                text, special = chat_text(self._tokenizer, decode_chat(message.chat, self._limits), info)
+                return await asyncio.to_thread(self._tokenizer.encode, text, special)
             case "text":
                 special = message.add_special_tokens if message.HasField("add_special_tokens") else True
                 return await asyncio.to_thread(self._tokenizer.encode, message.text, special)
@@ -218,7 +223,8 @@ class GenerationService:
         info = self._info()
         self._resolve_alias(message)
         validate.check_model(message.model if message.HasField("model") else None, info)
-        tokens = bounds.tokens("token_ids", message.token_ids, 0, info.max_context_len, info.vocabulary_size)
+        most = max(info.max_context_len, info.max_source_len)
+        tokens = bounds.tokens("token_ids", message.token_ids, 0, most, info.vocabulary_size)
         skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
         return await asyncio.to_thread(self._tokenizer.decode, tokens, skip)
 
@@ -239,6 +245,7 @@ class GenerationService:
             info.vocabulary_size,
             self._draft_method,
             info.is_lossless,
+            info.max_source_len,
         )
 
     def models(self) -> tuple[ServedModel, ...]:
@@ -289,10 +296,3 @@ class GenerationService:
                 await ended.wait()
         except TimeoutError:
             raise NotReady(f"the earlier call of {request_id} has not ended yet") from None
-
-    def _without_bad_words(self, request: GenerationRequest, words: Sequence[str]) -> GenerationRequest:
-        """Return the request with the token sequences of words that the answer must not contain."""
-        if not words:
-            return request
-        found = (*request.sampling.bad_words, *encode_bad_words(self._tokenizer, words))
-        return replace(request, sampling=replace(request.sampling, bad_words=found))

@@ -24,6 +24,7 @@ from cluster.ingress.text.prompts import (
     check_bad_words,
     decode_prompt,
     decode_prompt_options,
+    most_prompt_tokens,
     prediction_too_long,
     prompt_too_long,
 )
@@ -85,6 +86,9 @@ def validate(
         end_token_ids=tuple(sorted(stopping.stop_token_ids)),
         min_tokens=bounds.integer("min_tokens", request.stopping.min_tokens, 0, limits.max_output_tokens),
     )
+    if info.decoder_start and sampling.prompt_logprobs is not None:
+        bound = "left out: an encoder-decoder model gives no probabilities to the text that it reads"
+        raise InvalidRequest("prompt_logprobs", sampling.prompt_logprobs, bound)
     answers = answer_count(request, sampling, stopping, info, limits)
     return ValidatedRequest(
         request_id=request_id,
@@ -122,27 +126,14 @@ def fit_to_context(
 ) -> GenerationRequest:
     """Check prompt, answer and prediction against the context and the limits. Set `max_tokens` if the client did not.
 
-    Raises `InvalidRequest`.
+    For an encoder-decoder model, `prompt` is the source. Raises `InvalidRequest`.
     """
-    context = info.max_context_len
     if not prompt:
         raise InvalidRequest(request.prompt.field, (), "of at least one token")
-    if len(prompt) >= context:
+    if len(prompt) > most_prompt_tokens(info):
         raise prompt_too_long(request.prompt.field, len(prompt), "tokens", info)
-    available = context - len(prompt)
-    max_tokens = request.max_tokens
-    if max_tokens is None:
-        # The KV pool may hold less than a context. A length that the client did not choose must not be refused for it.
-        pool = info.layout.longest(info.kv.blocks_total, context, context) or context
-        max_tokens = max(1, min(available, pool - len(prompt), limits.max_output_tokens))
-    if request.fit_max_tokens:
-        max_tokens = min(max_tokens, available)
-    if max_tokens > available:
-        raise InvalidRequest(
-            "max_tokens",
-            max_tokens,
-            f"at most {available}: the context holds {context} tokens and the prompt takes {len(prompt)}",
-        )
+    start, source = (info.decoder_start, prompt) if info.decoder_start else (prompt, ())
+    max_tokens = _max_tokens(request, len(start), info, limits)
     if request.sampling.min_tokens > max_tokens:
         raise InvalidRequest("min_tokens", request.sampling.min_tokens, f"at most max_tokens, which is {max_tokens}")
     alternatives = request.sampling.prompt_logprobs
@@ -155,7 +146,8 @@ def fit_to_context(
     return GenerationRequest(
         request_id=request.scoped_id,
         client=request.client,
-        prompt=prompt,
+        prompt=start,
+        source=source,
         sampling=request.answers.engine_sampling(request.sampling),
         stopping=replace(request.stopping, max_tokens=max_tokens),
         text=request.text,
@@ -166,6 +158,24 @@ def fit_to_context(
         max_draft_tokens=request.max_draft_tokens,
         prediction=prediction if request.answers.beam is None else (),  # beams are not drafted for
     )
+
+
+def _max_tokens(request: ValidatedRequest, start_len: int, info: TargetInfo, limits: LimitsSection) -> int:
+    """Return the most tokens of an answer that begins after `start_len` tokens. Raises `InvalidRequest`."""
+    context = info.max_context_len
+    available = context - start_len
+    max_tokens = request.max_tokens
+    if max_tokens is None:
+        # The KV pool may hold less than a context. A length that the client did not choose must not be refused for it.
+        pool = info.layout.longest(info.kv.blocks_total, context, context) or context
+        max_tokens = max(1, min(available, pool - start_len, limits.max_output_tokens))
+    if request.fit_max_tokens:
+        max_tokens = min(max_tokens, available)
+    if max_tokens > available:
+        taker = "the decoder's start" if info.decoder_start else "the prompt"
+        bound = f"at most {available}: the context holds {context} tokens and {taker} takes {start_len}"
+        raise InvalidRequest("max_tokens", max_tokens, bound)
+    return max_tokens
 
 
 def check_model(name: str | None, info: TargetInfo) -> None:

@@ -102,8 +102,8 @@ class BeamSearch:
         """Return the answers, best first. Where the search found fewer answers than requested, the others are empty."""
         found = [(ended.tokens, ended.finish) for ended in beam.best(self._state, self._request.n)]
         found += [((), FinishReason.LENGTH)] * (self._request.n - len(found))
-        prompt_len = len(self._request.prompt)
+        input_len = len(self._request.input)
         return tuple(
-            Commit(tokens, 0, (), finish, Usage(prompt_len, len(tokens), target_steps=self._rounds), index=index)
+            Commit(tokens, 0, (), finish, Usage(input_len, len(tokens), target_steps=self._rounds), index=index)
             for index, (tokens, finish) in enumerate(found)
         )

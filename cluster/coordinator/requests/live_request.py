@@ -121,7 +121,7 @@ class LiveRequest:
     def usage(self, answer: int) -> Usage:
         """Return the token and step counts of an answer so far."""
         live = self.writer(answer)
-        return Usage(len(self.request.prompt)) if live is None else live.sequence.usage()
+        return Usage(len(self.request.input)) if live is None else live.sequence.usage()
 
     # --- its reader ---
 

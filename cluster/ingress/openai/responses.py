@@ -16,6 +16,10 @@ _REASONS = {
     generation_pb2.FINISH_REASON_LENGTH: "length",
     generation_pb2.FINISH_REASON_ABORT: "abort",
 }
+_KINDS = {
+    generation_pb2.MODEL_KIND_DECODER_ONLY: "decoder-only",
+    generation_pb2.MODEL_KIND_ENCODER_DECODER: "encoder-decoder",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +189,7 @@ def usage_so_far(choice: Choice) -> Json:
 
 def model_card(model: generation_pb2.Model) -> Json:
     """Return one entry of `/v1/models`."""
-    return {
+    card: Json = {
         "id": model.id,
         "object": "model",
         "created": model.created,
@@ -194,7 +198,11 @@ def model_card(model: generation_pb2.Model) -> Json:
         "parent": None,
         "max_model_len": model.max_context_len,
         "lossless": not model.lossy,
+        "kind": _KINDS.get(model.kind),
     }
+    if model.max_source_len:
+        card["max_source_len"] = model.max_source_len
+    return card
 
 
 def _count(choice: Choice, delta: generation_pb2.GenerationDelta) -> None:

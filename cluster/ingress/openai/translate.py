@@ -36,6 +36,7 @@ def completion_requests(
     stopping = _stopping(body, 1 if body.only_echoes else body.max_tokens)
     stopping.fit_max_tokens = "max_tokens" not in body.model_fields_set
     options = _prompt_options(body)
+    options.echo = body.echo
     options.report |= body.echo
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         sampling.prompt_logprobs = body.logprobs

@@ -37,7 +37,7 @@ class OutputProcessor:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(request.stopping.stop_strings)
         self._min_tokens = request.sampling.min_tokens
-        self._prompt_len = len(request.prompt)
+        self._prompt_len = len(request.input)
         self._tokens = 0
         self._drafted = 0
         self._accepted = 0

@@ -1,4 +1,7 @@
-"""Prompts: their kinds, their checks before tokenization, and how they become tokens."""
+"""Prompts: their kinds, their checks before tokenization, and how they become tokens.
+
+For an encoder-decoder model, what a request calls its prompt is the source, which the encoder reads.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import asyncio
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from cluster.core import bounds
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
+from cluster.core.request import GenerationRequest
 from cluster.core.verification import TargetInfo
 from cluster.ingress.events import TEXT_ONLY, AnswerFormat
 from cluster.ingress.text.chat_template import OWN_VARIABLES, PLAIN, CalledTool, Message, TemplateOptions
@@ -66,12 +70,14 @@ class PromptOptions:
     """Whether truncation keeps the first tokens instead of the last ones."""
     report: bool = False
     """Whether the tokens of the prompt are reported."""
+    echo: bool = False
+    """Whether the client gets the prompt in front of the answer."""
 
     def truncated(self, tokens: tuple[int, ...], max_tokens: int | None, info: TargetInfo) -> tuple[int, ...]:
         """Return the part of the prompt that is used, given the most tokens of the answer."""
         if self.truncate is None:
             return tokens
-        room = max(1, info.max_context_len - (max_tokens or 1))
+        room = info.max_source_len if info.decoder_start else max(1, info.max_context_len - (max_tokens or 1))
         most = room if self.truncate == ALL_THAT_FITS else self.truncate
         return tokens[:most] if self.keep_start else tokens[-most:]
 
@@ -85,7 +91,7 @@ def decode_prompt(request: generation_pb2.GenerateRequest, info: TargetInfo, lim
         ids, is_cut = request.token_ids.ids, request.prompt_options.HasField("truncate")
         if not ids:
             raise InvalidRequest("prompt", (), "of at least one token")
-        if len(ids) >= info.max_context_len and not is_cut:
+        if len(ids) > most_prompt_tokens(info) and not is_cut:
             raise prompt_too_long("prompt", len(ids), "tokens", info)
         return TokenPrompt(bounds.tokens("prompt", ids, 1, bounds.MAX_TOKENS, info.vocabulary_size))
     if kind == "text":
@@ -97,11 +103,14 @@ def decode_prompt(request: generation_pb2.GenerateRequest, info: TargetInfo, lim
 
 def decode_prompt_options(message: generation_pb2.PromptOptions, info: TargetInfo) -> PromptOptions:
     """Check and convert the options of a prompt. Raises `InvalidRequest` (`truncate_prompt_tokens`)."""
+    if message.echo and info.decoder_start:
+        raise InvalidRequest("echo", True, "false: an encoder-decoder model does not continue the text that it reads")
     truncate = message.truncate if message.HasField("truncate") else None
     if truncate not in (None, ALL_THAT_FITS):
-        bounds.integer("truncate_prompt_tokens", truncate, 1, info.max_context_len)
+        most = info.max_source_len if info.decoder_start else info.max_context_len
+        bounds.integer("truncate_prompt_tokens", truncate, 1, most)
     special = message.add_special_tokens if message.HasField("add_special_tokens") else None
-    return PromptOptions(special, truncate, message.keep_start, message.report)
+    return PromptOptions(special, truncate, message.keep_start, message.report, message.echo)
 
 
 def decode_chat(message: generation_pb2.ChatInput, limits: LimitsSection) -> ChatPrompt:
@@ -163,14 +172,14 @@ async def encode_prompt(
 
     Raises `InvalidRequest` (`prompt` or `messages`).
     """
-    most_chars = info.max_context_len * tokenizer.longest_token_chars
+    most_chars = (most_prompt_tokens(info) + 1) * tokenizer.longest_token_chars
     match prompt:
         case TokenPrompt(tokens):
             return tokens
         case TextPrompt(text):
             special = True
-        case ChatPrompt(messages, template_options):
-            text, special = tokenizer.render_chat(messages, template_options, most_chars), False
+        case ChatPrompt():
+            text, special = chat_text(tokenizer, prompt, info, most_chars)
     if len(text) > most_chars:
         raise prompt_too_long(prompt.field, len(text), "characters", info)
     if options.add_special_tokens is not None:
@@ -178,14 +187,40 @@ async def encode_prompt(
     return await asyncio.to_thread(tokenizer.encode, text, special)
 
 
+def chat_text(
+    tokenizer: Tokenizer, prompt: ChatPrompt, info: TargetInfo, most_chars: int | None = None
+) -> tuple[str, bool]:
+    """Return the text of a conversation, and whether the tokenizer adds its special tokens to it.
+
+    An encoder-decoder model without a chat template reads the last message of the user. Raises `InvalidRequest`.
+    """
+    if tokenizer.has_template or not info.decoder_start:
+        return tokenizer.render_chat(prompt.messages, prompt.options, most_chars), False
+    for field, value in (
+        ("tools", prompt.options.tools),
+        ("chat_template_kwargs", prompt.options.arguments),
+        ("continue_final_message", prompt.options.continue_final_message),
+    ):
+        if value:
+            raise InvalidRequest(field, value, "left out: this model has no chat template")
+    last = next((message for message in reversed(prompt.messages) if message.role == "user"), None)
+    if last is None:
+        roles = [message.role for message in prompt.messages]
+        raise InvalidRequest("messages", roles, "with a message of the user: this model reads the last one of them")
+    return last.content, True
+
+
+def most_prompt_tokens(info: TargetInfo) -> int:
+    """Return the most tokens of a prompt: the context without one token, or what the encoder reads."""
+    return info.max_source_len if info.decoder_start else info.max_context_len - 1
+
+
 def prompt_too_long(field: str, length: int, unit: str, info: TargetInfo) -> InvalidRequest:
-    """Return the error for a prompt that fills the whole context."""
-    most = info.max_context_len - 1
-    return InvalidRequest(
-        field,
-        f"{length} {unit}",
-        f"at most {most} tokens: the context holds {info.max_context_len}, one of them the answer's",
-    )
+    """Return the error for a prompt that fills the whole context, or that is longer than the encoder reads."""
+    reason = f"the context holds {info.max_context_len}, one of them the answer's"
+    if info.decoder_start:
+        reason = "the model's encoder reads no more"
+    return InvalidRequest(field, f"{length} {unit}", f"at most {most_prompt_tokens(info)} tokens: {reason}")
 
 
 def check_bad_words(words: Sequence[str]) -> tuple[str, ...]:
@@ -211,6 +246,14 @@ def encode_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[
         if len(spaced) == len(alone) and spaced[0] != alone[0]:
             found[spaced] = None
     return tuple(found)
+
+
+def without_bad_words(request: GenerationRequest, tokenizer: Tokenizer, words: Sequence[str]) -> GenerationRequest:
+    """Return the request with the token sequences of words that the answer must not contain."""
+    if not words:
+        return request
+    found = (*request.sampling.bad_words, *encode_bad_words(tokenizer, words))
+    return replace(request, sampling=replace(request.sampling, bad_words=found))
 
 
 async def encode_prediction(

@@ -76,6 +76,30 @@ FINISH_REASON_ABORT: FinishReason.ValueType  # 3
 """Abort was called."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _ModelKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ModelKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MODEL_KIND_UNSPECIFIED: _ModelKind.ValueType  # 0
+    """Never sent."""
+    MODEL_KIND_DECODER_ONLY: _ModelKind.ValueType  # 1
+    """It continues the prompt."""
+    MODEL_KIND_ENCODER_DECODER: _ModelKind.ValueType  # 2
+    """Its encoder reads the prompt, which is called the source, and its decoder writes an answer of its own."""
+
+class ModelKind(_ModelKind, metaclass=_ModelKindEnumTypeWrapper):
+    """How a model reads and writes."""
+
+MODEL_KIND_UNSPECIFIED: ModelKind.ValueType  # 0
+"""Never sent."""
+MODEL_KIND_DECODER_ONLY: ModelKind.ValueType  # 1
+"""It continues the prompt."""
+MODEL_KIND_ENCODER_DECODER: ModelKind.ValueType  # 2
+"""Its encoder reads the prompt, which is called the source, and its decoder writes an answer of its own."""
+Global___ModelKind: _TypeAlias = ModelKind  # noqa: Y015
+
 @_typing.final
 class ToolCall(_message.Message):
     """A call of a tool by the assistant."""
@@ -278,6 +302,7 @@ class PromptOptions(_message.Message):
     TRUNCATE_FIELD_NUMBER: _builtins.int
     KEEP_START_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
     add_special_tokens: _builtins.bool
     """Whether the tokenizer adds its special tokens. Default: true for text, false for a conversation, whose template
     contains them.
@@ -290,6 +315,8 @@ class PromptOptions(_message.Message):
     """With truncate, keep the first tokens of the prompt instead of the last ones. Default: false."""
     report: _builtins.bool
     """Report the tokens of the prompt and the text of each in GenerationStarted. Default: false."""
+    echo: _builtins.bool
+    """The caller shows the prompt in front of the answer. Refused by encoder-decoder models. Default: false."""
     def __init__(
         self,
         *,
@@ -297,10 +324,11 @@ class PromptOptions(_message.Message):
         truncate: _builtins.int | None = ...,
         keep_start: _builtins.bool = ...,
         report: _builtins.bool = ...,
+        echo: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_truncate", b"_truncate", "add_special_tokens", b"add_special_tokens", "truncate", b"truncate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_truncate", b"_truncate", "add_special_tokens", b"add_special_tokens", "keep_start", b"keep_start", "report", b"report", "truncate", b"truncate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_truncate", b"_truncate", "add_special_tokens", b"add_special_tokens", "echo", b"echo", "keep_start", b"keep_start", "report", b"report", "truncate", b"truncate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -407,11 +435,11 @@ class GenerateRequest(_message.Message):
     """
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds:
-        """Tokens. Bound: 1 to the context length, each below the vocabulary size."""
+        """Tokens. Bound: 1 to the context length, or to the longest source; each below the vocabulary size."""
 
     @_builtins.property
     def chat(self) -> Global___ChatInput:
-        """A conversation."""
+        """A conversation. An encoder-decoder model without a chat template reads the last message of the user."""
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParameters:
@@ -952,7 +980,7 @@ class TokenizeResponse(_message.Message):
     MAX_CONTEXT_LEN_FIELD_NUMBER: _builtins.int
     TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     max_context_len: _builtins.int
-    """The model's context length."""
+    """The model's context length, or the longest source of an encoder-decoder model."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens in order."""
@@ -1137,12 +1165,14 @@ class Model(_message.Message):
     DRAFT_METHOD_FIELD_NUMBER: _builtins.int
     LOSSY_FIELD_NUMBER: _builtins.int
     ROOT_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    MAX_SOURCE_LEN_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """The name clients send."""
     created: _builtins.int
     """When it was loaded, in seconds since the epoch."""
     max_context_len: _builtins.int
-    """Longest sequence, in tokens."""
+    """Longest sequence, in tokens: prompt and answer together, or the answer of an encoder-decoder model alone."""
     vocabulary_size: _builtins.int
     """Tokens in the vocabulary."""
     draft_method: _builtins.str
@@ -1151,6 +1181,10 @@ class Model(_message.Message):
     """True if answers are NOT exactly those of the model alone, because the server is configured so."""
     root: _builtins.str
     """The first name of the model, which its answers have."""
+    kind: Global___ModelKind.ValueType
+    """How the model reads and writes."""
+    max_source_len: _builtins.int
+    """Longest source of an encoder-decoder model, in tokens; 0 for other models."""
     def __init__(
         self,
         *,
@@ -1161,10 +1195,12 @@ class Model(_message.Message):
         draft_method: _builtins.str = ...,
         lossy: _builtins.bool = ...,
         root: _builtins.str = ...,
+        kind: Global___ModelKind.ValueType = ...,
+        max_source_len: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "draft_method", b"draft_method", "id", b"id", "lossy", b"lossy", "max_context_len", b"max_context_len", "root", b"root", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "draft_method", b"draft_method", "id", b"id", "kind", b"kind", "lossy", b"lossy", "max_context_len", b"max_context_len", "max_source_len", b"max_source_len", "root", b"root", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

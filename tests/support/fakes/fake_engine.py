@@ -44,6 +44,9 @@ class ScriptedEngine:
         self.is_lossless = True
         self.context = CONTEXT
         """Longest sequence, in tokens."""
+        self.decoder_start: tuple[int, ...] = ()
+        self.max_source_len = 0
+        self.eos_token_ids: tuple[int, ...] = (2,)
         self.hold_after: int | None = None
         self.refusal: PilotfishError | None = None
         self.failure: PilotfishError | None = None
@@ -61,7 +64,13 @@ class ScriptedEngine:
     @property
     def info(self) -> TargetInfo:
         layout, kv = KvLayout(16), KvOccupancy(self.context // 8, self.context // 8)
-        return TargetInfo(MODEL, VOCABULARY, self.context, layout, kv, (2,), 1, "float32", is_lossless=self.is_lossless)
+        info = TargetInfo(MODEL, VOCABULARY, self.context, layout, kv, self.eos_token_ids, 1, "float32")
+        return replace(
+            info,
+            is_lossless=self.is_lossless,
+            decoder_start=self.decoder_start,
+            max_source_len=self.max_source_len,
+        )
 
     def abort(self, request_id: RequestId) -> bool:
         event = self._aborted.get(request_id)
@@ -87,7 +96,7 @@ class ScriptedEngine:
                 if count == self.hold_after:
                     await aborted.wait()
                     for index in range(request.n):
-                        yield Commit((), 0, finish=FinishReason.ABORT, usage=Usage(len(request.prompt)), index=index)
+                        yield Commit((), 0, finish=FinishReason.ABORT, usage=Usage(len(request.input)), index=index)
                     return
                 if (request.request_id, commit.index) not in self.concluded:
                     yield commit

@@ -1,0 +1,129 @@
+"""Translates texts with an OpenAI-compatible server: each text is the prompt of a completion."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import httpx
+
+from cluster.core.errors import ConfigurationError, InvalidRequest, WorkerUnavailable
+
+_TEMPORARY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE)
+"""Status codes of a server that may answer later."""
+_RETRY_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class TranslateOptions:
+    """How texts are translated."""
+
+    max_tokens: int = 256
+    """Most tokens of a translation."""
+    beams: int = 1
+    """Number of beams; 1 takes the most probable token at every position."""
+    patience_seconds: float = 60.0
+    """How long a server that is busy or away is asked again."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_tokens", self.max_tokens), ("beams", self.beams)):
+            if value < 1:
+                raise InvalidRequest(name, value, "at least 1")
+
+    def fields(self) -> Mapping[str, Any]:
+        """The fields of the request besides model and prompt."""
+        search = {"use_beam_search": True, "best_of": self.beams} if self.beams > 1 else {}
+        return MappingProxyType({"temperature": 0, "max_tokens": self.max_tokens, **search})
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """One translated text."""
+
+    text: str
+    tokens: int = 0
+    is_cut: bool = False
+    """Whether it ended because it had the most tokens."""
+
+
+class RefusedText(InvalidRequest):
+    """The server refuses a request. The message is the server's."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("text", "", "")
+        self.args = (message,)
+
+    def of_line(self, number: int) -> RefusedText:
+        """Return the same error with the number of the text's line in front."""
+        return RefusedText(f"line {number}: {self}")
+
+
+class Translator:
+    """A client of one server and one of its models."""
+
+    def __init__(self, client: httpx.AsyncClient, url: str, options: TranslateOptions) -> None:
+        """`url` is the server's address, with or without the path `/v1`."""
+        self._client = client
+        self._url = f"{url.rstrip('/').removesuffix('/v1')}/v1"
+        self._options = options
+        self.model = ""
+        """The name of the model, once `choose_model` has found it."""
+
+    async def choose_model(self, name: str | None) -> None:
+        """Choose the model by name, or the first one that the server lists.
+
+        Raises `ConfigurationError` if the server says that it is no encoder-decoder model, and `WorkerUnavailable`.
+        """
+        cards = (await self._asked("GET", "/models", None)).get("data", [])
+        found = next((card for card in cards if name in (None, card.get("id"))), None)
+        if found is None:
+            known = ", ".join(str(card.get("id")) for card in cards)
+            raise ConfigurationError(f"model: needed one that {self._url} serves ({known}), found {name}")
+        if found.get("kind", "encoder-decoder") != "encoder-decoder":
+            raise ConfigurationError(
+                f"model: needed an encoder-decoder model, found {found['id']}, which continues a text; "
+                "choose one with --model, for example opus-mt-fr-en"
+            )
+        self.model = str(found["id"])
+
+    async def translate(self, text: str) -> Translation:
+        """Translate one text; a text of white space stays empty. Raises `RefusedText`, `WorkerUnavailable`."""
+        if not text.strip():
+            return Translation("")
+        body = {"model": self.model, "prompt": text, **self._options.fields()}
+        answer = await self._asked("POST", "/completions", body)
+        choice = answer["choices"][0]
+        tokens = int((answer.get("usage") or {}).get("completion_tokens", 0))
+        return Translation(str(choice["text"]), tokens, choice.get("finish_reason") == "length")
+
+    async def _asked(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        """Return the server's answer. A server that is busy or away is asked again."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._options.patience_seconds
+        while True:
+            try:
+                response = await self._client.request(method, f"{self._url}{path}", json=body)
+            except httpx.TransportError as error:
+                reason = f"{self._url}{path}: {error!r}"
+            else:
+                if response.status_code == httpx.codes.OK:
+                    return response.json()
+                reason = f"{self._url}{path} answered {response.status_code}: {response.text[:500]}"
+                if response.status_code not in _TEMPORARY:
+                    raise _refusal(response, reason)
+            if clock() >= deadline:
+                raise WorkerUnavailable(reason)
+            await asyncio.sleep(_RETRY_SECONDS)
+
+
+def _refusal(response: httpx.Response, reason: str) -> RefusedText | WorkerUnavailable:
+    """The error of a request that the server refuses or cannot answer."""
+    if response.status_code != httpx.codes.BAD_REQUEST:
+        return WorkerUnavailable(reason)
+    try:
+        return RefusedText(str(response.json()["error"]["message"]))
+    except (ValueError, LookupError, TypeError):
+        return WorkerUnavailable(reason)
