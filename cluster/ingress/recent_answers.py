@@ -28,6 +28,8 @@ def request_key(request: GenerationRequest) -> RequestKey:
         request.text,
         request.cache_salt,
         request.n,
+        # A forced last token makes the tokens depend on the length.
+        None if stopping.forced_eos_token_id is None else (stopping.forced_eos_token_id, stopping.max_tokens),
     )
     return blake2b(array("I", request.input).tobytes() + repr(values).encode(), digest_size=16).digest()
 

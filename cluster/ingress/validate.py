@@ -86,7 +86,7 @@ def validate(
         end_token_ids=tuple(sorted(stopping.stop_token_ids)),
         min_tokens=bounds.integer("min_tokens", request.stopping.min_tokens, 0, limits.max_output_tokens),
     )
-    if info.decoder_start and sampling.prompt_logprobs is not None:
+    if info.is_encoder_decoder and sampling.prompt_logprobs is not None:
         bound = "left out: an encoder-decoder model gives no probabilities to the text that it reads"
         raise InvalidRequest("prompt_logprobs", sampling.prompt_logprobs, bound)
     answers = answer_count(request, sampling, stopping, info, limits)
@@ -132,7 +132,7 @@ def fit_to_context(
         raise InvalidRequest(request.prompt.field, (), "of at least one token")
     if len(prompt) > most_prompt_tokens(info):
         raise prompt_too_long(request.prompt.field, len(prompt), "tokens", info)
-    start, source = (info.decoder_start, prompt) if info.decoder_start else (prompt, ())
+    start, source = (info.decoder_start, prompt) if info.is_encoder_decoder else (prompt, ())
     max_tokens = _max_tokens(request, len(start), info, limits)
     if request.sampling.min_tokens > max_tokens:
         raise InvalidRequest("min_tokens", request.sampling.min_tokens, f"at most max_tokens, which is {max_tokens}")
@@ -148,7 +148,10 @@ def fit_to_context(
         client=request.client,
         prompt=start,
         source=source,
-        sampling=request.answers.engine_sampling(request.sampling),
+        sampling=replace(
+            request.answers.engine_sampling(request.sampling),
+            bad_words=(*info.bad_words, *request.sampling.bad_words),
+        ),
         stopping=replace(request.stopping, max_tokens=max_tokens),
         text=request.text,
         deadline=deadline,
@@ -172,7 +175,7 @@ def _max_tokens(request: ValidatedRequest, start_len: int, info: TargetInfo, lim
     if request.fit_max_tokens:
         max_tokens = min(max_tokens, available)
     if max_tokens > available:
-        taker = "the decoder's start" if info.decoder_start else "the prompt"
+        taker = "the decoder's start" if info.is_encoder_decoder else "the prompt"
         bound = f"at most {available}: the context holds {context} tokens and {taker} takes {start_len}"
         raise InvalidRequest("max_tokens", max_tokens, bound)
     return max_tokens
@@ -238,4 +241,5 @@ def _stopping(
     return StoppingCriteria(
         stop_token_ids=frozenset(stops if message.ignore_eos else (*stops, *eos_token_ids)),
         stop_strings=tuple(message.stop),
+        forced_eos_token_id=None if message.ignore_eos else info.forced_eos_token_id,
     )

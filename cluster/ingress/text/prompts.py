@@ -77,7 +77,7 @@ class PromptOptions:
         """Return the part of the prompt that is used, given the most tokens of the answer."""
         if self.truncate is None:
             return tokens
-        room = info.max_source_len if info.decoder_start else max(1, info.max_context_len - (max_tokens or 1))
+        room = info.max_source_len if info.is_encoder_decoder else max(1, info.max_context_len - (max_tokens or 1))
         most = room if self.truncate == ALL_THAT_FITS else self.truncate
         return tokens[:most] if self.keep_start else tokens[-most:]
 
@@ -103,11 +103,11 @@ def decode_prompt(request: generation_pb2.GenerateRequest, info: TargetInfo, lim
 
 def decode_prompt_options(message: generation_pb2.PromptOptions, info: TargetInfo) -> PromptOptions:
     """Check and convert the options of a prompt. Raises `InvalidRequest` (`truncate_prompt_tokens`)."""
-    if message.echo and info.decoder_start:
+    if message.echo and info.is_encoder_decoder:
         raise InvalidRequest("echo", True, "false: an encoder-decoder model does not continue the text that it reads")
     truncate = message.truncate if message.HasField("truncate") else None
     if truncate not in (None, ALL_THAT_FITS):
-        most = info.max_source_len if info.decoder_start else info.max_context_len
+        most = info.max_source_len if info.is_encoder_decoder else info.max_context_len
         bounds.integer("truncate_prompt_tokens", truncate, 1, most)
     special = message.add_special_tokens if message.HasField("add_special_tokens") else None
     return PromptOptions(special, truncate, message.keep_start, message.report, message.echo)
@@ -194,7 +194,7 @@ def chat_text(
 
     An encoder-decoder model without a chat template reads the last message of the user. Raises `InvalidRequest`.
     """
-    if tokenizer.has_template or not info.decoder_start:
+    if tokenizer.has_template or not info.is_encoder_decoder:
         return tokenizer.render_chat(prompt.messages, prompt.options, most_chars), False
     for field, value in (
         ("tools", prompt.options.tools),
@@ -212,13 +212,13 @@ def chat_text(
 
 def most_prompt_tokens(info: TargetInfo) -> int:
     """Return the most tokens of a prompt: the context without one token, or what the encoder reads."""
-    return info.max_source_len if info.decoder_start else info.max_context_len - 1
+    return info.max_source_len if info.is_encoder_decoder else info.max_context_len - 1
 
 
 def prompt_too_long(field: str, length: int, unit: str, info: TargetInfo) -> InvalidRequest:
     """Return the error for a prompt that fills the whole context, or that is longer than the encoder reads."""
     reason = f"the context holds {info.max_context_len}, one of them the answer's"
-    if info.decoder_start:
+    if info.is_encoder_decoder:
         reason = "the model's encoder reads no more"
     return InvalidRequest(field, f"{length} {unit}", f"at most {most_prompt_tokens(info)} tokens: {reason}")
 

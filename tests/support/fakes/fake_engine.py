@@ -46,6 +46,8 @@ class ScriptedEngine:
         """Longest sequence, in tokens."""
         self.decoder_start: tuple[int, ...] = ()
         self.max_source_len = 0
+        self.forced_eos_token_id: int | None = None
+        self.bad_words: tuple[tuple[int, ...], ...] = ()
         self.eos_token_ids: tuple[int, ...] = (2,)
         self.hold_after: int | None = None
         self.refusal: PilotfishError | None = None
@@ -70,6 +72,8 @@ class ScriptedEngine:
             is_lossless=self.is_lossless,
             decoder_start=self.decoder_start,
             max_source_len=self.max_source_len,
+            forced_eos_token_id=self.forced_eos_token_id,
+            bad_words=self.bad_words,
         )
 
     def abort(self, request_id: RequestId) -> bool:

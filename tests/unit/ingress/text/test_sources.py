@@ -105,6 +105,36 @@ async def test_stored_tokens_belong_to_one_source(served: Translator) -> None:
     assert served.engine.requests[-1].resumed == (GeneratedPart(()),)
 
 
+async def test_the_generation_configuration_of_the_model_holds_for_every_request(served: Translator) -> None:
+    served.engine.forced_eos_token_id, served.engine.bad_words = END, ((PADDING,),)
+    stopping = generation_pb2.StoppingCriteria(max_tokens=3)
+    events = await served.events(Request(text=FRENCH[0], stopping=stopping, bad_words=["street"]))
+    request = served.engine.requests[-1]
+    assert request.stopping.forced_eos_token_id == END
+    assert request.sampling.bad_words == ((PADDING,), served.tokenizer.encode_answer("street"))
+    tokens = [token for event in events if isinstance(event, Delta) for token in event.tokens]
+    assert tokens == [*served.tokenizer.encode_answer(ENGLISH[0])[:2], END]
+    assert text_of(events) == served.tokenizer.decode(tokens)
+    search = generation_pb2.BeamSearch()
+    await served.events(Request(text=FRENCH[0], beam_search=search, best_of=2))
+    assert served.engine.requests[-1].sampling.bad_words == ((PADDING,),)
+    stopping = generation_pb2.StoppingCriteria(max_tokens=3, ignore_eos=True)
+    await served.events(Request(text=FRENCH[0], stopping=stopping))
+    assert served.engine.requests[-1].stopping.forced_eos_token_id is None
+
+
+async def test_stored_tokens_with_a_forced_end_belong_to_one_length(served: Translator) -> None:
+    served.engine.forced_eos_token_id = END
+    sampling = common_pb2.SamplingParameters(seed=1)
+    for length, part in ((3, None), (8, generation_pb2.ResumedAnswer(token_count=3))):
+        stopping = generation_pb2.StoppingCriteria(max_tokens=length)
+        resume = [] if part is None else [part]
+        await served.events(
+            Request(text=FRENCH[0], request_id="r", sampling=sampling, stopping=stopping, resume=resume)
+        )
+    assert served.engine.requests[-1].resumed == (GeneratedPart(()),)
+
+
 async def test_predictions_and_bad_words_are_in_the_language_of_the_answer(served: Translator) -> None:
     await served.events(Request(text=FRENCH[0], prediction_text=ENGLISH[0], bad_words=["street"]))
     request = served.engine.requests[-1]
