@@ -224,6 +224,8 @@ def _prediction(
 def _sampling(message: common_pb2.SamplingParameters, info: TargetInfo, limits: LimitsSection) -> SamplingParameters:
     public = SamplingLimits(limits.max_logprobs, limits.max_logit_bias, info.vocabulary_size)
     sampling = decode_sampling(message, limits=public)
+    if info.is_encoder_decoder and not message.HasField("temperature"):
+        sampling = replace(sampling, temperature=0.0)  # a translation is wanted, not a sample of translations
     return sampling if message.HasField("seed") else replace(sampling, seed=draw_seed())
 
 

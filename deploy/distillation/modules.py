@@ -80,6 +80,10 @@ def run_module(settings: Settings, options: DistillOptions, command_line: str) -
     with notices.status("looking for the target") as status:
         models = resolve_models(settings.configuration, settings.cache_directory, status.update)
     config = AutoConfig.from_pretrained(models.target, trust_remote_code=False).get_text_config()
+    if config.is_encoder_decoder:
+        raise ConfigurationError(
+            f"--kind: {options.kind!r} is refused for an encoder-decoder target; it must be layers"
+        )
     options = with_defaults(options, config)
     shape = wanted_shape(options, config)
     needs_states = options.kind != "table" and not options.search

@@ -34,6 +34,13 @@ class DistillOptions:
         ),
     ]
     out: Annotated[Path, typer.Option(help="Directory to write the draft to.")]
+    field: Annotated[
+        str | None,
+        typer.Option(
+            help="For an encoder-decoder target: the field of the JSONL prompts that holds the source. Unset: every "
+            "line of a prompt file is a source."
+        ),
+    ] = None
     work: Annotated[
         Path | None,
         typer.Option(help="Directory for answers and checkpoints, from which a later run continues. Unset: OUT.work"),

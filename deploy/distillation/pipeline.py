@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from deploy.distillation.data import DistillData, begin_budget, budgeted, collect_answers, draft_vocabulary
 from deploy.distillation.options import DistillOptions
+from deploy.distillation.seq2seq import is_encoder_decoder, prepare_seq2seq, read_source_files
 from deploy.models import resolve_models, served_name
 from deploy.progress import ProgressReporter
 from deploy.settings import Settings
@@ -41,16 +42,24 @@ def run(settings: Settings, options: DistillOptions, command_line: str) -> None:
     """Make a draft: collect answers, train a student, measure it, write its directory. Raises `PilotfishError`."""
     check_replaceable(options.out)
     training_plan, student_plan = _training_plan(options), _student_plan(options)
-    files = [read_prompts(path) for path in options.prompts]
     with notices.status("looking for the target") as status:
         models = resolve_models(settings.configuration, settings.cache_directory, status.update)
     configuration = models.configuration
-    check_student(models.target, student_plan, options.vocabulary_size)
     is_frozen = (options.work_directory / checkpoints.TENSORS).exists()
-    budget = begin_budget(options, is_frozen=is_frozen)
-    data = collect_answers(configuration, options, files, budget, is_frozen=is_frozen)
-    target = load_target(models.target, choose_device(options.device, 0))
-    student = _make_student(target, student_plan, options, data, models.target)
+    has_encoder = is_encoder_decoder(models.target)
+    target: PreTrainedModel | None = None
+    student: Student
+    if has_encoder:
+        sources = read_source_files(options)
+        budget = begin_budget(options, is_frozen=is_frozen)
+        data, student = prepare_seq2seq(models.target, options, student_plan, sources, budget, is_frozen=is_frozen)
+    else:
+        files = [read_prompts(path) for path in options.prompts]
+        check_student(models.target, student_plan, options.vocabulary_size)
+        budget = begin_budget(options, is_frozen=is_frozen)
+        data = collect_answers(configuration, options, files, budget, is_frozen=is_frozen)
+        target = load_target(models.target, choose_device(options.device, 0))
+        student = _make_student(target, student_plan, options, data, models.target)
     training_plan = budgeted(training_plan, options.work_directory / checkpoints.TENSORS, budget)
     progress = _train(student, data, training_plan, options, target if training_plan.on_policy else None)
     held_out = _measure(student, data.held_out, options, options.max_length)
@@ -75,6 +84,7 @@ def run(settings: Settings, options: DistillOptions, command_line: str) -> None:
         evaluation_prompts=len(data.evaluation),
         curve=CURVE if curve else "",
         notes="" if options.notes is None else options.notes.read_text(encoding="utf-8"),
+        has_encoder=has_encoder,
     )
     export(student, options.out, facts.target, card.write(facts), {} if curve is None else {CURVE: curve})
     notices.print(f"{options.out}: agrees with {facts.target} in {share(held_out):.1%} of held-out positions")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from workers.distill.answers import Answer
-from workers.distill.examples import make_batch
 from workers.distill.student import Student
 
 Counts = dict[str, tuple[int, int]]
@@ -30,10 +29,9 @@ def agreement(
         agreed = total = 0
         size = max(1, batch_tokens // max_length)
         for start in range(0, len(rows), size):
-            batch = make_batch(rows[start : start + size], max_length).to(device)
+            batch = student.batch(rows[start : start + size], max_length).to(device)
             with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                hidden = student.hidden(batch.tokens).flatten(0, 1)[batch.selected]
-                predicted = student.tokens_of(student.logits(hidden).argmax(dim=-1))
+                predicted = student.tokens_of(student.logits(student.states(batch)).argmax(dim=-1))
             agreed += int((predicted == batch.labels).sum())
             total += len(batch.labels)
         found[category] = (agreed, total)

@@ -51,6 +51,8 @@ class Facts:
     """File name of the loss curve; empty where none was drawn."""
     notes: str
     """Markdown to append."""
+    has_encoder: bool = False
+    """Whether the draft uses the target's encoder."""
 
 
 def write(facts: Facts) -> str:
@@ -62,7 +64,7 @@ def write(facts: Facts) -> str:
 
 This draft proposes tokens for {facts.target} and works with no other target. Every token that a client reads is the
 target's own decision. The draft has {facts.own_parameters:,} parameters of its own (bfloat16). It uses the target's
-embedding and head, which are read from the target's directory. {_origin(facts)} It can propose
+{_shared(facts)}, which are read from the target's directory. {_origin(facts)} It can propose
 {facts.draft_vocabulary_size:,} different tokens.
 
 ## How it was made
@@ -94,9 +96,14 @@ The share of positions in the target's own greedy answers at which the draft's m
 {_epochs(progress)}{_notes(facts)}"""
 
 
+def _shared(facts: Facts) -> str:
+    return "encoder, embedding and head" if facts.has_encoder else "embedding and head"
+
+
 def _origin(facts: Facts) -> str:
     layers = ", ".join(map(str, facts.layers))
-    origin = f"It started as layers {layers} of the target" if facts.layers else "It started with random weights"
+    part = "decoder layers" if facts.has_encoder else "layers"
+    origin = f"It started as {part} {layers} of the target" if facts.layers else "It started with random weights"
     return f"{origin}, and continues the training of {facts.start}." if facts.start else f"{origin}."
 
 

@@ -30,11 +30,13 @@ class Batch:
     """[positions, alternatives] The target's most probable tokens; -1 where unknown."""
     leading_log_probabilities: Tensor
     """[positions, alternatives] Their log-probabilities, float32."""
+    sources: tuple[tuple[int, ...], ...] = ()
+    """[rows] What the encoder of an encoder-decoder model reads; empty for other models."""
 
     def to(self, device: torch.device) -> Batch:
         """A copy on a device."""
         parts = (self.tokens, self.selected, self.labels, self.leading_tokens, self.leading_log_probabilities)
-        return Batch(*(part.to(device) for part in parts))
+        return Batch(*(part.to(device) for part in parts), sources=self.sources)
 
 
 def make_batch(answers: Sequence[Answer], max_length: int) -> Batch:

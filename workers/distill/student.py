@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
+from workers.distill.answers import Answer
+from workers.distill.examples import Batch, make_batch
 from workers.model.distilled import read_draft_files
 
 _LAYER = re.compile(r"^(?P<before>.*\b(?:layers|h)\.)(?P<number>\d+)(?P<after>\..*)$")
@@ -74,6 +76,14 @@ class Student(nn.Module):
         self.register_buffer("vocabulary", vocabulary, persistent=False)
         self.register_buffer("position_in_head", _positions(vocabulary, module.config), persistent=False)
         self.layers = tuple(layers)
+
+    def batch(self, answers: Sequence[Answer], max_length: int) -> Batch:
+        """One batch of answers, each cut to `max_length` tokens."""
+        return make_batch(answers, max_length)
+
+    def states(self, batch: Batch) -> Tensor:
+        """The final hidden states [positions, hidden] at the positions of a batch that are trained on."""
+        return self.hidden(batch.tokens).flatten(0, 1)[batch.selected]
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """The final hidden states [rows, length, hidden] of tokens [rows, length], which are padded on the right."""
@@ -136,11 +146,11 @@ def make_student(target: Any, plan: StudentPlan, seed: int) -> Student:
     if getattr(own_head, "bias", None) is not None:
         own_head.bias = None
     vocabulary = None if plan.vocabulary is None else torch.tensor(plan.vocabulary, dtype=torch.long)
-    bias = None if getattr(head, "bias", None) is None else _rows(head.bias, vocabulary)
-    return Student(module, _rows(head.weight, vocabulary), bias, vocabulary, plan.layers).to(embedding.device)
+    bias = None if getattr(head, "bias", None) is None else head_rows(head.bias, vocabulary)
+    return Student(module, head_rows(head.weight, vocabulary), bias, vocabulary, plan.layers).to(embedding.device)
 
 
-def _rows(end: Tensor, vocabulary: Tensor | None) -> Tensor:
+def head_rows(end: Tensor, vocabulary: Tensor | None) -> Tensor:
     """A float32 copy of the rows of a head (or of its bias) for the tokens in `vocabulary`."""
     values = end.detach().float()
     return values.clone() if vocabulary is None else values[vocabulary.to(values.device)]

@@ -16,7 +16,7 @@ from workers.distill.agreement import agreement, share
 from workers.distill.answers import Answer
 from workers.distill.checkpoints import TENSORS, Progress
 from workers.distill.divergence import distillation_loss, divergence_named
-from workers.distill.examples import Batch, make_batch
+from workers.distill.examples import Batch
 from workers.distill.loop import Clock, Report, TrainingLoop, TrainingPlan
 from workers.distill.policy import on_policy
 from workers.distill.student import Student
@@ -68,8 +68,7 @@ class _StudentLearner:
         batch = self._batch(answers, number)
         device = student.head.device
         with torch.autocast(device.type, torch.bfloat16, enabled=plan.precision == "bfloat16"):
-            hidden = student.hidden(batch.tokens).flatten(0, 1)[batch.selected]
-            logits = student.logits(hidden)
+            logits = student.logits(student.states(batch))
         rows = student.position_in_head
         leading = rows[batch.leading_tokens.clamp(min=0)].masked_fill(batch.leading_tokens < 0, -1)
         divergence = divergence_named(plan.loss)
@@ -82,7 +81,7 @@ class _StudentLearner:
         own = math.floor((number + 1) * plan.on_policy) > math.floor(number * plan.on_policy)
         if own and self._target is not None:
             return on_policy(self._student, self._target, chosen, plan.max_length, plan.seed + number).to(device)
-        return make_batch(chosen, plan.max_length).to(device)
+        return self._student.batch(chosen, plan.max_length).to(device)
 
     def measure(self) -> float | None:
         if not self._held_out:

@@ -1,7 +1,8 @@
 """Loads a distilled draft: its own layers between the target's embedding and the target's head.
 
-Both were frozen during distillation, so they are read from the target's directory, and a shipped draft contains only
-its layers. If the draft has a reduced vocabulary, the head retains only the rows of its tokens.
+The draft of an encoder-decoder target has decoder layers of its own, and the target's encoder. What is the target's was
+frozen during distillation, so it is read from the target's directory, and a shipped draft contains only its layers. If
+the draft has a reduced vocabulary, the head retains only the rows of its tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from cluster.core.errors import ConfigurationError, ModelLoadError
 from workers.forward.attention import ATTENTION_NAME
 from workers.model.draft_card import CARD, LAYERS, VOCABULARY, WEIGHTS, DraftCard, read_card
 from workers.model.stretch import read_stretch
-from workers.model.target_ends import ModelOutline, check_config, outline, read_shared_ends, read_tensors
+from workers.model.target_ends import (
+    ModelOutline,
+    check_config,
+    outline,
+    read_shared_ends,
+    read_shared_with_encoder,
+    read_tensors,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +59,14 @@ def load_distilled_draft(
     if card.target != name:
         logger.warning("the draft %s was distilled from %s, the target is %s", directory.name, card.target, name)
     skeleton = outline(config)
-    ends = {key: values for key, values in read_shared_ends(target, card).tensors.items() if key[0] != "norm"}
-    config = deepcopy(config)
-    config.tie_word_embeddings = not any(end == "head" for end, _ in ends)
-    for (end, parameter), values in ends.items():
-        tensors[f"{skeleton.embedding if end == 'embedding' else skeleton.head}.{parameter}"] = values
+    if config.is_encoder_decoder:
+        tensors |= read_shared_with_encoder(target, card)
+    else:
+        ends = {key: values for key, values in read_shared_ends(target, card).tensors.items() if key[0] != "norm"}
+        config = deepcopy(config)
+        config.tie_word_embeddings = not any(end == "head" for end, _ in ends)
+        for (end, parameter), values in ends.items():
+            tensors[f"{skeleton.embedding if end == 'embedding' else skeleton.head}.{parameter}"] = values
     module: PreTrainedModel = skeleton.kind.from_pretrained(
         None,
         config=config,
@@ -129,4 +140,7 @@ def _reduce_head(module: PreTrainedModel, vocabulary: torch.Tensor) -> None:
     if bias is not None:
         reduced.bias = nn.Parameter(bias.detach()[rows], requires_grad=False)
     module.set_output_embeddings(reduced)
+    offsets = getattr(module, "final_logits_bias", None)  # [1, tokens] of BART and MarianMT
+    if offsets is not None:
+        module.final_logits_bias = offsets[:, rows]
     module.config.tie_word_embeddings = False

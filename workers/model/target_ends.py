@@ -1,4 +1,4 @@
-"""Reads the parts of a target that a distilled draft shares with it: embedding, head, final norm."""
+"""Reads the parts of a target that a distilled draft shares with it: embedding, head, final norm, encoder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 from cluster.core.errors import ModelLoadError
 from workers.model.draft_card import CARD, DraftCard
@@ -23,9 +24,13 @@ class ModelOutline:
     head: str
     norm: str | None
     """`None` where the final norm is not a plain RMS norm."""
+    decoder: frozenset[str] | None = None
+    """The parameters of an encoder-decoder model's decoder, without its embedding; `None` for other models."""
 
     def is_own(self, name: str) -> bool:
-        """Whether a parameter belongs neither to the embedding nor to the head."""
+        """Whether a parameter is a draft's own: it belongs neither to embedding nor head, and to no encoder."""
+        if self.decoder is not None:
+            return name in self.decoder
         return not name.startswith((f"{self.embedding}.", f"{self.head}."))
 
 
@@ -41,8 +46,9 @@ class SharedEnds:
 
 def outline(config: PreTrainedConfig) -> ModelOutline:
     """The outline of a model with this configuration. No weights are made."""
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = kind.from_config(config)
     names = {module: name for name, module in model.named_modules()}
     shapes = {name: tuple(values.shape) for name, values in model.state_dict().items()}
     norm = getattr(model.get_decoder(), "norm", None)
@@ -54,16 +60,38 @@ def outline(config: PreTrainedConfig) -> ModelOutline:
         names[model.get_input_embeddings()],
         names[model.get_output_embeddings()],
         names[norm] if is_plain else None,
+        frozenset(decoder_parameters(model)) if config.is_encoder_decoder else None,
     )
+
+
+def decoder_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The parameters of the decoder of an encoder-decoder model, by name, without embeddings and fixed positions."""
+    decoder: nn.Module = model.get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    return {
+        f"{prefix}.{name}": parameter
+        for name, parameter in decoder.named_parameters()
+        if parameter.requires_grad and not name.startswith("embed_tokens.")
+    }
+
+
+def read_shared_with_encoder(target: Path, card: DraftCard) -> dict[str, torch.Tensor]:
+    """All tensors of an encoder-decoder target but those of its decoder's layers. Raises `ModelLoadError`."""
+    found = outline(_read_config(target, card))
+    tensors = {
+        name: values
+        for file in sorted(target.glob("*.safetensors"))
+        for name, values in read_tensors(file).items()
+        if not found.is_own(name)
+    }
+    if f"{found.embedding}.weight" not in tensors:
+        raise ModelLoadError(f"target directory {str(target)!r}: its safetensors hold no {found.embedding}.weight")
+    return tensors
 
 
 def read_shared_ends(target: Path, card: DraftCard) -> SharedEnds:
     """Read the parts that a draft with this card shares with its target. Raises `ModelLoadError`."""
-    try:
-        config = AutoConfig.from_pretrained(target, trust_remote_code=False).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"target directory {str(target)!r}: its configuration cannot be read: {error}") from error
-    check_config(target, f"the config.json of the target {target.name!r}", config, card)
+    config = _read_config(target, card)
     found = outline(config)
     ends = [("embedding", found.embedding), ("head", found.head), ("norm", found.norm)]
     tensors: dict[tuple[str, str], torch.Tensor] = {}
@@ -81,6 +109,15 @@ def read_shared_ends(target: Path, card: DraftCard) -> SharedEnds:
     if not config.tie_word_embeddings and ("head", "weight") not in tensors:
         raise ModelLoadError(f"target directory {str(target)!r}: its safetensors hold no {found.head}.weight")
     return SharedEnds(found, config, tensors)
+
+
+def _read_config(target: Path, card: DraftCard) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(target, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"target directory {str(target)!r}: its configuration cannot be read: {error}") from error
+    check_config(target, f"the config.json of the target {target.name!r}", config, card)
+    return config
 
 
 def check_config(directory: Path, what: str, config: PreTrainedConfig, card: DraftCard) -> None:

@@ -91,7 +91,7 @@ class RequestMetrics(MetricFamilies):
 
     def admitted(self, request: GenerationRequest) -> None:
         """Count a request that was accepted into the queue."""
-        self._prompt_tokens.labels(*self._series).inc(len(request.prompt))
+        self._prompt_tokens.labels(*self._series).inc(len(request.input))
         self._wanted_answers.labels(*self._series).observe(request.n)
         self._wanted_tokens.labels(*self._series).observe(request.stopping.max_tokens)
 

@@ -78,7 +78,7 @@ class Parameters(VllmParameters):
     max_tokens: UInt32 | None = None
     """Most tokens of the answer; unset: the rest of the context."""
     temperature: float | None = None
-    """Logits are divided by it; 0 takes the most probable token. Default 1."""
+    """Logits are divided by it; 0 takes the most probable token. Default 1; of encoder-decoder models 0."""
     top_p: float | None = None
     """Keep the smallest set of most probable tokens whose probability reaches it."""
     presence_penalty: float | None = None
@@ -148,7 +148,8 @@ class CompletionRequest(Parameters):
     prompt: Texts | Annotated[list[Annotated[list[int], FirstErrorOnly()]], FirstErrorOnly()]
     """One or several prompts, all texts or all token ids."""
     echo: bool = False
-    """Begin each text with its prompt. With `logprobs`, the prompt's tokens have log-probabilities too."""
+    """Begin each text with its prompt. With `logprobs`, the prompt's tokens have log-probabilities too. Refused by
+    encoder-decoder models."""
     logprobs: UInt32 | None = None
     """Alternatives per token."""
     max_tokens: UInt32 | None = 16

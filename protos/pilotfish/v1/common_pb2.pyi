@@ -74,7 +74,7 @@ class SamplingParameters(_message.Message):
     LOGPROB_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0 takes the most probable token. Bound: 0 to 1e6. Default: 1."""
+    """0 takes the most probable token. Bound: 0 to 1e6. Default: 1; of encoder-decoder models 0."""
     top_k: _builtins.int
     """Keep the k most probable tokens; 0 keeps all. Bound: 0 to 2^20. Default: 0."""
     top_p: _builtins.float

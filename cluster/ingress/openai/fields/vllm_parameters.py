@@ -55,7 +55,8 @@ class VllmParameters(StrictModel):
     logprob_token_ids: UInt32s = Field(default_factory=list)
     """Tokens whose log-probabilities are reported instead of those of the most probable ones, if `logprobs` is set."""
     prompt_logprobs: UInt32 | None = None
-    """Most probable tokens to report beside each token of the prompt. Not with `stream`."""
+    """Most probable tokens to report beside each token of the prompt. Not with `stream`; refused by encoder-decoder
+    models."""
     return_token_ids: bool = False
     """Report the token ids of prompt and answer, and how many of the answer's are accepted draft tokens."""
     return_tokens_as_token_ids: bool = False

@@ -47,6 +47,16 @@ async def test_a_prompt_is_the_source_and_the_answer_a_text_of_its_own(tmp_path:
             assert started.prompt_tokens == finished.usage.prompt_tokens == len(request.source)
 
 
+async def test_decoding_is_greedy_unless_the_client_wants_samples(served: Translator) -> None:
+    for sampling, expected in (
+        (None, 0.0),
+        (common_pb2.SamplingParameters(seed=1), 0.0),
+        (common_pb2.SamplingParameters(temperature=1.0), 1.0),
+    ):
+        await served.events(Request(text=FRENCH[0], sampling=sampling))
+        assert served.engine.requests[-1].sampling.temperature == expected
+
+
 async def test_an_answer_may_be_as_long_as_the_decoders_context(served: Translator) -> None:
     await served.events(Request(text=FRENCH[0]))
     assert served.engine.requests[-1].stopping.max_tokens == served.engine.context - 1
