@@ -125,3 +125,24 @@ def test_after_any_edits_the_index_finds_the_same_as_a_scan(
         proposal = drafter.propose([DraftRow(NAME, len(tokens), tuple(added), budget)])[0]
         assert proposal.fault is None
         assert (proposal.base_len, proposal.tree) == (len(tokens), scan(tokens, configured, draft, budget))
+
+
+class TestSource:
+    """What an encoder reads is searched too: corrections and summaries copy from it."""
+
+    SOURCE = (20, 21, 22, 23, 24, 2)
+
+    def tree(self, tokens: Sequence[int], **settings: int) -> TokenTree:
+        start = SequenceStart(1, SamplingParameters(), source=self.SOURCE)
+        row = DraftRow(NAME, len(tokens), tuple(tokens), ROOMY, start)
+        return NgramDrafter(NgramSettings(**settings), DRAFT).propose([row])[0].tree
+
+    def test_tokens_that_follow_the_same_suffix_are_proposed(self) -> None:
+        assert self.tree([0, 20, 21]) == TokenTree.chain([22, 23, 24, 2])
+        assert self.tree([0, 23, 24]) == TokenTree.chain([2])
+        assert self.tree([0, 24, 2]) == EMPTY_TREE
+
+    def test_the_answer_comes_before_the_source_and_a_longer_match_before_both(self) -> None:
+        assert self.tree([0, 21, 22, 7, 7, 21, 22], candidates=1) == TokenTree.chain([7, 7, 21, 22])
+        assert self.tree([0, 21, 22, 7, 7, 21, 22], candidates=2).tokens == (7, 7, 21, 22, 23, 24, 2)
+        assert self.tree([0, 21, 22, 7, 20, 21, 22], candidates=1) == TokenTree.chain([23, 24, 2])

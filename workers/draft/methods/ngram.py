@@ -1,9 +1,9 @@
-"""Prompt lookup: drafts the tokens that followed the last few tokens earlier in the sequence."""
+"""Prompt lookup: drafts the tokens that followed the last few tokens earlier in the sequence, or in its source."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
@@ -42,13 +42,16 @@ class NgramSettings(PluginSettings):
 
 
 class IndexedSession(Session):
-    """Committed tokens and an index of the n-grams in them."""
+    """Committed tokens and the source of an encoder-decoder model, with indices of the n-grams in them."""
 
-    __slots__ = ("_index",)
+    __slots__ = ("_index", "_source", "_source_index")
 
     def __init__(self, start: SequenceStart, shortest: int, longest: int) -> None:
         super().__init__(start)
         self._index = SuffixIndex(self.tokens, shortest, longest)
+        self._source = list(start.source)
+        self._source_index = SuffixIndex(self._source, shortest, longest)
+        self._source_index.extend(0)
 
     def replace(self, known_len: int, new_tokens: Sequence[int]) -> None:
         """See `Session`."""
@@ -59,13 +62,19 @@ class IndexedSession(Session):
     def continuations(self, count: int, length: int) -> tuple[tuple[int, ...], ...]:
         """At most `count` distinct continuations of `length` tokens, the most probable first.
 
-        A longer match ranks before a shorter one, and among equal lengths the later match ranks first.
+        A longer match ranks before a shorter one. Among equal lengths the later match ranks first, and matches in the
+        source rank last.
         """
         found: dict[tuple[int, ...], None] = {}
+        looks = LOOKS_PER_CANDIDATE * count
         for ngram in reversed(self._index.ending_at(len(self.tokens))):
-            earlier = islice(reversed(self._index.ends(ngram)), 1, 1 + LOOKS_PER_CANDIDATE * count)
-            for end in earlier:
-                found.setdefault(self._continued(end, length))
+            earlier = islice(reversed(self._index.ends(ngram)), 1, 1 + looks)
+            in_source = islice(reversed(self._source_index.ends(ngram)), looks)
+            for continuation in chain(
+                (self._continued(end, length) for end in earlier),
+                (tuple(self._source[end : end + length]) for end in in_source if end < len(self._source)),
+            ):
+                found.setdefault(continuation)
                 if len(found) == count:
                     return tuple(found)
         return tuple(found)

@@ -1,8 +1,9 @@
 """Drafts what followed the last tokens earlier: in the same request, and in the latest outputs of other requests.
 
-Occurrences of the text's end are found in the prompt and answer (as in prompt lookup) and in a store of recent outputs
-(as in SuffixDecoding, Oliaro et al. 2024, and REST, He et al. 2023). What followed them is merged into one tree with
-estimated probabilities. Only requests with the same `cache_salt` share outputs.
+Occurrences of the text's end are found in the prompt and answer (as in prompt lookup), in the source of an
+encoder-decoder model, and in a store of recent outputs (as in SuffixDecoding, Oliaro et al. 2024, and REST, He et al.
+2023). What followed them is merged into one tree with estimated probabilities. Only requests with the same `cache_salt`
+share outputs.
 """
 
 from __future__ import annotations
@@ -45,15 +46,17 @@ class SuffixSettings(PluginSettings):
 
 
 class SuffixSession(LookupSession):
-    """Committed tokens, indexed, beside the outputs of other requests."""
+    """Committed tokens and a source, indexed, beside the outputs of other requests."""
 
-    __slots__ = ("_index", "_settings", "_store")
+    __slots__ = ("_index", "_settings", "_source", "_store")
 
     def __init__(self, start: SequenceStart, settings: SuffixSettings, store: OutputStore) -> None:
         super().__init__(start)
         self._settings = settings
         self._store = store
         self._index = OccurrenceIndex(self.tokens, settings.min_match, settings.max_match)
+        self._source = OccurrenceIndex([], settings.min_match, settings.max_match)
+        self._source.extend(start.source)
 
     def continuations(self, length: int) -> Sequence[Continuation]:
         """See `LookupSession`."""
@@ -62,6 +65,10 @@ class SuffixSession(LookupSession):
         found = [
             Continuation(self._repeated(position, length), match)
             for position, match in self._index.find(context, settings.occurrences).items()
+        ]
+        found += [
+            Continuation(self._source.following(position, length), match)
+            for position, match in self._source.find(context, settings.occurrences).items()
         ]
         outputs = self._store.index(self.start.cache_salt)
         if outputs is not None:

@@ -122,3 +122,11 @@ def test_rejected_tokens_become_less_probable() -> None:
 def test_the_shortest_match_is_at_most_the_longest() -> None:
     with pytest.raises(ConfigurationError, match=r"min_match \(5\) must be at most max_match \(4\)"):
         load_configuration({"draft": {"suffix": {"min_match": 5, "max_match": 4}}})
+
+
+def test_the_source_of_an_encoder_is_searched_too() -> None:
+    start = SequenceStart(1, GREEDY, source=(20, 21, 22, 23, 2))
+    row = DraftRow(SequenceId("a"), 3, (0, 20, 21), BUDGET, start)
+    assert proposal(drafter(), row).tree == TokenTree.chain((22, 23, 2))
+    repeated = DraftRow(SequenceId("b"), 6, (0, 20, 21, 7, 20, 21), BUDGET, start)
+    assert set(proposal(drafter(), repeated).tree.tokens) >= {7, 22}
