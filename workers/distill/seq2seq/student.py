@@ -105,7 +105,7 @@ def make_seq2seq_student(target: Any, plan: StudentPlan, decoder_start: tuple[in
     if plan.weights is not None:
         _fill(own, {name: value.float() for name, value in plan.weights.items()}, plan)
     else:
-        _fill(own, _layers_of(decoder_parameters(target), own, plan.layers), plan)
+        _fill(own, _layers_of(target.state_dict(), own, plan.layers), plan)
     module.requires_grad_(False)
     for parameter in own.values():
         parameter.requires_grad_(True)
@@ -146,9 +146,7 @@ def student_config(target: PreTrainedConfig, plan: StudentPlan) -> PreTrainedCon
     return config
 
 
-def _layers_of(
-    source: dict[str, nn.Parameter], own: dict[str, nn.Parameter], layers: Sequence[int]
-) -> dict[str, Tensor]:
+def _layers_of(source: dict[str, Tensor], own: dict[str, nn.Parameter], layers: Sequence[int]) -> dict[str, Tensor]:
     """The target's parameters for each of the student's: layer `layers[i]` for layer `i`, others as they are."""
     found: dict[str, Tensor] = {}
     for name in own:

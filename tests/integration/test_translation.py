@@ -1,0 +1,125 @@
+"""Translations of a real model are those of `transformers`, token for token: greedy, by beams, with and without drafts.
+
+`make translators` prepares the models; without them the tests are skipped.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, MarianTokenizer
+
+from cluster.core.config.sections import Configuration
+from cluster.wire.generation_client import GenerationClient
+from deploy.coordinator_server import fixed_address
+from deploy.local.local_cluster import LocalCluster
+from deploy.settings import load_settings
+from pilotfish.v1 import generation_pb2
+from workers.serve.configuration import load_configuration
+
+pytestmark = pytest.mark.weights
+
+TIMEOUT_SECONDS = 120.0
+MAX_TOKENS = 24
+MODEL = "opus-mt-fr-en"
+SENTENCES = (
+    "Une femme joue de la guitare.",
+    "Deux hommes en tenue de chantier regardent une machine.",
+    "Pourquoi le chien ne veut-il pas traverser la rivière ?",
+)
+
+
+def directory() -> Path:
+    return load_settings().cache_directory / MODEL
+
+
+def configure(method: str) -> Configuration:
+    target: dict[str, Any] = {"path": str(directory()), "device": "cpu", "kv": {"pool_bytes": 100 << 20}}
+    drafting = {"method": method, "controller": "off", "max_nodes": 6, "max_depth": 4}
+    return load_configuration(
+        {
+            "target": target,
+            "draft": drafting,
+            "server": {"grpc_port": 0, "http_port": 0},
+            "scheduler": {"max_sequences": 8},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def library() -> Any:
+    if not (directory() / "config.json").is_file():
+        pytest.skip(f"{MODEL} is not in the cache: `make translators` fetches 660 MB")
+    with warnings.catch_warnings(action="ignore"):
+        return MarianTokenizer.from_pretrained(directory())
+
+
+@pytest.fixture(scope="module")
+def expected(library: Any) -> dict[int, list[tuple[int, ...]]]:
+    """The tokens of `generate`, by the number of beams."""
+    model: Any = AutoModelForSeq2SeqLM.from_pretrained(directory(), dtype=torch.float32).eval()
+    found: dict[int, list[tuple[int, ...]]] = {1: [], 4: []}
+    for sentence in SENTENCES:
+        source = library([sentence], return_tensors="pt")
+        for beams, answers in found.items():
+            written = model.generate(**source, num_beams=beams, do_sample=False, max_new_tokens=MAX_TOKENS)
+            answers.append(tuple(written[0, 1:].tolist()))
+    return found
+
+
+@pytest.fixture(params=["none", "ngram"])
+async def client(request: pytest.FixtureRequest, library: Any) -> AsyncIterator[GenerationClient]:
+    async with LocalCluster(configure(request.param)) as cluster:
+        client = GenerationClient(fixed_address(cluster.grpc_address))
+        yield client
+        await client.close()
+
+
+async def answer(client: GenerationClient, sentence: str, beams: int = 1) -> tuple[tuple[int, ...], str]:
+    message = generation_pb2.GenerateRequest(
+        text=sentence, stopping=generation_pb2.StoppingCriteria(max_tokens=MAX_TOKENS)
+    )
+    if beams > 1:
+        message.best_of = beams
+        message.beam_search.SetInParent()
+    tokens: list[int] = []
+    text = ""
+    async for response in client.generate(message, TIMEOUT_SECONDS):
+        tokens.extend(response.delta.token_ids)
+        text += response.delta.text
+    return tuple(tokens), text
+
+
+async def test_tokens_and_texts_are_those_of_transformers(
+    client: GenerationClient, library: Any, expected: dict[int, list[tuple[int, ...]]]
+) -> None:
+    for beams, answers in expected.items():
+        for sentence, wanted in zip(SENTENCES, answers, strict=True):
+            tokens, text = await answer(client, sentence, beams)
+            assert tokens == wanted, (beams, sentence)
+            assert text == library.decode(wanted, skip_special_tokens=True)
+
+
+def test_the_command_translates_in_one_process(
+    library: Any,
+    expected: dict[int, list[tuple[int, ...]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from deploy import cli
+
+    (tmp_path / "in.txt").write_text("\n".join(SENTENCES) + "\n")
+    arguments = [str(tmp_path / "in.txt"), "--model", MODEL, "--max-tokens", str(MAX_TOKENS)]
+    monkeypatch.setattr(sys, "argv", ["pilotfish", "translate", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    wanted = [library.decode(tokens, skip_special_tokens=True) for tokens in expected[1]]
+    assert capsys.readouterr().out.split("\n") == [*wanted, ""]
