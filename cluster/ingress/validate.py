@@ -80,6 +80,7 @@ def validate(
     bounds.text("coordinator", request.coordinator, bounds.MAX_NAME_BYTES)
     request_id = _request_id(request)
     prompt = decode_prompt(request, info, limits)
+    prompt_options = decode_prompt_options(request.prompt_options, info)
     stopping = _stopping(request.stopping, info, limits, eos_token_ids)
     sampling = replace(
         _sampling(request.sampling, info, limits),
@@ -94,7 +95,7 @@ def validate(
         request_id=request_id,
         client=bounds.text("client", request.client, bounds.MAX_CLIENT_BYTES),
         prompt=prompt,
-        prompt_options=decode_prompt_options(request.prompt_options, info),
+        prompt_options=prompt_options,
         sampling=sampling,
         stopping=stopping,
         max_tokens=bounds.integer("max_tokens", request.stopping.max_tokens, 1, limits.max_output_tokens)

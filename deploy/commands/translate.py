@@ -63,9 +63,10 @@ async def _translate(
     in_flight: int,
 ) -> None:
     async with AsyncExitStack() as stack:
-        address, access = url, PublicAccess(settings.api_key)
-        if address is None:
+        if url is None:
             address, access = await stack.enter_async_context(_cluster_in_process(settings))
+        else:
+            address, access = url, PublicAccess(settings.api_key)
         timeout = settings.configuration.limits.max_timeout_seconds
         client = await stack.enter_async_context(httpx.AsyncClient(headers=dict(access.metadata()), timeout=timeout))
         translator = Translator(client, address, options)

@@ -76,7 +76,6 @@ class _Made:
 def run_module(settings: Settings, options: DistillOptions, command_line: str) -> None:
     """Make a module: collect answers and hidden states, train, measure, write. Raises `PilotfishError`."""
     check_replaceable(options.out)
-    files = [read_prompts(path) for path in options.prompts]
     with notices.status("looking for the target") as status:
         models = resolve_models(settings.configuration, settings.cache_directory, status.update)
     config = AutoConfig.from_pretrained(models.target, trust_remote_code=False).get_text_config()
@@ -84,6 +83,7 @@ def run_module(settings: Settings, options: DistillOptions, command_line: str) -
         raise ConfigurationError(
             f"--kind: {options.kind!r} is refused for an encoder-decoder target; it must be layers"
         )
+    files = [read_prompts(path) for path in options.prompts]
     options = with_defaults(options, config)
     shape = wanted_shape(options, config)
     needs_states = options.kind != "table" and not options.search

@@ -17,6 +17,7 @@ from cluster.ingress.grpc import GenerationServicer
 from cluster.ingress.routing import CoordinatorView
 from cluster.ingress.service import GenerationService
 from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.ingress.text.vocabulary import JsonVocabulary
 from cluster.wire.codec.common import decode_client, decode_sequence_ids
 from cluster.wire.codec.draft import decode_draft_rows, encode_proposals
 from cluster.wire.codec.target import decode_open_rows, decode_step_batch, encode_open_result, encode_step_result
@@ -207,4 +208,4 @@ class _Deadline:
 def simulated_tokenizer(vocabulary_size: int = 4096) -> Tokenizer:
     """A tokenizer whose token `i` is the text `i` and a space."""
     pieces = {f"{token} ": token for token in range(vocabulary_size)}
-    return Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel(pieces, "0 ")), str.encode)
+    return Tokenizer(JsonVocabulary(tokenizers.Tokenizer(tokenizers.models.WordLevel(pieces, "0 "))), str.encode)

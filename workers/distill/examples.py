@@ -35,8 +35,14 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """A copy on a device."""
-        parts = (self.tokens, self.selected, self.labels, self.leading_tokens, self.leading_log_probabilities)
-        return Batch(*(part.to(device) for part in parts), sources=self.sources)
+        return Batch(
+            self.tokens.to(device),
+            self.selected.to(device),
+            self.labels.to(device),
+            self.leading_tokens.to(device),
+            self.leading_log_probabilities.to(device),
+            self.sources,
+        )
 
 
 def make_batch(answers: Sequence[Answer], max_length: int) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -46,7 +47,7 @@ class SharedEnds:
 
 def outline(config: PreTrainedConfig) -> ModelOutline:
     """The outline of a model with this configuration. No weights are made."""
-    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.device("meta"):
         model = kind.from_config(config)
     names = {module: name for name, module in model.named_modules()}
@@ -84,7 +85,8 @@ def read_shared_with_encoder(target: Path, card: DraftCard) -> dict[str, torch.T
         for name, values in read_tensors(file).items()
         if not found.is_own(name)
     }
-    if f"{found.embedding}.weight" not in tensors:
+    embedding = found.shapes[f"{found.embedding}.weight"]  # a tied matrix may be stored under another name
+    if not any(tuple(values.shape) == embedding for values in tensors.values()):
         raise ModelLoadError(f"target directory {str(target)!r}: its safetensors hold no {found.embedding}.weight")
     return tensors
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForSeq2SeqLM, BartConfig, GenerationConfig, Ma
 _SHAPE = {
     "vocab_size": 96,
     "d_model": 32,
-    "encoder_layers": 2,
+    "encoder_layers": 3,
     "decoder_layers": 3,
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
@@ -52,7 +52,7 @@ def t5() -> PreTrainedConfig:
         d_model=32,
         d_kv=8,
         d_ff=40,
-        num_layers=2,
+        num_layers=3,
         num_decoder_layers=3,
         num_heads=4,
         pad_token_id=0,

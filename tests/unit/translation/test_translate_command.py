@@ -95,7 +95,7 @@ class TestTranslator:
             yield served
 
     async def test_a_text_is_translated(self, served: Any) -> None:
-        client = Translator(served.http, "http://pilotfish", TranslateOptions())
+        client = Translator(served.http, "http://pilotfish", TranslateOptions(max_tokens=40))
         await client.choose_model(None)
         translation = await client.translate(FRENCH[0])
         assert (client.model, translation.text, translation.is_cut) == ("tiny", ENGLISH[0], False)
@@ -113,7 +113,8 @@ class TestTranslator:
         assert (fields["use_beam_search"], fields["best_of"], fields["temperature"]) == (True, 4, 0)
 
     async def test_a_refused_text_has_the_message_of_the_server(self, served: Any) -> None:
-        client = Translator(served.http, "http://pilotfish", TranslateOptions())
+        client = Translator(served.http, "http://pilotfish", TranslateOptions(max_tokens=40))
+        await client.choose_model(None)
         with pytest.raises(RefusedText, match=r"^prompt: .* at most 48 tokens") as refused:
             await client.translate("un chien " * 60)
         assert str(refused.value.of_line(3)).startswith("line 3: prompt: ")

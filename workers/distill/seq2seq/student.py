@@ -63,8 +63,8 @@ class Seq2SeqStudent(Student):
         encoded = [self._encode(source) for source in batch.sources]
         memory = nn.utils.rnn.pad_sequence(encoded, batch_first=True)  # [rows, source, hidden]
         mask = torch.zeros(memory.shape[:2], dtype=torch.long, device=memory.device)
-        for row, states in enumerate(encoded):
-            mask[row, : len(states)] = 1
+        for row, source in enumerate(batch.sources):
+            mask[row, : len(source)] = 1
         output = self.module.get_decoder()(
             input_ids=batch.tokens, encoder_hidden_states=memory, encoder_attention_mask=mask, use_cache=False
         )
