@@ -114,7 +114,7 @@ def set_prompt(message: generation_pb2.GenerateRequest | generation_pb2.Tokenize
                 raise TypeError(f"prompt: needed messages alone, found {entry!r}")
             message.chat.messages.add(role=entry.role, content=entry.content)
     elif isinstance(message, generation_pb2.GenerateRequest):
-        message.token_ids.ids.extend(prompt)
+        message.token_ids.ids.extend(token for token in prompt if not isinstance(token, Message))
     else:
         raise TypeError("prompt: needed a text or messages, found token ids")
 
