@@ -1,4 +1,4 @@
-"""`pilotfish bench`: measure drafting methods, or a server under load."""
+"""`pilotfish bench`: measure drafting methods, the quality of answers, or a server under load."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Annotated
 import typer
 
 from cluster.core.errors import WorkerUnavailable
+from deploy.bench.agreement.options import AgreementOptions
+from deploy.bench.evaluation.options import EvaluationOptions
 from deploy.bench.load_test.options import LoadOptions
+from deploy.bench.race.options import RaceOptions
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.dataclass_options import command_with_options
 from deploy.progress import ProgressReporter
-from deploy.race.options import RaceOptions
 from deploy.settings import load_settings
 from deploy.terminal import notices, output
 
@@ -31,11 +33,11 @@ def measure() -> None:
 @command_with_options(RaceOptions)
 def race(options: RaceOptions, config: ConfigOption = None, assignments: SetOption = None) -> None:
     """Run drafting methods against plain decoding on the same prompts: methods, tasks, batches, temperatures."""
-    from deploy.race.competitors import RaceSettings
-    from deploy.race.race import run  # imports torch, once all options are checked
-    from deploy.race.report.tables import markdown
+    from deploy.bench.measuring.competitors import BenchSettings
+    from deploy.bench.race.race import run  # imports torch, once all options are checked
+    from deploy.bench.race.report import markdown
 
-    results = run(options, RaceSettings(config, tuple(assignments or ())))
+    results = run(options, BenchSettings(config, tuple(assignments or ())))
     output.print(markdown(results), markup=False)
 
 
@@ -62,3 +64,26 @@ def serve_bench(
         output.print(report.markdown(results), markup=False)
     if not all(found.completed for found in results.measurements):
         raise WorkerUnavailable("a measurement has no answer")
+
+
+@bench.command()
+@command_with_options(EvaluationOptions)
+def tasks(options: EvaluationOptions, config: ConfigOption = None, assignments: SetOption = None) -> None:
+    """Run tasks with references: the quality and the cost of plain decoding, drafting methods and transformers."""
+    from deploy.bench.evaluation.evaluate import run  # imports torch, once all options are checked
+    from deploy.bench.evaluation.report import markdown
+    from deploy.bench.measuring.competitors import BenchSettings
+
+    evaluation = run(options, BenchSettings(config, tuple(assignments or ())))
+    output.print(markdown(evaluation), markup=False)
+
+
+@bench.command()
+@command_with_options(AgreementOptions)
+def agreement(options: AgreementOptions, config: ConfigOption = None, assignments: SetOption = None) -> None:
+    """Compare a draft model with a target on a file of texts: perplexity, agreement, predicted and measured speed."""
+    from deploy.bench.agreement.agree import run  # imports torch, once all options are checked
+    from deploy.bench.agreement.report import markdown
+    from deploy.bench.measuring.competitors import BenchSettings
+
+    output.print(markdown(run(options, BenchSettings(config, tuple(assignments or ())))), markup=False)

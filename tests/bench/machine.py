@@ -13,10 +13,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cluster.core.config.sections import TargetSection
-from tests.bench.report import Stopwatch
 
 MIB = 2**20
-_CACHES = Path("/sys/devices/system/cpu")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -30,38 +28,6 @@ def describe() -> str:
     memory = psutil.virtual_memory().total / 2**30
     vectors = torch.backends.cpu.get_cpu_capability()
     return f"{name}, {os.cpu_count()} cores, {vectors}, {memory:.0f} GiB; torch {torch.__version__}"
-
-
-def last_level_cache_bytes() -> int:
-    """Bytes of the largest cache of any core; 32 MiB if the system does not report it."""
-    sizes = [
-        int(text[:-1]) * {"K": 1024, "M": MIB}.get(text[-1], 1)
-        for file in _CACHES.glob("cpu*/cache/index*/size")
-        for text in _lines(file)
-        if text[:-1].isdigit()
-    ]
-    return max(sizes, default=32 * MIB)
-
-
-class ReadBandwidth:
-    """Measures how many bytes per second a device reads, by summing more data than any cache holds."""
-
-    def __init__(self, device: str = "cpu") -> None:
-        """On `cpu`, all threads of this process read."""
-        wanted = max(256 * MIB, 8 * last_level_cache_bytes())
-        available = psutil.virtual_memory().available
-        if device == "cuda":
-            wanted, (available, _) = 4096 * MIB, torch.cuda.mem_get_info()
-        self._buffer = torch.ones(min(wanted, available // 4) // 4, device=device)
-
-    def measure(self, passes: int = 5) -> float:
-        """Bytes per second of the fastest of a few passes, because other load only slows passes down."""
-        seconds: list[float] = []
-        for _ in range(passes):
-            with Stopwatch() as watch:
-                self._buffer.sum().item()
-            seconds.append(watch.seconds)
-        return self._buffer.nbytes / min(seconds)
 
 
 def weight_bytes(section: TargetSection, *, read_by_a_step: bool = False) -> int:

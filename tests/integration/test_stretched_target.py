@@ -10,10 +10,10 @@ import pytest
 from cluster.core.config.sections import Configuration
 from cluster.ingress.text.chat_template import Message
 from cluster.ingress.text.tokenizer import Tokenizer
+from deploy.bench.contestants.answers import BenchPass, BenchPrompt, PassRequest
+from deploy.bench.contestants.local import local_contestant
+from deploy.bench.measuring.measures import drafted_tokens
 from deploy.models import resolve_models
-from deploy.race.answers import PassRequest, RacePass, RacePrompt
-from deploy.race.contestants.local import local_contestant
-from deploy.race.measures import drafted_tokens
 from deploy.settings import load_settings
 from workers.model.model_files import resolve_model_directory
 
@@ -30,14 +30,14 @@ def configure(path: Path, method: str) -> Configuration:
     return resolve_models(settings.configuration, settings.cache_directory, lambda _: None).configuration
 
 
-async def answers(path: Path, method: str) -> RacePass:
+async def answers(path: Path, method: str) -> BenchPass:
     tokenizer = Tokenizer.load(path)
-    prompts = tuple(RacePrompt(tokenizer.encode_chat([Message("user", text, None)]), text) for text in TEXTS)
+    prompts = tuple(BenchPrompt(tokenizer.encode_chat([Message("user", text, None)]), text) for text in TEXTS)
     async with local_contestant(configure(path, method)) as contestant:
         return await contestant.answer(PassRequest(prompts, 3, 0.0, 0, TOKENS))
 
 
-def tokens(found: RacePass) -> list[tuple[int, ...]]:
+def tokens(found: BenchPass) -> list[tuple[int, ...]]:
     return [answer.tokens for answer in found.answers]
 
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 import httpx
 import psutil
 
-from deploy.race.measures import percentile
+from deploy.bench.measuring.measures import percentile
 from tests.bench.processes.serve_command import ServeCommand
 from tests.overload.requests import Outcome, body_of, post
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +12,11 @@ from safetensors import SafetensorError, safe_open
 from cluster.core.errors import ModelLoadError
 from workers.model.draft_card import is_distilled, read_card
 
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_positions.weight", "wpe.weight")
+_TOKEN_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "shared.weight")
+_EMBEDDINGS = (*_TOKEN_EMBEDDINGS, "embed_positions.weight", "wpe.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
+_OF_SOURCE = re.compile(r"(^|\.)encoder\.|\.(encoder_attn\.[kv]_proj|EncDecAttention\.[kv])\.")
+"""Weights of an encoder-decoder model that compute once for a source instead of once for each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,9 @@ class WeightCounts:
     """All stored parameters. A tied tensor counts once."""
     multiply_adds: int
     """Multiply-adds of the matrices per token: all matrices, with the head and without embeddings. Attention over
-    stored keys and values is left out."""
+    stored keys and values is left out, and what an encoder-decoder model computes of its source."""
+    source_parameters: int = 0
+    """The parameters that compute once for a source: those of an encoder, and its keys and values."""
 
 
 def count_weights(directory: Path) -> WeightCounts:
@@ -32,15 +38,19 @@ def count_weights(directory: Path) -> WeightCounts:
     Raises `ModelLoadError` if a file cannot be read.
     """
     shapes = tensor_shapes(directory)
-    matrices = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 2}
+    matrices = {
+        name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and not name.endswith("bias")
+    }
+    of_source = {name: math.prod(shape) for name, shape in shapes.items() if _OF_SOURCE.search(name)}
     lookups = sum(count for name, count in matrices.items() if name.endswith(_EMBEDDINGS))
-    tied = next((count for name, count in matrices.items() if name.endswith(_EMBEDDINGS[:2])), 0)
+    tied = next((count for name, count in matrices.items() if name.endswith(_TOKEN_EMBEDDINGS)), 0)
     head = tied if not any(name.endswith(_HEADS) for name in matrices) else 0
     if is_distilled(directory):
         card = read_card(directory)
         head = (card.vocabulary_size or card.target_vocabulary_size) * card.hidden_size
     parameters = sum(math.prod(shape) for shape in shapes.values())
-    return WeightCounts(parameters, sum(matrices.values()) - lookups + head)
+    once = sum(count for name, count in matrices.items() if name in of_source and not name.endswith(_EMBEDDINGS))
+    return WeightCounts(parameters, sum(matrices.values()) - lookups - once + head, sum(of_source.values()))
 
 
 def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:

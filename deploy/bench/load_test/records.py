@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from deploy.race.answers import RaceAnswer
-from deploy.race.measures import QUANTILES, percentile
+from deploy.bench.contestants.answers import BenchAnswer
+from deploy.bench.measuring.measures import QUANTILES, percentile
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class LoadRecord:
 
     sent_seconds: float
     """When it was sent, in seconds since the measurement began."""
-    answer: RaceAnswer | None = None
+    answer: BenchAnswer | None = None
     """`None` for a request that failed."""
     prompt_tokens: int = 0
     error: str = ""

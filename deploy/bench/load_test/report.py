@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from deploy.bench.load_test.records import FIGURES, LoadRecord, Measurement
+from deploy.bench.measuring.measures import QUANTILES
 from deploy.bench.report.plots import empty_plot, png
 from deploy.bench.report.tables import UNKNOWN, machine_line, markdown_table
-from deploy.race.measures import QUANTILES
 
 FORMAT_VERSION = 1
 
@@ -23,7 +23,7 @@ class LoadResults:
 
     title: str
     machine: Mapping[str, Any]
-    """The machine of the client, from `deploy.race.costs.describe_machine`."""
+    """The machine of the client, from `deploy.bench.measuring.costs.describe_machine`."""
     command: str
     measurements: list[Measurement] = field(default_factory=list)
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 import httpx
 
 from cluster.core.errors import WorkerUnavailable
+from deploy.bench.contestants.endpoint import StreamReader
 from deploy.bench.load_test.options import LoadOptions, parse_goodput
 from deploy.bench.load_test.records import LoadRecord, Measurement
 from deploy.bench.load_test.report import LoadResults, write
 from deploy.bench.load_test.workload import LoadRequest, arrival_seconds, make_requests
-from deploy.race.contestants.endpoint import StreamReader
-from deploy.race.costs import describe_machine
+from deploy.bench.measuring.costs import describe_machine
 
 Report = Callable[[float, str], None]
 """Called with the share of the test that is complete, and a description."""

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from deploy.bench.contestants.answers import Arrival, BenchAnswer
 from deploy.bench.load_test.records import LoadRecord, Measurement
 from deploy.bench.load_test.report import LoadResults, as_json, markdown, write
-from deploy.race.answers import Arrival, RaceAnswer
 
 
 def record(sent: float, *arrivals: tuple[float, int]) -> LoadRecord:
     parts = tuple(Arrival(seconds, tokens) for seconds, tokens in arrivals)
     tokens = sum(part.tokens for part in parts)
-    return LoadRecord(sent, RaceAnswer((), parts, tokens, drafted=3, steps=len(parts)), prompt_tokens=10)
+    return LoadRecord(sent, BenchAnswer((), parts, tokens, drafted=3, steps=len(parts)), prompt_tokens=10)
 
 
 FAST = record(0.0, (0.1, 1), (0.2, 2), (0.4, 2))

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from cluster.core.errors import ConfigurationError
-from deploy.race.competitors import RaceSettings, find_competitors, read_configurations
-from deploy.race.options import RaceOptions
-from deploy.race.results import Cell
-from deploy.race.runner import plan_cells
-from deploy.race.tasks import read_tasks
+from deploy.bench.contestants.answers import RequestOptions
+from deploy.bench.measuring.competitors import BenchSettings, find_competitors, read_configurations
+from deploy.bench.measuring.results import Cell
+from deploy.bench.measuring.runner import groups
+from deploy.bench.measuring.session import plan_cells
+from deploy.bench.race.options import RaceOptions
+from deploy.bench.race.tasks import read_tasks
 from tests.support.models import tiny, tiny_tokenizer
 
 
@@ -45,7 +47,7 @@ def test_a_configuration_without_name_or_settings_is_refused(text: str) -> None:
 
 
 def test_all_methods_that_keep_the_answers_take_part_and_the_others_are_named(target: Path) -> None:
-    competitors, skipped = find_competitors(options(), RaceSettings(None, (f"target.path={target}",)))
+    competitors, skipped = find_competitors(options(), BenchSettings(None, (f"target.path={target}",)))
     names = {competitor.name for competitor in competitors}
     assert "ngram" in names and not names & {"none", "synthetic"}
     assert any(entry.name == "model" and "path must be set" in entry.reason for entry in skipped)
@@ -53,14 +55,14 @@ def test_all_methods_that_keep_the_answers_take_part_and_the_others_are_named(ta
 
 def test_chosen_methods_and_configurations_take_part(target: Path) -> None:
     chosen = options(methods="none", configuration=("deep=draft.method=ngram,draft.max_depth=16",))
-    competitors, skipped = find_competitors(chosen, RaceSettings(None, (f"target.path={target}",)))
+    competitors, skipped = find_competitors(chosen, BenchSettings(None, (f"target.path={target}",)))
     assert [competitor.name for competitor in competitors] == ["none", "deep"] and not skipped
     assert competitors[1].configuration.draft.max_depth == 16
 
 
 def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="'medussa' is unknown"):
-        find_competitors(options(methods="medussa"), RaceSettings(None, ()))
+        find_competitors(options(methods="medussa"), BenchSettings(None, ()))
 
 
 @pytest.mark.parametrize(
@@ -119,3 +121,45 @@ class TestTasks:
         }
         (prompt,) = read_tasks([self.write(tmp_path / "humaneval.jsonl", row)], (), 8, None, None)["humaneval"]
         assert prompt.text.startswith("Complete this Python function.") and "```python\ndef f(x):\n```" in prompt.text
+
+
+class TestRequests:
+    """Competitors that change requests, and the combinations that come with Pilotfish."""
+
+    def test_assignments_to_request_change_requests_and_not_the_cluster(self, target: Path) -> None:
+        chosen = options(
+            methods="", configuration=("beams=request.beams=4,request.length_penalty=0.5,draft.method=none",)
+        )
+        (found,), _ = find_competitors(chosen, BenchSettings(None, (f"target.path={target}",)))
+        assert found.request == RequestOptions(beams=4, length_penalty=0.5)
+        assert found.request.name == "4 beams, length penalty 0.5" and not found.alters_target
+
+    @pytest.mark.parametrize("text", ["one=request.beams=0", "one=request.beam=4"])
+    def test_a_wrong_request_option_is_left_out_with_its_name(self, text: str, target: Path) -> None:
+        found, (skipped,) = find_competitors(
+            options(configuration=(text,)), BenchSettings(None, (f"target.path={target}",))
+        )
+        assert not found and text.split("=")[1] in skipped.reason
+
+    def test_settings_of_the_target_may_change_its_answers(self, target: Path) -> None:
+        chosen = options(
+            configuration=("a=target.kv.window=64", "b=target.kv.prefix_cache=false", "c=draft.max_nodes=3")
+        )
+        found, _ = find_competitors(chosen, BenchSettings(None, (f"target.path={target}",)))
+        assert [one.alters_target for one in found] == [True, False, False]
+
+    @pytest.mark.parametrize("name", ["int8", "prefix-cache", "window", "beams", "long-context"])
+    def test_every_combination_has_plain_decoding_first_and_known_settings(self, name: str, target: Path) -> None:
+        found = read_configurations(name)
+        assert "draft.method=none" in next(iter(found.values()))
+        competitors, skipped = find_competitors(
+            options(configuration=(name,)), BenchSettings(None, (f"target.path={target}",))
+        )
+        assert len(competitors) + len(skipped) == len(found)
+        assert all("path must be set" in one.reason for one in skipped)  # drafts of the packaged target
+
+    def test_competitors_with_other_requests_do_not_share_passes_of_plain_decoding(self, target: Path) -> None:
+        texts = ("a=draft.max_nodes=3", "b=draft.max_nodes=4", "c=request.beams=2", "d=draft.max_nodes=5")
+        found, _ = find_competitors(options(configuration=texts), BenchSettings(None, (f"target.path={target}",)))
+        assert [[one.name for one in group] for group in groups(found, 2)] == [["a", "b"], ["c"], ["d"]]
+        assert [len(group) for group in groups(found, 1)] == [1, 1, 1, 1]

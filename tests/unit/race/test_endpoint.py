@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from cluster.core.errors import WorkerUnavailable
-from deploy.race.answers import PassRequest, RacePrompt
-from deploy.race.contestants.endpoint import EndpointContestant, StreamReader
+from deploy.bench.contestants.answers import BenchPrompt, PassRequest
+from deploy.bench.contestants.endpoint import EndpointContestant, StreamReader
 
 
 def events(*bodies: dict[str, Any]) -> str:
@@ -32,7 +32,7 @@ async def test_a_pass_asks_with_a_seed_for_each_prompt_and_reads_the_usage() -> 
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(serve)) as client:
         contestant = EndpointContestant(client, "http://server:8000/v1/", "small")
-        prompts = (RacePrompt((), "One?"), RacePrompt((), "Two?"))
+        prompts = (BenchPrompt((), "One?"), BenchPrompt((), "Two?"))
         found = await contestant.answer(PassRequest(prompts, 1, 0.5, 7, 16))
     assert [(body["messages"][0]["content"], body["seed"], body["temperature"]) for body in bodies] == [
         ("One?", 7, 0.5),
@@ -42,6 +42,22 @@ async def test_a_pass_asks_with_a_seed_for_each_prompt_and_reads_the_usage() -> 
     assert (answer.text, answer.completion_tokens, answer.drafted, answer.steps) == ("Hello", 5, 5, 2)
     assert [arrival.tokens for arrival in answer.arrivals] == [2, 3]
     assert found.tokens == 10
+
+
+async def test_a_prediction_is_sent_where_the_prompt_has_one() -> None:
+    bodies: list[dict[str, Any]] = []
+
+    def serve(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}, "completion_tokens": 1}
+        return httpx.Response(200, text=events(chunk("a"), {"choices": [], "usage": usage}))
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(serve)) as client:
+        contestant = EndpointContestant(client, "http://server", "small", predicts=True)
+        prompts = (BenchPrompt((), "Correct: he go", "he go"), BenchPrompt((), "Two?"))
+        found = await contestant.answer(PassRequest(prompts, 1, 0.0, 0, 16))
+    assert bodies[0]["prediction"] == {"type": "content", "content": "he go"} and "prediction" not in bodies[1]
+    assert (found.answers[0].prompt_tokens, found.answers[0].cached_tokens) == (9, 8)
 
 
 def test_a_server_without_counts_of_drafts_has_no_steps() -> None:
@@ -56,5 +72,5 @@ async def test_an_error_of_the_server_names_its_address() -> None:
     async with httpx.AsyncClient(transport=transport) as client:
         with pytest.raises(WorkerUnavailable, match=r"http://server/v1/chat/completions answered 404: no such model"):
             await EndpointContestant(client, "http://server", "m").answer(
-                PassRequest((RacePrompt((), "One?"),), 1, 0.0, 0, 4)
+                PassRequest((BenchPrompt((), "One?"),), 1, 0.0, 0, 4)
             )

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.race import measures
-from deploy.race.answers import Arrival, PassRequest, RaceAnswer, RacePass, RacePrompt
-from deploy.race.exactness import Exactness, Judge, compare, first_difference, noise_gap
+from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, BenchPrompt, PassRequest
+from deploy.bench.measuring import measures
+from deploy.bench.measuring.exactness import Exactness, Judge, compare, first_difference, noise_gap
 
 
-def answer(*arrivals: tuple[float, int, int], drafted: int = 0) -> RaceAnswer:
+def answer(*arrivals: tuple[float, int, int], drafted: int = 0) -> BenchAnswer:
     """An answer from (seconds, tokens, accepted) per commit."""
     tokens = tuple(range(sum(count for _, count, _ in arrivals)))
-    return RaceAnswer(tokens, tuple(Arrival(*arrival) for arrival in arrivals), len(tokens), drafted, len(arrivals))
+    return BenchAnswer(tokens, tuple(Arrival(*arrival) for arrival in arrivals), len(tokens), drafted, len(arrivals))
 
 
-def rated(rate: float) -> RacePass:
+def rated(rate: float) -> BenchPass:
     """A pass of 10 tokens at `rate` tokens per second."""
-    return RacePass((answer((1.0, 10, 0)),), 10 / rate)
+    return BenchPass((answer((1.0, 10, 0)),), 10 / rate)
 
 
 def test_a_ratio_divides_by_the_mean_of_the_plain_passes_before_and_after() -> None:
@@ -35,32 +35,32 @@ def test_drift_compares_plain_passes_that_follow_each_other() -> None:
 
 
 def test_tau_counts_tokens_per_target_step() -> None:
-    found = RacePass((answer((0.1, 1, 0), (0.2, 3, 2), (0.3, 4, 3)),), 1.0)
+    found = BenchPass((answer((0.1, 1, 0), (0.2, 3, 2), (0.3, 4, 3)),), 1.0)
     assert measures.committed_per_step([found]) == pytest.approx(8 / 3)
-    assert measures.committed_per_step([RacePass((RaceAnswer((), (), 0),), 1.0)]) is None
+    assert measures.committed_per_step([BenchPass((BenchAnswer((), (), 0),), 1.0)]) is None
 
 
 def test_acceptance_by_position_counts_every_step() -> None:
-    found = RacePass((answer((0.1, 1, 0), (0.2, 3, 2), (0.3, 4, 3), (0.4, 1, 0)),), 1.0)
+    found = BenchPass((answer((0.1, 1, 0), (0.2, 3, 2), (0.3, 4, 3), (0.4, 1, 0)),), 1.0)
     assert measures.acceptance_by_position([found]) == [0.5, 0.5, 0.25]
     assert measures.acceptance_by_position([rated(10)]) == []
 
 
 def test_a_step_computes_one_token_and_the_drafted_ones() -> None:
-    found = RacePass((answer((0.1, 1, 0), (0.2, 3, 2), drafted=6),), 1.0)
+    found = BenchPass((answer((0.1, 1, 0), (0.2, 3, 2), drafted=6),), 1.0)
     assert measures.per_committed_token([found]) == (0.5, 2.0)
     assert measures.drafted_tokens([found]) == (6, 2)
 
 
 def test_latencies_are_percentiles_over_answers() -> None:
-    found = RacePass(tuple(answer((0.1 * number, 1, 0), (0.1 * number + 2.0, 4, 0)) for number in (1, 2, 3)), 1.0)
+    found = BenchPass(tuple(answer((0.1 * number, 1, 0), (0.1 * number + 2.0, 4, 0)) for number in (1, 2, 3)), 1.0)
     assert measures.first_token_percentiles([found]) == pytest.approx([0.2, 0.3, 0.3])
     assert measures.per_token_percentiles([found]) == pytest.approx([0.5, 0.5, 0.5])
 
 
 def test_an_answer_of_one_commit_has_no_time_per_token() -> None:
     assert answer((0.5, 3, 0)).seconds_per_token is None
-    assert RaceAnswer((), (), 0).first_token_seconds is None
+    assert BenchAnswer((), (), 0).first_token_seconds is None
 
 
 def test_a_percentile_is_one_of_the_values() -> None:
@@ -83,17 +83,17 @@ def test_the_first_difference_is_a_token_or_an_end() -> None:
 class TestExactness:
     """Answers are equal, explained by rounding, or wrong."""
 
-    def one(self, *tokens: int, text: str = "") -> RacePass:
-        return RacePass((RaceAnswer(tokens, (), len(tokens), text=text),), 1.0)
+    def one(self, *tokens: int, text: str = "") -> BenchPass:
+        return BenchPass((BenchAnswer(tokens, (), len(tokens), text=text),), 1.0)
 
     async def classify(
-        self, plain: RacePass, found: RacePass, gap: float | None, temperature: float = 0.0, shares_noise: bool = True
+        self, plain: BenchPass, found: BenchPass, gap: float | None, temperature: float = 0.0, shares_noise: bool = True
     ) -> Exactness:
         async def asked(context: tuple[int, ...], expected: int, other: int) -> float | None:
             assert (context, expected, other) == ((9, 1, 2), 3, 4)
             return gap
 
-        request = PassRequest((RacePrompt((9,), "nine"),), 1, temperature, 0, 3)
+        request = PassRequest((BenchPrompt((9,), "nine"),), 1, temperature, 0, 3)
         return await compare(request, plain, found, asked, Judge(0.5, shares_noise=shares_noise))
 
     async def test_the_same_tokens_are_equal(self) -> None:

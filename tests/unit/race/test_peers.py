@@ -9,9 +9,9 @@ import pytest
 from cluster.core.config.sections import Configuration, TargetSection
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.request import SamplingParameters
-from deploy.race.answers import PassRequest, RacePass, RacePrompt
-from deploy.race.contestants.peers import ASSISTED, GENERATE, PROMPT_LOOKUP, TransformersPeer, load_target
-from deploy.race.measures import committed_per_step
+from deploy.bench.contestants.answers import BenchPass, BenchPrompt, PassRequest
+from deploy.bench.contestants.peers import ASSISTED, GENERATE, PROMPT_LOOKUP, TransformersPeer, load_target
+from deploy.bench.measuring.measures import committed_per_step
 from tests.support.models import tiny
 from tests.support.models.plain_generation import write_alone
 
@@ -25,11 +25,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tmp_path_factory.mktemp("peer") / "target", tiny.llama())
 
 
-async def answers(directory: Path, method: str, batch: int) -> RacePass:
+async def answers(directory: Path, method: str, batch: int) -> BenchPass:
     model = load_target(Configuration(target=TargetSection(path=str(directory), device="cpu")))
     assistant = load_target(Configuration(target=TargetSection(path=str(directory), device="cpu")))
     peer = TransformersPeer(model, method, assistant)
-    return await peer.answer(PassRequest(tuple(RacePrompt(p, "") for p in PROMPTS), batch, 0.0, 0, TOKENS))
+    return await peer.answer(PassRequest(tuple(BenchPrompt(p, "") for p in PROMPTS), batch, 0.0, 0, TOKENS))
 
 
 def target_tokens(directory: Path) -> list[tuple[int, ...]]:

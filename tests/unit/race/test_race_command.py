@@ -12,11 +12,11 @@ import pytest
 
 from cluster.core.config.sections import Configuration
 from deploy import cli
+from deploy.bench.measuring.competitors import BenchSettings
+from deploy.bench.measuring.runner import has_room_for_two
+from deploy.bench.race.options import RaceOptions
+from deploy.bench.race.race import run
 from deploy.local.local_cluster import LocalCluster
-from deploy.race.competitors import RaceSettings
-from deploy.race.options import RaceOptions
-from deploy.race.race import run
-from deploy.race.runner import has_room_for_two
 from tests.support.models import tiny, tiny_tokenizer
 
 SETTINGS = ("target.device=cpu", "target.compile=off", "target.kv.pool_bytes=4194304", "draft.controller=off")
@@ -91,7 +91,7 @@ def test_a_method_that_fails_does_not_end_the_race(
 def test_without_room_for_a_second_cluster_plain_runs_in_the_same_one(
     target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deploy.race.runner.has_room_for_two", lambda *_: False)
+    monkeypatch.setattr("deploy.bench.measuring.runner.has_room_for_two", lambda *_: False)
     out = tmp_path / "out"
     arguments = ["--prompts", str(prompts), "--out", str(out), "--max-tokens", "4", "--batches", "1"]
     assert command(monkeypatch, target, *arguments, "--methods", "ngram") == 0
@@ -108,7 +108,7 @@ def test_room_is_measured_against_the_weights() -> None:
 
 async def test_a_server_is_measured_against_another_one(target: Path, prompts: Path, tmp_path: Path) -> None:
     assignments = (f"target.path={target}", *SETTINGS, "server.http_port=0", "server.grpc_port=0")
-    settings = RaceSettings(None, assignments)
+    settings = BenchSettings(None, assignments)
     drafting, plain = (settings.settings((f"draft.method={method}",)).configuration for method in ("ngram", "none"))
     async with LocalCluster(drafting, http=True) as one, LocalCluster(plain, http=True) as other:
         options = RaceOptions(

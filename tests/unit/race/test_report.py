@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from deploy.race.answers import Arrival, RaceAnswer, RacePass
-from deploy.race.competitors import Skipped
-from deploy.race.exactness import Exactness
-from deploy.race.report.charts import speedup_by_task, throughput_by_batch
-from deploy.race.report.tables import markdown
-from deploy.race.results import Cell, CellResult, Cost, Entry, RaceResults
+from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass
+from deploy.bench.measuring.competitors import Skipped
+from deploy.bench.measuring.exactness import Exactness
+from deploy.bench.measuring.results import BenchResults, Cell, CellResult, Cost, Entry
+from deploy.bench.race.report import markdown
+from deploy.bench.report.charts import speedup_by_task, throughput_by_batch
 
 MACHINE = {
     "processor": "a processor",
@@ -26,16 +26,16 @@ MACHINE = {
 }
 
 
-def taken(seconds: float, *accepted: int, lossless: bool = True) -> RacePass:
+def taken(seconds: float, *accepted: int, lossless: bool = True) -> BenchPass:
     """A pass with one answer: one commit for each number of accepted tokens."""
     arrivals = tuple(Arrival(0.1 * (index + 1), count + 1, count) for index, count in enumerate(accepted))
     tokens = sum(arrival.tokens for arrival in arrivals)
-    found = RaceAnswer(tuple(range(tokens)), arrivals, tokens, 2 * sum(accepted), len(accepted), lossless)
-    return RacePass((found,), seconds, {"proposed_tokens": 8.0})
+    found = BenchAnswer(tuple(range(tokens)), arrivals, tokens, 2 * sum(accepted), len(accepted), lossless)
+    return BenchPass((found,), seconds, {"proposed_tokens": 8.0})
 
 
 @pytest.fixture
-def results() -> RaceResults:
+def results() -> BenchResults:
     entry = Entry("lookup", "cluster", ("draft.method=ngram",), Cost(256 << 20, 0, 512 << 20, 2e9, 1e8, devices=2))
     plain, own = taken(4.0, 0, 0, 0, 0), taken(1.0, 1, 1)
     cells = [
@@ -44,7 +44,7 @@ def results() -> RaceResults:
         for task in ("qa", "retrieval")
     ]
     refused = CellResult("peer", Cell("qa", 8, 0.0), (), (), Exactness(), skipped="one sequence at a time")
-    return RaceResults(
+    return BenchResults(
         "tiny in float32",
         MACHINE,
         "pilotfish bench race",
@@ -61,7 +61,7 @@ def row(text: str, name: str, after: str) -> list[str]:
     return [cell.strip() for cell in next(line for line in lines if line.startswith(f"| {name} ")).split("|")[1:-1]]
 
 
-def test_the_table_of_speed_has_every_figure(results: RaceResults) -> None:
+def test_the_table_of_speed_has_every_figure(results: BenchResults) -> None:
     cells = row(markdown(results), "lookup", "## Speed, batch 1")
     assert cells[1:7] == ["4.00", "4.00", "2.00", "1.00", "2.00", "8, 4"]
     # 0.5 steps and 1.5 computed tokens of 2 GFLOP per token, and 2 proposed tokens of 0.1 GFLOP each
@@ -69,44 +69,44 @@ def test_the_table_of_speed_has_every_figure(results: RaceResults) -> None:
     assert row(markdown(results), "plain", "## Speed, batch 1")[1] == "1.00 (1.00–1.00)"
 
 
-def test_every_heading_says_that_the_target_is_stretched(results: RaceResults) -> None:
+def test_every_heading_says_that_the_target_is_stretched(results: BenchResults) -> None:
     headings = [line for line in markdown(results).splitlines() if line.startswith(("## Speed", "## Latency"))]
     assert len(headings) == 6 and all("(stretched target)" in line for line in headings)
 
 
-def test_a_task_has_its_own_ratio(results: RaceResults) -> None:
+def test_a_task_has_its_own_ratio(results: BenchResults) -> None:
     assert row(markdown(results), "lookup", "## Speed by task")[1:] == ["4.00", "4.00"]
 
 
-def test_latencies_are_in_milliseconds(results: RaceResults) -> None:
+def test_latencies_are_in_milliseconds(results: BenchResults) -> None:
     assert row(markdown(results), "lookup", "## Latency")[1:] == ["100.00"] * 3 + ["50.00"] * 3
 
 
-def test_what_did_not_run_is_listed_with_its_reason(results: RaceResults) -> None:
+def test_what_did_not_run_is_listed_with_its_reason(results: BenchResults) -> None:
     text = markdown(results)
     assert "| heads | path must be set |" in text
     assert "| peer, qa, batch 8, temperature 0 | one sequence at a time |" in text
 
 
-def test_a_lossy_competitor_is_marked(results: RaceResults) -> None:
+def test_a_lossy_competitor_is_marked(results: BenchResults) -> None:
     lossy = CellResult("lookup", Cell("qa", 1, 1.0), (), (taken(1.0, 1, lossless=False),), Exactness())
     results.cells.append(lossy)
     assert "| lookup (NOT LOSSLESS) |" in markdown(results)
 
 
-def test_json_holds_every_arrival(results: RaceResults) -> None:
+def test_json_holds_every_arrival(results: BenchResults) -> None:
     found = json.loads(results.to_json())
     assert found["cells"][0]["passes"][0]["answers"][0]["arrivals"][1] == {"seconds": 0.2, "tokens": 2, "accepted": 1}
     assert found["entries"][0]["cost"]["devices"] == 2 and found["command"] == "pilotfish bench race"
 
 
-def test_the_plots_are_png_files(results: RaceResults) -> None:
+def test_the_plots_are_png_files(results: BenchResults) -> None:
     pytest.importorskip("matplotlib")
     for picture in (speedup_by_task(results), throughput_by_batch(results)):
         assert picture is not None and picture.startswith(b"\x89PNG")
 
 
-def test_a_race_without_measurements_has_no_plots(results: RaceResults) -> None:
+def test_a_race_without_measurements_has_no_plots(results: BenchResults) -> None:
     results.cells.clear()
     assert speedup_by_task(results) is None and throughput_by_batch(results) is None
     assert "# Race" in markdown(results)

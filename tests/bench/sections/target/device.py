@@ -19,8 +19,9 @@ import torch
 from transformers import LlamaConfig
 
 from cluster.core.config.sections import TargetSection
+from deploy.bench.measuring.roofs import ReadBandwidth
 from tests.bench.decoding import Decoding, decoding
-from tests.bench.machine import ReadBandwidth, weight_bytes
+from tests.bench.machine import weight_bytes
 from tests.bench.options import Options
 from tests.bench.report import Stopwatch, heading, ratios, spread, table, write
 

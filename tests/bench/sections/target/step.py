@@ -13,8 +13,9 @@ import torch
 
 from cluster.core.config.sections import Configuration, TargetSection
 from cluster.core.errors import PilotfishError
+from deploy.bench.measuring.roofs import ReadBandwidth
 from tests.bench.decoding import Decoding, decoding
-from tests.bench.machine import ReadBandwidth, weight_bytes
+from tests.bench.machine import weight_bytes
 from tests.bench.options import Options
 from tests.bench.report import Stopwatch, heading, ratios, spread, table, write
 

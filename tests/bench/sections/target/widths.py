@@ -14,8 +14,9 @@ import torch
 from transformers import AutoConfig
 
 from cluster.core.config.sections import Configuration, TargetSection
+from deploy.bench.measuring.roofs import ReadBandwidth
 from tests.bench.decoding import Decoding, decoding
-from tests.bench.machine import ReadBandwidth, weight_bytes
+from tests.bench.machine import weight_bytes
 from tests.bench.options import Options
 from tests.bench.product_peak import product_peak
 from tests.bench.report import heading, ratios, spread, table, write

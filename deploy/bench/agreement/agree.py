@@ -1,0 +1,174 @@
+"""Compares a draft model with a target on a file of texts, and its predicted with its measured speed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers.utils import logging as transformers_logging
+
+from cluster.core.config.sections import Configuration
+from cluster.core.errors import ConfigurationError
+from cluster.ingress.text.tokenizer import Tokenizer
+from deploy.bench.agreement.options import AgreementOptions
+from deploy.bench.agreement.positions import compare
+from deploy.bench.agreement.prediction import RoundTimes
+from deploy.bench.agreement.report import AgreementReport, Measured, markdown
+from deploy.bench.contestants.answers import BenchAnswer, BenchPass, BenchPrompt, BenchTasks
+from deploy.bench.contestants.model_kind import is_encoder_decoder
+from deploy.bench.contestants.peers import load_assistant, load_target
+from deploy.bench.measuring import measures
+from deploy.bench.measuring.competitors import BenchSettings, Competitor
+from deploy.bench.measuring.results import CellResult
+from deploy.bench.measuring.runner import bench_clusters
+from deploy.bench.measuring.session import BenchSession
+from deploy.bench.measuring.setup import context_len, empty_results, render_prompt
+from deploy.models import served_name
+from deploy.progress import ProgressReporter
+from deploy.terminal import notices
+from workers.distill.prompts import read_prompts
+
+_TASK = "texts"
+
+
+@dataclass(frozen=True, slots=True)
+class _Schedule:
+    """One prompt at a time, greedily, once."""
+
+    max_tokens: int
+    batches: tuple[int, ...] = (1,)
+    temperatures: tuple[float, ...] = (0.0,)
+    repeats: int = 1
+    seed: int = 0
+
+
+def run(options: AgreementOptions, settings_source: BenchSettings) -> AgreementReport:
+    """Compare the models. Raises `PilotfishError`."""
+    transformers_logging.disable_progress_bar()
+    plain, competitor = _configurations(options, settings_source)
+    target, tokenizer = Path(plain.target.path), Tokenizer.load(Path(plain.target.path))
+    if is_encoder_decoder(target):
+        raise ConfigurationError(f"--target: needed a decoder-only model, found {target.name} with an encoder")
+    weights = competitor.configuration.draft.weights
+    if weights is None:
+        raise ConfigurationError("--draft: needed a draft model, found none")
+    texts = list(read_texts(options.file))[: options.texts]
+    report = AgreementReport(
+        f"{served_name(plain)} and {Path(weights.path).name}; {len(texts)} texts of {options.file.name}",
+        competitor.configuration.draft.max_nodes,
+        competitor.configuration.draft.max_depth,
+        options.temperature,
+    )
+    answered: CellResult | None = None
+    prompts = _prompts(texts, tokenizer, context_len(plain, target) - options.max_tokens)
+    if options.measure:
+        answered = _answer(options, plain, competitor, prompts)
+        report.measured = _measured(answered)
+    model = load_target(plain)
+    assistant = load_assistant(Path(weights.path), target, model)
+    tokens = [(tokenizer.encode(text)[: options.text_tokens], 1) for text in texts]
+    report.sources["texts"] = compare(model, assistant, tokens, options.temperature)
+    if answered is not None:
+        own = [
+            ((*prompt.tokens, *answer.tokens), len(prompt.tokens))
+            for prompt, answer in zip(prompts, answered.plain[0].answers, strict=True)
+        ]
+        report.sources["the target's answers"] = compare(model, assistant, own, options.temperature)
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "agreement.md").write_text(markdown(report), encoding="utf-8")
+        (options.out / "agreement.json").write_text(report.to_json(), encoding="utf-8")
+    return report
+
+
+def read_texts(file: Path) -> Iterator[str]:
+    """The texts of a JSONL file (the field `text`, or the first message of each prompt), or the lines of another file.
+
+    Raises `ConfigurationError`.
+    """
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{file}: needed a readable file of texts; {error}") from None
+    if not lines:
+        raise ConfigurationError(f"{file}: needed at least one line, found none")
+    if file.suffix != ".jsonl":
+        yield from lines
+        return
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+            break
+        yield row["text"]
+    else:
+        return
+    yield from (prompt.turns[0] for prompt in read_prompts(file) if prompt.turns)
+
+
+def _configurations(options: AgreementOptions, settings_source: BenchSettings) -> tuple[Configuration, Competitor]:
+    named = (f"target.path={options.target}",) if options.target else ()
+    source = BenchSettings(settings_source.config, (*settings_source.assignments, *named))
+    own = ["draft.method=model", "draft.methods=[]"]
+    if options.draft:
+        own.append(f"draft.model.path={options.draft}")
+    if not any(text.startswith("draft.controller=") for text in source.assignments):
+        own.append("draft.controller=off")  # else rounds without drafts would enter τ
+    return source.plain().configuration, Competitor("model", source.settings(own).configuration, tuple(own))
+
+
+def _prompts(texts: Sequence[str], tokenizer: Tokenizer, longest: int) -> tuple[BenchPrompt, ...]:
+    found = tuple(filter(None, (render_prompt(text, tokenizer, longest) for text in texts)))
+    if not found:
+        raise ConfigurationError(f"every text is longer than {longest} tokens, the context less --max-tokens")
+    return found
+
+
+def _answer(
+    options: AgreementOptions, plain: Configuration, competitor: Competitor, prompts: tuple[BenchPrompt, ...]
+) -> CellResult:
+    """The answers to the prompts, plain and with drafts. Raises `ConfigurationError` if they cannot be measured."""
+    tasks: BenchTasks = {_TASK: prompts}
+    results = empty_results("agreement")
+    with ProgressReporter(notices, "agreement") as report:
+        session = BenchSession(_Schedule(options.max_tokens), tasks, results, report, lambda _: None, 1)
+        asyncio.run(bench_clusters(session, plain, [competitor]))
+    found = results.of(competitor.name)
+    if not found:
+        reasons = [skipped.reason for skipped in results.skipped] + [cell.skipped for cell in results.cells]
+        raise ConfigurationError(f"--measure: the draft model does not run; {'; '.join(filter(None, reasons))}")
+    return found[0]
+
+
+def _measured(found: CellResult) -> Measured:
+    """What the cluster measured."""
+    plain, (drafted,) = found.plain, found.passes
+    waited = drafted.counters.get("wait_for_drafts_seconds", 0.0) / max(1.0, drafted.counters.get("target_passes", 0.0))
+    times = RoundTimes(_round_seconds(plain), _round_seconds([drafted]), waited)
+    ratios = measures.speed_ratios(plain, found.passes)
+    tau = measures.committed_per_step(found.passes) or 0.0
+    below, own = _token_seconds(plain), _token_seconds([drafted])
+    return Measured(times, tau, ratios[0] if ratios else 0.0, below / own if own else 0.0, str(found.exactness))
+
+
+def _round_seconds(passes: Sequence[BenchPass]) -> float:
+    """Mean time between two commits of an answer, which leaves prompts out."""
+    spans = [_after_first(answer) for found in passes for answer in found.answers]
+    rounds = sum(len(answer.arrivals) - 1 for found in passes for answer in found.answers if answer.arrivals)
+    return sum(spans) / rounds if rounds else 0.0
+
+
+def _token_seconds(passes: Sequence[BenchPass]) -> float:
+    """Mean time per token after the first commit of an answer."""
+    answers = [answer for found in passes for answer in found.answers if answer.arrivals]
+    tokens = sum(answer.completion_tokens - answer.arrivals[0].tokens for answer in answers)
+    return sum(map(_after_first, answers)) / tokens if tokens else 0.0
+
+
+def _after_first(answer: BenchAnswer) -> float:
+    return answer.seconds - answer.arrivals[0].seconds if answer.arrivals else 0.0

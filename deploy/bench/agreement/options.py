@@ -1,0 +1,54 @@
+"""The options of `pilotfish bench agreement`. Each is declared once, with its type, default and help text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.core.errors import ConfigurationError
+
+_POSITIVE = ("texts", "max_tokens", "text_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreementOptions:
+    """The options of one comparison. Raises `ConfigurationError` for a value out of bounds."""
+
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="JSONL of prompts (Spec-Bench, GSM8K, chat messages, …) or of lines with `text`, or plain text with "
+            "one text per line."
+        ),
+    ]
+    draft: Annotated[
+        str,
+        typer.Option(help="The draft model: a directory, hub id or packaged name. Unset: the target's own."),
+    ] = ""
+    target: Annotated[
+        str, typer.Option(help="The target: a directory, hub id or packaged name. Unset: target.path of the settings.")
+    ] = ""
+    texts: Annotated[int, typer.Option(help="Texts of the file that are read.")] = 16
+    text_tokens: Annotated[int, typer.Option(help="First tokens of each text that are compared.")] = 256
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens in each of the target's answers.")] = 64
+    temperature: Annotated[float, typer.Option(help="Temperature of the distributions for Σ min(p, q).")] = 1.0
+    measure: Annotated[
+        bool,
+        typer.Option(
+            help="Also answer the texts as prompts, with and without the draft model, and compare the predicted with "
+            "the measured speed."
+        ),
+    ] = True
+    out: Annotated[Path | None, typer.Option(help="Directory for agreement.json and agreement.md.")] = None
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            if getattr(self, name) < 1:
+                raise ConfigurationError(
+                    f"--{name.replace('_', '-')}: {getattr(self, name)} is refused; it must be at least 1"
+                )
+        if not 0 < self.temperature <= 10:
+            raise ConfigurationError(f"--temperature: {self.temperature} is refused; it must be above 0, at most 10")

@@ -1,0 +1,119 @@
+"""Compares two language models at every position of texts, with the modules of `transformers`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cluster.core.errors import ConfigurationError
+
+MAX_RANK = 16
+"""Ranks from here on count as not drafted."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextAgreement:
+    """The comparison at the positions of one text."""
+
+    ranks: tuple[int, ...]
+    """At each position, how many tokens the draft finds more probable than the target's most probable one."""
+    overlaps: tuple[float, ...]
+    """Σ min(p, q) at each position: the best possible acceptance rate of a sampled token."""
+    target_log_probability: float
+    """Sum over the text's own tokens, natural logarithm."""
+    draft_log_probability: float
+    """The same of the draft, without the tokens outside of its vocabulary."""
+    outside: int = 0
+    """Tokens of the text that the draft cannot propose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """The comparison over all texts."""
+
+    texts: tuple[TextAgreement, ...]
+
+    @property
+    def positions(self) -> int:
+        """Number of compared positions."""
+        return sum(len(text.ranks) for text in self.texts)
+
+    @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each text."""
+        return tuple(text.ranks for text in self.texts)
+
+    def share_within(self, width: int) -> float:
+        """Share of positions where the target's most probable token is among the draft's `width` best."""
+        hits = sum(rank < width for text in self.texts for rank in text.ranks)
+        return hits / self.positions if self.positions else 0.0
+
+    @property
+    def overlap(self) -> float:
+        """Mean Σ min(p, q)."""
+        return sum(sum(text.overlaps) for text in self.texts) / self.positions if self.positions else 0.0
+
+    @property
+    def target_perplexity(self) -> float:
+        """Perplexity of the target on the texts."""
+        return _perplexity(sum(text.target_log_probability for text in self.texts), self.positions)
+
+    @property
+    def draft_perplexity(self) -> float:
+        """Perplexity of the draft on the tokens that it can propose."""
+        known = self.positions - sum(text.outside for text in self.texts)
+        return _perplexity(sum(text.draft_log_probability for text in self.texts), known)
+
+    @property
+    def share_outside(self) -> float:
+        """Share of the texts' tokens that the draft cannot propose."""
+        return sum(text.outside for text in self.texts) / self.positions if self.positions else 0.0
+
+
+def compare(target: Any, draft: Any, texts: Sequence[tuple[Sequence[int], int]], temperature: float = 1.0) -> Agreement:
+    """Compare two models on texts. Each text has its tokens, and the index of the first one that is predicted.
+
+    The models have the type `Any`, because the annotations of `transformers` do not cover what is called here. Raises
+    `ConfigurationError` for models of different vocabularies.
+    """
+    known = [(tokens, max(1, first)) for tokens, first in texts if len(tokens) > max(1, first)]
+    return Agreement(tuple(_compare(target, draft, tokens, first, temperature) for tokens, first in known))
+
+
+@torch.inference_mode()
+def _compare(target: Any, draft: Any, tokens: Sequence[int], first: int, temperature: float) -> TextAgreement:
+    row = torch.tensor([list(tokens)], device=target.device)
+    own, other = (_logits(model, row)[first - 1 : -1] for model in (target, draft))  # [positions, vocabulary]
+    if own.shape != other.shape:
+        raise ConfigurationError(
+            f"--draft: needed the target's vocabulary of {own.shape[-1]} tokens, found {other.shape[-1]}"
+        )
+    following = row[0, first:].unsqueeze(-1)
+    chosen = own.argmax(-1, keepdim=True)
+    ranks = (other > other.gather(-1, chosen)).sum(-1).clamp(max=MAX_RANK)
+    impossible = other.gather(-1, chosen).squeeze(-1) == float("-inf")
+    overlaps = torch.minimum((own / temperature).softmax(-1), (other / temperature).softmax(-1)).sum(-1)
+    expected = own.log_softmax(-1).gather(-1, following).squeeze(-1)
+    drafted = other.log_softmax(-1).gather(-1, following).squeeze(-1)
+    known = drafted.isfinite()
+    return TextAgreement(
+        tuple(ranks.masked_fill(impossible, MAX_RANK).tolist()),
+        tuple(overlaps.tolist()),
+        float(expected.sum()),
+        float(drafted[known].sum()),
+        int((~known).sum()),
+    )
+
+
+def _logits(model: Any, row: torch.Tensor) -> torch.Tensor:
+    """Logits in single precision, `[positions, vocabulary]`."""
+    found: torch.Tensor = model(row, use_cache=False).logits[0].float()
+    return found
+
+
+def _perplexity(log_probability: float, positions: int) -> float:
+    return math.exp(-log_probability / positions) if positions else math.nan

@@ -1,0 +1,121 @@
+"""The tables of `pilotfish bench agreement`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from deploy.bench.agreement.positions import Agreement
+from deploy.bench.agreement.prediction import RoundTimes, TreeShape, tau_of_rate, tau_on_texts
+from deploy.bench.report.tables import UNKNOWN, markdown_table, number
+
+_WIDTHS = (1, 2, 4, 8)
+_TREES = (
+    *(TreeShape(1, depth) for depth in (1, 2, 4, 7)),
+    *(TreeShape(2, depth) for depth in (1, 2, 3)),
+    *(TreeShape(4, depth) for depth in (1, 2)),
+)
+_AGREEMENT_NOTE = (
+    "Within k: the share of positions where the target's most probable token is among the draft's k most probable ones "
+    "(within 1: both agree). Perplexities are per token of the text, the draft's without tokens that it cannot propose."
+)
+_PREDICTION_NOTE = (
+    "τ, rounds: the rounds of greedy decoding, repeated on the text position by position; exact for such trees on the "
+    "target's own greedy answers. τ, independent: (1 − α^(γ+1)) ÷ (1 − α) with the share within the tree's width as α. "
+    "Speed-up: τ × a plain round ÷ a round with drafts, both without prompts and as measured with the configured "
+    "tree; smaller trees take less time."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a cluster with the draft model measured, one answer at a time."""
+
+    times: RoundTimes
+    tau: float
+    speedup: float
+    """Tokens per second ÷ those of plain decoding before and after, prompts included."""
+    token_speedup: float
+    """Time per token after the first commit of plain decoding ÷ that with drafts."""
+    exactness: str
+    """Answers that are equal to plain decoding's, explained by rounding, and wrong."""
+
+
+@dataclass(slots=True)
+class AgreementReport:
+    """A comparison of two models."""
+
+    title: str
+    max_nodes: int
+    """Largest tree of the configuration."""
+    max_depth: int
+    temperature: float
+    sources: dict[str, Agreement] = field(default_factory=dict)
+    """The comparison by what was read: the texts of the file, the target's answers."""
+    measured: Measured | None = None
+
+    def to_json(self) -> str:
+        """All figures."""
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+
+def markdown(report: AgreementReport) -> str:
+    """The whole report."""
+    parts = [f"# Agreement of two models\n\n{report.title}", _agreement_table(report), _AGREEMENT_NOTE]
+    parts += [_prediction_table(report), _PREDICTION_NOTE]
+    if report.measured is not None:
+        parts.append(_measured_table(report, report.measured))
+    return "\n\n".join(parts) + "\n"
+
+
+def _agreement_table(report: AgreementReport) -> str:
+    columns = (
+        *("on", "positions", "perplexity of the target", "of the draft", "outside of the draft's vocabulary, %"),
+        *(f"within {width}, %" for width in _WIDTHS),
+        f"Σ min(p, q) at temperature {report.temperature:g}",
+    )
+    rows = [
+        [
+            name,
+            str(found.positions),
+            number(found.target_perplexity),
+            number(found.draft_perplexity),
+            number(100 * found.share_outside, 1),
+            *(number(100 * found.share_within(width), 1) for width in _WIDTHS),
+            number(found.overlap, 3),
+        ]
+        for name, found in report.sources.items()
+    ]
+    return markdown_table(columns, rows)
+
+
+def _prediction_table(report: AgreementReport) -> str:
+    times = None if report.measured is None else report.measured.times
+    rows: list[list[str]] = []
+    for name, found in report.sources.items():
+        for tree in _TREES:
+            tau = tau_on_texts(found.ranks, tree)
+            independent = tau_of_rate(found.share_within(tree.width), tree.depth)
+            fits = tree.nodes <= report.max_nodes and tree.depth <= report.max_depth
+            speedup = number(times.speedup(tau)) if times is not None and fits else UNKNOWN
+            rows.append([name, str(tree), str(tree.nodes), number(tau), number(independent), speedup])
+    return markdown_table(("on", "tree", "nodes", "τ, rounds", "τ, independent", "predicted speed-up"), rows)
+
+
+def _measured_table(report: AgreementReport, found: Measured) -> str:
+    times = found.times
+    rows = [
+        [
+            f"at most {report.max_nodes} nodes, {report.max_depth} deep",
+            number(found.tau),
+            number(found.token_speedup),
+            number(found.speedup),
+            found.exactness,
+            *(number(1e3 * value) for value in (times.plain, times.drafted, times.waiting)),
+        ]
+    ]
+    columns = (
+        *("measured", "τ", "speed-up without prompts", "speed-up with prompts", "equal / explained / wrong"),
+        *("plain round, ms", "round with drafts, ms", "of which wait for drafts, ms"),
+    )
+    return markdown_table(columns, rows)

@@ -1,0 +1,131 @@
+"""An OpenAI-compatible server as a contestant: streamed chat completions over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from cluster.core.errors import WorkerUnavailable
+from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, BenchPrompt, PassRequest
+
+_TIMEOUT_SECONDS = 3600.0
+
+
+class EndpointContestant:
+    """Measures a server by its streamed answers. It reports τ only where the server counts target steps."""
+
+    def __init__(self, client: httpx.AsyncClient, url: str, model: str, *, predicts: bool = False) -> None:
+        """`url` is the server's address, with or without the path `/v1`.
+
+        With `predicts`, requests have the `prediction` (OpenAI's parameter) of prompts that have one.
+        """
+        self._client = client
+        self._url = f"{url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
+        self._model = model
+        self._predicts = predicts
+
+    async def answer(self, request: PassRequest) -> BenchPass:
+        """See `Contestant`."""
+        slots = asyncio.Semaphore(request.batch)
+
+        async def one(index: int, prompt: BenchPrompt) -> BenchAnswer:
+            async with slots:
+                return await self._answer(request, prompt, request.seed + index)
+
+        begun = time.perf_counter()
+        answers = await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(request.prompts)))
+        return BenchPass(tuple(answers), time.perf_counter() - begun)
+
+    async def _answer(self, request: PassRequest, prompt: BenchPrompt, seed: int) -> BenchAnswer:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": prompt.text}],
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "seed": seed,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._predicts and prompt.prediction:
+            body["prediction"] = {"type": "content", "content": prompt.prediction}
+        read = StreamReader()
+        try:
+            async with self._client.stream("POST", self._url, json=body, timeout=_TIMEOUT_SECONDS) as response:
+                if response.status_code != httpx.codes.OK:
+                    text = (await response.aread()).decode(errors="replace")
+                    raise WorkerUnavailable(f"{self._url} answered {response.status_code}: {text[:500]}")
+                async for line in response.aiter_lines():
+                    read.line(line)
+        except httpx.HTTPError as error:
+            raise WorkerUnavailable(f"{self._url}: {error!r}") from error
+        return read.answer()
+
+
+class StreamReader:
+    """Reads one streamed chat completion or completion, and times its chunks."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter()
+        self._seconds: list[float] = []
+        self._text: list[str] = []
+        self._usage: dict[str, Any] = {}
+        self._is_lossless = True
+
+    def line(self, line: str) -> None:
+        """Read one line of the event stream. Raises `WorkerUnavailable` for an error in the stream."""
+        payload = line.removeprefix("data:").strip()
+        if not line.startswith("data:") or payload == "[DONE]":
+            return
+        event = json.loads(payload)
+        if "error" in event:
+            raise WorkerUnavailable(f"the server ended the answer with an error: {event['error']}")
+        self._usage = event.get("usage") or self._usage
+        self._is_lossless &= event.get("lossless", True) is not False
+        for choice in event.get("choices", ()):
+            delta = choice.get("delta", {})
+            text = delta.get("content") or delta.get("reasoning_content") or choice.get("text")
+            if text:
+                self._seconds.append(time.perf_counter() - self._begun)
+                self._text.append(text)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt; 0 where the server reports no usage."""
+        return int(self._usage.get("prompt_tokens") or 0)
+
+    def answer(self) -> BenchAnswer:
+        """The whole answer. The tokens of the usage are spread over the chunks, the remainder over the last ones."""
+        chunks = len(self._seconds)
+        tokens = int(self._usage.get("completion_tokens", chunks))
+        least, more = divmod(tokens, chunks) if chunks else (0, 0)
+        arrivals = [Arrival(seconds, least + (index >= chunks - more)) for index, seconds in enumerate(self._seconds)]
+        details = self._usage.get("completion_tokens_details") or {}
+        accepted, rejected = (details.get(f"{kind}_prediction_tokens") for kind in ("accepted", "rejected"))
+        drafted = int(accepted or 0) + int(rejected or 0)
+        # Every target step adds one token of its own to the accepted ones.
+        steps = 0 if accepted is None else tokens - int(accepted)
+        cached = (self._usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        return BenchAnswer(
+            (),
+            tuple(arrivals),
+            tokens,
+            drafted,
+            steps,
+            self._is_lossless,
+            "".join(self._text),
+            self.prompt_tokens,
+            int(cached or 0),
+        )
+
+
+@asynccontextmanager
+async def endpoint_contestant(url: str, model: str, *, predicts: bool = False) -> AsyncIterator[EndpointContestant]:
+    """A contestant that asks the server at `url`."""
+    async with httpx.AsyncClient() as client:
+        yield EndpointContestant(client, url, model, predicts=predicts)

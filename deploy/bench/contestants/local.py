@@ -1,0 +1,187 @@
+"""A cluster in this process as a contestant. Clients reach it over gRPC, as in production."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.core.config.sections import Configuration
+from cluster.wire.generation_client import GenerationClient
+from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, BenchPrompt, PassRequest, RequestOptions
+from deploy.bench.contestants.model_kind import is_encoder_decoder
+from deploy.coordinator_server import fixed_address
+from deploy.local.local_cluster import LocalCluster
+from pilotfish.v1 import common_pb2, generation_pb2
+
+COUNTERS = {
+    "pilotfish:proposed_nodes_total": "proposed_tokens",
+    "pilotfish:drafter_call_seconds_total": "drafter_seconds",
+    "pilotfish:target_step_seconds_sum": "target_seconds",
+    "pilotfish:target_step_seconds_count": "target_passes",
+    "pilotfish:propose_latency_seconds_sum": "wait_for_drafts_seconds",
+    "pilotfish:drafter_fallback_total": "missing_drafts",
+}
+"""The coordinator's counters that a pass records: from the metric's name to the name in the results."""
+_PREDICTION = "prediction"
+"""The drafting method that drafts from the request's prediction."""
+_ALTERNATIVES = 20
+"""Number of most probable tokens that `LocalContestant.gap` requests."""
+_SHARED_SALT = "bench-shared"
+"""The salt of requests that share stored blocks over passes."""
+_NO_CHANGE = RequestOptions()
+
+
+class LocalContestant:
+    """Sends the requests of a pass to a cluster and counts what it reports."""
+
+    def __init__(
+        self,
+        client: GenerationClient,
+        timeout_seconds: float,
+        *,
+        drafts: bool = True,
+        predicts: bool = False,
+        options: RequestOptions = _NO_CHANGE,
+        reads_source: bool = False,
+    ) -> None:
+        """Without `drafts`, every request turns speculation off. With `predicts`, requests have a prediction.
+
+        A prediction (see `GenerateRequest`) suits tasks whose answers repeat much of the prompt. With `reads_source`,
+        the prompts are sources of an encoder-decoder model, so that no request can ask what follows half an answer.
+        """
+        self._client = client
+        self._timeout_seconds = timeout_seconds
+        self._drafts = drafts
+        self._predicts = predicts
+        self.options = options
+        self.reads_source = reads_source
+
+    def without_drafts(self) -> LocalContestant:
+        """The same cluster, with speculation off in every request."""
+        return self._copy(drafts=False, predicts=False, options=self.options)
+
+    def with_options(self, options: RequestOptions) -> LocalContestant:
+        """The same cluster, with other options in every request."""
+        return self._copy(drafts=self._drafts, predicts=self._predicts, options=options)
+
+    def _copy(self, *, drafts: bool, predicts: bool, options: RequestOptions) -> LocalContestant:
+        return LocalContestant(
+            self._client,
+            self._timeout_seconds,
+            drafts=drafts,
+            predicts=predicts,
+            options=options,
+            reads_source=self.reads_source,
+        )
+
+    async def answer(self, request: PassRequest) -> BenchPass:
+        """See `Contestant`."""
+        slots = asyncio.Semaphore(request.batch)
+
+        async def one(index: int, prompt: BenchPrompt) -> BenchAnswer:
+            async with slots:
+                return await self._answer(request, prompt, request.seed + index)
+
+        before = await self._counters()
+        begun = time.perf_counter()
+        answers = await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(request.prompts)))
+        seconds = time.perf_counter() - begun
+        after = await self._counters()
+        return BenchPass(tuple(answers), seconds, {name: after[name] - before.get(name, 0.0) for name in after})
+
+    async def gap(self, context: tuple[int, ...], expected: int, found: int) -> float | None:
+        """By how much the logit of `expected` is above that of `found` after the tokens of `context`.
+
+        `None` if one of them is not among the 20 most probable tokens.
+        """
+        request = generation_pb2.GenerateRequest(
+            token_ids=common_pb2.TokenIds(ids=context),
+            sampling=common_pb2.SamplingParameters(temperature=0.0, logprobs=_ALTERNATIVES),
+            stopping=generation_pb2.StoppingCriteria(max_tokens=1, ignore_eos=True),
+            max_draft_tokens=0,
+        )
+        known: dict[int, float] = {}
+        async for response in self._client.generate(request, self._timeout_seconds):
+            for logprobs in response.delta.logprobs:
+                known.update({entry.token_id: entry.logprob for entry in logprobs.top})
+        return known[expected] - known[found] if expected in known and found in known else None
+
+    async def _answer(self, request: PassRequest, prompt: BenchPrompt, seed: int) -> BenchAnswer:
+        message = self._message(request, prompt, seed)
+        tokens: list[int] = []
+        text: list[str] = []
+        arrivals: list[Arrival] = []
+        usage = generation_pb2.Usage()
+        is_lossless = True
+        begun = time.perf_counter()
+        async for response in self._client.generate(message, self._timeout_seconds):
+            is_lossless &= not response.lossy
+            delta = response.delta
+            text.append(delta.text)
+            if delta.token_ids:
+                elapsed = time.perf_counter() - begun
+                arrivals.append(Arrival(elapsed, len(delta.token_ids), delta.accepted_draft_tokens))
+                tokens.extend(delta.token_ids)
+            if response.HasField("finished"):
+                usage = response.finished.usage
+        return BenchAnswer(
+            tuple(tokens),
+            tuple(arrivals),
+            usage.completion_tokens,
+            usage.drafted_tokens,
+            usage.target_steps,
+            is_lossless,
+            "".join(text),
+            usage.prompt_tokens,
+            usage.cached_tokens,
+        )
+
+    def _message(self, request: PassRequest, prompt: BenchPrompt, seed: int) -> generation_pb2.GenerateRequest:
+        """The request for one answer. A prompt without tokens is sent as text, which the server tokenizes."""
+        message = generation_pb2.GenerateRequest(
+            sampling=common_pb2.SamplingParameters(temperature=request.temperature, seed=seed),
+            stopping=generation_pb2.StoppingCriteria(max_tokens=request.max_tokens),
+            cache_salt=_SHARED_SALT if self.options.reuses_cache else request.salt,
+            max_draft_tokens=None if self._drafts else 0,
+        )
+        if prompt.tokens:
+            message.token_ids.ids.extend(prompt.tokens)
+        else:
+            message.text = prompt.text
+        if self._predicts:
+            message.prediction_text = prompt.prediction or prompt.text
+        if self.options.beams > 1:
+            message.best_of = self.options.beams
+            message.beam_search.length_penalty = self.options.length_penalty
+        return message
+
+    async def _counters(self) -> dict[str, float]:
+        exposition, _ = await self._client.metrics()
+        totals: dict[str, float] = {}
+        for family in text_string_to_metric_families(exposition.decode("utf-8")):
+            for sample in family.samples:
+                if sample.name in COUNTERS:
+                    name = COUNTERS[sample.name]
+                    totals[name] = totals.get(name, 0.0) + sample.value
+        return totals
+
+
+@asynccontextmanager
+async def local_contestant(
+    configuration: Configuration, options: RequestOptions = _NO_CHANGE
+) -> AsyncIterator[LocalContestant]:
+    """Start a cluster in this process. Raises `PilotfishError`."""
+    async with LocalCluster(configuration) as cluster:
+        client = GenerationClient(fixed_address(cluster.grpc_address), cluster.access)
+        predicts = _PREDICTION in configuration.draft.selected("method")
+        try:
+            seconds = configuration.limits.max_timeout_seconds
+            reads_source = is_encoder_decoder(Path(configuration.target.path))
+            yield LocalContestant(client, seconds, predicts=predicts, options=options, reads_source=reads_source)
+        finally:
+            await client.close()

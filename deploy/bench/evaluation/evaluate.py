@@ -1,0 +1,153 @@
+"""A whole evaluation: tasks, competitors, measurements, and the files with the results."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from transformers.utils import logging as transformers_logging
+
+from cluster.core.errors import ConfigurationError
+from cluster.ingress.text.tokenizer import Tokenizer
+from deploy.bench.contestants.answers import BenchTasks
+from deploy.bench.contestants.model_kind import is_encoder_decoder
+from deploy.bench.contestants.peers import GENERATE, PEERS, Peer
+from deploy.bench.evaluation.evaluation import Evaluation
+from deploy.bench.evaluation.options import EvaluationOptions
+from deploy.bench.evaluation.quality import Scoreboard
+from deploy.bench.evaluation.report import markdown
+from deploy.bench.evaluation.roofline import roofline
+from deploy.bench.evaluation.suite import read_suite, with_prompts
+from deploy.bench.evaluation.tasks.task import Task
+from deploy.bench.measuring.competitors import BenchSettings, Competitor, draft_model_directory, find_competitors
+from deploy.bench.measuring.costs import configuration_cost
+from deploy.bench.measuring.meter import ResourceMeter
+from deploy.bench.measuring.results import BenchResults
+from deploy.bench.measuring.roofs import measure_roofs
+from deploy.bench.measuring.runner import bench_clusters, bench_endpoints
+from deploy.bench.measuring.session import BenchSession, Report
+from deploy.bench.measuring.setup import context_len, empty_results
+from deploy.bench.report.charts import speedup_by_task
+from deploy.models import served_name
+from deploy.progress import ProgressReporter
+from deploy.terminal import notices
+from workers.model.stretch import read_stretch
+
+_WARM_TOKENS = 64
+"""Most tokens of the answers before the measurements. In these, every task has a bound of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Schedule:
+    """The options of the session."""
+
+    batches: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    repeats: int
+    seed: int
+    max_tokens: int
+
+
+def run(options: EvaluationOptions, settings_source: BenchSettings) -> Evaluation:
+    """Run the evaluation and write `tasks.json`, `tasks.md` and the plots into `options.out`.
+
+    Raises `PilotfishError`.
+    """
+    transformers_logging.disable_progress_bar()
+    return _run_endpoints(options) if options.url else _run_clusters(options, settings_source)
+
+
+def _run_clusters(options: EvaluationOptions, settings_source: BenchSettings) -> Evaluation:
+    tasks, left_out = read_suite(options)
+    plain = settings_source.plain().configuration
+    directory = Path(plain.target.path)
+    tokenizer = Tokenizer.load(directory)
+    form = options.form
+    source_alone = is_encoder_decoder(directory) if form == "auto" else form == "source"
+    tasks, prompts = with_prompts(tasks, tokenizer, context_len(plain, directory), source_alone=source_alone)
+    competitors, skipped = find_competitors(options, settings_source)
+    peers = find_peers(competitors) if options.peers else ()
+    if not competitors and not peers:
+        raise ConfigurationError(f"--methods: no competitor can run; {'; '.join(entry.reason for entry in skipped)}")
+    results = empty_results(f"{served_name(plain)} in {plain.target.dtype}; {_describe(prompts)}")
+    results.stretch = str(read_stretch(directory) or "")
+    results.skipped.extend((*left_out, *skipped))
+    results.plain_cost = configuration_cost(plain)
+    evaluation = Evaluation(results, tasks, _scoreboard(tasks, tokenizer))
+    evaluation.roofs = measure_roofs(plain.target.dtype, plain.target.device)
+    with ProgressReporter(notices, "tasks") as report:
+        session = _session(options, evaluation, prompts, report, len(competitors) + len(peers))
+        find_draft = partial(draft_model_directory, settings_source)
+        asyncio.run(bench_clusters(session, plain, competitors, peers, find_draft, together=options.together))
+    write(evaluation, options.out)
+    return evaluation
+
+
+def find_peers(competitors: tuple[Competitor, ...]) -> tuple[Peer, ...]:
+    """The methods of `transformers`, with a beam search for each one among the competitors."""
+    beams = {found.request: None for found in competitors if found.request.beams > 1}
+    return (*PEERS, *(Peer(GENERATE, request) for request in beams))
+
+
+def _run_endpoints(options: EvaluationOptions) -> Evaluation:
+    tasks, left_out = read_suite(options)
+    url, model = options.url or "", options.model or ""
+    tasks, prompts = with_prompts(tasks, None, None, source_alone=options.form == "source")
+    results = empty_results(f"{model} at {url}; {sum(map(len, prompts.values()))} prompts ({', '.join(prompts)})")
+    results.skipped.extend(left_out)
+    evaluation = Evaluation(results, tasks, _scoreboard(tasks, None))
+    with ProgressReporter(notices, "tasks") as report:
+        session = _session(options, evaluation, prompts, report, 1)
+        asyncio.run(
+            bench_endpoints(
+                session,
+                url,
+                options.plain_url,
+                model,
+                devices=options.devices,
+                predicts=options.send_prediction,
+            )
+        )
+    write(evaluation, options.out)
+    return evaluation
+
+
+def _session(
+    options: EvaluationOptions, evaluation: Evaluation, prompts: BenchTasks, report: Report, total: int
+) -> BenchSession:
+    bounds = {task.name: task.max_tokens for task in evaluation.tasks}
+    warm = min(_WARM_TOKENS, *bounds.values())
+    schedule = _Schedule(options.batches, options.temperatures, options.repeats, options.seed, warm)
+    # Without ids, a server at a URL is elsewhere, and this process is only its client.
+    meter = ResourceMeter(options.server_pid) if options.server_pid or not options.url else None
+
+    def save(_: BenchResults) -> None:
+        write(evaluation, options.out)
+
+    return BenchSession(schedule, prompts, evaluation.results, report, save, total, bounds, meter)
+
+
+def _scoreboard(tasks: tuple[Task, ...], tokenizer: Tokenizer | None) -> Scoreboard:
+    return Scoreboard({task.name: task for task in tasks}, None if tokenizer is None else tokenizer.decode)
+
+
+def _describe(prompts: BenchTasks) -> str:
+    lengths = [len(prompt.tokens) for found in prompts.values() for prompt in found]
+    counts = ", ".join(f"{name}: {len(found)}" for name, found in prompts.items())
+    return f"prompts of {min(lengths)} to {max(lengths)} tokens ({counts})"
+
+
+def write(evaluation: Evaluation, directory: Path) -> None:
+    """Score what is new, and write the results so far into the directory: JSON, tables and plots."""
+    evaluation.quality.update(evaluation.results)
+    directory.mkdir(parents=True, exist_ok=True)
+    building = directory / "tasks.json.part"
+    building.write_text(evaluation.to_json(), encoding="utf-8")
+    building.replace(directory / "tasks.json")
+    (directory / "tasks.md").write_text(markdown(evaluation), encoding="utf-8")
+    pictures = {"speedup.png": speedup_by_task(evaluation.results), "roofline.png": roofline(evaluation)}
+    for name, picture in pictures.items():
+        if picture is not None:
+            (directory / name).write_bytes(picture)

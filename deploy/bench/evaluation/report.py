@@ -1,0 +1,192 @@
+"""The tables of an evaluation. Every table with a speed has the quality beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deploy.bench.evaluation.evaluation import Evaluation, Line
+from deploy.bench.evaluation.quality import Quality
+from deploy.bench.evaluation.tasks.task import Task
+from deploy.bench.evaluation.token_costs import token_costs
+from deploy.bench.measuring import measures
+from deploy.bench.measuring.exactness import Exactness
+from deploy.bench.measuring.results import CellResult, Entry, joined_use, over_tasks
+from deploy.bench.report.tables import UNKNOWN, machine_line, markdown_table, number, or_unknown
+
+_MIB = 2**20
+_MEGA, _GIGA = 1e6, 1e9
+_QUALITY_COLUMNS = (
+    *("differ from plain", "of which rounding", "differ from the same target without drafts", "chrF to plain"),
+    *("status", "tokens per answer", "cut at the limit", "tokens/s", "÷ plain"),
+)
+_STATUS_NOTE = (
+    "Status: `equal`, `rounding` (every difference begins where logits are closer than rounding may change them), "
+    "`other target` (settings of the target differ), `LOSSY`, or `WRONG`. chrF to plain: plain decoding's answers as "
+    "the references. Plain decoding runs before and after every pass."
+)
+_COST_COLUMNS = (
+    *("competitor", "equal to plain", "tokens/s", "÷ plain", "÷ plain, per device"),
+    *(f"{figure} p{100 * share:.0f}, ms" for figure in ("TTFT", "TPOT") for share in measures.QUANTILES),
+    *("τ", "passes per token", "target GFLOP per token", "draft GFLOP per token", "weights read, MB per token"),
+    *("KV read, MB per token", "CPU s", "busy s", "J", "peak, MiB"),
+)
+_COST_NOTE = (
+    "All tasks in turn. TPOT: per token after the first commit, a mean for each answer. τ: committed tokens per target "
+    "step. Passes and GFLOP leave out prompts; GFLOP are those of the matrices, and the draft model's are estimated "
+    "from the number of proposed tokens. Bytes are computed, not measured: every pass reads the target's weights once, "
+    "every step the keys and values before it, and a draft model reads its weights once for each proposed token of a "
+    "sequence (an upper bound for trees). CPU s, busy s (what target and drafters computed: GPU seconds on GPUs) and "
+    "J (where the device reports energy) are per 1,000 tokens. Peak: the largest resident memory of one measured "
+    "process, which holds the plain cluster as well where both run in it."
+)
+
+
+def markdown(evaluation: Evaluation) -> str:
+    """The whole report."""
+    results = evaluation.results
+    parts = [f"# Quality and cost by task\n\n{results.title}"]
+    if results.stretch:
+        parts.append(f"**{results.stretch}**")
+    parts.append(machine_line(results.machine))
+    for batch, temperature in evaluation.settings:
+        lines = evaluation.lines(batch, temperature)
+        where = f"batch {batch}, temperature {temperature:g}"
+        for task in evaluation.tasks:
+            table = _quality_table(evaluation, task, [line.within(task.name) for line in lines])
+            parts.append(f"## {task.name}, {where}\n\n{table}")
+        parts.append(f"## Cost, {where}\n\n{_cost_table(lines)}\n\n{_COST_NOTE}")
+    parts.append(_settings(evaluation))
+    parts.append(_skipped(evaluation))
+    if evaluation.roofs is not None:
+        parts.append(
+            f"Limits of the device, measured with PyTorch: {evaluation.roofs.bytes_per_second / _GIGA:.1f} GB/s, "
+            f"{evaluation.roofs.flops_per_second / _GIGA:.0f} GFLOP/s."
+        )
+    parts.append(f"Command:\n\n```sh\n{results.command}\n```")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _quality_table(evaluation: Evaluation, task: Task, lines: Sequence[Line]) -> str:
+    qualities = [(line, _quality(evaluation, line)) for line in lines if line.cells]
+    metrics = list(dict.fromkeys(name for _, found in qualities if found for name in found.scores))
+    plain = next((found for line, found in qualities if line.entry is None and found), None)
+    deltas = [f"Δ {name}" for name in metrics] if plain else []
+    rows = [
+        [line.name, *_scores(found, plain, metrics), *_quality_figures(line, found)]
+        for line, found in qualities
+        if found is not None
+    ]
+    table = markdown_table(("competitor", *metrics, *deltas, *_QUALITY_COLUMNS), rows)
+    return "\n\n".join([table, " ".join((*task.notes, _STATUS_NOTE))])
+
+
+def _quality(evaluation: Evaluation, line: Line) -> Quality | None:
+    return evaluation.quality.of(line.name, line.cells[0].cell)
+
+
+def _scores(found: Quality, plain: Quality | None, metrics: Sequence[str]) -> list[str]:
+    """The scores, and by how much they are above those of plain decoding."""
+    own = [number(found.scores.get(name)) for name in metrics]
+    if plain is None:
+        return own
+    return own + [f"{found.scores[name] - plain.scores[name]:+.2f}" for name in metrics]
+
+
+def _quality_figures(line: Line, found: Quality) -> list[str]:
+    plain, passes = over_tasks(line.cells)
+    ratios = measures.spread(measures.speed_ratios(plain, passes))
+    rates = measures.spread([one.rate for one in line.passes])
+    exactness = sum((cell.exactness for cell in line.cells), Exactness())
+    cut = f"{found.at_limit} of {found.answers}"
+    if line.entry is None:
+        return [UNKNOWN] * 3 + [UNKNOWN, "", number(found.tokens, 1), cut, or_unknown(rates), "1"]
+    differing = UNKNOWN if found.differing is None else f"{found.differing} of {found.answers}"
+    return [
+        differing,
+        UNKNOWN if found.differing is None else str(exactness.explained),
+        or_unknown(found.differing_from_same_target),
+        number(found.chrf_to_plain, 1),
+        status(line.entry, line.cells),
+        number(found.tokens, 1),
+        cut,
+        or_unknown(rates),
+        or_unknown(ratios),
+    ]
+
+
+def status(entry: Entry, cells: Sequence[CellResult]) -> str:
+    """How the answers of a competitor relate to those of plain decoding, see `_STATUS_NOTE`; empty if unknown."""
+    if not all(cell.is_lossless for cell in cells):
+        return "LOSSY"
+    if entry.alters_target:
+        return "other target"
+    total = sum((cell.exactness for cell in cells), Exactness())
+    if total.wrong:
+        return "WRONG"
+    if total.not_compared or not (total.equal or total.explained):
+        return ""
+    return "rounding" if total.explained else "equal"
+
+
+def _cost_table(lines: Sequence[Line]) -> str:
+    return markdown_table(_COST_COLUMNS, [[line.name, *_cost_figures(line)] for line in lines])
+
+
+def _cost_figures(line: Line) -> list[str]:
+    passes = line.passes
+    ratios = [] if line.entry is None else measures.speed_ratios(*over_tasks(line.cells))
+    latencies = [*measures.first_token_percentiles(passes), *measures.per_token_percentiles(passes)]
+    costs = token_costs(line.cost, passes)
+    exactness = sum((cell.exactness for cell in line.cells), Exactness())
+    compared = exactness.equal + exactness.explained + exactness.wrong
+    return [
+        f"{exactness.equal} of {compared}" if line.entry is not None and compared else UNKNOWN,
+        or_unknown(measures.spread([found.rate for found in passes])),
+        "1" if line.entry is None else or_unknown(measures.spread(ratios)),
+        "1" if line.entry is None else or_unknown(measures.spread([one / line.cost.devices for one in ratios])),
+        *(_scaled(value, 1e3) for value in latencies),
+        number(measures.committed_per_step(passes)),
+        number(costs.steps),
+        _scaled(costs.target_flops, 1 / _GIGA, 3),
+        _scaled(costs.draft_flops, 1 / _GIGA, 3),
+        _scaled(costs.weight_bytes, 1 / _MEGA),
+        _scaled(costs.kv_bytes, 1 / _MEGA),
+        number(costs.cpu_seconds),
+        number(costs.busy_seconds),
+        number(costs.joules),
+        _scaled(None if costs.peak_bytes is None else float(costs.peak_bytes), 1 / _MIB, 0),
+    ]
+
+
+def _scaled(value: float | None, factor: float, digits: int = 2) -> str:
+    return UNKNOWN if value is None else f"{factor * value:.{digits}f}"
+
+
+def _settings(evaluation: Evaluation) -> str:
+    rows = [
+        [
+            entry.name,
+            " ".join(f"`{text}`" for text in entry.assignments) or UNKNOWN,
+            *(f"{size / _MIB:.0f}" if size else UNKNOWN for size in (entry.cost.target_bytes, entry.cost.draft_bytes)),
+            _peaks(evaluation, entry),
+        ]
+        for entry in evaluation.results.entries
+    ]
+    weights = ("target weights, MiB", "draft weights, MiB")
+    columns = ("competitor", "settings", *weights, "peak of each process, MiB")
+    return f"## Settings and memory\n\n{markdown_table(columns, rows)}"
+
+
+def _peaks(evaluation: Evaluation, entry: Entry) -> str:
+    """The largest resident memory of each measured process, the largest first."""
+    uses = [found.resources for cell in evaluation.results.of(entry.name) for found in cell.passes]
+    peaks = sorted(joined_use(uses).peak_bytes.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name}: {most / _MIB:.0f}" for name, most in peaks) or UNKNOWN
+
+
+def _skipped(evaluation: Evaluation) -> str:
+    rows = [[skipped.name, skipped.reason] for skipped in evaluation.results.skipped]
+    rows += [
+        [f"{found.competitor}, {found.cell}", found.skipped] for found in evaluation.results.cells if found.skipped
+    ]
+    return f"## Not run\n\n{markdown_table(('competitor', 'reason'), rows)}" if rows else ""

@@ -1,0 +1,99 @@
+"""Memory and arithmetic of a configuration, and the machine that it runs on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoConfig
+
+from cluster.core.config.sections import Configuration, ModelSection, TargetSection
+from deploy.bench.measuring.results import Cost, KvLayer
+from workers.model.weight_counts import count_weights
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_VERSIONS = ("pilotfish", "torch", "transformers", "grpcio", "ray")
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process, in bytes."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def configuration_cost(configuration: Configuration, grown_bytes: int = 0) -> Cost:
+    """The cost of a configuration whose paths are local directories. Raises `ModelLoadError`."""
+    target = count_weights(Path(configuration.target.path))
+    weights = configuration.draft.weights
+    modules = [count_weights(Path(section.path)) for section in configuration.draft.modules.values()]
+    draft_bytes = sum(_BYTES[configuration.target.dtype] * module.parameters for module in modules)
+    draft_flops = sum(2.0 * module.multiply_adds for module in modules)
+    if weights is not None:
+        draft = count_weights(Path(weights.path))
+        draft_bytes += _weight_bytes(weights, draft.parameters)
+        draft_flops += 2.0 * draft.multiply_adds
+    return Cost(
+        target_bytes=_weight_bytes(configuration.target, target.parameters),
+        read_bytes=_weight_bytes(configuration.target, target.parameters - target.source_parameters),
+        draft_bytes=draft_bytes,
+        resident_bytes=max(0, grown_bytes),
+        target_flops=2.0 * target.multiply_adds,
+        draft_flops=draft_flops,
+        kv_layers=kv_layers(Path(configuration.target.path), configuration.target),
+    )
+
+
+def kv_layers(directory: Path, section: TargetSection) -> tuple[KvLayer, ...]:
+    """The keys and values of each decoder layer, from the model's `config.json`.
+
+    The sources of an encoder-decoder model, which cross-attention reads, count as its prompts.
+    """
+    config = AutoConfig.from_pretrained(directory).get_text_config(decoder=True)
+    heads = _first(config, "decoder_attention_heads", "num_attention_heads", "num_heads")
+    layers = _first(config, "decoder_layers", "num_decoder_layers", "num_hidden_layers")
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads
+    token_bytes = 2 * kv_heads * head_dim * _BYTES[section.dtype]
+    sliding = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if sliding else "full_attention"] * layers
+    own = None if section.kv.window is None else section.kv.window + section.kv.sinks
+    return tuple(KvLayer(token_bytes, sliding if kind == "sliding_attention" else own) for kind in kinds)
+
+
+def _first(config: Any, *names: str) -> int:
+    """The first of some values that the configuration has. The names differ by model family."""
+    return next(int(value) for name in names if (value := getattr(config, name, None)) is not None)
+
+
+def _weight_bytes(section: ModelSection, parameters: int) -> int:
+    return parameters * (1 if section.quantization == "int8" else _BYTES[section.dtype])
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, threads, memory, GPUs, versions and the time (UTC)."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "memory_bytes": int(psutil.virtual_memory().total),
+        "gpus": gpus,
+        "load": [round(value, 2) for value in os.getloadavg()],
+        "versions": {name: version(name) for name in _VERSIONS} | {"python": platform.python_version()},
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -1,0 +1,173 @@
+"""Measures competitors on the same prompts, with plain decoding before and after each of their passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from cluster.core.errors import PilotfishError
+from deploy.bench.contestants.answers import BenchPass, BenchTasks, PassRequest
+from deploy.bench.contestants.contestant import Contestant
+from deploy.bench.contestants.local import LocalContestant
+from deploy.bench.measuring.competitors import Skipped
+from deploy.bench.measuring.exactness import Exactness, Gap, Judge, compare
+from deploy.bench.measuring.meter import ResourceMeter
+from deploy.bench.measuring.results import BenchResults, Cell, CellResult, Entry
+
+Report = Callable[[float, str], None]
+Save = Callable[[BenchResults], None]
+
+
+class Schedule(Protocol):
+    """How often and with which parameters prompts are answered."""
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Numbers of requests in flight."""
+        ...
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """Temperatures; 0 is greedy."""
+        ...
+
+    @property
+    def repeats(self) -> int:
+        """Repetitions of each measurement."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Seed of the first prompt of a task; the next prompt's is one higher."""
+        ...
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of tokens in one answer, where a task has no bound of its own."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A competitor that has started."""
+
+    entry: Entry
+    contestant: Contestant
+    judge: Judge
+
+
+def plan_cells(tasks: BenchTasks, options: Schedule) -> tuple[Cell, ...]:
+    """All combinations of batch, temperature and task, in the order in which they run."""
+    return tuple(
+        Cell(task, batch, temperature)
+        for batch in options.batches
+        for temperature in options.temperatures
+        for task in tasks
+    )
+
+
+@dataclass(slots=True)
+class BenchSession:
+    """Measures competitors on the same prompts."""
+
+    options: Schedule
+    tasks: BenchTasks
+    results: BenchResults
+    report: Report
+    save: Save
+    total: int
+    """Number of competitors, for the progress."""
+    max_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Maximum number of tokens in one answer, by task."""
+    meter: ResourceMeter | None = None
+    """Measures the processes during each pass; `None` measures none."""
+    started: int = 0
+    passes: int = 0
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """See `plan_cells`."""
+        return plan_cells(self.tasks, self.options)
+
+    async def measure(self, started: Sequence[Started], plain: Contestant | None) -> None:
+        """Measure competitors in all cells, each in turn between two passes of plain decoding, and save the results."""
+        self.results.entries.extend(one.entry for one in started)
+        cells = self.cells
+        for one in started:
+            await self._warm(one.contestant, plain)
+        for number, cell in enumerate(cells):
+            done = (self.started + len(started) * number / len(cells)) / max(1, self.total)
+            self.report(done, f"{', '.join(one.entry.name for one in started)}: {cell}")
+            self.results.cells.extend(await self._cell(cell, started, plain))
+        self.started += len(started)
+        self.save(self.results)
+
+    def announce(self, text: str) -> None:
+        """Report what happens between measurements."""
+        self.report(self.started / max(1, self.total), text)
+
+    def skip(self, name: str, reason: str) -> None:
+        """Record a competitor that cannot run."""
+        self.results.skipped.append(Skipped(name, reason))
+        self.started += 1
+
+    async def _warm(self, contestant: Contestant, plain: Contestant | None) -> None:
+        """Answer a few prompts at each batch, so that all is compiled and the controller has measured times.
+
+        Where passes share stored blocks, all prompts are answered, so that each is stored before the measurements.
+        """
+        prompts = [prompt for found in self.tasks.values() for prompt in found]
+        for batch in self.options.batches:
+            warming = Cell("", batch, self.options.temperatures[0])
+            some = (prompts * (2 * batch))[: max(2, 2 * batch)]
+            for runner in filter(None, (plain, contestant)):
+                is_stored = isinstance(runner, LocalContestant) and runner.options.reuses_cache
+                with suppress(PilotfishError):  # every cell reports the reason again
+                    await runner.answer(replace(self._request(warming), prompts=prompts if is_stored else some))
+
+    async def _cell(self, cell: Cell, started: Sequence[Started], plain: Contestant | None) -> list[CellResult]:
+        own: list[list[BenchPass]] = [[] for _ in started]
+        problems = [""] * len(started)
+        below: list[BenchPass] = []
+        try:
+            below += await self._around(cell, plain)
+            for _ in range(self.options.repeats):
+                for index, one in enumerate(started):
+                    try:
+                        own[index].append(await self._answer(cell, one.contestant))
+                    except PilotfishError as error:
+                        problems[index] = str(error)
+                below += await self._around(cell, plain)
+        except PilotfishError as error:
+            problems = [problem or str(error) for problem in problems]
+        gap: Gap | None = plain.gap if isinstance(plain, LocalContestant) and not plain.reads_source else None
+        found: list[CellResult] = []
+        for one, passes, problem in zip(started, own, problems, strict=True):
+            if problem:
+                found.append(CellResult(one.entry.name, cell, (), (), Exactness(), skipped=problem))
+                continue
+            total = Exactness()
+            for own_pass in passes if below else ():
+                total += await compare(self._request(cell), below[0], own_pass, gap, one.judge)
+            found.append(CellResult(one.entry.name, cell, tuple(below), tuple(passes), total))
+        return found
+
+    async def _around(self, cell: Cell, plain: Contestant | None) -> list[BenchPass]:
+        return [] if plain is None else [await self._answer(cell, plain)]
+
+    async def _answer(self, cell: Cell, contestant: Contestant) -> BenchPass:
+        request = self._request(cell)
+        if self.meter is None:
+            return await contestant.answer(request)
+        begun = self.meter.start()
+        found = await contestant.answer(request)
+        return replace(found, resources=self.meter.stop(begun))
+
+    def _request(self, cell: Cell) -> PassRequest:
+        """The request of the next pass; every pass has a salt of its own."""
+        self.passes += 1
+        prompts = self.tasks.get(cell.task, ())
+        most = self.max_tokens.get(cell.task, self.options.max_tokens)
+        return PassRequest(prompts, cell.batch, cell.temperature, self.options.seed, most, f"bench-{self.passes}")

@@ -1,0 +1,81 @@
+"""A whole race: prompts, competitors, measurements, and the files with the results."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+
+from transformers.utils import logging as transformers_logging
+
+from cluster.core.errors import ConfigurationError
+from cluster.ingress.text.tokenizer import Tokenizer
+from deploy.bench.contestants.answers import BenchTasks
+from deploy.bench.contestants.peers import PEERS
+from deploy.bench.measuring.competitors import BenchSettings, draft_model_directory, find_competitors
+from deploy.bench.measuring.results import BenchResults, write_results
+from deploy.bench.measuring.runner import bench_clusters, bench_endpoints
+from deploy.bench.measuring.session import BenchSession, Report
+from deploy.bench.measuring.setup import context_len, describe_tasks, empty_results
+from deploy.bench.race.options import RaceOptions
+from deploy.bench.race.report import markdown
+from deploy.bench.race.tasks import read_tasks
+from deploy.bench.report.charts import speedup_by_task, throughput_by_batch
+from deploy.models import served_name
+from deploy.progress import ProgressReporter
+from deploy.terminal import notices
+from workers.model.stretch import read_stretch
+
+
+def run(options: RaceOptions, settings_source: BenchSettings) -> BenchResults:
+    """Run the race and write `race.json`, `race.md` and the plots into `options.out`. Raises `PilotfishError`."""
+    transformers_logging.disable_progress_bar()
+    return _run_endpoints(options) if options.endpoint else _run_clusters(options, settings_source)
+
+
+def _run_clusters(options: RaceOptions, settings_source: BenchSettings) -> BenchResults:
+    plain = settings_source.plain().configuration
+    directory = Path(plain.target.path)
+    longest = context_len(plain, directory) - options.max_tokens
+    tokenizer = Tokenizer.load(directory)
+    tasks = read_tasks(options.prompts, options.task_names, options.prompts_per_task, tokenizer, longest)
+    competitors, skipped = find_competitors(options, settings_source)
+    peers = PEERS if options.peers else ()
+    if not competitors and not peers:
+        raise ConfigurationError(f"--methods: no competitor can run; {'; '.join(entry.reason for entry in skipped)}")
+    title = f"{served_name(plain)} in {plain.target.dtype}; {describe_tasks(tasks, options.max_tokens)}"
+    results = empty_results(title)
+    results.stretch = str(read_stretch(directory) or "")
+    results.skipped.extend(skipped)
+    with ProgressReporter(notices, "race") as report:
+        session = _session(options, tasks, results, report, len(competitors) + len(peers))
+        find_draft = partial(draft_model_directory, settings_source)
+        asyncio.run(bench_clusters(session, plain, competitors, peers, find_draft, together=options.together))
+    write(results, options.out)
+    return results
+
+
+def _run_endpoints(options: RaceOptions) -> BenchResults:
+    url, model = options.endpoint or "", options.model or ""
+    tasks = read_tasks(options.prompts, options.task_names, options.prompts_per_task, None, None)
+    results = empty_results(f"{model} at {url}; {sum(map(len, tasks.values()))} prompts ({', '.join(tasks)})")
+    with ProgressReporter(notices, "race") as report:
+        session = _session(options, tasks, results, report, 1)
+        asyncio.run(bench_endpoints(session, url, options.plain_endpoint, model, devices=options.devices))
+    write(results, options.out)
+    return results
+
+
+def _session(
+    options: RaceOptions, tasks: BenchTasks, results: BenchResults, report: Report, total: int
+) -> BenchSession:
+    return BenchSession(options, tasks, results, report, lambda found: write(found, options.out), total)
+
+
+def write(results: BenchResults, directory: Path) -> None:
+    """Write the results so far into the directory: JSON, tables and plots."""
+    write_results(results, directory / "race.json")
+    (directory / "race.md").write_text(markdown(results), encoding="utf-8")
+    for name, picture in (("speedup.png", speedup_by_task(results)), ("throughput.png", throughput_by_batch(results))):
+        if picture is not None:
+            (directory / name).write_bytes(picture)
