@@ -10,6 +10,7 @@ The queries of the heads that share a KV head are folded into the query axis, so
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -27,6 +28,11 @@ from workers.kv.groups import LayerPlacement
 from workers.kv.pool import KvPool
 
 ATTENTION_NAME = "pilotfish_paged"
+READS_SOURCE = "reads_source"
+"""Attribute that marks the cross-attention modules of an encoder-decoder model."""
+
+RelativeBias = Callable[[torch.Tensor], torch.Tensor]
+"""(relative positions `[rows, queries, keys]`) → biases `[rows, heads, queries, keys]`."""
 
 Probed = tuple[int, int, int | None, int]
 """One layer's KV heads, head dimension, window, and query heads per KV head."""
@@ -38,6 +44,10 @@ class PagedAttention:
     def __init__(self) -> None:
         self.pool: KvPool | None = None
         self.layout: StepLayout | NativeStep | None = None
+        self.source_layout: StepLayout | NativeStep | None = None
+        """Where the rows' sources are stored, for the cross-attention of an encoder-decoder model."""
+        self.relative_bias: RelativeBias | None = None
+        """Added to the products of queries and keys, if the model has such biases."""
         self.kernel: Kernel | None = None
         """The CPU kernel, if one supports this model. Layouts are then `NativeStep`s."""
         self.probe: dict[int, Probed] | None = None
@@ -54,31 +64,45 @@ class PagedAttention:
     ) -> torch.Tensor:
         """Returns `[1, tokens, heads, dim]`. `window` is only recorded by the probe; the pool's groups apply it."""
         layer = int(module.layer_idx)  # type: ignore[arg-type]
+        reads_source = READS_SOURCE in vars(module)
         if self.probe is not None:
-            self.probe[layer] = (key.shape[1], key.shape[3], window, query.shape[1] // key.shape[1])
+            self._record(layer, (key.shape[1], key.shape[3], window, query.shape[1] // key.shape[1]), reads_source)
             return torch.zeros_like(query).transpose(1, 2)
-        if self.pool is None or self.layout is None:
+        layout = self.source_layout if reads_source else self.layout
+        if self.pool is None or layout is None:
             raise RuntimeError("a paged model was called outside its runner")
         placement = self.pool.kv_groups.placements[layer]
-        if self.kernel is not None and isinstance(self.layout, NativeStep):
-            stored = self.pool.keys[placement.block_layer], self.pool.values[placement.block_layer]
-            scale = query.shape[3] ** -0.5 if scaling is None else scaling
-            return self.kernel.attend(self.layout, placement, query, key, value, stored, scale)
-        if not isinstance(self.layout, StepLayout):
-            raise TypeError("the step is laid out for the CPU kernel, which is not loaded")
-        slots = self.layout.slots[placement.table]
-        self.pool.write(layer, slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        queries = query[0].transpose(0, 1)  # [tokens, heads, dim]
         keys, values = self.pool.keys[placement.block_layer], self.pool.values[placement.block_layer]
-        if len(self.layout.groups) == 1:  # the group's tokens are the step's, in order
-            group = self.layout.groups[0]
-            attended = attend_group(group, placement, queries, keys, values, scaling).flatten(0, 1)
+        if self.kernel is not None and isinstance(layout, NativeStep):
+            scale = query.shape[3] ** -0.5 if scaling is None else scaling
+            return self.kernel.attend(layout, placement, query, key, value, (keys, values), scale)
+        if not isinstance(layout, StepLayout):
+            raise TypeError("the step is laid out for the CPU kernel, which is not loaded")
+        bias = None
+        if not reads_source:
+            bias = self.relative_bias
+            self.pool.write(layer, layout.slots[placement.table], key[0].transpose(0, 1), value[0].transpose(0, 1))
+        queries = query[0].transpose(0, 1)  # [tokens, heads, dim]
+        if len(layout.groups) == 1:  # the group's tokens are the step's, in order
+            group = layout.groups[0]
+            attended = attend_group(group, placement, queries, keys, values, scaling, bias).flatten(0, 1)
             return (attended if group.is_whole else attended[group.scatter])[None]
         output = torch.empty_like(queries)
-        for group in self.layout.groups:
-            attended = attend_group(group, placement, queries, keys, values, scaling)
+        for group in layout.groups:
+            attended = attend_group(group, placement, queries, keys, values, scaling, bias)
             output[group.targets] = attended.flatten(0, 1)[group.scatter]
         return output.unsqueeze(0)
+
+    def _record(self, layer: int, shape: Probed, reads_source: bool) -> None:
+        """Record the shape of a layer's self-attention, which its cross-attention must have too."""
+        if self.probe is None:
+            return
+        if reads_source and self.probe.get(layer) != shape:
+            raise ModelLoadError(
+                f"decoder layer {layer}: its cross-attention has the shape {shape}, which is refused; it must be that "
+                f"of its self-attention, {self.probe.get(layer)}"
+            )
+        self.probe[layer] = shape
 
 
 def attend_group(
@@ -88,6 +112,7 @@ def attend_group(
     keys: torch.Tensor,  # [blocks, block_size, kv_heads, dim]
     values: torch.Tensor,
     scaling: float | None,
+    bias: RelativeBias | None = None,
 ) -> torch.Tensor:
     """Returns `[rows, queries, heads, dim]`."""
     rows, width = group.gather.shape
@@ -109,8 +134,19 @@ def attend_group(
             store.index_select(0, flat_blocks).view(rows, -1, kv_heads, dim).transpose(1, 2) for store in (keys, values)
         )  # [rows, kv_heads, keys, dim]
         mask = group.folded_mask(shared, placement.window, queries.dtype)
+        if bias is not None:
+            mask = _biased_mask(group, mask, bias)
         attended = scaled_dot_product_attention(folded, stored_keys, stored_values, attn_mask=mask, scale=scaling)
     return attended.view(rows, kv_heads, shared, width, dim).permute(0, 3, 1, 2, 4).reshape(rows, width, heads, dim)
+
+
+def _biased_mask(group: RowGroup, mask: torch.Tensor, bias: RelativeBias) -> torch.Tensor:
+    """The additive mask with the biases of relative positions, `[rows, heads, queries, keys]`."""
+    if group.bias is None:
+        if group.relative is None:
+            raise TypeError("the step is laid out without relative positions")
+        group.bias = mask + bias(group.relative).to(mask.dtype)
+    return group.bias
 
 
 def paged_attention_forward(

@@ -21,6 +21,16 @@ _LONGEST_PADDED_ROW = 32  # rows at least this wide form a group of their own
 
 
 @dataclass(frozen=True, slots=True)
+class SourceShape:
+    """The source that a row of an encoder-decoder model reads."""
+
+    blocks: Sequence[Sequence[BlockId]]
+    """The blocks with its cross-attention keys and values, of each table."""
+    length: int
+    """Tokens of the source."""
+
+
+@dataclass(frozen=True, slots=True)
 class RowShape:
     """One row of a step: its blocks, its stored length, and its tokens in this step."""
 
@@ -31,6 +41,8 @@ class RowShape:
     """Committed tokens in this step. Each sees all positions up to its own."""
     tree: TokenTree
     """Drafted tokens below the last committed one. Each sees the committed tokens and its ancestors."""
+    source: SourceShape | None = None
+    """What every token of the row sees by cross-attention; `None` without an encoder."""
 
     @property
     def width(self) -> int:
@@ -66,6 +78,8 @@ class RowGroup:
     """The group holds all rows of the step, in order and without padding: nothing is gathered or scattered."""
     views: dict[tuple[int, AttentionWindow], BlockView] = field(default_factory=dict)
     """By (table, window): input of FlexAttention, which gathers nothing. If set, `masks` is empty."""
+    relative: torch.Tensor | None = None  # [rows, queries, keys] key position minus query position, if a model needs it
+    bias: torch.Tensor | None = None  # [rows, kv_heads, heads_per_kv * queries, keys] the mask with position biases
     _folded: dict[tuple[int, AttentionWindow, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def folded_mask(self, heads_per_kv: int, window: AttentionWindow, dtype: torch.dtype) -> torch.Tensor:
@@ -91,8 +105,13 @@ class StepLayout:
     groups: list[RowGroup]
 
 
-def build_step_layout(rows: Sequence[RowShape], kv_groups: KvCacheGroups, device: torch.device) -> StepLayout:
-    """Build the attention metadata. The tokens of the step are the rows' tokens, one row after another."""
+def build_step_layout(
+    rows: Sequence[RowShape], kv_groups: KvCacheGroups, device: torch.device, *, relative: bool = False
+) -> StepLayout:
+    """Build the attention metadata. The tokens of the step are the rows' tokens, one row after another.
+
+    `relative` adds the relative positions of keys and queries, for a model without windows.
+    """
     size = kv_groups.layout.block_size
     first_token: list[int] = []
     tokens = 0
@@ -105,12 +124,10 @@ def build_step_layout(rows: Sequence[RowShape], kv_groups: KvCacheGroups, device
         for row in rows
         for slot in slots_of(row.blocks[table], row.stored_len, row.end, size)
     ]
-    builders = [
-        _RowGroupBuilder(
-            [rows[index] for index in members], [first_token[index] for index in members], kv_groups, len(rows)
-        )
-        for members in _bucket_rows(rows, size)
-    ]
+    builders = []
+    for members in _bucket_rows(rows, size):
+        shapes, firsts = [rows[index] for index in members], [first_token[index] for index in members]
+        builders.append(_RowGroupBuilder(shapes, firsts, kv_groups, len(rows), relative))
     arrays = [np.array(slots, dtype=np.int64).reshape(-1, tokens)]
     for builder in builders:
         arrays.extend(builder.arrays)
@@ -153,7 +170,14 @@ def _send(arrays: Sequence[IntegerArray], device: torch.device) -> list[torch.Te
 class _RowGroupBuilder:
     """Computes the arrays of a `RowGroup` on the host, and builds the group from their copies on the device."""
 
-    def __init__(self, rows: list[RowShape], first_token: list[int], kv_groups: KvCacheGroups, step_rows: int) -> None:
+    def __init__(
+        self,
+        rows: list[RowShape],
+        first_token: list[int],
+        kv_groups: KvCacheGroups,
+        step_rows: int,
+        relative: bool = False,
+    ) -> None:
         self._rows = rows
         self._step_rows = step_rows
         self._size = kv_groups.layout.block_size
@@ -176,6 +200,18 @@ class _RowGroupBuilder:
         self.arrays: list[IntegerArray] = [gather, np.flatnonzero(real), gather[real], position, limit]
         for window in self._windows:
             self._add_window(window)
+        self._is_relative = relative
+        if relative:
+            self.arrays.append(self._relative_positions(position))
+
+    def _relative_positions(self, position: IntegerArray) -> IntegerArray:
+        """Position of each stored key minus that of each query, `[rows, queries, keys]`, without windows."""
+        keys = max(-(-row.end // self._size) for row in self._rows) * self._size
+        key_position = np.tile(np.arange(keys), (len(self._rows), 1))
+        for row_index in self._trees:
+            row = self._rows[row_index]
+            key_position[row_index, row.base_len : row.end] = row.positions()[row.fresh :]
+        return key_position[:, None, :] - position[:, :, None]
 
     def _add_window(self, window: AttentionWindow) -> None:
         """Add the arrays of one window: the blocks that the rows read, and the visible keys inside trees."""
@@ -230,4 +266,5 @@ class _RowGroupBuilder:
                 mask.view(-1).index_fill_(0, tree_keys, True)
             masks[window] = mask
         whole = len(self._rows) == self._step_rows and gather.numel() == len(targets)
-        return RowGroup(gather, scatter, targets, found, masks, whole)
+        relative = tensors[-1] if self._is_relative else None
+        return RowGroup(gather, scatter, targets, found, masks, whole, relative=relative)

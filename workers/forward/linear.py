@@ -112,6 +112,9 @@ _handles = count()
 class FastLinear(nn.Module):
     """Replaces an `nn.Linear`."""
 
+    weight = None
+    """The weights are packed. T5's feed-forward network asks for their dtype and accepts this answer."""
+
     def __init__(
         self, kernel: LinearKernel, width: int, reduce: bool = False, bias: torch.Tensor | None = None
     ) -> None:
@@ -137,6 +140,9 @@ class _MergedProjection:
 
 class MergedLinear(nn.Module):
     """Replaces one of several `nn.Linear` layers that are applied to the same input."""
+
+    weight = None
+    """See `FastLinear`."""
 
     def __init__(self, merged: _MergedProjection, part: int, handle: torch.Tensor) -> None:
         super().__init__()

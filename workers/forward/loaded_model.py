@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,9 +50,42 @@ class NativeForward(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedSources:
+    """Keys and values of several sources for every decoder layer, their tokens one source after another."""
+
+    indices: tuple[int, ...]
+    """Which sources these are, in this order."""
+    states: torch.Tensor  # [tokens, layers, 2 (key, value), heads, dim]
+
+
+class SourceReader(Protocol):
+    """The encoder of an encoder-decoder model."""
+
+    def encode(self, sources: Sequence[Sequence[int]], device: torch.device) -> Iterator[EncodedSources]:
+        """Read the sources, in batches."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SourceParts:
+    """What an encoder-decoder model has besides its decoder. For the tokens, see `TargetInfo`."""
+
+    encoder: SourceReader
+    decoder_start: tuple[int, ...]
+    max_source_len: int
+    vocabulary_size: int
+    """Tokens that the encoder distinguishes."""
+    forced_eos_token_id: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    relative_bias: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Biases of the decoder's self-attention: from key position minus query position `[rows, queries, keys]` to
+    `[rows, heads, queries, keys]`."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A causal language model whose attention is paged."""
+    """A language model whose decoder's self-attention is paged."""
 
     module: PreTrainedModel
     name: str
@@ -75,6 +108,8 @@ class LoadedModel:
     """Whether forward passes of recurring sizes run as CUDA graphs."""
     vocabulary: torch.Tensor | None = None
     """The token of each column of the logits, int64, ascending, for a draft with a reduced head; `None`: all tokens."""
+    source: SourceParts | None = None
+    """Set exactly for an encoder-decoder model, whose decoder is `module`."""
 
     @property
     def kv_spec(self) -> KvCacheSpec:

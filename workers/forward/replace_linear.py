@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from workers.forward.linear import FastLinear, make_linear_kernel, merge_linears
 
 # Projections of the same input, which become one product.
-_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
 _STYLES = ("colwise", "rowwise")
 
 
@@ -36,20 +36,22 @@ def replace_linear_layers(model: PreTrainedModel, quantization: str = "none") ->
 
 def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
     """The decoder layers: the members of the model's longest module list."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    lists = [getattr(parent, name) for parent, name in _outer_lists(model)]
     yield from max(lists, key=len, default=[])
 
 
 def decoder_list(model: nn.Module) -> tuple[nn.Module, str]:
     """The module that holds the list of decoder layers, and the list's name in it."""
-    lists = [
-        (len(child), parent, name)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, nn.ModuleList)
-    ]
-    _, parent, name = max(lists, key=lambda entry: entry[0])
-    return parent, name
+    return max(_outer_lists(model), key=lambda entry: len(getattr(*entry)))
+
+
+def _outer_lists(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The lists of modules that are in no other list: a layer of T5 is itself a list of parts."""
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield model, name
+        else:
+            yield from _outer_lists(child)
 
 
 def _is_linear(module: nn.Module) -> bool:

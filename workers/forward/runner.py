@@ -13,13 +13,15 @@ from cluster.core.errors import KvPoolExhausted
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.forward.attention import bind
 from workers.forward.cuda_graphs import make_graph_runner
-from workers.forward.layout import RowShape, StepLayout, build_step_layout
+from workers.forward.encoder_decoder.source_layout import build_native_source_step, build_source_layout
+from workers.forward.layout import RowShape, SourceShape, StepLayout, build_step_layout, slots_of
 from workers.forward.loaded_model import LoadedModel, PassOutput
 from workers.forward.native.attention import NativeStep, build_native_step, load_kernel
 from workers.forward.partial_pass import WHOLE, PartialPass, only_parts
 from workers.forward.taps import TapRecorder, check_taps
 from workers.kv.block_table import BlockTable
 from workers.kv.pool import KvPool
+from workers.kv.sources import SourceStore, StoredSource
 from workers.kv.transfer import to_device
 
 logger = logging.getLogger(__name__)
@@ -40,11 +42,15 @@ class ForwardRow:
     uncommitted: int = 0
     """Positions between the table's stored ones and this row's tokens, whose keys and values an earlier pass wrote
     without a commit. A draft grows by them token by token; `KvPool.truncate` to `stored_len` removes them."""
+    source: StoredSource | None = None
+    """What the row's cross-attention reads; `None` without an encoder."""
 
     @property
     def shape(self) -> RowShape:
         """The row as the layout sees it."""
-        return RowShape(self.table.blocks, self.table.stored_len + self.uncommitted, len(self.tokens), self.tree)
+        source = None if self.source is None else SourceShape(self.source.table.blocks, len(self.source))
+        stored_len = self.table.stored_len + self.uncommitted
+        return RowShape(self.table.blocks, stored_len, len(self.tokens), self.tree, source)
 
     @property
     def end(self) -> int:
@@ -70,7 +76,9 @@ class ModelRunner:
         self._pool = pool
         self._paged = bind(model.module)
         self._paged.pool = pool
-        self._kernel = self._paged.kernel = load_kernel(model.kv_spec, model.code_directory)
+        self._bias = self._paged.relative_bias = None if model.source is None else model.source.relative_bias
+        kernel = load_kernel(model.kv_spec, model.code_directory) if self._bias is None else None
+        self._kernel = self._paged.kernel = kernel
         if model.native is not None:
             model.native.bind(pool)
         self._graphs = make_graph_runner(model, pool, self._compute)
@@ -110,6 +118,27 @@ class ModelRunner:
         output = self._run(rows, partial, inputs)
         self.hidden = output.hidden
         return output.logits[: sum(len(row.select) for row in rows)]
+
+    @torch.inference_mode()
+    def encode(self, sources: Sequence[StoredSource], store: SourceStore) -> None:
+        """Read sources, and store the keys and values that cross-attention reads in their blocks.
+
+        Raises `ValueError` if the model has no encoder.
+        """
+        if self._model.source is None:
+            raise ValueError("the model has no encoder")
+        device, size = self._model.device, self._pool.block_size
+        for batch in self._model.source.encoder.encode([source.tokens for source in sources], device):
+            batched = [sources[index] for index in batch.indices]
+            for layer, placement in enumerate(self._pool.kv_groups.placements):
+                slots = [
+                    slot
+                    for source in batched
+                    for slot in slots_of(source.table.blocks[placement.table], 0, len(source), size)
+                ]
+                self._pool.write(layer, to_device(slots, device), batch.states[:, layer, 0], batch.states[:, layer, 1])
+            for source in batched:
+                store.mark_encoded(source)
 
     def hidden_of(self, row: int, nodes: Sequence[int] = ()) -> torch.Tensor:
         """Hidden states of a row of the last pass: its committed tokens, then the path `nodes` of its tree.
@@ -155,13 +184,22 @@ class ModelRunner:
             replayed = self._graphs.run(shapes, tokens, positions, selected, partial)
             if replayed is not None:
                 return replayed
+        self._paged.source_layout = self._source_layout(shapes)
         layout = (
-            build_step_layout(shapes, self._pool.kv_groups, device)
+            build_step_layout(shapes, self._pool.kv_groups, device, relative=self._bias is not None)
             if self._kernel is None
             else build_native_step(shapes, self._pool.kv_groups)
         )
         ids, position_ids, chosen = (to_device(values, device) for values in (tokens, positions, selected))
         return self._compute(ids[None], position_ids[None], chosen, layout, partial, inputs)
+
+    def _source_layout(self, shapes: Sequence[RowShape]) -> StepLayout | NativeStep | None:
+        """Where the rows' sources are stored, if the model reads any."""
+        if self._model.source is None:
+            return None
+        if self._kernel is None:
+            return build_source_layout(shapes, self._pool.kv_groups, self._model.device)
+        return build_native_source_step(shapes, self._pool.kv_groups)
 
     def _compute(
         self,
@@ -187,7 +225,7 @@ class ModelRunner:
                     logits_to_keep=selected,
                 )
         finally:
-            self._paged.layout = None
+            self._paged.layout = self._paged.source_layout = None
         return PassOutput(output.logits[0], recorder.hidden())
 
     @torch.inference_mode()

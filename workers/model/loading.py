@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,25 +12,29 @@ from unittest.mock import patch
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.distributed import mixin
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.utils import TransformersDeviceMesh
 
 from cluster.core.config.sections import ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
-from workers.forward.attention import ATTENTION_NAME, Probed, bind, register
-from workers.forward.compilation import compile_layers, should_compile, undo_compile
+from workers.forward.attention import ATTENTION_NAME, register
+from workers.forward.compilation import should_compile
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.replace_linear import replace_linear_layers
-from workers.forward.runner import WARM_UP_WIDTHS
-from workers.kv.spec import LayerShape
 from workers.model.distilled import load_distilled_draft
 from workers.model.draft_card import is_distilled
+from workers.model.encoder_decoder import decoder_context_len, split_encoder_decoder
 from workers.model.kernel_handover import KernelMismatch, try_native_kernels
+from workers.model.layer_probe import compile_or_warn, measure_layers
 from workers.model.model_files import end_of_sequence_ids
-
-logger = logging.getLogger(__name__)
 
 # Layers follow the model's own plan. The head's own plan gathers all logits on every rank; with this one each rank
 # computes the logits of its own part of the vocabulary.
@@ -56,7 +59,7 @@ def load_model(
     max_context_len: int | None = None,
     target_directory: Path | None = None,
 ) -> LoadedModel:
-    """Load a causal LM from the local directory `section.path` (see `resolve_model_directory`).
+    """Load a language model from the local directory `section.path` (see `resolve_model_directory`).
 
     `target_directory` is where a distilled draft reads its embedding and its head. With `tensor_parallel > 1`,
     `torch.distributed` must be initialized; all ranks call this together, and each holds its own heads and its own
@@ -76,12 +79,14 @@ def load_model(
     read = partial(_read, directory, config, dtype, device, tensor_parallel, target_directory)
     if section.load_format == "dummy":
         read = partial(_draw, config, dtype, device, tensor_parallel)
+    if config.is_encoder_decoder:
+        return _load_encoder_decoder(section, config, device, read()[0], max_context_len)
     module, vocabulary = read()
     vocabulary_size = int(config.get_text_config().vocab_size)
     model = LoadedModel(
         module=module,
         name=directory.name,
-        layers=_measure_layers(module, device),
+        layers=measure_layers(module, device),
         vocabulary_size=vocabulary_size,
         vocabulary_offset=_first_token(vocabulary_size, rank, tensor_parallel),
         max_context_len=_context_len(config, max_context_len),
@@ -101,11 +106,42 @@ def load_model(
         else:
             if native is not None:
                 return replace(model, native=native)
+    return _optimized(model, section)
+
+
+def _optimized(model: LoadedModel, section: ModelSection) -> LoadedModel:
+    """Replace the linear layers and compile the decoder layers."""
     replace_linear_layers(model.module, section.quantization)
-    _measure_layers(model.module, device)  # binds attention again, and checks that the replaced layers run
+    measure_layers(model.module, model.device)  # binds attention again, and checks that the replaced layers run
     if should_compile(section):
-        _compile(model.module, section, device)
+        compile_or_warn(model.module, section, model.device)
     return model
+
+
+def _load_encoder_decoder(
+    section: ModelSection,
+    config: PreTrainedConfig,
+    device: torch.device,
+    module: PreTrainedModel,
+    max_context_len: int | None,
+) -> LoadedModel:
+    """Take the module apart and make a model of its decoder. Raises `ModelLoadError`, `ConfigurationError`."""
+    directory = Path(section.path)
+    split = split_encoder_decoder(module, directory, section.quantization)
+    model = LoadedModel(
+        module=split.decoder,
+        name=directory.name,
+        layers=measure_layers(split.decoder, device),
+        vocabulary_size=split.vocabulary_size,
+        vocabulary_offset=0,
+        max_context_len=decoder_context_len(config.get_text_config(), max_context_len),
+        eos_token_ids=end_of_sequence_ids(directory),
+        device=device,
+        dtype=_DTYPES[section.dtype],
+        code_directory=section.compile_directory,
+        source=split.source,
+    )
+    return _optimized(model, section)
 
 
 def _read(
@@ -135,7 +171,7 @@ def _read(
         arguments["device_map"] = {"": device}
     try:
         with _ranks_on(device):
-            module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, **arguments)
+            module: PreTrainedModel = _auto_class(config).from_pretrained(directory, **arguments)
     except ImportError as error:
         raise ModelLoadError(_missing_library(directory, config, error)) from error
     except (OSError, ValueError, KeyError) as error:
@@ -154,9 +190,13 @@ def _draw(
         )
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(0)
-        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        module = _auto_class(config).from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     module.eval().requires_grad_(False)
     return module, None
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def _missing_library(directory: Path, config: PreTrainedConfig, error: ImportError) -> str:
@@ -239,44 +279,6 @@ def _load_config(directory: Path) -> PreTrainedConfig:
 def _first_token(vocabulary_size: int, rank: int, ranks: int) -> int:
     """First token of a rank's part of the vocabulary. The parts are equal, and the last one may be shorter."""
     return min(rank * -(-vocabulary_size // ranks), vocabulary_size)
-
-
-def _measure_layers(module: PreTrainedModel, device: torch.device) -> tuple[LayerShape, ...]:
-    """The shape of each attention layer, measured in a forward pass, since configurations differ between families."""
-    found = _probe(module, device, 1)
-    if not found or sorted(found) != list(range(len(found))):
-        raise ModelLoadError(
-            f"model type {module.config.model_type!r}: its attention layers have no distinct layer_idx"
-        )
-    return tuple(LayerShape(*found[layer]) for layer in range(len(found)))
-
-
-def _probe(module: PreTrainedModel, device: torch.device, width: int) -> dict[int, Probed]:
-    """Run a forward pass over `width` tokens that records the arguments of attention instead of computing it."""
-    paged = bind(module)
-    paged.probe = {}
-    try:
-        with torch.inference_mode():
-            module(
-                input_ids=torch.zeros((1, width), dtype=torch.long, device=device),
-                position_ids=torch.zeros((1, width), dtype=torch.long, device=device),
-                use_cache=False,
-            )
-        return paged.probe
-    finally:
-        paged.probe = None
-
-
-def _compile(module: PreTrainedModel, section: ModelSection, device: torch.device) -> None:
-    """Compile the layers. A failure is logged, and with `compile: on` raises `ModelLoadError`."""
-    compile_layers(module, section.compile_directory)
-    try:
-        _probe(module, device, WARM_UP_WIDTHS[0])
-    except Exception as error:  # the compiler may raise anything
-        if section.compile == "on":
-            raise ModelLoadError(f"model type {module.config.model_type!r} cannot be compiled: {error}") from error
-        logger.warning("model type %r cannot be compiled and runs uncompiled: %s", module.config.model_type, error)
-        undo_compile(module)
 
 
 def _context_len(config: PreTrainedConfig, wanted: int | None) -> int:

@@ -32,6 +32,10 @@ def build_engine(section: TargetSection, rank: int = 0, method: DraftMethod | No
     model = load_model(
         section, rank=rank, tensor_parallel=section.tensor_parallel, max_context_len=section.max_context_len
     )
+    if model.source is not None and section.kv.window is not None:
+        raise ConfigurationError(
+            f"target.kv.window: {section.kv.window} is refused; it must be unset for an encoder-decoder model"
+        )
     blocks = blocks_that_fit(model.kv_spec, section.kv)
     decider: Decider = LocalDecider()
     if section.tensor_parallel > 1:

@@ -97,7 +97,8 @@ class EngineDraftPasses:
         for path in paths:
             sequence = engine.sequences[path.sequence_id]
             new = path.tokens[path.computed :]
-            rows.append(ForwardRow(sequence.table, new, select=(len(new) - 1,), uncommitted=path.computed))
+            last, source = (len(new) - 1,), sequence.source
+            rows.append(ForwardRow(sequence.table, new, select=last, uncommitted=path.computed, source=source))
             text = Branch(sequence.tokens, path.tokens)
             contexts.append(DecisionContext(sequence.start.sampling, text, sequence.start.prompt_len))
         logits = engine.runner.forward(rows, self._partial)

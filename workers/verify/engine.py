@@ -33,6 +33,7 @@ from cluster.core.verification import (
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
+from workers.kv.sources import SourceStore
 from workers.sampling.acceptance import AcceptanceRule, Accepted, RootPosition, create_rule
 from workers.sampling.context import GREEDY_BELOW, DecisionContext
 from workers.verify.colocated import ColocatedDrafter, VerifiedRow
@@ -40,9 +41,10 @@ from workers.verify.decider import Decider, Decisions
 from workers.verify.draft_passes import PartialEngine
 from workers.verify.evidence import MAX_SENT_BYTES, EvidenceCollector, resolve_taps, within_bytes
 from workers.verify.prompt_logprobs import scored_count, without_prompts
-from workers.verify.sequence_state import ReadyRow, SequenceState
+from workers.verify.sequence_state import ReadyRow, SequenceState, sequence_salt
 from workers.verify.step_profile import profile_steps
-from workers.verify.verdicts import UNDECIDABLE, fault_verdict, path_logprobs, row_problem
+from workers.verify.target_description import describe_target
+from workers.verify.verdicts import UNDECIDABLE, fault_verdict, path_logprobs, row_problem, source_problem
 
 
 class TargetEngine:
@@ -70,6 +72,7 @@ class TargetEngine:
         self._rule = rule or create_rule(TargetSection())
         self._name = served_name or model.name
         self._sequences: dict[SequenceId, SequenceState] = {}
+        self._sources = SourceStore(pool)
         self._drafter: ColocatedDrafter | None = None
         if method is not None:
             computes_here = isinstance(method, DraftsByTarget)
@@ -81,20 +84,8 @@ class TargetEngine:
 
     def info(self) -> TargetInfo:
         """Describe this target."""
-        return TargetInfo(
-            model=self._name,
-            vocabulary_size=self._model.vocabulary_size,
-            max_context_len=self._model.max_context_len,
-            layout=self._pool.layout,
-            kv=self._pool.occupancy(),
-            eos_token_ids=self._model.eos_token_ids,
-            tensor_parallel=self._model.tensor_parallel,
-            dtype=str(self._model.dtype).removeprefix("torch."),
-            epoch=self._epoch,
-            profile=self._profile,
-            is_lossless=self._rule.is_lossless and self._pool.is_lossless,
-            fingerprint=self._fingerprint,
-        )
+        info = describe_target(self._model, self._pool, self._name, is_lossless=self._rule.is_lossless)
+        return replace(info, epoch=self._epoch, profile=self._profile, fingerprint=self._fingerprint)
 
     def warm_up(self) -> None:
         """Compile kernels, capture CUDA graphs, and measure how long steps take. Call this on all ranks."""
@@ -123,6 +114,8 @@ class TargetEngine:
             sequence = self._sequences.pop(sequence_id, None)
             if sequence is not None:
                 self._pool.release(sequence.table)
+                if sequence.source is not None:
+                    self._sources.release(sequence.source)
         return self._pool.occupancy()
 
     def release_all(self) -> KvOccupancy:
@@ -133,12 +126,14 @@ class TargetEngine:
         # Without a parent, the stored version of the sequence serves as the parent.
         parent = self._sequences.get(row.parent) if row.parent is not None else None
         parent = parent or self._sequences.get(row.sequence_id)
+        salt = sequence_salt(row.start)
         if row.start.sampling.prompt_logprobs is None:
-            table = self._pool.open(row.tokens, row.start.cache_salt, parent.table if parent is not None else None)
+            table = self._pool.open(row.tokens, salt, parent.table if parent is not None else None)
         else:
-            table = self._pool.new_table(row.start.cache_salt)  # stored KV has no logits
+            table = self._pool.new_table(salt)  # stored KV has no logits
+        source = self._sources.share(row.start.source, row.start.cache_salt)
         self.release([row.sequence_id])
-        self._sequences[row.sequence_id] = SequenceState(row.start, table)
+        self._sequences[row.sequence_id] = SequenceState(row.start, table, source=source)
         return table.stored_len
 
     # --- steps --------------------------------------------------------------------------------
@@ -184,17 +179,24 @@ class TargetEngine:
         if sequence is not None and row == sequence.last_row and sequence.last_verdict is not None:
             return sequence.last_verdict  # messages are idempotent
         if row.start is not None and row.start_len == 0:
+            source = self._sources.share(row.start.source, row.start.cache_salt)
             self.release([row.sequence_id])
-            sequence = SequenceState(row.start, self._pool.new_table(row.start.cache_salt))
+            sequence = SequenceState(row.start, self._pool.new_table(sequence_salt(row.start)), source=source)
             self._sequences[row.sequence_id] = sequence
         if sequence is None or row.start_len != len(sequence.tokens):
             stored = 0 if sequence is None else len(sequence.tokens)
             message = f"{stored} tokens are stored, not {row.start_len}"
             return fault_verdict(row, RowFaultCode.OUT_OF_SYNC, message, stored)
+        problem = source_problem(sequence.start.source, self._model.source)
+        if problem is not None:
+            return fault_verdict(row, RowFaultCode.INVALID, problem)
         scored = scored_count(row, sequence.start)
         select = range(len(row.pending) - 1, row.width) if row.decide else range(0)
-        forward = ForwardRow(sequence.table, row.pending, row.tree, (*range(scored), *select))
         try:
+            if sequence.source is None and sequence.start.source:
+                sequence.source = self._sources.acquire(sequence.start.source, sequence.start.cache_salt)
+            source = sequence.source
+            forward = ForwardRow(sequence.table, row.pending, row.tree, (*range(scored), *select), source=source)
             self._pool.reserve(sequence.table, forward.end)
         except KvPoolExhausted as error:
             stored = len(sequence.tokens)
@@ -204,7 +206,10 @@ class TargetEngine:
         return ReadyRow(row, sequence, forward, scored)
 
     def _verify(self, ready: Sequence[ReadyRow]) -> list[Verdict]:
-        """Run the forward pass, decide at every node, and accept one path of each tree."""
+        """Read new sources, run the forward pass, decide at every node, and accept one path of each tree."""
+        read = [entry.sequence.source for entry in ready if entry.sequence.source is not None]
+        if new := list(dict.fromkeys(source for source in read if not source.is_encoded)):
+            self._runner.encode(new, self._sources)
         logits = self._runner.forward([entry.forward for entry in ready])
         contexts = [context for entry in ready for context in entry.contexts()]  # while a GPU computes
         logits, prompts = without_prompts(ready, logits, self._decider)

@@ -10,6 +10,7 @@ from cluster.core.request import SequenceStart
 from cluster.core.verification import Verdict, VerifyRow
 from workers.forward.runner import ForwardRow
 from workers.kv.block_table import BlockTable
+from workers.kv.sources import StoredSource, source_salt
 from workers.sampling.context import Branch, DecisionContext, tree_contexts
 
 
@@ -23,6 +24,8 @@ class SequenceState:
     """The row that was computed last."""
     last_verdict: Verdict | None = None
     """The verdict on `last_row`, which is returned again when the row is repeated."""
+    source: StoredSource | None = None
+    """What the sequence reads by cross-attention; `None` without an encoder, and until its first row."""
     prompt_end: torch.Tensor | None = None
     """Logits `[1, vocabulary]` at the end of a prompt chunk, if the next token of the prompt is to be scored."""
 
@@ -30,6 +33,11 @@ class SequenceState:
     def tokens(self) -> list[int]:
         """The tokens whose KV is stored."""
         return self.table.tokens
+
+
+def sequence_salt(start: SequenceStart) -> str:
+    """The salt of the sequence's own keys and values, which depend on its source too."""
+    return source_salt(start.cache_salt, start.source, "text") if start.source else start.cache_salt
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import torch
 from cluster.core.drafting import RowFault, RowFaultCode
 from cluster.core.request import SamplingParameters, TokenLogprobs
 from cluster.core.verification import Verdict, VerifyRow
+from workers.forward.loaded_model import SourceParts
 from workers.sampling.acceptance import Accepted
 from workers.sampling.logprobs import token_logprobs
 from workers.verify.decider import Decisions
@@ -30,6 +31,17 @@ def row_problem(row: VerifyRow, vocabulary_size: int, max_context_len: int) -> s
         )
     if row.tree and not row.decide:
         return "tree: it must be empty where nothing is decided"
+    return None
+
+
+def source_problem(source: tuple[int, ...], parts: SourceParts | None) -> str | None:
+    """The reason why a model cannot read this source; `None` if it can."""
+    if parts is None:
+        return "source: it must be empty, because the model has no encoder" if source else None
+    if not 1 <= len(source) <= parts.max_source_len:
+        return f"source: {len(source)} tokens, but it must have between 1 and {parts.max_source_len}"
+    if max(source) >= parts.vocabulary_size:
+        return f"source: token {max(source)} must be below the encoder's vocabulary size {parts.vocabulary_size}"
     return None
 
 

@@ -8,14 +8,18 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BartConfig,
     GPT2Config,
     GraniteConfig,
     LlamaConfig,
+    MarianConfig,
     MistralConfig,
     OPTConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    T5Config,
 )
 
 VOCABULARY = 96
@@ -95,18 +99,80 @@ FAMILIES = {
 }
 
 
+_SOURCED: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 48,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 6,
+    "decoder_attention_heads": 6,
+    "encoder_ffn_dim": 80,
+    "decoder_ffn_dim": 80,
+    "max_position_embeddings": 256,
+    "init_std": 0.08,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def t5(**changes: Any) -> PreTrainedConfig:
+    """Relative position biases, tied embeddings, scaled logits."""
+    shape = {"vocab_size": VOCABULARY, "d_model": 48, "d_kv": 12, "d_ff": 80, "num_layers": 2, "num_heads": 6}
+    biases = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20}
+    ends = {"eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 0}
+    return T5Config(**(shape | biases | ends | {"initializer_factor": 0.5} | changes))
+
+
+def t5_gated(**changes: Any) -> PreTrainedConfig:
+    """Gated feed-forward networks, and a head of its own, as in T5 1.1 and FLAN-T5. More layers encode than decode."""
+    gated = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_layers": 3, "num_decoder_layers": 2}
+    return t5(**(gated | changes))
+
+
+def marian(**changes: Any) -> PreTrainedConfig:
+    """Sinusoidal positions, scaled embeddings, a forbidden padding token and a forced last token."""
+    starts = {"decoder_start_token_id": 0, "scale_embedding": True, "activation_function": "swish"}
+    return MarianConfig(**(_SOURCED | starts | changes))
+
+
+def bart(**changes: Any) -> PreTrainedConfig:
+    """Learned positions with an offset, a normalised embedding, a forced first token."""
+    return BartConfig(**(_SOURCED | {"decoder_start_token_id": 2} | changes))
+
+
+_GENERATION: dict[str, dict[str, Any]] = {
+    "marian": {"forced_eos_token_id": 2, "bad_words_ids": [[0]]},
+    "bart": {"forced_bos_token_id": 1, "forced_eos_token_id": 2},
+}
+"""Fields of the generation configuration, by model type."""
+
+ENCODER_DECODER_FAMILIES = {"t5": t5, "t5_gated": t5_gated, "marian": marian, "bart": bart}
+
+
+def _sourced_scale(config: PreTrainedConfig, name: str) -> float:
+    """Factor on weights with which a random encoder-decoder model writes more than one token again and again."""
+    if "shared" in name or "embed_" in name:
+        return 1.0 if config.tie_word_embeddings else 4.0
+    if any(part in name for part in ("fc", "wi", "wo")):
+        return 12.0
+    return 4.0 if config.model_type == "t5" else 1.0
+
+
 def save(directory: Path, config: PreTrainedConfig, seed: int = 0, sharpness: float = 4.0) -> Path:
     """Draw weights from `seed` and save the model in `directory`.
 
     `sharpness` scales the output head: a random model's logits are nearly flat, and a flat
-    distribution hides mistakes that a peaked one shows.
+    distribution hides mistakes that a peaked one shows. Encoder-decoder models have scales of their own.
     """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(sharpness)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and parameter.requires_grad:  # sinusoidal positions are fixed
+                parameter.mul_(_sourced_scale(config, name) if config.is_encoder_decoder else sharpness)
+    model.generation_config.update(**_GENERATION.get(config.model_type, {}))
     model.save_pretrained(directory)
     return directory
 

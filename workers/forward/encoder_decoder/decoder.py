@@ -1,0 +1,160 @@
+"""The decoder of an encoder-decoder model, called as a decoder-only model is.
+
+Its self-attention is paged. Its cross-attention reads keys and values that `SourceEncoder` computed once for each
+source, so the projections that `transformers` would apply to the encoder's output in every pass are replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from cluster.core.errors import ModelLoadError
+from workers.forward.attention import READS_SOURCE
+
+_CROSS_ATTENTION = ("encoder_attn", "EncDecAttention")
+_SELF_ATTENTION = ("self_attn", "SelfAttention")
+_KEY_AND_VALUE = (("k_proj", "v_proj"), ("k", "v"))
+
+
+class SourcedDecoder(nn.Module):
+    """The decoder, its head, and the scale and bias of the logits, of an encoder-decoder model of `transformers`.
+
+    Raises `ModelLoadError` for a family whose parts have other names.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.config = model.config
+        self.tp_plan: dict[str, str] = {}
+        self.decoder: nn.Module = model.get_decoder()
+        self.lm_head: nn.Module = model.get_output_embeddings()
+        self.scale = model.config.d_model**-0.5 if getattr(model.config, "scale_decoder_outputs", False) else None
+        bias = getattr(model, "final_logits_bias", None)
+        self.register_buffer("logits_bias", bias if bias is not None and bool(bias.any()) else None, persistent=False)
+        self._positions = _replace_positions(self.decoder)
+        like: torch.Tensor = next(self.decoder.parameters())
+        self.register_buffer("no_states", like.new_zeros((1, 1, model.config.d_model)), persistent=False)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,  # [1, tokens]
+        inputs_embeds: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,  # [1, tokens]
+        logits_to_keep: torch.Tensor | int = 0,
+        **_: Any,
+    ) -> CausalLMOutput:
+        """The logits of the tokens whose indices are `logits_to_keep`; of all for 0."""
+        if self._positions is not None:
+            self._positions.position_ids = position_ids
+        states = self.decoder(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            encoder_hidden_states=self.no_states,
+            use_cache=False,
+        ).last_hidden_state
+        kept = states if isinstance(logits_to_keep, int) else states[:, logits_to_keep]
+        logits = self.lm_head(kept if self.scale is None else kept * self.scale)
+        return CausalLMOutput(logits=logits if self.logits_bias is None else logits + self.logits_bias)
+
+
+class _StepPositions(nn.Module):
+    """Replaces a decoder's position embeddings: tokens of a step have any positions, equal ones inside trees."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+        self._offset = int(getattr(embedding, "offset", 0))
+        self.position_ids: torch.Tensor | None = None
+        """Positions of the pass's tokens, `[1, tokens]`."""
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        """Returns `[1, tokens, hidden]`."""
+        if self.position_ids is None:
+            raise RuntimeError("a decoder was called without positions")
+        return nn.functional.embedding(self.position_ids + self._offset, self.weight)
+
+
+class _NoProjection(nn.Module):
+    """Replaces the projection of the encoder's output to keys or values, which are stored already."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self._width = width
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Returns zeros `[…, width]`, which nothing reads."""
+        return states.new_zeros((*states.shape[:-1], self._width))
+
+
+class RelativePositionBias(nn.Module):
+    """T5's biases of attention by relative position, which all layers of a decoder share."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.embedding: nn.Embedding = attention.relative_attention_bias
+        self._bucket = attention._relative_position_bucket
+        self._buckets = int(attention.relative_attention_num_buckets)
+        self._max_distance = int(attention.relative_attention_max_distance)
+
+    def forward(self, relative: torch.Tensor) -> torch.Tensor:
+        """Map key position minus query position `[rows, queries, keys]` to biases `[rows, heads, queries, keys]`."""
+        buckets = self._bucket(
+            relative, bidirectional=False, num_buckets=self._buckets, max_distance=self._max_distance
+        )
+        bias: torch.Tensor = self.embedding(buckets)
+        return bias.permute(0, 3, 1, 2)
+
+
+def take_projections(decoder: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
+    """Take the projections of the encoder's output out of the decoder: keys and values of each layer, in order.
+
+    Marks the modules of cross-attention. Raises `ModelLoadError` if there are none.
+    """
+    taken: dict[int, tuple[nn.Linear, nn.Linear]] = {}
+    for attention in _named(decoder, _CROSS_ATTENTION):
+        names = next((names for names in _KEY_AND_VALUE if all(hasattr(attention, name) for name in names)), None)
+        if names is None:
+            raise ModelLoadError(f"{type(attention).__name__} has no projections {_KEY_AND_VALUE}")
+        key, value = (getattr(attention, name) for name in names)
+        for name, projection in zip(names, (key, value), strict=True):
+            setattr(attention, name, _NoProjection(projection.out_features))
+        setattr(attention, READS_SOURCE, True)
+        taken[int(attention.layer_idx)] = key, value  # type: ignore[arg-type]
+    if not taken or sorted(taken) != list(range(len(taken))):
+        raise ModelLoadError(f"{type(decoder).__name__}: its cross-attention has no modules {_CROSS_ATTENTION}")
+    return [taken[layer] for layer in range(len(taken))]
+
+
+def take_relative_bias(decoder: nn.Module) -> RelativePositionBias | None:
+    """Take the biases of relative positions out of the decoder. `None` if it has none.
+
+    The decoder would compute those of a dense sequence; the paged attention adds those of the step.
+    """
+    for attention in _named(decoder, _SELF_ATTENTION):
+        if getattr(attention, "has_relative_attention_bias", False):
+            bias = RelativePositionBias(attention)
+            attention.has_relative_attention_bias = False  # type: ignore[assignment]
+            del attention.relative_attention_bias
+            return bias
+    return None
+
+
+def _named(module: nn.Module, names: Sequence[str]) -> Iterator[nn.Module]:
+    for path, part in list(module.named_modules()):
+        if path.rsplit(".", 1)[-1] in names:
+            yield part
+
+
+def _replace_positions(decoder: Any) -> _StepPositions | None:
+    """Replace the decoder's position embeddings. `None` if it has none."""
+    embedding = getattr(decoder, "embed_positions", None)
+    if embedding is None:
+        return None
+    decoder.embed_positions = _StepPositions(embedding)
+    return decoder.embed_positions  # type: ignore[no-any-return]

@@ -1,0 +1,51 @@
+"""The encoder of an encoder-decoder model: from sources to the keys and values that cross-attention reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from workers.forward.loaded_model import EncodedSources
+
+_MOST_PADDED_TOKENS = 2048
+"""Most tokens of one pass of the encoder, padding included, apart from a single longer source."""
+
+
+class SourceEncoder:
+    """Reads sources. It holds the encoder and the projections of its output to keys and values."""
+
+    def __init__(self, encoder: nn.Module, projection: nn.Module, layers: int, heads: int) -> None:
+        """`projection` maps hidden states to the keys and values of all layers: `layers * 2 * heads * dim` numbers."""
+        self.encoder = encoder
+        self._projection = projection
+        self._layers = layers
+        self._heads = heads
+
+    @torch.inference_mode()
+    def encode(self, sources: Sequence[Sequence[int]], device: torch.device) -> Iterator[EncodedSources]:
+        """Read the sources, those of similar length in one pass."""
+        for indices in batches([len(source) for source in sources]):
+            batch = [sources[index] for index in indices]
+            longest = max(map(len, batch))
+            tokens = torch.tensor([[*source, *[0] * (longest - len(source))] for source in batch], device=device)
+            lengths = torch.tensor([len(source) for source in batch], device=device)
+            mask = torch.arange(longest, device=device) < lengths[:, None]  # [sources, tokens]
+            padded = len(batch) * longest > sum(map(len, batch))
+            hidden = self.encoder(input_ids=tokens, attention_mask=mask.long() if padded else None).last_hidden_state
+            states = self._projection(hidden[mask] if padded else hidden.flatten(0, 1))
+            yield EncodedSources(indices, states.view(len(states), self._layers, 2, self._heads, -1))
+
+
+def batches(lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    """Group sources of similar length, so that padding at most doubles a pass and no pass is too long."""
+    found: list[tuple[int, ...]] = []
+    current: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        longest = lengths[current[0]] if current else lengths[index]
+        if current and (2 * lengths[index] < longest or longest * (len(current) + 1) > _MOST_PADDED_TOKENS):
+            found.append(tuple(current))
+            current = []
+        current.append(index)
+    return [*found, tuple(current)] if current else found

@@ -1,0 +1,97 @@
+"""Takes a loaded encoder-decoder model apart: a decoder that is called as a decoder-only model is, and an encoder."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from cluster.core.errors import ConfigurationError
+from workers.forward.encoder_decoder.decoder import SourcedDecoder, take_projections, take_relative_bias
+from workers.forward.encoder_decoder.encoder import SourceEncoder
+from workers.forward.linear import FastLinear, make_linear_kernel
+from workers.forward.loaded_model import SourceParts
+from workers.forward.replace_linear import replace_linear_layers
+from workers.model.generation_defaults import read_generation_defaults
+
+_DEFAULT_CONTEXT = 512
+"""Longest source and answer of a model whose configuration does not bound them, as for T5's relative positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitModel:
+    """The parts of an encoder-decoder model."""
+
+    decoder: PreTrainedModel
+    """Only called, and asked for its configuration and modules, as the model classes of `transformers` are."""
+    source: SourceParts
+    vocabulary_size: int
+    """Tokens that the decoder distinguishes."""
+
+
+def split_encoder_decoder(model: PreTrainedModel, directory: Path, quantization: str) -> SplitModel:
+    """Take a model of `transformers` apart. Its encoder's linear layers are replaced by their fastest form.
+
+    Raises `ModelLoadError` for a family whose parts have other names than those of T5, Marian and BART.
+    """
+    defaults = read_generation_defaults(directory)
+    vocabulary_size = int(model.get_output_embeddings().weight.shape[0])
+    own_decoder, encoder = model.get_decoder(), model.get_encoder()
+    projections = take_projections(own_decoder)
+    bias = take_relative_bias(own_decoder)
+    decoder = SourcedDecoder(model)
+    config = model.config.get_text_config()
+    heads = int(getattr(config, "decoder_attention_heads", None) or config.num_attention_heads)
+    joined = _joined(projections, quantization)
+    _attend_densely(encoder)
+    replace_linear_layers(encoder, quantization)
+    source = SourceParts(
+        encoder=SourceEncoder(encoder, joined, len(projections), heads),
+        decoder_start=defaults.decoder_start,
+        max_source_len=context_limit(config) or _DEFAULT_CONTEXT,
+        vocabulary_size=int(encoder.get_input_embeddings().weight.shape[0]),
+        forced_eos_token_id=defaults.forced_eos_token_id,
+        bad_words=defaults.bad_words,
+        relative_bias=bias,
+    )
+    return SplitModel(cast(PreTrainedModel, decoder), source, vocabulary_size)
+
+
+def context_limit(config: PreTrainedConfig) -> int | None:
+    """Longest sequence of the model, in tokens; `None` if its positions are relative and nothing bounds them."""
+    for name in ("max_position_embeddings", "n_positions"):
+        value = getattr(config, name, None)
+        if value is not None:
+            return int(value)
+    return None
+
+
+def decoder_context_len(config: PreTrainedConfig, wanted: int | None) -> int:
+    """Longest answer, in tokens. Raises `ConfigurationError` if `wanted` is beyond the model's positions."""
+    own = context_limit(config)
+    if wanted is not None and own is not None and wanted > own:
+        raise ConfigurationError(f"target.max_context_len: {wanted} is refused; the model's limit is {own}")
+    return wanted or own or _DEFAULT_CONTEXT
+
+
+def _joined(projections: list[tuple[nn.Linear, nn.Linear]], quantization: str) -> nn.Module:
+    """One product for the keys and values of all layers: layer after layer, keys before values."""
+    layers = [projection for pair in projections for projection in pair]
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    has_bias = layers[0].bias is not None
+    bias = torch.cat([layer.bias.detach() for layer in layers]) if has_bias else None
+    return FastLinear(make_linear_kernel(weight, bias, quantization), len(weight))
+
+
+def _attend_densely(encoder: PreTrainedModel) -> None:
+    """Let the encoder use the attention of torch, since it reads whole sources and stores nothing."""
+    config = copy.deepcopy(encoder.config)
+    config._attn_implementation = "sdpa"
+    for part in encoder.modules():
+        if isinstance(getattr(part, "config", None), PreTrainedConfig):
+            part.config = config  # type: ignore[assignment]
