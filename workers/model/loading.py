@@ -31,7 +31,8 @@ from workers.forward.loaded_model import LoadedModel
 from workers.forward.replace_linear import replace_linear_layers
 from workers.model.distilled import load_distilled_draft
 from workers.model.draft_card import is_distilled
-from workers.model.encoder_decoder import decoder_context_len, split_encoder_decoder
+from workers.model.encoder_decoder.shard import Share
+from workers.model.encoder_decoder.split import decoder_context_len, split_encoder_decoder
 from workers.model.kernel_handover import KernelMismatch, try_native_kernels
 from workers.model.layer_probe import compile_or_warn, measure_layers
 from workers.model.model_files import end_of_sequence_ids
@@ -76,11 +77,14 @@ def load_model(
     if tensor_parallel > 1:
         check_divisible(config, tensor_parallel)
     register()
-    read = partial(_read, directory, config, dtype, device, tensor_parallel, target_directory)
+    # An encoder-decoder model is read whole, and each rank then keeps its share.
+    read_ranks = 1 if config.is_encoder_decoder else tensor_parallel
+    read = partial(_read, directory, config, dtype, device, read_ranks, target_directory)
     if section.load_format == "dummy":
         read = partial(_draw, config, dtype, device, tensor_parallel)
     if config.is_encoder_decoder:
-        return _load_encoder_decoder(section, config, device, read()[0], max_context_len)
+        share = Share(rank, tensor_parallel)
+        return _load_encoder_decoder(section, config, device, read(), max_context_len, share)
     module, vocabulary = read()
     vocabulary_size = int(config.get_text_config().vocab_size)
     model = LoadedModel(
@@ -122,23 +126,27 @@ def _load_encoder_decoder(
     section: ModelSection,
     config: PreTrainedConfig,
     device: torch.device,
-    module: PreTrainedModel,
+    loaded: tuple[PreTrainedModel, torch.Tensor | None],
     max_context_len: int | None,
+    share: Share,
 ) -> LoadedModel:
     """Take the module apart and make a model of its decoder. Raises `ModelLoadError`, `ConfigurationError`."""
+    module, vocabulary = loaded
     directory = Path(section.path)
-    split = split_encoder_decoder(module, directory, section.quantization)
+    split = split_encoder_decoder(module, directory, section.quantization, share if share.ranks > 1 else None)
     model = LoadedModel(
         module=split.decoder,
         name=directory.name,
         layers=measure_layers(split.decoder, device),
         vocabulary_size=split.vocabulary_size,
-        vocabulary_offset=0,
+        vocabulary_offset=_first_token(split.vocabulary_size, share.rank, share.ranks),
         max_context_len=decoder_context_len(config.get_text_config(), max_context_len),
         eos_token_ids=end_of_sequence_ids(directory),
         device=device,
         dtype=_DTYPES[section.dtype],
         code_directory=section.compile_directory,
+        tensor_parallel=share.ranks,
+        vocabulary=vocabulary,
         source=split.source,
     )
     return _optimized(model, section)
@@ -250,7 +258,7 @@ def choose_device(wanted: str, rank: int) -> torch.device:
 def check_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
     """Raise `ConfigurationError` unless every head count divides by the number of ranks."""
     text = config.get_text_config()
-    heads = int(text.num_attention_heads)
+    heads = int(getattr(text, "decoder_attention_heads", None) or text.num_attention_heads)
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
     for name, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
         if count % tensor_parallel:
@@ -259,7 +267,7 @@ def check_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
                 f"target.tensor_parallel: {tensor_parallel} does not divide {name} = {count}; "
                 f"it must be one of {', '.join(map(str, fitting))}"
             )
-    if not getattr(text, "base_model_tp_plan", None):
+    if not getattr(text, "base_model_tp_plan", None) and not config.is_encoder_decoder:
         raise ConfigurationError(
             f"target.tensor_parallel: {tensor_parallel} is refused, because model type {text.model_type!r} "
             "has no tensor-parallel plan in transformers; it must be 1"

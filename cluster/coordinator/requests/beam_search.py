@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.coordinator.requests.decoding_strategy import NewSequence, StrategyStep
-from cluster.core import beam
+from cluster.core import beam, bounds
 from cluster.core.beam import Candidate
 from cluster.core.errors import InvalidRequest
 from cluster.core.request import (
@@ -40,7 +40,8 @@ class BeamSearch:
             len(request.prompt) - 1 if request.source else 0,
         )
         self._bad_words = request.sampling.bad_words
-        self._needed = min(self._state.candidates + len({word[-1] for word in self._bad_words}), vocabulary_size)
+        needed = self._state.candidates + len({word[-1] for word in self._bad_words})
+        self._needed = min(needed, vocabulary_size, bounds.MAX_LOGPROBS)
         self._candidates: dict[int, tuple[Candidate, ...]] = {}
         self._rounds = 0
 

@@ -111,10 +111,11 @@ class RelativePositionBias(nn.Module):
         return bias.permute(0, 3, 1, 2)
 
 
-def take_projections(decoder: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
+def take_projections(decoder: nn.Module, ranks: int = 1) -> list[tuple[nn.Linear, nn.Linear]]:
     """Take the projections of the encoder's output out of the decoder: keys and values of each layer, in order.
 
-    Marks the modules of cross-attention. Raises `ModelLoadError` if there are none.
+    Marks the modules of cross-attention, which will have the heads of one of `ranks` ranks. Raises `ModelLoadError` if
+    there are none.
     """
     taken: dict[int, tuple[nn.Linear, nn.Linear]] = {}
     for attention in _named(decoder, _CROSS_ATTENTION):
@@ -123,7 +124,7 @@ def take_projections(decoder: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
             raise ModelLoadError(f"{type(attention).__name__} has no projections {_KEY_AND_VALUE}")
         key, value = (getattr(attention, name) for name in names)
         for name, projection in zip(names, (key, value), strict=True):
-            setattr(attention, name, _NoProjection(projection.out_features))
+            setattr(attention, name, _NoProjection(projection.out_features // ranks))
         setattr(attention, READS_SOURCE, True)
         taken[int(attention.layer_idx)] = key, value  # type: ignore[arg-type]
     if not taken or sorted(taken) != list(range(len(taken))):

@@ -17,7 +17,8 @@ from workers.forward.encoder_decoder.encoder import SourceEncoder
 from workers.forward.linear import FastLinear, make_linear_kernel
 from workers.forward.loaded_model import SourceParts
 from workers.forward.replace_linear import replace_linear_layers
-from workers.model.generation_defaults import read_generation_defaults
+from workers.model.encoder_decoder.generation_defaults import read_generation_defaults
+from workers.model.encoder_decoder.shard import Share, shard_decoder
 
 _DEFAULT_CONTEXT = 512
 """Longest source and answer of a model whose configuration does not bound them, as for T5's relative positions."""
@@ -34,19 +35,26 @@ class SplitModel:
     """Tokens that the decoder distinguishes."""
 
 
-def split_encoder_decoder(model: PreTrainedModel, directory: Path, quantization: str) -> SplitModel:
-    """Take a model of `transformers` apart. Its encoder's linear layers are replaced by their fastest form.
+def split_encoder_decoder(
+    model: PreTrainedModel, directory: Path, quantization: str, share: Share | None = None
+) -> SplitModel:
+    """Take a model of `transformers` apart, and keep this rank's `share` of its decoder.
 
-    Raises `ModelLoadError` for a family whose parts have other names than those of T5, Marian and BART.
+    The encoder's linear layers are replaced by their fastest form. Raises `ModelLoadError` for a family whose parts
+    have other names than those of T5, Marian and BART, `ConfigurationError` for sizes that the ranks do not divide.
     """
     defaults = read_generation_defaults(directory)
-    vocabulary_size = int(model.get_output_embeddings().weight.shape[0])
+    vocabulary_size = int(getattr(model.config, "decoder_vocab_size", None) or model.config.vocab_size)
     own_decoder, encoder = model.get_decoder(), model.get_encoder()
-    projections = take_projections(own_decoder)
+    projections = take_projections(own_decoder, 1 if share is None else share.ranks)
     bias = take_relative_bias(own_decoder)
     decoder = SourcedDecoder(model)
+    if share is not None:
+        shard_decoder(decoder, projections, bias, share, quantization)
     config = model.config.get_text_config()
     heads = int(getattr(config, "decoder_attention_heads", None) or config.num_attention_heads)
+    if share is not None:
+        heads = len(range(heads)[share.of(heads, "the number of heads")])
     joined = _joined(projections, quantization)
     _attend_densely(encoder)
     replace_linear_layers(encoder, quantization)

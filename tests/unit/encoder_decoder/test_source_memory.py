@@ -1,0 +1,94 @@
+"""The blocks of sources: shared, kept after their last use, evicted, loaded from the tiers, apart for each tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from cluster.core.drafting import RowFaultCode
+from cluster.core.verification import VerifyRow
+from tests.support.engines.engine_rows import verify
+from tests.support.engines.engine_sequence import some_tokens
+from tests.support.engines.sourced import SAMPLED, SOURCE, SourcedModel, sourced, translate
+from workers.kv.sources import SourceStore, StoredSource
+from workers.verify.engine import TargetEngine
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The sources that encoders have read since the test began."""
+    found: list[tuple[int, ...]] = []
+    mark = SourceStore.mark_encoded
+
+    def record(store: SourceStore, source: StoredSource) -> None:
+        found.append(source.tokens)
+        mark(store, source)
+
+    monkeypatch.setattr(SourceStore, "mark_encoded", record)
+    return found
+
+
+def start_on(engine: TargetEngine, source: Sequence[int], name: str, **options: Any) -> None:
+    sequence = sourced(engine, source, name, **options)
+    sequence.open()
+    sequence.decode(1)
+
+
+def test_a_source_is_read_once_while_it_is_used_and_after(marian: SourcedModel, read: list[tuple[int, ...]]) -> None:
+    engine = marian.engine()
+    plain = translate(engine, 10)
+    for name in ("b", "c"):
+        start_on(engine, SOURCE, name)
+    assert engine.info().kv.blocks_total - engine.info().kv.blocks_free == 3 + 2  # 9 tokens, and one block of each
+    engine.release_all()
+    assert translate(engine, 10) == plain
+    assert read == [SOURCE]
+
+
+def test_tenants_share_no_source(marian: SourcedModel, read: list[tuple[int, ...]]) -> None:
+    engine = marian.engine()
+    for name, salt in (("a", ""), ("b", "tenant"), ("c", "tenant")):
+        start_on(engine, SOURCE, name, salt=salt)
+    assert read == [SOURCE, SOURCE]
+
+
+def test_answers_to_different_sources_share_nothing(marian: SourcedModel) -> None:
+    engine = marian.engine()
+    answer = translate(engine, 12)
+    other = sourced(engine, (*SOURCE[:-1], 3), answer=answer)
+    assert other.open() == 0
+
+
+def test_an_evicted_source_is_read_again(marian: SourcedModel, read: list[tuple[int, ...]]) -> None:
+    engine = marian.engine(blocks=12)
+    plain = translate(engine, 4)
+    translate(engine, 4, some_tokens(40, 1))
+    assert translate(engine, 4) == plain
+    assert read.count(SOURCE) == 2
+
+
+def test_an_evicted_source_comes_back_from_the_host(marian: SourcedModel, read: list[tuple[int, ...]]) -> None:
+    engine = marian.engine(blocks=12, host_bytes=1 << 20)
+    plain = translate(engine, 4, sampling=SAMPLED)
+    translate(engine, 4, some_tokens(40, 1))
+    assert translate(engine, 4, sampling=SAMPLED) == plain
+    assert read.count(SOURCE) == 1
+    engine.close()
+
+
+def test_a_source_without_room_is_a_fault_and_is_served_when_there_is_room(marian: SourcedModel) -> None:
+    engine = marian.engine(blocks=5)
+    start_on(engine, SOURCE, "first")
+    row = VerifyRow(
+        *(sourced(engine, (4, 4, 4, 4, 4), "second").name, 1, tuple(engine.info().decoder_start)),
+        start=sourced(engine, (4, 4, 4, 4, 4)).start,
+    )
+    verdict = verify(engine, row)
+    assert verdict.fault is not None and verdict.fault.code is RowFaultCode.KV_EXHAUSTED
+    assert engine.info().kv.blocks_free == 1
+    engine.release([sourced(engine, name="first").name])
+    assert verify(engine, row).fault is None
+    engine.release_all()
+    assert engine.info().kv.blocks_free == 5
