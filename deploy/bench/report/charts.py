@@ -1,0 +1,83 @@
+"""The plots of a race: speed-up by task, and throughput by batch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from deploy.bench.contestants.answers import BenchPass
+from deploy.bench.measuring import measures
+from deploy.bench.measuring.results import BenchResults, over_tasks, plain_passes
+from deploy.bench.report.plots import empty_plot, png
+
+PLAIN = "plain"
+_WIDTH = 0.8
+"""Width of all bars of a task together, in units of the distance between two tasks."""
+
+
+def speedup_by_task(results: BenchResults) -> bytes | None:
+    """Bars of ÷ plain for each task and competitor, at the first batch and temperature, as a PNG.
+
+    `None` without matplotlib, which is optional, or without ratios.
+    """
+    cells = [found.cell for found in results.cells if found.passes and found.plain]
+    if not cells:
+        return None
+    first = cells[0]
+    tasks = list(dict.fromkeys(cell.task for cell in cells))
+    heights = {
+        entry.name: [_ratio(results, entry.name, task, first.batch, first.temperature) for task in tasks]
+        for entry in results.entries
+    }
+    bars = {name: values for name, values in heights.items() if any(value is not None for value in values)}
+    title = f"÷ plain decoding, batch {first.batch}, temperature {first.temperature:g}"
+    plot = empty_plot((results.title, results.stretch), title, max(7.0, 0.25 * len(tasks) * len(bars) + 3))
+    if plot is None:
+        return None
+    figure, axes = plot
+    width = _WIDTH / max(1, len(bars))
+    for index, (name, values) in enumerate(bars.items()):
+        places = [place - _WIDTH / 2 + (index + 0.5) * width for place in range(len(tasks))]
+        axes.bar(places, [value or 0.0 for value in values], width, label=name)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(tasks)), tasks, rotation=20, ha="right")
+    return png(figure, axes)
+
+
+def throughput_by_batch(results: BenchResults) -> bytes | None:
+    """Lines of tokens per second over the batch, all tasks in turn, at the first temperature, as a PNG.
+
+    `None` without matplotlib, which is optional, or without measurements.
+    """
+    measured = [found.cell for found in results.cells if found.passes]
+    if not measured:
+        return None
+    temperature = measured[0].temperature
+    batches = sorted({cell.batch for cell in measured})
+    plot = empty_plot((results.title, results.stretch), f"tokens per second, temperature {temperature:g}", 7.0)
+    if plot is None:
+        return None
+    figure, axes = plot
+    lines = {
+        entry.name: [over_tasks(results.of(entry.name, batch=batch, temperature=temperature))[1] for batch in batches]
+        for entry in results.entries
+    }
+    lines[PLAIN] = [plain_passes(results, batch, temperature) for batch in batches]
+    for name, passes in lines.items():
+        points = [(batch, _rate(found)) for batch, found in zip(batches, passes, strict=True) if found]
+        style = "k--" if name == PLAIN else "o-"
+        axes.plot([batch for batch, _ in points], [rate for _, rate in points], style, label=name)
+    axes.set_xlabel("requests in flight")
+    axes.set_xticks(batches)
+    axes.set_ylim(bottom=0)
+    return png(figure, axes)
+
+
+def _rate(passes: Sequence[BenchPass]) -> float:
+    return statistics.median(found.rate for found in passes)
+
+
+def _ratio(results: BenchResults, name: str, task: str, batch: int, temperature: float) -> float | None:
+    found = results.of(name, task=task, batch=batch, temperature=temperature)
+    ratios: Sequence[float] = measures.speed_ratios(*over_tasks(found)) if found else ()
+    return statistics.median(ratios) if ratios else None
