@@ -84,7 +84,8 @@ def load_model(
         read = partial(_draw, config, dtype, device, tensor_parallel)
     if config.is_encoder_decoder:
         share = Share(rank, tensor_parallel)
-        return _load_encoder_decoder(section, config, device, read(), max_context_len, share)
+        origin = target_directory if target_directory is not None and is_distilled(directory) else directory
+        return _load_encoder_decoder(section, config, device, read(), origin, max_context_len, share)
     module, vocabulary = read()
     vocabulary_size = int(config.get_text_config().vocab_size)
     model = LoadedModel(
@@ -127,21 +128,22 @@ def _load_encoder_decoder(
     config: PreTrainedConfig,
     device: torch.device,
     loaded: tuple[PreTrainedModel, torch.Tensor | None],
+    origin: Path,
     max_context_len: int | None,
     share: Share,
 ) -> LoadedModel:
-    """Take the module apart and make a model of its decoder. Raises `ModelLoadError`, `ConfigurationError`."""
+    """Make a model of a module's decoder. `origin` has its settings. Raises `ModelLoadError`, `ConfigurationError`."""
     module, vocabulary = loaded
-    directory = Path(section.path)
-    split = split_encoder_decoder(module, directory, section.quantization, share if share.ranks > 1 else None)
+    split = split_encoder_decoder(module, origin, section.quantization, share if share.ranks > 1 else None)
+    vocabulary_size = split.vocabulary_size if vocabulary is None else int(config.get_text_config().vocab_size)
     model = LoadedModel(
         module=split.decoder,
-        name=directory.name,
+        name=Path(section.path).name,
         layers=measure_layers(split.decoder, device),
-        vocabulary_size=split.vocabulary_size,
-        vocabulary_offset=_first_token(split.vocabulary_size, share.rank, share.ranks),
+        vocabulary_size=vocabulary_size,
+        vocabulary_offset=_first_token(vocabulary_size, share.rank, share.ranks),
         max_context_len=decoder_context_len(config.get_text_config(), max_context_len),
-        eos_token_ids=end_of_sequence_ids(directory),
+        eos_token_ids=end_of_sequence_ids(origin),
         device=device,
         dtype=_DTYPES[section.dtype],
         code_directory=section.compile_directory,

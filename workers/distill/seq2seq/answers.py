@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,15 +40,11 @@ def greedy_answers(
         tokens[row, : len(source)] = torch.tensor(source, device=device)
         mask[row, : len(source)] = 1
     forced = len(decoder_start) - 1
-    written = target.generate(
-        input_ids=tokens,
-        attention_mask=mask,
-        num_beams=1,
-        do_sample=False,
-        max_new_tokens=max_tokens + forced,
-        output_scores=True,
-        return_dict_in_generate=True,
-    )
+    settings = copy.deepcopy(target.generation_config)
+    settings.num_beams, settings.do_sample = 1, False
+    settings.max_length, settings.max_new_tokens = None, max_tokens + forced
+    settings.output_scores = settings.return_dict_in_generate = True
+    written = target.generate(input_ids=tokens, attention_mask=mask, generation_config=settings)
     leading, log_probabilities = _leading(written.scores[forced:])
     ends = _end_tokens(target)
     answers = []

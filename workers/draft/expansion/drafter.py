@@ -15,7 +15,7 @@ from cluster.core.drafting import DraftRow, Proposal, RowFault
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from workers.draft.expansion.calibration import Calibration
-from workers.draft.expansion.expander import Expander
+from workers.draft.expansion.expander import Expander, ReadsSources
 from workers.draft.expansion.pass_cost import PassCost
 from workers.draft.expansion.proposal_builder import ProposalBuilder
 from workers.draft.expansion.run_ahead import RunAheadQueue
@@ -107,7 +107,7 @@ class TreeDrafter:
         """See `IdleWork`."""
         for session in self._sessions.known(sequence_ids):
             unstored = session.catch_up_tokens(self._expander.max_context_len)
-            if unstored:
+            if unstored and not self._lacks_source(session):
                 root = session.tree.root
                 piece = NodeExpansion(session, root, unstored[:_BACKGROUND_TOKENS], is_last=False)
                 return bool(self._run_pass([piece], self._reserve_spare))
@@ -143,11 +143,32 @@ class TreeDrafter:
                 self._memory.truncate(session.tree.root_table, session.tree.root_table.stored_len)
 
     def _make_room(self, builder: ProposalBuilder, evictable: Iterator[TreeSession]) -> None:
-        """Reserve blocks for a row's committed tokens and its first path, or evict the row where that fails."""
-        length = builder.first_path_len()
-        if length and not self._reserve(builder.session.tree.root_table, length, evictable):
-            builder.session.evict()
+        """Reserve blocks for a row's source, committed tokens and first path, or evict the row where that fails."""
+        length, session = builder.first_path_len(), builder.session
+        if length and not (
+            self._open_source(session, evictable) and self._reserve(session.tree.root_table, length, evictable)
+        ):
+            session.evict()
             builder.stop()
+
+    def _lacks_source(self, session: TreeSession) -> bool:
+        """Whether the model must read the session's source before anything else."""
+        return isinstance(self._expander, ReadsSources) and bool(session.start.source) and session.source is None
+
+    def _open_source(self, session: TreeSession, evictable: Iterator[TreeSession]) -> bool:
+        """Make room for a session's source, if its model has an encoder. Returns whether there is room."""
+        if session.source is not None or not isinstance(self._expander, ReadsSources):
+            return True
+        while True:
+            try:
+                session.source = self._expander.open_source(session.start)
+            except KvPoolExhausted:
+                other = next(evictable, None)
+                if other is None:
+                    return False
+                other.evict()
+            else:
+                return True
 
     def _plan_pass(self, builders: Sequence[ProposalBuilder]) -> list[NodeExpansion]:
         """Choose the expansions of the next pass; none if no tree is short and the gain is too small."""

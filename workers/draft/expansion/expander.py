@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from cluster.core.request import SequenceStart
 from workers.kv.block_table import BlockTable
@@ -47,6 +47,14 @@ class BranchMemory(Protocol):
         ...
 
 
+class OpenSource(Protocol):
+    """What an encoder says of a sequence's source, stored as long as the sequence holds keys and values."""
+
+    def close(self) -> None:
+        """Free it, unless another sequence reads the same source."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ExpansionRow:
     """Tokens of one sequence that go through the model. They follow those in `table`, which has room for them."""
@@ -58,6 +66,8 @@ class ExpansionRow:
     """Whether the model drafts candidates after these tokens."""
     depth: int = 1
     """Depth of the drafted tokens below the last committed token; 1 follows it directly."""
+    source: OpenSource | None = None
+    """The source of an encoder-decoder model."""
 
 
 class Expander(Protocol):
@@ -84,4 +94,13 @@ class Expander(Protocol):
         Returns one entry per row, in order, the most probable token first. An entry is empty where `is_last` is false
         or nothing can be drafted. No two rows share a table.
         """
+        ...
+
+
+@runtime_checkable
+class ReadsSources(Protocol):
+    """An expander whose model may have an encoder."""
+
+    def open_source(self, start: SequenceStart) -> OpenSource | None:
+        """Make room for the source of a sequence; `None` if it has none. Raises `KvPoolExhausted`."""
         ...

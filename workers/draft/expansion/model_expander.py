@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -11,10 +12,12 @@ from transformers import AutoConfig
 
 from cluster.core.config.sections import TargetSection
 from cluster.core.errors import ConfigurationError
-from workers.draft.expansion.expander import DraftedToken, ExpansionRow
+from cluster.core.request import SequenceStart
+from workers.draft.expansion.expander import DraftedToken, ExpansionRow, OpenSource
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
+from workers.kv.sources import SourceStore, StoredSource
 from workers.sampling.candidates import candidates
 from workers.sampling.context import DecisionContext
 
@@ -28,6 +31,7 @@ class ModelExpander:
         self._count = count
         """Number of candidates drafted below each node."""
         self._runner = ModelRunner(model, pool)
+        self._sources = None if model.source is None else SourceStore(pool)
 
     @property
     def memory(self) -> KvPool:
@@ -48,6 +52,12 @@ class ModelExpander:
     def vocabulary(self) -> Tensor | None:
         """The tokens that the logits are of, int64 [size], ascending; `None` means all tokens of the vocabulary."""
         return self._model.vocabulary
+
+    def open_source(self, start: SequenceStart) -> OpenSource | None:
+        """See `ReadsSources`. The encoder reads it in the next pass that has a row of it."""
+        if self._sources is None or not start.source:
+            return None
+        return _HeldSource(self._sources, self._sources.acquire(start.source, start.cache_salt))
 
     def warm_up(self) -> None:
         """Run passes of the usual shapes, so that the first proposals do not wait for one-time work."""
@@ -70,8 +80,13 @@ class ModelExpander:
         Returns the logits [n, size] after the rows with `is_last`, and their contexts. The logits are valid until the
         next pass.
         """
+        sources = [row.source.stored if isinstance(row.source, _HeldSource) else None for row in rows]
+        unread = dict.fromkeys(source for source in sources if source is not None and not source.is_encoded)
+        if unread and self._sources is not None:
+            self._runner.encode(list(unread), self._sources)
         forward_rows = [
-            ForwardRow(row.table, row.tokens, select=(len(row.tokens) - 1,) if row.is_last else ()) for row in rows
+            ForwardRow(row.table, row.tokens, select=(len(row.tokens) - 1,) if row.is_last else (), source=source)
+            for row, source in zip(rows, sources, strict=True)
         ]
         logits = self._runner.forward(forward_rows)
         for forward_row in forward_rows:
@@ -79,6 +94,18 @@ class ModelExpander:
         return logits, tuple(
             DecisionContext(row.start.sampling, row.table.tokens, row.start.prompt_len) for row in rows if row.is_last
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldSource:
+    """See `OpenSource`."""
+
+    store: SourceStore
+    stored: StoredSource
+
+    def close(self) -> None:
+        """See `OpenSource`."""
+        self.store.release(self.stored)
 
 
 def check_vocabularies(draft: LoadedModel, draft_directory: Path, target: TargetSection) -> int | None:

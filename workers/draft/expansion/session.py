@@ -9,7 +9,7 @@ from cluster.core.request import SequenceStart
 from workers.draft.expansion.calibration import Calibration
 from workers.draft.expansion.draft_node import DraftNode
 from workers.draft.expansion.draft_tree import DraftTree
-from workers.draft.expansion.expander import BranchMemory, ExpansionRow
+from workers.draft.expansion.expander import BranchMemory, ExpansionRow, OpenSource
 from workers.draft.expansion.pass_cost import PassCost
 from workers.draft.lookup.suffix_index import SuffixIndex
 from workers.draft.sessions import Session
@@ -28,6 +28,7 @@ class TreeSession(Session):
         "_index",
         "_last_call_at",
         "_last_call_len",
+        "source",
         "tree",
         "version",
         "wants_drafts",
@@ -48,6 +49,8 @@ class TreeSession(Session):
         self._last_call_len = 0
         look_up = None if self._index is None else self._index.next_after
         self.tree = DraftTree(memory, calibration, _is_greedy(start), look_up, max_depth)
+        self.source: OpenSource | None = None
+        """What the model's encoder says of the source; `None` without one, and while nothing is stored."""
         self.wants_drafts = False
         """Whether the last call had a budget; without one, only committed tokens go through between calls."""
         self.version = 0
@@ -68,6 +71,8 @@ class TreeSession(Session):
                 self._index.cut(known_len)
             super().replace(known_len, new_tokens)
             self._index_from(known_len)
+            if self._drafted_for.source != self.start.source:
+                self.evict()
             self._drafted_for = self.start
             self.tree.restart(self.tokens, _is_greedy(self.start))
 
@@ -75,6 +80,9 @@ class TreeSession(Session):
         """Free all stored keys and values; the committed tokens stay."""
         self.version += 1
         self.tree.evict()
+        if self.source is not None:
+            self.source.close()
+            self.source = None
 
     def record_call(self, now: float, cost: PassCost) -> None:
         """Record in `cost` what was committed since the last call. `now` is in seconds."""
@@ -115,7 +123,8 @@ class NodeExpansion:
     def row(self, table: BlockTable) -> ExpansionRow:
         """The row of the forward pass. `table` has room for the tokens."""
         depth = self.node.length - self.session.tree.root.length + 1
-        return ExpansionRow(table, self.tokens, self.session.start, self.is_last, depth)
+        session = self.session
+        return ExpansionRow(table, self.tokens, session.start, self.is_last, depth, session.source)
 
 
 def _is_greedy(start: SequenceStart) -> bool:

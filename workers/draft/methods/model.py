@@ -13,6 +13,7 @@ from pydantic import Field
 
 from cluster.core.config.base import Choice
 from cluster.core.config.sections import DraftModelSection, DraftSection, TargetSection
+from cluster.core.errors import ConfigurationError
 from cluster.core.ports import DraftMethod
 from workers.draft.expansion.drafter import TreeDrafter
 from workers.draft.expansion.settings import ExpansionSettings
@@ -54,6 +55,11 @@ def create_model(settings: DraftModelSettings, draft: DraftSection, target: Targ
     expander.warm_up()
     drawn = RULES.get(target.acceptance).drawn_drafts
     if settings.distributions == "on" or (settings.distributions == "auto" and drawn != DrawnDrafts.NONE):
+        if model.source is not None:
+            raise ConfigurationError(
+                f"draft.model.distributions: {settings.distributions} is refused for an encoder-decoder model with the "
+                f"rule {target.acceptance}; it must be off"
+            )
         siblings = 1 if drawn == DrawnDrafts.CHAIN else settings.candidates
         return DrawingDrafter(TokenDrawer(expander, target_vocabulary_size), draft, siblings)
     return TreeDrafter(expander, settings, draft, has_lookup=settings.lookup == "on")
