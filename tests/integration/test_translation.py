@@ -19,6 +19,7 @@ from cluster.core.config.sections import Configuration
 from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
+from deploy.packaged_drafts import packaged_drafts
 from deploy.settings import load_settings
 from pilotfish.v1 import generation_pb2
 from workers.serve.configuration import load_configuration
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.weights
 TIMEOUT_SECONDS = 120.0
 MAX_TOKENS = 24
 MODEL = "opus-mt-fr-en"
+DRAFT = packaged_drafts()["opus-mt-fr-en-draft"]
 SENTENCES = (
     "Une femme joue de la guitare.",
     "Deux hommes en tenue de chantier regardent une machine.",
@@ -41,7 +43,10 @@ def directory() -> Path:
 
 def configure(method: str) -> Configuration:
     target: dict[str, Any] = {"path": str(directory()), "device": "cpu", "kv": {"pool_bytes": 100 << 20}}
-    drafting = {"method": method, "controller": "off", "max_nodes": 6, "max_depth": 4}
+    drafting: dict[str, Any] = {"method": method, "controller": "off", "max_nodes": 6, "max_depth": 4}
+    if method == "model":
+        drafting["timeout_seconds"] = 60.0
+        drafting["model"] = {"path": str(DRAFT), "device": "cpu", "kv": {"pool_bytes": 50 << 20}}
     return load_configuration(
         {
             "target": target,
@@ -73,7 +78,7 @@ def expected(library: Any) -> dict[int, list[tuple[int, ...]]]:
     return found
 
 
-@pytest.fixture(params=["none", "ngram"])
+@pytest.fixture(params=["none", "ngram", "model"])
 async def client(request: pytest.FixtureRequest, library: Any) -> AsyncIterator[GenerationClient]:
     async with LocalCluster(configure(request.param)) as cluster:
         client = GenerationClient(fixed_address(cluster.grpc_address))
@@ -81,7 +86,10 @@ async def client(request: pytest.FixtureRequest, library: Any) -> AsyncIterator[
         await client.close()
 
 
-async def answer(client: GenerationClient, sentence: str, beams: int = 1) -> tuple[tuple[int, ...], str]:
+async def answer(
+    client: GenerationClient, sentence: str, beams: int = 1
+) -> tuple[tuple[int, ...], str, generation_pb2.Usage]:
+    """The tokens, the text and the usage of a translation."""
     message = generation_pb2.GenerateRequest(
         text=sentence, stopping=generation_pb2.StoppingCriteria(max_tokens=MAX_TOKENS)
     )
@@ -89,21 +97,29 @@ async def answer(client: GenerationClient, sentence: str, beams: int = 1) -> tup
         message.best_of = beams
         message.beam_search.SetInParent()
     tokens: list[int] = []
-    text = ""
+    text, usage = "", generation_pb2.Usage()
     async for response in client.generate(message, TIMEOUT_SECONDS):
         tokens.extend(response.delta.token_ids)
         text += response.delta.text
-    return tuple(tokens), text
+        usage.MergeFrom(response.finished.usage)
+    return tuple(tokens), text, usage
 
 
 async def test_tokens_and_texts_are_those_of_transformers(
-    client: GenerationClient, library: Any, expected: dict[int, list[tuple[int, ...]]]
+    client: GenerationClient,
+    library: Any,
+    expected: dict[int, list[tuple[int, ...]]],
+    request: pytest.FixtureRequest,
 ) -> None:
+    drafted = accepted = 0
     for beams, answers in expected.items():
         for sentence, wanted in zip(SENTENCES, answers, strict=True):
-            tokens, text = await answer(client, sentence, beams)
+            tokens, text, usage = await answer(client, sentence, beams)
             assert tokens == wanted, (beams, sentence)
             assert text == library.decode(wanted, skip_special_tokens=True)
+            drafted, accepted = drafted + usage.drafted_tokens, accepted + usage.accepted_draft_tokens
+    if request.node.callspec.params["client"] == "model":
+        assert 0 < accepted < drafted
 
 
 def test_the_command_translates_in_one_process(

@@ -102,7 +102,7 @@ def _shared(facts: Facts) -> str:
 
 def _origin(facts: Facts) -> str:
     layers = ", ".join(map(str, facts.layers))
-    part = "decoder layers" if facts.has_encoder else "layers"
+    part = ("decoder " if facts.has_encoder else "") + ("layers" if len(facts.layers) > 1 else "layer")
     origin = f"It started as {part} {layers} of the target" if facts.layers else "It started with random weights"
     return f"{origin}, and continues the training of {facts.start}." if facts.start else f"{origin}."
 
@@ -134,7 +134,10 @@ def _evaluation_size(facts: Facts) -> str:
 
 
 def _evaluation(facts: Facts) -> str:
-    rows = [_row(f"{facts.evaluation_name}: {name}", {name: counts}) for name, counts in facts.evaluation.items()]
+    rows = [
+        _row(f"{facts.evaluation_name}: {name}" if name else facts.evaluation_name, {name: counts})
+        for name, counts in facts.evaluation.items()
+    ]
     if len(rows) > 1:
         rows.append(_row(f"{facts.evaluation_name}: all", facts.evaluation))
     return "".join(rows)

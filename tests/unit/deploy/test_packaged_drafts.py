@@ -24,6 +24,12 @@ def test_a_method_without_a_path_loads_the_packaged_draft_of_the_target(method: 
     assert loaded.draft.model_extra[method].path == packaged
 
 
+def test_a_translator_has_a_packaged_draft_of_its_own() -> None:
+    assignments = ["draft.method=model", "target.path=opus-mt-fr-en"]
+    loaded = load_settings("cpu", assignments, {}).configuration
+    assert loaded.draft.model_extra["model"].path == "opus-mt-fr-en-draft"
+
+
 def test_each_of_several_methods_finds_its_draft() -> None:
     draft = load_settings("cpu", ["draft.methods=[suffix, heads]"], {}).configuration.draft
     assert draft.modules["heads"].path == "smollm2-135m-heads"

@@ -180,7 +180,7 @@ def test_the_command_makes_a_draft(command: tuple[Path, list[str]], monkeypatch:
     text = (directory / "draft" / "README.md").read_text()
     for words in (
         "encoder, embedding and head",
-        "decoder layers 2 of the target",
+        "decoder layer 2 of the target",
         "--field fr",
         "5 prompts of in.jsonl",
     ):
