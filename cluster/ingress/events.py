@@ -111,6 +111,10 @@ class Finished:
     """The stop token that ended the answer, if one did."""
     index: int = 0
     """Number of the answer, from 0."""
+    accepted_prediction: int | None = None
+    """Number of tokens of the client's prediction that are in the answer; `None` without a prediction."""
+    rejected_prediction: int | None = None
+    """Number of tokens of the client's prediction that are not in the answer; `None` without a prediction."""
 
 
 Event = Started | Delta | Finished

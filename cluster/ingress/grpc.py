@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 import grpc
 
-from cluster.core.request import FinishReason, TokenLogprobs, Usage
+from cluster.core.request import FinishReason, TokenLogprobs
 from cluster.ingress.client import FullClient
 from cluster.ingress.events import Delta, Event, Finished, ServedModel, Started
 from cluster.ingress.observability.grpc_calls import logged
@@ -240,13 +240,14 @@ class RoutedOperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
 def _encode_finished(event: Finished) -> generation_pb2.GenerationFinished:
     return generation_pb2.GenerationFinished(
         reason=_REASONS[event.reason],
-        usage=_encode_usage(event.usage),
+        usage=_encode_usage(event),
         stop_string=event.stop_string,
         stop_token_id=event.stop_token,
     )
 
 
-def _encode_usage(usage: Usage) -> generation_pb2.Usage:
+def _encode_usage(event: Finished) -> generation_pb2.Usage:
+    usage = event.usage
     return generation_pb2.Usage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
@@ -255,6 +256,8 @@ def _encode_usage(usage: Usage) -> generation_pb2.Usage:
         target_steps=usage.target_steps,
         resumed_tokens=usage.resumed_tokens,
         cached_tokens=usage.cached_tokens,
+        accepted_prediction_tokens=event.accepted_prediction,
+        rejected_prediction_tokens=event.rejected_prediction,
     )
 
 

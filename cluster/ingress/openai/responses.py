@@ -163,7 +163,7 @@ def usage(choices: Iterable[Choice]) -> Json:
     parts = [part for _, part in ended]
     prompt = sum(part.prompt_tokens for counts_prompt, part in ended if counts_prompt)
     completion = sum(part.completion_tokens for part in parts)
-    accepted = sum(part.accepted_draft_tokens for part in parts)
+    accepted, rejected = _predicted(parts)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -173,9 +173,23 @@ def usage(choices: Iterable[Choice]) -> Json:
         },
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": sum(part.drafted_tokens for part in parts) - accepted,
+            "rejected_prediction_tokens": rejected,
         },
     }
+
+
+def _predicted(parts: Iterable[generation_pb2.Usage]) -> tuple[int, int]:
+    """Return how many tokens of the client's prediction are in the answers, and how many are not.
+
+    Without a prediction these are the accepted and the rejected draft tokens.
+    """
+    found = [
+        (part.accepted_prediction_tokens, part.rejected_prediction_tokens)
+        if part.HasField("accepted_prediction_tokens")
+        else (part.accepted_draft_tokens, part.drafted_tokens - part.accepted_draft_tokens)
+        for part in parts
+    ]
+    return sum(accepted for accepted, _ in found), sum(rejected for _, rejected in found)
 
 
 def usage_so_far(choice: Choice) -> Json:

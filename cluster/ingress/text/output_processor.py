@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from cluster.core.request import Commit, FinishReason, GeneratedPart, GenerationRequest, Usage
 from cluster.ingress.events import Delta, Finished
+from cluster.ingress.text.prediction_match import PredictionMatch
 from cluster.ingress.text.stop_strings import StopMatcher
 from cluster.ingress.text.tokenizer import Detokenizer
 
@@ -22,6 +23,7 @@ class OutputProcessor:
         "_index",
         "_matcher",
         "_min_tokens",
+        "_prediction",
         "_prompt_len",
         "_resumed",
         "_steps",
@@ -37,6 +39,7 @@ class OutputProcessor:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(request.stopping.stop_strings)
         self._min_tokens = request.sampling.min_tokens
+        self._prediction = PredictionMatch(request.prediction) if request.prediction else None
         self._prompt_len = len(request.input)
         self._tokens = 0
         self._drafted = 0
@@ -104,6 +107,10 @@ class OutputProcessor:
         delta = Delta(text, commit.tokens[:count], accepted, commit.logprobs[:count], self._index, commit.drafted)
         self._count(commit, delta)
         self.finished = self._end(commit, stop)
+        if self.finished is not None and (match := self._prediction) is not None:
+            self.finished = replace(
+                self.finished, accepted_prediction=match.accepted, rejected_prediction=match.rejected
+            )
         seen = (delta,) if delta.tokens or delta.text else ()
         return seen if self.finished is None else (*seen, self.finished)
 
@@ -123,6 +130,8 @@ class OutputProcessor:
 
     def _count(self, commit: Commit, delta: Delta) -> None:
         self._tokens += len(delta.tokens)
+        if self._prediction is not None:
+            self._prediction.add(delta.tokens)
         self._accepted += delta.accepted
         self._drafted += commit.drafted
         self._cached = max(self._cached, commit.cached_tokens)

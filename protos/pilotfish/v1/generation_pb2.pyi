@@ -836,6 +836,8 @@ class Usage(_message.Message):
     TARGET_STEPS_FIELD_NUMBER: _builtins.int
     RESUMED_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
@@ -850,6 +852,10 @@ class Usage(_message.Message):
     """Tokens of the answer that were taken from the request's resume instead of generated."""
     cached_tokens: _builtins.int
     """Tokens of the prompt whose KV was stored when the sequence began."""
+    accepted_prediction_tokens: _builtins.int
+    """Tokens of the client's prediction that are in the answer. Unset without a prediction."""
+    rejected_prediction_tokens: _builtins.int
+    """Tokens of the client's prediction that are not in the answer. Unset without a prediction."""
     def __init__(
         self,
         *,
@@ -860,12 +866,21 @@ class Usage(_message.Message):
         target_steps: _builtins.int = ...,
         resumed_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        accepted_prediction_tokens: _builtins.int | None = ...,
+        rejected_prediction_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "prompt_tokens", b"prompt_tokens", "resumed_tokens", b"resumed_tokens", "target_steps", b"target_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens", "resumed_tokens", b"resumed_tokens", "target_steps", b"target_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__accepted_prediction_tokens: _TypeAlias = _typing.Literal["accepted_prediction_tokens"]  # noqa: Y015
+    _WhichOneofArgType__accepted_prediction_tokens: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__rejected_prediction_tokens: _TypeAlias = _typing.Literal["rejected_prediction_tokens"]  # noqa: Y015
+    _WhichOneofArgType__rejected_prediction_tokens: _TypeAlias = _typing.Literal["_rejected_prediction_tokens", b"_rejected_prediction_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__accepted_prediction_tokens) -> _WhichOneofReturnType__accepted_prediction_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rejected_prediction_tokens) -> _WhichOneofReturnType__rejected_prediction_tokens | None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
 

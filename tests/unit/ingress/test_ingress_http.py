@@ -281,3 +281,12 @@ async def test_a_body_that_is_nested_too_deep_is_refused(api: HttpApi) -> None:
     response = await api.http.post("/v1/completions", content=body)
     assert (response.status_code, error_of(response)["code"]) == (400, None)
     assert "nested at most 64 levels deep" in error_of(response)["message"]
+
+
+async def test_usage_counts_the_prediction_of_the_client_as_openai_does(api: HttpApi) -> None:
+    prediction = {"type": "content", "content": "hello the sea"}
+    details = (await api.chat(prediction=prediction)).json()["usage"]["completion_tokens_details"]
+    expected, written = (api.tokenizer.encode(text) for text in ("hello the sea", "hello the world"))
+    same = next(index for index, (a, b) in enumerate(zip(expected, written, strict=False)) if a != b)
+    assert details["accepted_prediction_tokens"] == same
+    assert details["rejected_prediction_tokens"] == len(expected) - same
