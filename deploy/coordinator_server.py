@@ -14,7 +14,8 @@ from cluster.core.membership import Load
 from cluster.core.ports import Drafter, Target
 from cluster.ingress.access.grpc_access import AccessInterceptor
 from cluster.ingress.access.key_ring import KeyRing
-from cluster.ingress.grpc import GenerationServicer, OperationsServicer
+from cluster.ingress.grpc import GenerationServicer
+from cluster.ingress.observability.operations import OperationsServicer
 from cluster.ingress.service import GenerationService
 from cluster.ingress.text.tokenizer import Tokenizer
 from cluster.wire.calls.servicer import CoordinatorServicer
@@ -22,6 +23,7 @@ from cluster.wire.connection import Resolve
 from cluster.wire.peer_access import OPEN, PeerAccess
 from cluster.wire.server import WireServer
 from deploy.implied_settings import NOT_LOSSLESS
+from deploy.tracing import make_tracer, tracer_provider
 from pilotfish.v1 import coordinator_pb2_grpc, generation_pb2_grpc, operations_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -55,7 +57,10 @@ class CoordinatorServer:
     ) -> None:
         self._configuration = configuration
         self._metrics = Metrics()
-        self._coordinator = Coordinator(target, drafters, configuration, self._metrics)
+        endpoint = configuration.server.otlp_endpoint
+        self._traces = None if endpoint is None else tracer_provider(endpoint, "pilotfish-coordinator")
+        tracer = None if self._traces is None else make_tracer(self._traces)
+        self._coordinator = Coordinator(target, drafters, configuration, self._metrics, tracer=tracer)
         self._is_internal = internal_host is not None
         server = configuration.server
         self._server = WireServer(
@@ -96,7 +101,7 @@ class CoordinatorServer:
             draft_method=configuration.draft.name,
             aliases=configuration.target.aliases,
         )
-        servicer = GenerationServicer(generation)
+        servicer = GenerationServicer(generation, traces=self._traces is not None)
         self._server.add(GENERATION_SERVICE, generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer)
         if self._is_internal:
             self._server.add(
@@ -107,7 +112,7 @@ class CoordinatorServer:
         self._server.add(
             OPERATIONS_SERVICE,
             operations_pb2_grpc.add_OperationsServiceServicer_to_server,
-            OperationsServicer(self._metrics),
+            OperationsServicer(self._metrics, generation.abort),
         )
         port = await self._server.start()
         self._opening = asyncio.create_task(self._open())
@@ -133,6 +138,8 @@ class CoordinatorServer:
         await self._set_health(False)
         await self._coordinator.stop(drain_seconds)
         await self._server.stop(_CLOSING_SECONDS)
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.shutdown)
 
     async def _open(self) -> None:
         """Connect to the target, then keep `grpc.health.v1` up to date."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from cluster.coordinator.emit import Emitter
 from cluster.coordinator.metrics import Metrics
+from cluster.coordinator.observability.traces import RequestTracer
 from cluster.coordinator.requests.beam_search import BeamSearch
 from cluster.coordinator.requests.decoding_strategy import DecodingStrategy
 from cluster.coordinator.requests.live_request import LiveRequest
@@ -30,6 +31,7 @@ class AdmissionController:
         metrics: Metrics,
         clock: Callable[[], float],
         on_change: Callable[[], None],
+        tracer: RequestTracer | None,
     ) -> None:
         self._table = table
         self._emitter = emitter
@@ -37,6 +39,7 @@ class AdmissionController:
         self._metrics = metrics
         self._clock = clock
         self._on_change = on_change
+        self._tracer = tracer
         self._arrivals = 0
 
     def admit(self, request: GenerationRequest, info: TargetInfo) -> LiveRequest:
@@ -61,6 +64,8 @@ class AdmissionController:
             live.set_deadline_timer(timer)
         self._table.add(live)
         self._metrics.admitted(request)
+        if self._tracer is not None:
+            self._tracer.begin(live)
         self._on_change()
         return live
 

@@ -18,6 +18,7 @@ from cluster.coordinator.commit import Committer
 from cluster.coordinator.emit import Emitter
 from cluster.coordinator.loop import Loop
 from cluster.coordinator.metrics import Metrics
+from cluster.coordinator.observability.traces import RequestTracer
 from cluster.coordinator.plan import Planner
 from cluster.coordinator.propose import Proposer
 from cluster.coordinator.quarantine import Quarantine
@@ -51,14 +52,15 @@ class Coordinator:
         configuration: Configuration,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
+        tracer: RequestTracer | None = None,
     ) -> None:
         limits, draft = configuration.scheduler, configuration.draft
         wakeup = Wakeup()
         self._metrics = metrics
         self._kv = configuration.target.kv
         self._table = table = RequestTable()
-        self._emitter = Emitter(table, metrics, clock, wakeup.notify)
-        self._admission = AdmissionController(table, self._emitter, limits, metrics, clock, wakeup.notify)
+        self._emitter = Emitter(table, metrics, clock, wakeup.notify, tracer)
+        self._admission = AdmissionController(table, self._emitter, limits, metrics, clock, wakeup.notify, tracer)
         step_timeout = configuration.target.step_timeout_seconds
         progress = LoopProgress(clock, step_timeout + draft.timeout_seconds + HANG_SLACK_SECONDS)
         self._target = TargetClient(target, step_timeout, wakeup.notify, progress.mark)
@@ -80,6 +82,7 @@ class Coordinator:
             progress,
             metrics,
             clock,
+            tracer,
         )
         self._is_draining = False
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from cluster.coordinator.metrics import Metrics
+from cluster.coordinator.observability.traces import RequestTracer
 from cluster.coordinator.requests.live_request import LiveRequest
 from cluster.coordinator.requests.request_table import RequestTable
 from cluster.core.errors import PilotfishError, WorkerUnavailable
@@ -22,12 +23,18 @@ class Emitter:
     """Hands commits to readers. A request ends when it finishes, fails or is aborted, or when its reader leaves."""
 
     def __init__(
-        self, table: RequestTable, metrics: Metrics, clock: Callable[[], float], on_change: Callable[[], None]
+        self,
+        table: RequestTable,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        on_change: Callable[[], None],
+        tracer: RequestTracer | None,
     ) -> None:
         self._table = table
         self._metrics = metrics
         self._clock = clock
         self._on_change = on_change
+        self._tracer = tracer
         self._mean_request_seconds = 1.0
 
     @property
@@ -74,7 +81,7 @@ class Emitter:
 
     def fail(self, request: LiveRequest, error: PilotfishError) -> None:
         """End a request with an error."""
-        if self._close(request):
+        if self._close(request, error):
             request.fail(error)
             self._metrics.failed(error)
 
@@ -96,11 +103,14 @@ class Emitter:
             self._metrics.completed(request.longest_answer)
             self._close(request)
 
-    def _close(self, request: LiveRequest) -> bool:
+    def _close(self, request: LiveRequest, error: PilotfishError | None = None) -> bool:
         """Remove a request from the table. Returns whether it was live."""
         if not self._table.remove(request):
             return False
-        seconds = self._clock() - request.arrived_at
+        now = self._clock()
+        if self._tracer is not None:
+            self._tracer.end(request, now, error)
+        seconds = now - request.arrived_at
         self._mean_request_seconds += _LATEST_WEIGHT * (seconds - self._mean_request_seconds)
         self._on_change()
         return True

@@ -11,8 +11,10 @@ from cluster.coordinator.clients.target import TargetClient
 from cluster.coordinator.commit import CommitResult, Committer
 from cluster.coordinator.emit import Emitter
 from cluster.coordinator.metrics import Metrics
+from cluster.coordinator.observability.traces import RequestTracer
 from cluster.coordinator.plan import Planner
 from cluster.coordinator.propose import Proposer
+from cluster.coordinator.requests.live_request import LiveRequest
 from cluster.coordinator.requests.request_table import RequestTable
 from cluster.coordinator.round_timer import RoundTimer
 from cluster.coordinator.verify import Verifier
@@ -46,6 +48,7 @@ class Loop:
         progress: LoopProgress,
         metrics: Metrics,
         clock: Callable[[], float],
+        tracer: RequestTracer | None,
     ) -> None:
         self._table = table
         self._target = target
@@ -59,6 +62,7 @@ class Loop:
         self._progress = progress
         self._metrics = metrics
         self._clock = clock
+        self._tracer = tracer
         self._is_running = False
         self._is_stopped = False
         self._target_lost_at: float | None = None
@@ -150,6 +154,7 @@ class Loop:
     async def _round(self, plan: Plan, timer: RoundTimer) -> None:
         """Propose, verify, commit and emit one plan."""
         plan, next_half = self._proposer.split(plan)
+        timer.propose_begins()
         drafts = await self._proposer.propose(plan)
         rows = self._verifier.rows(plan, drafts.proposals, self._proposer.next_budgets(plan))
         if not rows:
@@ -159,8 +164,12 @@ class Loop:
         step = await self._verifier.verify(rows)
         timer.step_ends()
         self._proposer.receive(rows, step)
+        if self._tracer is not None:
+            self._tracer.round_decided(self._requests_of(rows))
         result = self._committer.commit(rows, step)
         self._emitter.emit(result.commits)
+        if self._tracer is not None:
+            self._tracer.round_ended(timer.times(proposed=drafts.asked > 0))
         await self._repair(rows, result)
         seconds = timer.total_seconds()
         self._proposer.observe_round(rows, drafts, seconds, step)
@@ -173,6 +182,12 @@ class Loop:
             step=timer.step_seconds,
             target=step.step_seconds,
         )
+
+    def _requests_of(self, rows: tuple[VerifyRow, ...]) -> list[LiveRequest]:
+        """The live requests that the rows belong to, each once."""
+        running = (self._table.running.get(row.sequence_id) for row in rows)
+        found = (None if live is None else self._table.request_of(live) for live in running)
+        return list({request.id: request for request in found if request is not None}.values())
 
     async def _repair(self, rows: tuple[VerifyRow, ...], result: CommitResult) -> None:
         if result.faults:

@@ -175,6 +175,8 @@ class GenerationRequest:
     client: str = ""
     """The name of the caller's API key; empty where no keys are demanded. It is a part of `request_id`."""
     text: TextOptions = field(default_factory=TextOptions)
+    traceparent: str = ""
+    """The span that the request belongs to, in W3C's form; empty if there is none."""
 
     @property
     def input(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -14,11 +14,11 @@ from cluster.core.request import FinishReason, TokenLogprobs
 from cluster.ingress.client import FullClient
 from cluster.ingress.events import Delta, Event, Finished, ServedModel, Started
 from cluster.ingress.observability.grpc_calls import logged
-from cluster.ingress.observability.ingress_metrics import IngressMetrics
 from cluster.ingress.observability.request_record import noted
+from cluster.ingress.observability.traces import traceparent_of
 from cluster.ingress.service import GenerationService
 from cluster.ingress.validate import check_request_id
-from pilotfish.v1 import common_pb2, generation_pb2, generation_pb2_grpc, operations_pb2, operations_pb2_grpc
+from pilotfish.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -32,13 +32,17 @@ _REASONS = {
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """The public service. It raises Pilotfish errors, which `WireServer` maps to gRPC statuses."""
 
-    def __init__(self, service: GenerationService) -> None:
+    def __init__(self, service: GenerationService, *, traces: bool = False) -> None:
+        """With `traces`, the metadata of calls names the span that a request belongs to."""
         self._service = service
+        self._traces = traces
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """Stream the answers. A cancelled call frees their memory."""
+        if self._traces:
+            request.traceparent = traceparent_of(context.invocation_metadata()) or request.traceparent
         async with aclosing(self.responses(request, context.time_remaining())) as responses:
             async for response in responses:
                 yield response
@@ -147,35 +151,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
 
-class MetricsSource(Protocol):
-    """The coordinator's metrics, as the operations service uses them."""
-
-    def exposition(self) -> tuple[bytes, str]:
-        """Return the metrics in Prometheus text format and its content type."""
-        ...
-
-
-class OperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
-    """The service for operators."""
-
-    def __init__(self, metrics: MetricsSource) -> None:
-        self._metrics = metrics
-
-    async def GetMetrics(
-        self,
-        request: operations_pb2.GetMetricsRequest,
-        context: Context,
-    ) -> operations_pb2.GetMetricsResponse:
-        """Return the coordinator's metrics."""
-        exposition, content_type = self._metrics.exposition()
-        return operations_pb2.GetMetricsResponse(exposition=exposition, content_type=content_type)
-
-
 class RoutedGenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """The public service of an ingress. It passes every call on, and raises the errors of `client`."""
 
-    def __init__(self, client: FullClient, max_timeout_seconds: float) -> None:
-        """`max_timeout_seconds` is the timeout of a `Generate` call without a deadline, and the longest one."""
+    def __init__(self, client: FullClient, max_timeout_seconds: float, *, traces: bool = False) -> None:
+        """`max_timeout_seconds` is the timeout of a `Generate` call without a deadline, and the longest one.
+
+        With `traces`, the metadata of calls names the span that a request belongs to.
+        """
+        self._traces = traces
         self._client = client
         self._max_timeout_seconds = max_timeout_seconds
 
@@ -183,6 +167,8 @@ class RoutedGenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """Stream the answers. A cancelled call frees their memory."""
+        if self._traces:
+            request.traceparent = traceparent_of(context.invocation_metadata()) or request.traceparent
         left, longest = context.time_remaining(), self._max_timeout_seconds
         timeout = longest if left is None else min(left, longest)
         with logged(request) as record:
@@ -218,23 +204,6 @@ class RoutedGenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.GetModelResponse:
         """Return one model by name."""
         return generation_pb2.GetModelResponse(model=await self._client.get_model(request.model))
-
-
-class RoutedOperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
-    """The service for operators, at an ingress."""
-
-    def __init__(self, client: FullClient, own_metrics: IngressMetrics | None = None) -> None:
-        self._client = client
-        self._own_metrics = own_metrics or IngressMetrics()
-
-    async def GetMetrics(
-        self, request: operations_pb2.GetMetricsRequest, context: Context
-    ) -> operations_pb2.GetMetricsResponse:
-        """Return the metrics of all coordinators and of this ingress."""
-        exposition, content_type = await self._client.metrics()
-        return operations_pb2.GetMetricsResponse(
-            exposition=self._own_metrics.appended_to(exposition), content_type=content_type
-        )
 
 
 def _encode_finished(event: Finished) -> generation_pb2.GenerationFinished:

@@ -38,6 +38,7 @@ from cluster.ingress.endpoints.verification import add_verification
 from cluster.ingress.merge import merge
 from cluster.ingress.observability.http_middleware import ObservabilityMiddleware, generate, note_error
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
+from cluster.ingress.observability.traces import CallTracer
 from cluster.ingress.openai.coalesce import Events
 from cluster.ingress.openai.errors import ErrorResponse, error_response
 from cluster.ingress.openai.event_ids import HEADER, EventId, Stage, body_digest, parse_event_id, restore
@@ -90,11 +91,13 @@ def create_app(
     adds_request_id: bool = True,
     keys: KeyRing | None = None,
     metrics: IngressMetrics | None = None,
+    tracer: CallTracer | None = None,
 ) -> FastAPI:
     """Return the ASGI application, which calls the public service through `client`.
 
     `adds_request_id=False` is for an app behind a proxy that adds the header `x-request-id`, as Ray Serve's does.
-    Callers need one of the API `keys`, if there are any. Requests are counted in `metrics`.
+    Callers need one of the API `keys`, if there are any. Requests are counted in `metrics`
+    and traced by `tracer`.
     """
     load = RequestCount()
     metrics = metrics or IngressMetrics()
@@ -105,7 +108,7 @@ def create_app(
         redoc_url=None,
         middleware=[
             Middleware(RequestIdMiddleware, adds_header=adds_request_id),
-            Middleware(ObservabilityMiddleware, metrics=metrics, clock=time.monotonic),
+            Middleware(ObservabilityMiddleware, metrics=metrics, clock=time.monotonic, tracer=tracer),
             Middleware(AccessMiddleware, keys=keys or KeyRing()),
             Middleware(CountMiddleware, count=load),
         ],

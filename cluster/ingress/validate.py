@@ -62,6 +62,8 @@ class ValidatedRequest:
     """The expected answer, as text that is not yet tokenized or as tokens; empty if there is none."""
     received: tuple[ReceivedPart, ...]
     """What the caller has of each generated answer; empty for a new request."""
+    traceparent: str = ""
+    """See `GenerationRequest.traceparent`."""
 
     @property
     def scoped_id(self) -> RequestId:
@@ -114,6 +116,7 @@ def validate(
         else None,
         prediction=_prediction(request, info, limits),
         received=received_parts(request, answers, info, limits),
+        traceparent=bounds.text("traceparent", request.traceparent, bounds.MAX_TRACEPARENT_BYTES),
     )
 
 
@@ -147,6 +150,7 @@ def fit_to_context(
     return GenerationRequest(
         request_id=request.scoped_id,
         client=request.client,
+        traceparent=request.traceparent,
         prompt=start,
         source=source,
         sampling=replace(

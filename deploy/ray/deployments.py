@@ -36,6 +36,7 @@ from deploy.ray.directory import DirectoryClient
 from deploy.ray.drafter_follower import DrafterFollower
 from deploy.ray.ingress_server import IngressServer
 from deploy.ray.node_models import with_local_drafts, with_local_models
+from deploy.tracing import make_call_tracer, tracer_provider
 from workers.draft.registry import create
 from workers.serve.configuration import load_configuration
 from workers.serve.logs import set_logging
@@ -213,12 +214,17 @@ class IngressReplica:
         self._server = IngressServer(
             self._client, configuration.server, configuration.limits, self._keys, self._metrics
         )
+        endpoint = configuration.server.otlp_endpoint
+        self._traces = None if endpoint is None else tracer_provider(endpoint, "pilotfish-ingress")
         self._is_started = False
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The ASGI application. Serve asks for it once the replica is constructed."""
         # Serve's proxy adds the header with the request's id.
-        return create_app(self._client, self._limits, adds_request_id=False, keys=self._keys, metrics=self._metrics)
+        tracer = None if self._traces is None else make_call_tracer(self._traces)
+        return create_app(
+            self._client, self._limits, adds_request_id=False, keys=self._keys, metrics=self._metrics, tracer=tracer
+        )
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:
         """Start to listen on the first call. Serve calls this before the replica is healthy."""
@@ -240,6 +246,8 @@ class IngressReplica:
         await self._server.stop(self._drain_seconds)
         await self._directory.stop()
         await self._client.close()
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.shutdown)
 
     def _coordinators(self) -> tuple[CoordinatorView, ...]:
         """The coordinators, also those that drain."""

@@ -74,6 +74,11 @@ class LiveRequest:
         """Number of tokens of the longest answer that has ended."""
         return self._longest_answer
 
+    @property
+    def has_run(self) -> bool:
+        """Whether one of its sequences ran."""
+        return self._running_at is not None
+
     def mark_running(self, now: float) -> None:
         """Record that one of its sequences runs. Only the first time counts."""
         if self._running_at is None:

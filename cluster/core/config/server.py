@@ -35,10 +35,14 @@ class ServerSection(Section):
     """Address that the gRPC API binds to."""
     grpc_port: Port = 9000
     """Port of the gRPC API; 0 takes a free one."""
+    operations_port: Port | None = None
+    """Port of the operations service (metrics, abort) on `grpc_host`; unset: it is on `grpc_port`, with the others."""
     api_key_file: str | None = None
     """File with API keys, one `NAME KEY` a line, or a directory with a file per key; unset: everybody may call."""
     log_format: Literal["text", "json"] = "text"
     """Form of the processes' logs: `json` writes one object per line, also for every request."""
+    otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+$")] | None = None
+    """URL of an OpenTelemetry collector that takes spans over OTLP with gRPC (`http://HOST:4317`); unset: no traces."""
     ingress_replicas: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of ingress processes. Each serves both APIs, and those on one node share the ports."""
     ingress_node_resource: str | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -11,6 +12,7 @@ from cluster.ingress.client import ServiceClient
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
 from cluster.ingress.observability.request_log import log_request
 from cluster.ingress.observability.request_record import RequestRecord, current, noted
+from cluster.ingress.observability.traces import TRACEPARENT, CallTracer
 from pilotfish.v1 import generation_pb2
 
 UNLOGGED = frozenset({"/health", "/ping", "/ready", "/metrics", "/load", "/version"})
@@ -22,8 +24,11 @@ _UNKNOWN = "none"
 class ObservabilityMiddleware:
     """Measures every HTTP request from its arrival to the last byte of its response, and logs one line."""
 
-    def __init__(self, app: ASGIApp, metrics: IngressMetrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: IngressMetrics, clock: Callable[[], float], tracer: CallTracer | None = None
+    ) -> None:
         self._app = app
+        self._tracer = tracer
         self._metrics = metrics
         self._clock = clock
 
@@ -35,6 +40,9 @@ class ObservabilityMiddleware:
         status = 500  # what an unexpected error becomes, further out
         state = scope.setdefault("state", {})
         record = state["record"] = RequestRecord(self._clock)
+
+        span = None if self._tracer is None else self._tracer.begin(Headers(scope=scope).get(TRACEPARENT, ""))
+        record.traceparent = "" if span is None else span.traceparent
 
         async def send_and_note(message: Message) -> None:
             nonlocal status
@@ -50,9 +58,12 @@ class ObservabilityMiddleware:
             raise
         finally:
             current.reset(token)
-            self._ended(scope, record, status)
+            name = self._ended(scope, record, status)
+            if span is not None:
+                span.end(name, status, record.error)
 
-    def _ended(self, scope: Scope, record: RequestRecord, status: int) -> None:
+    def _ended(self, scope: Scope, record: RequestRecord, status: int) -> str:
+        """Count and log a request. Returns its method and route."""
         handler, method = getattr(scope.get("route"), "path", _UNKNOWN), _method(scope)
         self._metrics.answered(handler, method, status, record.seconds)
         if record.error is not None:
@@ -63,6 +74,7 @@ class ObservabilityMiddleware:
                 {"request_id": request_id, "api": "http", "method": method, "handler": handler, "status": status}
                 | record.fields()
             )
+        return f"{method} {handler}"
 
 
 def note_error(request: Request | Scope, error: Exception | str) -> None:

@@ -24,6 +24,8 @@ class RequestRecord:
     """Returns the present time, in seconds."""
     arrived_at: float = field(init=False)
     """Time of arrival."""
+    traceparent: str = ""
+    """The span of the request, in W3C's form; empty if it is not traced."""
     client: str = ""
     """The name of the caller's API key."""
     answer_id: str = ""
@@ -53,8 +55,10 @@ class RequestRecord:
         return self.clock() - self.arrived_at
 
     def note_request(self, request: generation_pb2.GenerateRequest) -> None:
-        """Take the caller's name from a request to the generation service."""
+        """Take the caller's name from a request to the generation service, and give it the span."""
         self.client = request.client or self.client
+        if self.traceparent:
+            request.traceparent = self.traceparent
 
     def note(self, response: generation_pb2.GenerateResponse) -> None:
         """Take what one response says."""

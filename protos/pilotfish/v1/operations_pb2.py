@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpilotfish/v1/operations.proto\x12\x0cpilotfish.v1\"\x13\n\x11GetMetricsRequest\">\n\x12GetMetricsResponse\x12\x12\n\nexposition\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63ontent_type\x18\x02 \x01(\t2d\n\x11OperationsService\x12O\n\nGetMetrics\x12\x1f.pilotfish.v1.GetMetricsRequest\x1a .pilotfish.v1.GetMetricsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpilotfish/v1/operations.proto\x12\x0cpilotfish.v1\"\x13\n\x11GetMetricsRequest\">\n\x12GetMetricsResponse\x12\x12\n\nexposition\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63ontent_type\x18\x02 \x01(\t\"9\n\x13\x41\x62ortRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\"\'\n\x14\x41\x62ortRequestResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\x32\xbb\x01\n\x11OperationsService\x12O\n\nGetMetrics\x12\x1f.pilotfish.v1.GetMetricsRequest\x1a .pilotfish.v1.GetMetricsResponse\x12U\n\x0c\x41\x62ortRequest\x12!.pilotfish.v1.AbortRequestRequest\x1a\".pilotfish.v1.AbortRequestResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,6 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMETRICSREQUEST']._serialized_end=66
   _globals['_GETMETRICSRESPONSE']._serialized_start=68
   _globals['_GETMETRICSRESPONSE']._serialized_end=130
-  _globals['_OPERATIONSSERVICE']._serialized_start=132
-  _globals['_OPERATIONSSERVICE']._serialized_end=232
+  _globals['_ABORTREQUESTREQUEST']._serialized_start=132
+  _globals['_ABORTREQUESTREQUEST']._serialized_end=189
+  _globals['_ABORTREQUESTRESPONSE']._serialized_start=191
+  _globals['_ABORTREQUESTRESPONSE']._serialized_end=230
+  _globals['_OPERATIONSSERVICE']._serialized_start=233
+  _globals['_OPERATIONSSERVICE']._serialized_end=420
 # @@protoc_insertion_point(module_scope)

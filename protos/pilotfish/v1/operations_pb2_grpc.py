@@ -40,6 +40,11 @@ class OperationsServiceStub:
                 request_serializer=pilotfish_dot_v1_dot_operations__pb2.GetMetricsRequest.SerializeToString,
                 response_deserializer=pilotfish_dot_v1_dot_operations__pb2.GetMetricsResponse.FromString,
                 _registered_method=True)
+        self.AbortRequest = channel.unary_unary(
+                '/pilotfish.v1.OperationsService/AbortRequest',
+                request_serializer=pilotfish_dot_v1_dot_operations__pb2.AbortRequestRequest.SerializeToString,
+                response_deserializer=pilotfish_dot_v1_dot_operations__pb2.AbortRequestResponse.FromString,
+                _registered_method=True)
 
 
 class OperationsServiceServicer:
@@ -53,6 +58,13 @@ class OperationsServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AbortRequest(self, request, context):
+        """Ends a request of any client.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperationsServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +72,11 @@ def add_OperationsServiceServicer_to_server(servicer, server):
                     servicer.GetMetrics,
                     request_deserializer=pilotfish_dot_v1_dot_operations__pb2.GetMetricsRequest.FromString,
                     response_serializer=pilotfish_dot_v1_dot_operations__pb2.GetMetricsResponse.SerializeToString,
+            ),
+            'AbortRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortRequest,
+                    request_deserializer=pilotfish_dot_v1_dot_operations__pb2.AbortRequestRequest.FromString,
+                    response_serializer=pilotfish_dot_v1_dot_operations__pb2.AbortRequestResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +107,33 @@ class OperationsService:
             '/pilotfish.v1.OperationsService/GetMetrics',
             pilotfish_dot_v1_dot_operations__pb2.GetMetricsRequest.SerializeToString,
             pilotfish_dot_v1_dot_operations__pb2.GetMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbortRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pilotfish.v1.OperationsService/AbortRequest',
+            pilotfish_dot_v1_dot_operations__pb2.AbortRequestRequest.SerializeToString,
+            pilotfish_dot_v1_dot_operations__pb2.AbortRequestResponse.FromString,
             options,
             channel_credentials,
             insecure,

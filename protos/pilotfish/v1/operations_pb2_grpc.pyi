@@ -35,6 +35,8 @@ class OperationsServiceStub:
     def __new__(cls, channel: _aio.Channel) -> OperationsServiceAsyncStub: ...
     GetMetrics: _grpc.UnaryUnaryMultiCallable[_operations_pb2.GetMetricsRequest, _operations_pb2.GetMetricsResponse]
     """The coordinator's metrics."""
+    AbortRequest: _grpc.UnaryUnaryMultiCallable[_operations_pb2.AbortRequestRequest, _operations_pb2.AbortRequestResponse]
+    """Ends a request of any client."""
 
 @_typing.type_check_only
 class OperationsServiceAsyncStub(OperationsServiceStub):
@@ -43,6 +45,8 @@ class OperationsServiceAsyncStub(OperationsServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetMetrics: _aio.UnaryUnaryMultiCallable[_operations_pb2.GetMetricsRequest, _operations_pb2.GetMetricsResponse]  # type: ignore[assignment]
     """The coordinator's metrics."""
+    AbortRequest: _aio.UnaryUnaryMultiCallable[_operations_pb2.AbortRequestRequest, _operations_pb2.AbortRequestResponse]  # type: ignore[assignment]
+    """Ends a request of any client."""
 
 class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
     """Internal. The HTTP API returns the metrics under /metrics."""
@@ -54,5 +58,13 @@ class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operations_pb2.GetMetricsResponse, _abc.Awaitable[_operations_pb2.GetMetricsResponse]]:
         """The coordinator's metrics."""
+
+    @_abc_1.abstractmethod
+    def AbortRequest(
+        self,
+        request: _operations_pb2.AbortRequestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.AbortRequestResponse, _abc.Awaitable[_operations_pb2.AbortRequestResponse]]:
+        """Ends a request of any client."""
 
 def add_OperationsServiceServicer_to_server(servicer: OperationsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

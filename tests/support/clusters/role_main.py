@@ -25,8 +25,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError
-from cluster.ingress.grpc import RoutedGenerationServicer, RoutedOperationsServicer
+from cluster.ingress.grpc import RoutedGenerationServicer
 from cluster.ingress.http import create_app
+from cluster.ingress.observability.operations import RoutedOperationsServicer
 from cluster.ingress.router import Router
 from cluster.ingress.routing import CoordinatorView
 from cluster.wire.calls.client import CoordinatorClient

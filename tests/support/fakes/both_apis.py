@@ -16,8 +16,9 @@ from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
 from cluster.ingress.access.grpc_access import AccessInterceptor
 from cluster.ingress.access.key_ring import KeyRing
-from cluster.ingress.grpc import GenerationServicer, OperationsServicer
+from cluster.ingress.grpc import GenerationServicer
 from cluster.ingress.http import create_app
+from cluster.ingress.observability.operations import OperationsServicer
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PublicAccess
 from cluster.wire.server import WireServer
@@ -85,7 +86,7 @@ async def serving(directory: Path, keys: KeyRing | None = None) -> AsyncIterator
         server.add(
             "pilotfish.v1.OperationsService",
             operations_pb2_grpc.add_OperationsServiceServicer_to_server,
-            OperationsServicer(OneMetric()),
+            OperationsServicer(OneMetric(), lambda *_: False),
         )
         port = await server.start()
         await server.set_serving("pilotfish.v1.GenerationService", True)

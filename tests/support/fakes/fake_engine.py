@@ -19,7 +19,8 @@ from cluster.core.kv import KvLayout, KvOccupancy
 from cluster.core.request import Commit, FinishReason, GenerationRequest, TokenLogprobs, Usage
 from cluster.core.sequence import Sequence as Record
 from cluster.core.verification import TargetInfo, Verdict
-from cluster.ingress.grpc import GenerationServicer, OperationsServicer
+from cluster.ingress.grpc import GenerationServicer
+from cluster.ingress.observability.operations import OperationsServicer
 from cluster.ingress.service import GenerationService
 from cluster.ingress.text.tokenizer import Tokenizer
 from pilotfish.v1 import generation_pb2, operations_pb2
@@ -176,7 +177,9 @@ class InProcessClient:
         return await self._servicer.Detokenize(request, Remaining(1))
 
     async def metrics(self) -> tuple[bytes, str]:
-        response = await OperationsServicer(OneMetric()).GetMetrics(operations_pb2.GetMetricsRequest(), Remaining(1))
+        response = await OperationsServicer(OneMetric(), lambda *_: False).GetMetrics(
+            operations_pb2.GetMetricsRequest(), Remaining(1)
+        )
         return response.exposition, response.content_type
 
     async def is_ready(self) -> bool:

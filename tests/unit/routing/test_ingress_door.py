@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from cluster.core.errors import DeadlineExceeded, InvalidRequest, UnknownModel
-from cluster.ingress.grpc import RoutedGenerationServicer, RoutedOperationsServicer
+from cluster.ingress.grpc import RoutedGenerationServicer
+from cluster.ingress.observability.operations import RoutedOperationsServicer
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.server import WireServer
 from deploy.coordinator_server import GENERATION_SERVICE, OPERATIONS_SERVICE, fixed_address

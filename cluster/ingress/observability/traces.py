@@ -1,0 +1,38 @@
+"""What an ingress tells a tracer of HTTP requests. Without a tracer, nothing is collected."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+TRACEPARENT = "traceparent"
+"""The header, and the key of gRPC's metadata, that names the caller's span in W3C's form."""
+_MOST_CHARS = 64
+
+
+class CallSpan(Protocol):
+    """The span of one request."""
+
+    @property
+    def traceparent(self) -> str:
+        """The span as the parent of others, in W3C's form."""
+        ...
+
+    def end(self, name: str, status: int, error: str | None) -> None:
+        """End the span. `error` is the name of the error that ended the request."""
+        ...
+
+
+class CallTracer(Protocol):
+    """Makes spans of requests."""
+
+    def begin(self, traceparent: str) -> CallSpan:
+        """Start the span of a request whose caller names its own span, or none."""
+        ...
+
+
+def traceparent_of(metadata: Any) -> str:
+    """Return the caller's span from the metadata of a gRPC call; one that cannot be right counts as none."""
+    for key, value in metadata or ():
+        if key == TRACEPARENT and isinstance(value, str) and len(value) <= _MOST_CHARS:
+            return value
+    return ""
