@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
+from cluster.core import bounds
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, PilotfishError
 from cluster.ingress.access.http_access import AccessMiddleware, named
@@ -168,7 +169,9 @@ async def _generate(
 ) -> Response:
     if translated.event_id.stage is Stage.DONE:
         return Response(media_type=EventStream.media_type)
-    timeout, n = timeout_of(request, limits.max_timeout_seconds), translated.n
+    # The service checks all bounds. This one also bounds what is made here for each answer.
+    n = bounds.integer("n", translated.n, 1, limits.max_n)
+    timeout = timeout_of(request, limits.max_timeout_seconds)
     choices = [Choice(index, counts_prompt=index % n == 0) for index in range(len(translated.requests) * n)]
     if translated.event_id.choices:
         restore(translated.event_id, choices, translated.requests)

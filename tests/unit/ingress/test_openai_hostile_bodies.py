@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import difflib
 import json
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from cluster.core.bounds import MAX_JSON_DEPTH
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
+from cluster.ingress import http
 from cluster.ingress.openai import parse as parsing
 from cluster.ingress.openai import requests
 from cluster.ingress.openai.parse import parse
 from cluster.ingress.openai.requests import CompletionRequest
+from tests.support.fakes.http_app import HI, HttpApi, error_of
 
 MANY = 300_000
 
@@ -128,3 +131,13 @@ def test_a_million_entries_are_not_written_out_for_an_error_message() -> None:
 )
 def test_a_short_value_is_shown_as_it_is(value: object) -> None:
     assert str(InvalidRequest("field", value, "other")) == f"field: {value!r} is refused; it must be other"
+
+
+async def test_many_answers_are_refused_before_anything_is_made_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "Choice", None)  # nothing can be made
+    api = HttpApi(tmp_path)
+    for path, body in (("/v1/completions", {"prompt": ["a", "b"]}), ("/v1/chat/completions", {"messages": HI})):
+        error = error_of(await api.post(path, n=2**32 - 1, **body))
+        assert (error["param"], error["message"]) == ("n", "n: 4294967295 is refused; it must be between 1 and 16")
