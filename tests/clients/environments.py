@@ -35,7 +35,7 @@ KINDS = (
     ClientKind("litellm", "litellm_client.py"),
     ClientKind("anthropic", "anthropic_client.py"),
     ClientKind("vllm-bench-payloads", "vllm_payloads.py", pins="openai"),
-    ClientKind("grpc-reflection", "grpc_reflection.py"),
+    ClientKind("grpc-reflection", "reflection_client.py"),
     ClientKind("pilotfish-client", "pilotfish_client_wheel.py", wheel="protos"),
     ClientKind("guidellm", "guidellm_client.py", uses_project=True),
     ClientKind("lm-eval", "lm_eval_client.py", uses_project=True),

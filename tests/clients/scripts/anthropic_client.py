@@ -8,7 +8,7 @@ from checks import MESSAGES, TOOL_QUESTION, TOOLS, arguments, check, require, ru
 
 URL, _, MODEL = arguments()
 CLIENT = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0, timeout=300.0)
-SMALL = {"model": MODEL, "max_tokens": 24, "temperature": 0.0}
+SMALL = {"model": MODEL, "max_tokens": 24, "extra_body": {"temperature": 0.0}}
 FUNCTION = TOOLS[0]["function"]
 OWN_TOOLS = [{"name": FUNCTION["name"], "description": FUNCTION["description"], "input_schema": FUNCTION["parameters"]}]
 
@@ -45,7 +45,7 @@ def tools() -> str:
 @check("errors have their class")
 def errors() -> str:
     try:
-        CLIENT.messages.create(messages=MESSAGES, **SMALL | {"temperature": -1.0})
+        CLIENT.messages.create(messages=MESSAGES, **SMALL | {"extra_body": {"temperature": -1.0}})
     except anthropic.BadRequestError as error:
         return type(error).__name__
     raise ValueError("no error")
