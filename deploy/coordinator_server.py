@@ -69,6 +69,7 @@ class CoordinatorServer:
             max_message_bytes=configuration.limits.max_body_bytes,
             access=OPEN if internal_host is None else access,
             interceptors=() if keys is None else (AccessInterceptor(keys),),
+            tls=server.tls if internal_host is None else None,
         )
         self._opening: asyncio.Task[None] | None = None
 

@@ -10,9 +10,9 @@ def join_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if is_ipv6(host) else f"{host}:{port}"
 
 
-def http_url(host: str, port: int) -> str:
-    """The URL of an HTTP server without TLS."""
-    return f"http://{join_host_port(host, port)}"
+def http_url(host: str, port: int, *, has_tls: bool = False) -> str:
+    """The URL of an HTTP server."""
+    return f"{'https' if has_tls else 'http'}://{join_host_port(host, port)}"
 
 
 def socket_family(host: str) -> socket.AddressFamily:

@@ -9,7 +9,9 @@ from pathlib import Path
 import grpc
 
 from cluster.core.config.cluster_section import TlsSection
+from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.errors import ConfigurationError
+from cluster.wire.tls.public_credentials import channel_credentials
 
 TOKEN_KEY = "x-pilotfish-cluster-token"  # noqa: S105 - the name of the metadata, not a secret
 """Key of the call metadata that holds the cluster token."""
@@ -93,19 +95,21 @@ class PublicAccess:
 
     api_key: str | None = field(default=None, repr=False)
     """Sent with every call. It appears in no `repr`."""
+    tls: PublicTlsSection | None = None
+    """How the server is checked, and the certificate that the client presents; `None`: no TLS."""
 
     def metadata(self) -> Metadata:
         """The metadata of every call."""
         return () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),)
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """Credentials of a channel: `None`, without TLS."""
-        return None
+        """Credentials of a channel; `None` without TLS. Raises `ConfigurationError` for an unreadable file."""
+        return None if self.tls is None else channel_credentials(self.tls)
 
     @property
     def server_name(self) -> str | None:
         """The name that servers' certificates must have instead of their address."""
-        return None
+        return None if self.tls is None else self.tls.server_name
 
 
 OPEN = PeerAccess()

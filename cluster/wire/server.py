@@ -13,11 +13,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster.core.bounds import MAX_MESSAGE_BYTES
+from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.errors import ConfigurationError
 from cluster.wire.address import join_host_port
 from cluster.wire.channel import message_options
 from cluster.wire.interceptor import CallInterceptor
 from cluster.wire.peer_access import OPEN, PeerAccess
+from cluster.wire.tls.public_credentials import server_credentials
 from cluster.wire.token_interceptor import TokenInterceptor
 
 logger = logging.getLogger(__name__)
@@ -36,8 +38,8 @@ class WireServer:
     """A gRPC server for Pilotfish services. `start()` starts it; `async with` stops it at the end of the block.
 
     With `shares_port`, other servers that say so may listen on the same port of the same machine. Internal services
-    demand what `access` says of every call, except of health checks. `interceptors` see a call before its messages.
-    `on_error` is called with each error that ends a call.
+    demand what `access` says of every call, except of health checks; public ones have the TLS in `tls`. `interceptors`
+    see a call before its messages. `on_error` is called with each error that ends a call.
     """
 
     def __init__(
@@ -50,10 +52,12 @@ class WireServer:
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         shares_port: bool = False,
         on_error: Callable[[Exception], None] | None = None,
+        tls: PublicTlsSection | None = None,
     ) -> None:
         self._host = host
         self._port = port
         self._access = access
+        self._tls = tls
         self._interceptors = tuple(interceptors)
         self._options = (
             *message_options(max_message_bytes),
@@ -79,7 +83,7 @@ class WireServer:
         self._services.append((service_name, add_to_server, servicer))
 
     async def start(self) -> int:
-        """Listen, and return the port. Raises `ConfigurationError` if the address cannot be bound."""
+        """Listen, and return the port. Raises `ConfigurationError` for an address or a certificate that is unusable."""
         self._interceptor = CallInterceptor(self._on_error)  # a stopped server may be started again
         token = self._access.token
         first = self._interceptors if token is None else (TokenInterceptor(token), *self._interceptors)
@@ -92,7 +96,8 @@ class WireServer:
         for name in names:
             await self.set_serving(name, False)
         address = join_host_port(self._host, self._port)
-        credentials = self._access.server_credentials()
+        tls = self._tls
+        credentials = self._access.server_credentials() if tls is None else server_credentials(tls)
         try:
             if credentials is None:
                 port = server.add_insecure_port(address)

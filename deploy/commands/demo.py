@@ -127,7 +127,7 @@ def _answer(cluster: ServeCluster, configuration: Configuration, output: Console
         "return_token_ids": True,
     }
     printer = MarkedPrinter(output, tokenizer)
-    chunks = stream_chat(cluster.http_url, body, configuration.limits.max_timeout_seconds, cluster.headers)
+    chunks = stream_chat(cluster.http_url, body, configuration.limits.max_timeout_seconds, cluster.headers, cluster.tls)
     measured = measure(chunks, printer.write)
     printer.end()
     return measured

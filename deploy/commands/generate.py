@@ -147,7 +147,7 @@ async def answer_prompt(
         if address is None:
             notice("no server is running; loading the model in this process (`pilotfish serve` starts a server)")
     if address is not None:
-        access = PublicAccess(settings.api_key)
+        access = PublicAccess(settings.api_key, settings.configuration.server.tls)
         return await _stream(address, access, settings.configuration, prompt, write, notice)
     # Importing torch takes seconds, and a client of a running server does not need it.
     from deploy.local.local_cluster import LocalCluster

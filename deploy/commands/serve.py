@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
+from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.config.sections import Configuration
 from cluster.wire.address import http_url, join_host_port
 from deploy.commands.options import ConfigOption, SetOption
@@ -45,9 +46,10 @@ def serve(config: ConfigOption = None, assignments: SetOption = None) -> None:
 def usage_examples(configuration: Configuration) -> str:
     """Example requests for a running cluster: a curl line, an `openai` snippet and a grpcurl line."""
     server, name = configuration.server, served_name(configuration)
-    url = http_url(server.http_host, server.http_port) + server.route_prefix.rstrip("/")
+    url = http_url(server.http_host, server.http_port, has_tls=server.tls is not None) + server.route_prefix.rstrip("/")
     address = join_host_port(server.grpc_host, server.grpc_port)
     messages = [{"role": "user", "content": "Name three prime numbers."}]
+    curl, grpcurl, environment = _tls_options(server.tls)
     over_http = json.dumps({"model": name, "messages": messages, "max_tokens": 64, "temperature": 0})
     over_grpc = json.dumps(
         {"chat": {"messages": messages}, "sampling": {"temperature": 0}, "stopping": {"max_tokens": 64}}
@@ -55,9 +57,9 @@ def usage_examples(configuration: Configuration) -> str:
     return f"""\
 {name} is ready at {url} (HTTP) and {address} (gRPC). Ctrl-C stops it.
 
-curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{over_http}'
+curl{curl} {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{over_http}'
 
-{sys.executable} -c '
+{environment}{sys.executable} -c '
 from openai import OpenAI
 client = OpenAI(base_url="{url}/v1", api_key="none")
 answer = client.chat.completions.create(model="{name}", stream=True, max_tokens=64, temperature=0,
@@ -67,5 +69,18 @@ for chunk in answer:
         print(choice.delta.content or "", end="", flush=True)
 '
 
-grpcurl -plaintext -d '{over_grpc}' {address} pilotfish.v1.GenerationService/Generate
+grpcurl{grpcurl} -d '{over_grpc}' {address} pilotfish.v1.GenerationService/Generate
 """
+
+
+def _tls_options(tls: PublicTlsSection | None) -> tuple[str, str, str]:
+    """The options of curl and grpcurl, and the environment of Python, for a server with these settings of TLS."""
+    if tls is None:
+        return "", " -plaintext", ""
+    curl = f" --cacert {tls.trusted}"
+    grpcurl = f" -cacert {tls.trusted}"
+    if tls.client_pair is not None:
+        certificate, key = tls.client_pair
+        curl += f" --cert {certificate} --key {key}"
+        grpcurl += f" -cert {certificate} -key {key}"
+    return curl, grpcurl, f"SSL_CERT_FILE={tls.trusted} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -82,7 +83,11 @@ class MarkedPrinter:
 
 
 def stream_chat(
-    url: str, body: dict[str, Any], timeout_seconds: float, headers: Mapping[str, str] = MappingProxyType({})
+    url: str,
+    body: dict[str, Any],
+    timeout_seconds: float,
+    headers: Mapping[str, str] = MappingProxyType({}),
+    tls: ssl.SSLContext | None = None,
 ) -> Iterator[Chunk]:
     """Post a streaming chat completion and yield one chunk per commit. Raises `WorkerUnavailable`.
 
@@ -93,7 +98,7 @@ def stream_chat(
     while True:
         try:
             for event_id, payload in _events(
-                f"{url}/v1/chat/completions", body, headers, last_event_id, timeout_seconds
+                f"{url}/v1/chat/completions", body, headers, last_event_id, timeout_seconds, tls
             ):
                 last_event_id = event_id
                 if payload == _DONE:
@@ -116,12 +121,18 @@ class _Unanswered(Exception):
 
 
 def _events(
-    url: str, body: dict[str, Any], headers: Mapping[str, str], last_event_id: str, timeout_seconds: float
+    url: str,
+    body: dict[str, Any],
+    headers: Mapping[str, str],
+    last_event_id: str,
+    timeout_seconds: float,
+    tls: ssl.SSLContext | None,
 ) -> Iterator[tuple[str, str]]:
     """Yield id and data of the events after `last_event_id`, or of all. Raises `WorkerUnavailable`, `_Unanswered`."""
     headers = {**headers, "Last-Event-ID": last_event_id} if last_event_id else headers
     event_id = last_event_id
-    with httpx.stream("POST", url, json=body, headers=headers, timeout=timeout_seconds) as response:
+    verify = True if tls is None else tls
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=timeout_seconds, verify=verify) as response:
         if response.status_code != httpx.codes.OK:
             message = f"{url} answered {response.status_code}: {response.read().decode()}"
             if response.status_code in _TEMPORARY:

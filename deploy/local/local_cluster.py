@@ -10,7 +10,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import uvicorn
 
@@ -18,6 +18,8 @@ from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
 from cluster.ingress.access.api_keys import ApiKey
 from cluster.ingress.access.key_ring import KeyRing
+from cluster.ingress.connections.protocol import BoundedHttpProtocol
+from cluster.ingress.connections.tls import tls_options
 from cluster.ingress.http import create_app
 from cluster.wire.address import http_url, join_host_port, socket_family
 from cluster.wire.drafter_client import GrpcDrafter
@@ -41,8 +43,21 @@ class LocalCluster:
     port of 0 takes a free one. Raises `ConfigurationError`, `ModelLoadError`.
     """
 
-    def __init__(self, configuration: Configuration, *, http: bool = False, api_keys: Sequence[ApiKey] = ()) -> None:
-        """`api_keys` open the public APIs, as those in `server.api_key_file` do; without any, everybody may call."""
+    def __init__(
+        self,
+        configuration: Configuration,
+        *,
+        http: bool = False,
+        api_keys: Sequence[ApiKey] = (),
+        serves_tls: bool = False,
+    ) -> None:
+        """`api_keys` open the public APIs, as those in `server.api_key_file` do; without any, everybody may call.
+
+        The public APIs have the TLS of `server.tls` with `serves_tls`; a cluster for its own process needs none.
+        """
+        if not serves_tls:
+            server = configuration.server.model_copy(update={"tls": None})
+            configuration = configuration.model_copy(update={"server": server})
         self._configuration = configuration
         self._token = draw_token()
         self._keys = KeyRing(api_keys, configuration.server.api_key_file, self._token.api_key())
@@ -59,12 +74,13 @@ class LocalCluster:
     @property
     def access(self) -> PublicAccess:
         """What the process of the cluster presents to its public APIs."""
-        return PublicAccess(self._token.api_key())
+        return PublicAccess(self._token.api_key(), self._configuration.server.tls)
 
     @property
     def http_url(self) -> str:
         """The URL of the HTTP API, if the cluster was started with `http`."""
-        return http_url(self._configuration.server.http_host, self._http_port)
+        server = self._configuration.server
+        return http_url(server.http_host, self._http_port, has_tls=server.tls is not None)
 
     async def __aenter__(self) -> Self:
         try:
@@ -114,7 +130,9 @@ class LocalCluster:
         listener = socket.create_server((host, port), family=socket_family(host))
         self._http_port = int(listener.getsockname()[1])
         app = create_app(client, self._configuration.limits, keys=self._keys)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        tls: dict[str, Any] = {**tls_options(self._configuration.server.tls)}
+        config = uvicorn.Config(app, log_level="warning", lifespan="off", http=BoundedHttpProtocol, **tls)
+        server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve([listener]))
 
         async def stop() -> None:

@@ -42,6 +42,7 @@ class IngressServer:
                 interceptors=(AccessInterceptor(keys, metrics.refused_over_grpc),),
                 shares_port=True,
                 on_error=metrics.refused_over_grpc,
+                tls=server.tls,
             )
 
         public = listener(server.grpc_port)

@@ -1,19 +1,23 @@
-"""A middleware for the HTTP proxy of Ray Serve that rejects request ids that are not UTF-8.
+"""What Ray Serve's HTTP proxy does for Pilotfish: bounds of connections, TLS, and request ids that are UTF-8.
 
-The proxy fails with status 500 for an `x-request-id` that is not UTF-8, before it calls the ingress. Serve calls
-`middlewares` in every proxy process when `CALLBACK_VARIABLE` names it.
+The proxy takes headers of any size, waits for clients for ever, demands no certificate of clients even if it has
+certificates to check them by, and fails with status 500 for an `x-request-id` that is not UTF-8, before it calls the
+ingress. Serve calls `middlewares` in every proxy process, before it listens, when `CALLBACK_VARIABLE` names it.
 """
 
 from __future__ import annotations
 
 from starlette.middleware import Middleware
+from uvicorn.config import HTTP_PROTOCOLS
 
 from cluster.ingress.asgi import RequestIdMiddleware
 
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 CALLBACK = "deploy.ray.proxy:middlewares"
+_PROTOCOL = "cluster.ingress.connections.protocol:BoundedHttpProtocol"
 
 
 def middlewares() -> list[Middleware]:
-    """Return the middlewares that Serve installs around the proxy."""
+    """Bound the connections of the HTTP servers of this process, and return the middlewares around the proxy."""
+    HTTP_PROTOCOLS["auto"] = _PROTOCOL
     return [Middleware(RequestIdMiddleware)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from ray.serve.exceptions import RayServeException
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import WorkerUnavailable
+from cluster.ingress.connections.tls import tls_options
 from cluster.wire.address import http_url, join_host_port
+from cluster.wire.tls.public_credentials import client_context
 from deploy.models import ReportProgress, resolve_models, served_name, with_served_name
 from deploy.placement import Placement, Resources, plan
 from deploy.preflight import capacity_problems, model_problems, raise_problems
@@ -27,7 +30,7 @@ from deploy.ray.application import bind
 from deploy.ray.directory import drain
 from deploy.ray.node_models import check_models
 from deploy.ray.nodes import cluster_nodes, without_claims
-from deploy.ray.running_serve import check_addresses
+from deploy.ray.running_serve import check_addresses, check_certificates
 from deploy.ray.start_ray import join_ray, start_local_ray
 from deploy.settings import Settings
 from workers.serve.node import free_port, reserved_port
@@ -85,12 +88,19 @@ class ServeCluster:
     def http_url(self) -> str:
         """The URL of the HTTP API, with the application's route prefix."""
         server = self._configuration.server
-        return f"{http_url(server.http_host, server.http_port)}{server.route_prefix.rstrip('/')}"
+        url = http_url(server.http_host, server.http_port, has_tls=server.tls is not None)
+        return f"{url}{server.route_prefix.rstrip('/')}"
 
     @property
     def headers(self) -> dict[str, str]:
         """The headers of requests that this process itself sends to the HTTP API."""
         return {"authorization": f"Bearer {self._settings.token.api_key()}"}
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """The TLS of requests that this process itself sends; `None` without TLS. Raises `ConfigurationError`."""
+        tls = self._configuration.server.tls
+        return None if tls is None else client_context(tls)
 
     @property
     def grpc_address(self) -> str:
@@ -162,7 +172,7 @@ class ServeCluster:
         server = configuration.server
         self._report("starting Ray Serve")
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        serve.start(http_options={"host": server.http_host, "port": server.http_port})
+        serve.start(http_options={"host": server.http_host, "port": server.http_port, **tls_options(server.tls)})
         worker_host, settings = LOOPBACK if self._owns_ray else None, self._settings
         application = bind(configuration, placement, worker_host, settings.access, settings.api_keys)
         deadline = time.monotonic() + server.start_timeout_seconds
@@ -199,9 +209,11 @@ class ServeCluster:
 
     def _wait_until_ready(self, deadline: float) -> None:
         self._report("waiting for the coordinator to connect to the target")
+        verify = self.tls or True
         while time.monotonic() < deadline:
             try:
-                if httpx.get(f"{self.http_url}/ready", timeout=5.0).status_code == httpx.codes.OK:
+                if httpx.get(f"{self.http_url}/ready", timeout=5.0, verify=verify).status_code == httpx.codes.OK:
+                    check_certificates(self._configuration.server)
                     return
             except httpx.TransportError:
                 pass
@@ -218,6 +230,7 @@ class ServeCluster:
                 json=body,
                 headers=self.headers,
                 timeout=deadline - time.monotonic(),
+                verify=self.tls or True,
             )
         except httpx.TransportError as error:
             raise WorkerUnavailable(f"the connection of the first request was lost: {error!r}") from None

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from cluster.core.config.base import Port, Positive, Seconds, Section
+from cluster.core.config.public_tls import PublicTlsSection
 
 
 class AutoscalingSection(Section):
@@ -43,6 +44,8 @@ class ServerSection(Section):
     """Form of the processes' logs: `json` writes one object per line, also for every request."""
     otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+$")] | None = None
     """URL of an OpenTelemetry collector that takes spans over OTLP with gRPC (`http://HOST:4317`); unset: no traces."""
+    tls: PublicTlsSection | None = None
+    """TLS of both public APIs; unset: no TLS."""
     ingress_replicas: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of ingress processes. Each serves both APIs, and those on one node share the ports."""
     ingress_node_resource: str | None = None

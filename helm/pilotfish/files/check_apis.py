@@ -4,7 +4,9 @@ A cluster that has just started gets a minute until it is ready.
 """
 
 import os
+import ssl
 import time
+from pathlib import Path
 
 import grpc
 import httpx
@@ -16,21 +18,35 @@ url, address = os.environ["HTTP_URL"], os.environ["GRPC_ADDRESS"]
 until = time.monotonic() + READY_SECONDS
 key = os.environ.get("PILOTFISH_API_KEY")
 headers = {"authorization": f"Bearer {key}"} if key else {}
-with httpx.Client(timeout=120.0, headers=headers) as client:
+authority, name = os.environ.get("TLS_CA"), os.environ.get("TLS_SERVER_NAME", "")
+certificate, private_key = os.environ.get("TLS_CERTIFICATE"), os.environ.get("TLS_KEY")
+context: ssl.SSLContext | bool = True
+if authority:
+    context = ssl.create_default_context(cafile=authority)
+    context.check_hostname = False  # gRPC checks the name
+    if certificate and private_key:
+        context.load_cert_chain(certificate, private_key)
+with httpx.Client(timeout=120.0, headers=headers, verify=context) as client:
     for path in ("/health", "/ready"):
         while (reply := client.get(f"{url}{path}")).status_code == httpx.codes.SERVICE_UNAVAILABLE:
             if time.monotonic() > until:
                 break
             time.sleep(0.5)
         reply.raise_for_status()
-    name = client.get(f"{url}/v1/models").raise_for_status().json()["data"][0]["id"]
-    body = {"model": name, "prompt": "The", "max_tokens": 4, "temperature": 0}
+    model = client.get(f"{url}/v1/models").raise_for_status().json()["data"][0]["id"]
+    body = {"model": model, "prompt": "The", "max_tokens": 4, "temperature": 0}
     answer = client.post(f"{url}/v1/completions", json=body).raise_for_status().json()
     if answer["usage"]["completion_tokens"] < 1:
         raise SystemExit(f"{url}/v1/completions: no token in {answer}")
 
 service = "pilotfish.v1.GenerationService"
-with grpc.insecure_channel(address) as channel:
+if authority:
+    pair = [Path(file).read_bytes() if file else None for file in (private_key, certificate)]
+    credentials = grpc.ssl_channel_credentials(Path(authority).read_bytes(), *pair)
+    opened = grpc.secure_channel(address, credentials, options=(("grpc.ssl_target_name_override", name),))
+else:
+    opened = grpc.insecure_channel(address)
+with opened as channel:
     request = health_pb2.HealthCheckRequest(service=service)
     try:
         for state in health_pb2_grpc.HealthStub(channel).Watch(request, timeout=READY_SECONDS, wait_for_ready=True):

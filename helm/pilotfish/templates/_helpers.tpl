@@ -97,12 +97,28 @@ matchExpressions:
 {{- if .Values.apiKeys.existingSecret -}}
 {{- $_ := set $server "api_key_file" (include "pilotfish.apiKeysDirectory" .) -}}
 {{- end -}}
+{{- if .Values.tls.existingSecret -}}
+{{- $directory := include "pilotfish.tlsDirectory" . -}}
+{{- $tls := dict "certificate" (printf "%s/tls.crt" $directory) "key" (printf "%s/tls.key" $directory) -}}
+{{- if .Values.tls.clientCertificates -}}
+{{- $_ := set $tls "client_ca" (printf "%s/ca.crt" $directory) -}}
+{{- end -}}
+{{- $_ := set $server "tls" $tls -}}
+{{- end -}}
 {{- $chart := dict "config" .Values.preset "target" $target "draft" $draft "server" $server -}}
 {{- mergeOverwrite $chart (deepCopy .Values.settings) | toYaml -}}
 {{- end -}}
 
 {{- define "pilotfish.apiKeysDirectory" -}}
 /etc/pilotfish/api-keys
+{{- end -}}
+
+{{- define "pilotfish.tlsDirectory" -}}
+/etc/pilotfish/tls
+{{- end -}}
+
+{{- define "pilotfish.httpScheme" -}}
+{{- ternary "https" "http" (hasKey (include "pilotfish.server" . | fromYaml) "tls") -}}
 {{- end -}}
 
 {{/* The settings in force of the section `server`. */}}
@@ -136,9 +152,17 @@ matchExpressions:
 {{- with .Values.serve.deployments -}}
 {{- $_ := set $application "deployments" . -}}
 {{- end -}}
+{{- $http := dict "host" "0.0.0.0" "port" 8000 -}}
+{{- with (include "pilotfish.server" . | fromYaml).tls -}}
+{{- $_ := set $http "ssl_keyfile" .key -}}
+{{- $_ := set $http "ssl_certfile" .certificate -}}
+{{- with .client_ca -}}
+{{- $_ := set $http "ssl_ca_certs" . -}}
+{{- end -}}
+{{- end -}}
 {{- dict
   "proxy_location" "EveryNode"
-  "http_options" (dict "host" "0.0.0.0" "port" 8000)
+  "http_options" $http
   "applications" (prepend .Values.serve.extraApplications $application)
 | toYaml -}}
 {{- end -}}

@@ -110,6 +110,9 @@ spec:
         {{- if and (eq .role "ingress") $root.Values.apiKeys.existingSecret }}
         - {name: api-keys, mountPath: {{ include "pilotfish.apiKeysDirectory" $root }}, readOnly: true}
         {{- end }}
+        {{- if $root.Values.tls.existingSecret }}
+        - {name: tls, mountPath: {{ include "pilotfish.tlsDirectory" $root }}, readOnly: true}
+        {{- end }}
         {{- with $root.Values.pods.volumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -136,6 +139,13 @@ spec:
         secretName: {{ . }}
         defaultMode: 0440
     {{- end }}
+    {{- end }}
+    {{- /* Serve has an HTTP proxy in every pod. */}}
+    {{- with $root.Values.tls.existingSecret }}
+    - name: tls
+      secret:
+        secretName: {{ . }}
+        defaultMode: 0440
     {{- end }}
     {{- with $root.Values.pods.volumes }}
     {{- toYaml . | nindent 4 }}
@@ -174,7 +184,13 @@ capabilities:
 {{- define "pilotfish.probes" -}}
 {{- $probes := .root.Values.probes -}}
 {{- $node := dict "path" "/api/local_raylet_healthz" "port" 52365 -}}
-{{- $ready := ternary (dict "path" "/ready" "port" "http") $node (eq .role "ingress") -}}
+{{- $tls := (include "pilotfish.server" .root | fromYaml).tls | default dict -}}
+{{- $api := dict "path" "/ready" "port" "http" "scheme" (ternary "HTTPS" "HTTP" (hasKey $tls "certificate")) -}}
+{{- $ready := dict "httpGet" (ternary $api $node (eq .role "ingress")) -}}
+{{- if and (eq .role "ingress") (hasKey $tls "client_ca") -}}
+{{- /* Probes present no certificate. */}}
+{{- $ready = dict "tcpSocket" (dict "port" "http") -}}
+{{- end -}}
 livenessProbe:
   httpGet: {{ toJson $node }}
   initialDelaySeconds: 30
@@ -182,7 +198,7 @@ livenessProbe:
   timeoutSeconds: {{ $probes.timeoutSeconds }}
   failureThreshold: {{ $probes.failureThreshold }}
 readinessProbe:
-  httpGet: {{ toJson $ready }}
+  {{- toYaml $ready | nindent 2 }}
   periodSeconds: {{ $probes.periodSeconds }}
   timeoutSeconds: {{ $probes.timeoutSeconds }}
   failureThreshold: 2

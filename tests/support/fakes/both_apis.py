@@ -12,6 +12,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
 from cluster.ingress.access.grpc_access import AccessInterceptor
@@ -22,6 +23,7 @@ from cluster.ingress.observability.operations import OperationsServicer
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PublicAccess
 from cluster.wire.server import WireServer
+from cluster.wire.tls.public_credentials import client_context
 from pilotfish.v1 import common_pb2, generation_pb2, generation_pb2_grpc, operations_pb2_grpc
 from tests.support.fakes.fake_engine import OneMetric, ScriptedEngine, fake_service, listening
 
@@ -73,11 +75,15 @@ async def apis(tmp_path: Path) -> AsyncIterator[BothApis]:
 
 
 @asynccontextmanager
-async def serving(directory: Path, keys: KeyRing | None = None) -> AsyncIterator[BothApis]:
+async def serving(
+    directory: Path, keys: KeyRing | None = None, tls: PublicTlsSection | None = None
+) -> AsyncIterator[BothApis]:
     """Serve both APIs. With `keys`, they demand API keys, and `OWN_KEY` is the key of the server itself."""
     generation, engine, _ = fake_service(directory, limits=LIMITS)
     interceptors = () if keys is None else (AccessInterceptor(keys),)
-    async with WireServer("127.0.0.1", 0, max_message_bytes=LIMITS.max_body_bytes, interceptors=interceptors) as server:
+    async with WireServer(
+        "127.0.0.1", 0, max_message_bytes=LIMITS.max_body_bytes, interceptors=interceptors, tls=tls
+    ) as server:
         server.add(
             "pilotfish.v1.GenerationService",
             generation_pb2_grpc.add_GenerationServiceServicer_to_server,
@@ -96,8 +102,9 @@ async def serving(directory: Path, keys: KeyRing | None = None) -> AsyncIterator
         async def resolve() -> str:
             return grpc_address
 
-        client = GenerationClient(resolve, PublicAccess(OWN_KEY))
+        client = GenerationClient(resolve, PublicAccess(OWN_KEY, tls))
         app = create_app(client, LIMITS, keys=keys)
-        async with listening(app) as address, httpx.AsyncClient(base_url=address) as http:
+        verify = True if tls is None else client_context(tls)
+        async with listening(app, tls) as address, httpx.AsyncClient(base_url=address, verify=verify) as http:
             yield BothApis(engine, grpc_address, client, http, app)
         await client.close()

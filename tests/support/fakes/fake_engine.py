@@ -8,10 +8,12 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
+from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import PilotfishError
 from cluster.core.ids import RequestId, SequenceId
@@ -19,10 +21,13 @@ from cluster.core.kv import KvLayout, KvOccupancy
 from cluster.core.request import Commit, FinishReason, GenerationRequest, TokenLogprobs, Usage
 from cluster.core.sequence import Sequence as Record
 from cluster.core.verification import TargetInfo, Verdict
+from cluster.ingress.connections.protocol import BoundedHttpProtocol, ConnectionBounds
+from cluster.ingress.connections.tls import tls_options
 from cluster.ingress.grpc import GenerationServicer
 from cluster.ingress.observability.operations import OperationsServicer
 from cluster.ingress.service import GenerationService
 from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.wire.address import http_url
 from pilotfish.v1 import generation_pb2, operations_pb2
 from tests.support.models.tiny_tokenizer import byte_level
 
@@ -222,15 +227,23 @@ def fake_service(
 
 
 @asynccontextmanager
-async def listening(app: FastAPI) -> AsyncIterator[str]:
+async def listening(
+    app: ASGIApp, tls: PublicTlsSection | None = None, bounds: ConnectionBounds | None = None
+) -> AsyncIterator[str]:
     """Serve the application on a free loopback port. Yields its address."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+
+    class Protocol(BoundedHttpProtocol):
+        pass
+
+    Protocol.bounds = bounds or Protocol.bounds
+    files: dict[str, Any] = {**tls_options(tls)}
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off", http=Protocol, **files))
     task = asyncio.create_task(server.serve())
     try:
         while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.001)
         port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}"
+        yield http_url("127.0.0.1", port, has_tls=tls is not None)
     finally:
         server.should_exit = True
         server.force_exit = True
