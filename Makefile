@@ -17,10 +17,10 @@ MARIAN := $(foreach part,009 010 011 012 013 014 015,aait-store-cut-part-$(part)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iprotos \
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
 PROTOS := $(wildcard protos/pilotfish/v1/*.proto)
-PYTEST := OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false $(BIN)/pytest -q --durations=10 --ignore=tests/bench
+PYTEST := OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false $(BIN)/pytest -q --durations=10 --ignore=tests/bench --ignore=tests/browser
 NOTHING_COLLECTED := 5
 
-.PHONY: help setup demo serve distill test nodes check bench chaos soak proto clean
+.PHONY: help setup demo serve distill test page nodes check bench chaos soak proto clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 8
@@ -68,6 +68,9 @@ test: $(TEST_WEIGHTS)  ## Run the tests (ARGS goes to pytest)
 	case $$first in 0|$(NOTHING_COLLECTED)) ;; *) exit $$first ;; esac; \
 	second=0; $(PYTEST) -m "ray or weights" --ignore=tests/nodes $(ARGS) || second=$$?; \
 	case $$second in 0) ;; $(NOTHING_COLLECTED)) exit $$first ;; *) exit $$second ;; esac
+
+page: $(WEIGHTS)  ## Test the page in Chromium, with the packaged model (ARGS='--screenshots DIRECTORY')
+	OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false $(BIN)/pytest -q --durations=10 tests/browser $(ARGS)
 
 nodes: $(WEIGHTS)  ## Test whole Ray clusters: ranks and drafters that are killed, four nodes, Serve's commands, the chart, who listens where
 	$(PYTEST) tests/nodes $(ARGS)

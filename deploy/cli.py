@@ -13,6 +13,9 @@ import typer
 
 from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishError
 from deploy.commands.bench import bench
+from deploy.commands.client.chat import chat
+from deploy.commands.client.complete import complete
+from deploy.commands.client.top import top
 from deploy.commands.demo import demo
 from deploy.commands.distill import distill
 from deploy.commands.doctor import doctor
@@ -63,7 +66,7 @@ def common_options(
 
 
 cli.command("plan")(plan_command)
-for command in (prepare, serve, generate, translate, run_batch, demo, distill, doctor):
+for command in (prepare, serve, generate, chat, complete, translate, run_batch, top, demo, distill, doctor):
     cli.command()(command)
 cli.add_typer(bench, name="bench")
 cli.add_typer(simulate, name="simulate")

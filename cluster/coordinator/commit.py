@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster.coordinator.metrics import Metrics
 from cluster.coordinator.requests.live_request import LiveRequest
@@ -76,6 +76,8 @@ class Committer:
         live.clear_losses()
         commit = live.sequence.commit(verdict)
         if commit is not None:
+            if request.request.returns_drafts:
+                commit = replace(commit, tree=row.tree)
             self._advance(request, live, commit, result)
         return None if verdict.fault is None else verdict.fault.code
 

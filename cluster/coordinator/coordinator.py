@@ -136,6 +136,8 @@ class Coordinator:
             kv_usage=self._kv_usage,
             cache_config=self._cache_config(),
         )
+        if (pool := self._pool) is not None:
+            self._metrics.watch_drafters(lambda: pool.available, lambda: pool.failed)
         self._loop.start()
 
     async def stop(self, drain_seconds: float) -> None:

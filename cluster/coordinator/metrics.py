@@ -100,6 +100,7 @@ class Metrics(RequestMetrics):
             "pilotfish:controlled_round_seconds",
             "Measured total time of the rounds in pilotfish:foreseen_round_seconds, in seconds.",
         )
+        self._drafters = self._gauge("pilotfish:drafters", "Number of drafters: available or failed.", "state")
         self._drafter_seconds = self._counter(
             "pilotfish:drafter_call_seconds", "Total time of calls to drafters, waited for or not, in seconds."
         )
@@ -162,6 +163,11 @@ class Metrics(RequestMetrics):
         self._running.labels(*self._series).set_function(running)
         self._waiting.labels(*self._series).set_function(waiting)
         self._kv_usage.labels(*self._series).set_function(kv_usage)
+
+    def watch_drafters(self, available: Callable[[], float], failed: Callable[[], float]) -> None:
+        """Read the number of drafters that answer, and of those that have failed, at each exposition."""
+        self._drafters.labels(*self._series, "available").set_function(available)
+        self._drafters.labels(*self._series, "failed").set_function(failed)
 
     def opened(self, tokens: int, stored: int, *, resumed: bool, from_parent: bool) -> None:
         """Count an opened sequence of `tokens` tokens. The target had the KV of `stored` of them."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from cluster.core.ids import RequestId
+from cluster.core.tree import EMPTY_TREE, TokenTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,8 @@ class GenerationRequest:
     text: TextOptions = field(default_factory=TextOptions)
     traceparent: str = ""
     """The span that the request belongs to, in W3C's form; empty if there is none."""
+    returns_drafts: bool = False
+    """Whether commits have their draft trees. The answer does not depend on it."""
 
     @property
     def input(self) -> tuple[int, ...]:
@@ -248,3 +251,5 @@ class Commit:
     """See `Usage`. The usage of an answer that a stop string ends has it from here."""
     queue_seconds: float | None = field(default=None, compare=False)
     """How long the request waited before it ran, in seconds; set in the first commit of a request."""
+    tree: TokenTree = EMPTY_TREE
+    """The verified draft tree, if requested. It grew from the token before `tokens`."""

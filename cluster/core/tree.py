@@ -109,6 +109,17 @@ class TokenTree:
         """Return the children of `node` (or of `ROOT`), in order."""
         return tuple(child for child in range(node + 1, len(self.tokens)) if self.parents[child] == node)
 
+    def follow(self, tokens: Iterable[int]) -> tuple[int, ...]:
+        """Return the nodes from the root along `tokens`, as far as the tree has them."""
+        nodes: list[int] = []
+        node: int | None = ROOT
+        for token in tokens:
+            node = self.child(ROOT if node is None else node, token)
+            if node is None:
+                break
+            nodes.append(node)
+        return tuple(nodes)
+
     def leaves(self) -> tuple[int, ...]:
         """Return the nodes without children, in order."""
         inner = set(self.parents)

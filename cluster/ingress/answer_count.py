@@ -79,6 +79,8 @@ def answer_count(
     _check_beam_compatible(sampling, stopping)
     if request.bad_words:
         raise _incompatible("bad_words", list(request.bad_words), "left out")
+    if request.return_drafts:
+        raise InvalidRequest("return_drafts", True, "false with beam search, which has no drafts")
     return AnswerCount(returned, generated, _beam_parameters(request.beam_search, generated))
 
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from cluster.core.ids import RequestId
 from cluster.core.request import Commit, FinishReason, TokenLogprobs, Usage
+from cluster.core.tree import TokenTree
 
 
 class ToolFormat(StrEnum):
@@ -84,6 +85,18 @@ class FirstReport:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifiedDraft:
+    """How the tokens of one commit were drafted."""
+
+    tree: TokenTree
+    """The verified tree. Its root is the token before the commit."""
+    accepted: tuple[int, ...]
+    """The accepted nodes, from the root on."""
+    texts: tuple[str, ...]
+    """The text that became complete with each committed token. Together they are the text of the delta."""
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """The text and tokens that one commit added to an answer."""
 
@@ -97,6 +110,8 @@ class Delta:
     """Number of the answer, from 0."""
     drafted: int = 0
     """Number of draft tokens that were verified to commit `tokens`."""
+    draft: VerifiedDraft | None = None
+    """How `tokens` were drafted, if requested."""
 
 
 @dataclass(frozen=True, slots=True)

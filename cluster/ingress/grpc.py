@@ -12,7 +12,7 @@ import grpc
 
 from cluster.core.request import FinishReason, TokenLogprobs
 from cluster.ingress.client import FullClient
-from cluster.ingress.events import Delta, Event, Finished, ServedModel, Started
+from cluster.ingress.events import Delta, Event, Finished, ServedModel, Started, VerifiedDraft
 from cluster.ingress.observability.grpc_calls import logged
 from cluster.ingress.observability.request_record import noted
 from cluster.ingress.observability.traces import traceparent_of
@@ -138,6 +138,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             drafted_tokens=delta.drafted,
             logprobs=[self._encode_logprobs(entry) for entry in delta.logprobs],
             token_bytes=[self._service.token_bytes(entry.token) for entry in delta.logprobs],
+            drafts=() if delta.draft is None else (self._encode_draft(delta.draft),),
+            token_texts=() if delta.draft is None else delta.draft.texts,
+        )
+
+    def _encode_draft(self, draft: VerifiedDraft) -> generation_pb2.VerifiedDraft:
+        return generation_pb2.VerifiedDraft(
+            token_ids=draft.tree.tokens,
+            parents=draft.tree.parents,
+            token_bytes=[self._service.token_bytes(token) for token in draft.tree.tokens],
+            accepted=draft.accepted,
+            committed_tokens=len(draft.texts),
         )
 
     def _encode_logprobs(self, entry: TokenLogprobs) -> common_pb2.TokenLogprobs:

@@ -30,9 +30,11 @@ from cluster.ingress.asgi import (
 )
 from cluster.ingress.client import ServiceClient
 from cluster.ingress.endpoints.bodies import read_parsed
+from cluster.ingress.endpoints.cluster_status import add_cluster_status
 from cluster.ingress.endpoints.documentation import add_documentation
 from cluster.ingress.endpoints.messages import add_messages
 from cluster.ingress.endpoints.operations import add_operations
+from cluster.ingress.endpoints.page import Page, add_page
 from cluster.ingress.endpoints.responses import add_responses
 from cluster.ingress.endpoints.tokens import add_tokens
 from cluster.ingress.endpoints.verification import add_verification
@@ -93,13 +95,15 @@ def create_app(
     keys: KeyRing | None = None,
     metrics: IngressMetrics | None = None,
     tracer: CallTracer | None = None,
+    page: Page | None = None,
 ) -> FastAPI:
     """Return the ASGI application, which calls the public service through `client`.
 
     `adds_request_id=False` is for an app behind a proxy that adds the header `x-request-id`, as Ray Serve's does.
-    Callers need one of the API `keys`, if there are any. Requests are counted in `metrics`
-    and traced by `tracer`.
+    Callers need one of the API `keys`, if there are any. Requests are counted in `metrics` and traced by `tracer`.
+    With `page`, a page for people is at `/`.
     """
+    keys = keys or KeyRing()
     load = RequestCount()
     metrics = metrics or IngressMetrics()
     app = FastAPI(
@@ -110,7 +114,7 @@ def create_app(
         middleware=[
             Middleware(RequestIdMiddleware, adds_header=adds_request_id),
             Middleware(ObservabilityMiddleware, metrics=metrics, clock=time.monotonic, tracer=tracer),
-            Middleware(AccessMiddleware, keys=keys or KeyRing()),
+            Middleware(AccessMiddleware, keys=keys, has_page=page is not None),
             Middleware(CountMiddleware, count=load),
         ],
         exception_handlers={
@@ -126,6 +130,9 @@ def create_app(
     add_messages(app, client, limits, named)
     add_operations(app, client, metrics, lambda: load.running)
     add_documentation(app)
+    add_cluster_status(app, client)
+    if page is not None:
+        add_page(app, page, lambda: keys.demands_keys)
     return app
 
 

@@ -62,6 +62,8 @@ class ValidatedRequest:
     """The expected answer, as text that is not yet tokenized or as tokens; empty if there is none."""
     received: tuple[ReceivedPart, ...]
     """What the caller has of each generated answer; empty for a new request."""
+    returns_drafts: bool = False
+    """Whether draft trees are reported."""
     traceparent: str = ""
     """See `GenerationRequest.traceparent`."""
 
@@ -117,6 +119,7 @@ def validate(
         prediction=_prediction(request, info, limits),
         received=received_parts(request, answers, info, limits),
         traceparent=bounds.text("traceparent", request.traceparent, bounds.MAX_TRACEPARENT_BYTES),
+        returns_drafts=request.return_drafts,
     )
 
 
@@ -165,6 +168,7 @@ def fit_to_context(
         beam=request.answers.beam,
         max_draft_tokens=request.max_draft_tokens,
         prediction=prediction if request.answers.beam is None else (),  # beams are not drafted for
+        returns_drafts=request.returns_drafts,
     )
 
 

@@ -20,6 +20,7 @@ from cluster.ingress.access.api_keys import ApiKey
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.connections.protocol import BoundedHttpProtocol
 from cluster.ingress.connections.tls import tls_options
+from cluster.ingress.endpoints.page import Page
 from cluster.ingress.http import create_app
 from cluster.wire.address import http_url, join_host_port, socket_family
 from cluster.wire.drafter_client import GrpcDrafter
@@ -28,9 +29,10 @@ from cluster.wire.peer_access import PeerAccess, PublicAccess
 from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import CoordinatorServer, fixed_address
 from deploy.implied_settings import with_implied_settings
+from deploy.local.local_drafter import LocalDrafter
 from deploy.network.cluster_token import draw_token
 from workers.draft.registry import create
-from workers.serve.worker_server import host_draft, host_target
+from workers.serve.worker_server import host_target
 from workers.verify.build import build_engine
 
 LOOPBACK = "127.0.0.1"
@@ -62,6 +64,7 @@ class LocalCluster:
         self._token = draw_token()
         self._keys = KeyRing(api_keys, configuration.server.api_key_file, self._token.api_key())
         self._http = http
+        self._drafters: list[LocalDrafter] = []
         self._stack = AsyncExitStack()
         self._grpc_port = 0
         self._http_port = 0
@@ -104,16 +107,16 @@ class LocalCluster:
             )
         enter = self._stack.enter_async_context
         draft = configuration.draft
-        methods = [await asyncio.to_thread(create, draft, configuration.target) for _ in range(draft.replicas)]
-        colocated = methods.pop() if draft.is_colocated else None
+        colocated = await asyncio.to_thread(create, draft, configuration.target) if draft.is_colocated else None
         engine = await asyncio.to_thread(build_engine, configuration.target, method=colocated)
         lease_seconds = configuration.cluster.lease_seconds
         access = PeerAccess(self._token, configuration.cluster.tls)
         target = await enter(host_target(LOOPBACK, engine, access, lease_seconds=lease_seconds))
-        hosts = [await enter(host_draft(LOOPBACK, method, access, lease_seconds=lease_seconds)) for method in methods]
+        for _ in range(draft.replicas - draft.is_colocated):
+            self._drafters.append(await enter(LocalDrafter(configuration, access)))
         step_timeout = configuration.target.step_timeout_seconds
         target_client = GrpcTarget(fixed_address(target.address), access, step_timeout, lease_seconds)
-        draft_clients = [GrpcDrafter(fixed_address(host.address), access, lease_seconds) for host in hosts]
+        draft_clients = [GrpcDrafter(drafter.resolve, access, lease_seconds) for drafter in self._drafters]
         for close in (target_client.close, *(client.close for client in draft_clients)):
             self._stack.push_async_callback(close)
         coordinator = CoordinatorServer(configuration, target_client, draft_clients, keys=self._keys)
@@ -123,13 +126,23 @@ class LocalCluster:
         if self._http:
             await self._start_http()
 
+    def _page(self) -> Page | None:
+        server = self._configuration.server
+        if server.page == "off":
+            return None
+        return Page(self._grpc_port, self._kill_drafter if server.demo == "on" else None)
+
+    async def _kill_drafter(self) -> bool:
+        """Kill the first drafter. Returns whether there is one that runs."""
+        return bool(self._drafters) and await self._drafters[0].kill()
+
     async def _start_http(self) -> None:
         client = GenerationClient(fixed_address(self.grpc_address), self.access)
         self._stack.push_async_callback(client.close)
         host, port = self._configuration.server.http_host, self._configuration.server.http_port
         listener = socket.create_server((host, port), family=socket_family(host))
         self._http_port = int(listener.getsockname()[1])
-        app = create_app(client, self._configuration.limits, keys=self._keys)
+        app = create_app(client, self._configuration.limits, keys=self._keys, page=self._page())
         tls: dict[str, Any] = {**tls_options(self._configuration.server.tls)}
         config = uvicorn.Config(app, log_level="warning", lifespan="off", http=BoundedHttpProtocol, **tls)
         server = uvicorn.Server(config)

@@ -20,6 +20,7 @@ from cluster.core.membership import Member, MemberRole, View
 from cluster.core.ports import DraftMethod
 from cluster.ingress.access.api_keys import ApiKey
 from cluster.ingress.access.key_ring import KeyRing
+from cluster.ingress.endpoints.page import Page
 from cluster.ingress.http import create_app
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
 from cluster.ingress.router import Router
@@ -32,6 +33,7 @@ from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import CoordinatorServer, fixed_address
 from deploy.network.exposure import exposure_warning
 from deploy.ray.autoscaling import reported
+from deploy.ray.demo import kill_drafter
 from deploy.ray.directory import DirectoryClient
 from deploy.ray.drafter_follower import DrafterFollower
 from deploy.ray.ingress_server import IngressServer
@@ -206,7 +208,8 @@ class IngressReplica:
         self._keys = KeyRing(api_keys, configuration.server.api_key_file, own_key)
         self._exposure = exposure_warning(configuration.server, demands_keys=self._keys.demands_keys)
         context = serve.get_replica_context()
-        self._limits = configuration.limits
+        self._limits, self._section = configuration.limits, configuration.server
+        self._application = context.app_name
         self._drain_seconds = configuration.server.drain_timeout_seconds
         self._directory = DirectoryClient(context.app_name, is_complete=lambda view: bool(view.of(MemberRole.TARGET)))
         self._client = Router(self._coordinators, lambda address: CoordinatorClient(fixed_address(address), access))
@@ -223,7 +226,13 @@ class IngressReplica:
         # Serve's proxy adds the header with the request's id.
         tracer = None if self._traces is None else make_call_tracer(self._traces)
         return create_app(
-            self._client, self._limits, adds_request_id=False, keys=self._keys, metrics=self._metrics, tracer=tracer
+            self._client,
+            self._limits,
+            adds_request_id=False,
+            keys=self._keys,
+            metrics=self._metrics,
+            page=self._page(),
+            tracer=tracer,
         )
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:
@@ -248,6 +257,15 @@ class IngressReplica:
         await self._client.close()
         if self._traces is not None:
             await asyncio.to_thread(self._traces.shutdown)
+
+    def _page(self) -> Page | None:
+        """The page, unless it is turned off."""
+        if self._section.page == "off":
+            return None
+        return Page(self._section.grpc_port, self._kill_drafter if self._section.demo == "on" else None)
+
+    async def _kill_drafter(self) -> bool:
+        return await kill_drafter(self._directory.view, self._application)
 
     def _coordinators(self) -> tuple[CoordinatorView, ...]:
         """The coordinators, also those that drain."""

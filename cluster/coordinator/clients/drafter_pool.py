@@ -145,6 +145,16 @@ class DrafterPool:
         return self._by_name.values()
 
     @property
+    def available(self) -> int:
+        """Number of drafters that rounds wait for."""
+        return sum(client.breaker.closed for client in self._clients)
+
+    @property
+    def failed(self) -> int:
+        """Number of drafters that have failed and not answered since."""
+        return len(self._clients) - self.available
+
+    @property
     def is_idle(self) -> bool:
         """Whether no call is under way."""
         return not any(client.is_calling for client in self._clients)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cluster.core.config.base import Port, Positive, Seconds, Section
+from cluster.core.config.base import Choice, Port, Positive, Seconds, Section
 from cluster.core.config.public_tls import PublicTlsSection
 
 
@@ -46,6 +46,10 @@ class ServerSection(Section):
     """URL of an OpenTelemetry collector that takes spans over OTLP with gRPC (`http://HOST:4317`); unset: no traces."""
     tls: PublicTlsSection | None = None
     """TLS of both public APIs; unset: no TLS."""
+    page: Choice[Literal["on", "off"]] = "on"
+    """Whether the HTTP API has a page for people at `/`."""
+    demo: Choice[Literal["on", "off"]] = "off"
+    """Whether the page may kill drafters, to show that answers go on. Where API keys are demanded, operators only."""
     ingress_replicas: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of ingress processes. Each serves both APIs, and those on one node share the ports."""
     ingress_node_resource: str | None = None

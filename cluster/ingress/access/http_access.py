@@ -17,26 +17,29 @@ from pilotfish.v1 import generation_pb2
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
 """Routes for probes, which have no key."""
-ADMIN_PATHS = frozenset({"/metrics"})
+PAGE_PATH, PAGE_FILES = "/", "/page/"
+"""The page, into which its user types a key, and the beginning of the paths of its files."""
+ADMIN_PATHS = frozenset({"/metrics", "/cluster", "/demo/kill-drafter"})
 """Routes for operators."""
 
 _caller: ContextVar[ApiKey | None] = ContextVar("caller", default=None)
 
 
 class AccessMiddleware:
-    """Demands an API key of every request except probes, before its body is read.
+    """Demands an API key of every request except probes and the files of the page, before its body is read.
 
     A key comes as `Authorization: Bearer KEY`, or as `x-api-key: KEY`. A caller without one gets status 401, and a
     client that asks for what belongs to operators gets 403.
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, *, has_page: bool = False) -> None:
         self._app = app
         self._keys = keys
+        self._has_page = has_page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the app if the caller may call it."""
-        if scope["type"] != "http" or not self._keys.demands_keys or route_path(scope) in OPEN_PATHS:
+        if scope["type"] != "http" or not self._keys.demands_keys or self._is_open(route_path(scope)):
             await self._app(scope, receive, send)
             return
         try:
@@ -54,6 +57,9 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
         finally:
             _caller.reset(token)
+
+    def _is_open(self, path: str) -> bool:
+        return path in OPEN_PATHS or (self._has_page and (path == PAGE_PATH or path.startswith(PAGE_FILES)))
 
     def _identify(self, scope: Scope) -> ApiKey:
         """Return the caller's key. Raises `Unauthenticated`, `PermissionDenied`."""
@@ -78,4 +84,6 @@ def named(request: generation_pb2.GenerateRequest) -> generation_pb2.GenerateReq
 def route_path(scope: Scope) -> str:
     """Return the path that the app's routes see: without the prefix at which a proxy serves the app."""
     path, prefix = str(scope["path"]), str(scope.get("root_path", ""))
+    if prefix and path == prefix:
+        return "/"
     return path[len(prefix) :] if prefix and path.startswith(f"{prefix}/") else path

@@ -41,6 +41,7 @@ _REPLACED = {
     "top_logprobs": None,
     "logprob_token_ids": None,
     "prompt_logprobs": None,
+    "return_drafts": None,
 }
 """Parameters that do not change an answer, and what they are replaced by."""
 Named = Callable[[generation_pb2.GenerateRequest], generation_pb2.GenerateRequest]

@@ -9,7 +9,7 @@ from cluster.ingress.openai.fields.unsupported import Unsupported
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
 
 _NO_EFFECT = "No effect: "
-_OWN = frozenset({"early_stopping", "max_draft_tokens", "speculation"})
+_OWN = frozenset({"early_stopping", "max_draft_tokens", "return_drafts", "speculation"})
 """Parameters that neither OpenAI nor vLLM has."""
 _HEAD = """# Compatibility
 

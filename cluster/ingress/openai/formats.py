@@ -32,6 +32,8 @@ class Choice:
     acceptances: list[tuple[int, int]] = field(default_factory=list)
     """The drafted and the accepted tokens of each step with a draft."""
     logprobs: list[Json] = field(default_factory=list)
+    drafts: Json = field(default_factory=dict)
+    """What is reported of the verified drafts, if the client wants it."""
     finished: generation_pb2.GenerationFinished | None = None
     is_started: bool = False
     """Whether a chunk was sent."""

@@ -101,6 +101,8 @@ class Parameters(VllmParameters):
     """Most draft tokens that are verified at once; 0 turns speculation off."""
     speculation: Speculation | None = None
     """Turns speculation on or off, or bounds its draft tokens as `max_draft_tokens` does."""
+    return_drafts: bool = False
+    """Report the draft tree of every verdict, and the text that each token completed. Not with beam search."""
     prediction: Prediction | None = None
     """The answer that the client expects. Drafts may be taken from it; the text does not depend on it."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 
+from cluster.ingress.openai.draft_report import report_drafts
 from cluster.ingress.openai.formats import Choice, EndpointFormat, reported_prompt
 from cluster.ingress.openai.parsing.parts import Json
 from pilotfish.v1 import generation_pb2
@@ -99,6 +100,8 @@ class ResponseOptions:
     """Tokens that are reported as the reason if they end an answer. Those of the model are not."""
     interval: int = 1
     """Fewest new tokens of a chunk."""
+    drafts: bool = False
+    """Whether the verified draft trees are reported."""
 
 
 def add_delta(
@@ -111,6 +114,9 @@ def add_delta(
     choice.token_ids.extend(delta.token_ids)
     _count(choice, delta)
     choice.logprobs.extend(endpoint.logprobs(choice, delta))
+    if options.drafts:
+        for name, entries in report_drafts(delta).items():
+            choice.drafts.setdefault(name, []).extend(entries)
 
 
 def whole_choice(endpoint: EndpointFormat, choice: Choice, options: ResponseOptions) -> Json:
@@ -122,6 +128,7 @@ def whole_choice(endpoint: EndpointFormat, choice: Choice, options: ResponseOpti
         **endpoint.whole(choice, endpoint.join(choice.logprobs) if options.logprobs else None),
         **_ending(choice, options),
         **_tokens(choice.token_ids, choice.accepted, options),
+        **choice.drafts,
         **(reported_prompt(choice) if endpoint.reports_prompt_per_choice else {}),
     }
 
@@ -137,7 +144,7 @@ def delta_choice(
     choice.echo, choice.echo_logprobs = "", []
     _count(choice, delta)
     content, has_content = endpoint.chunk(choice, text)
-    if not has_content and not options.token_ids and not entries:
+    if not has_content and not options.token_ids and not options.drafts and not entries:
         return None
     first, choice.is_started = not choice.is_started, True
     return {
@@ -146,6 +153,7 @@ def delta_choice(
         "logprobs": endpoint.join(entries) if options.logprobs else None,
         "finish_reason": None,
         **_tokens(delta.token_ids, delta.accepted_draft_tokens, options),
+        **(report_drafts(delta) if options.drafts else {}),
         **(reported_prompt(choice) if first and endpoint.reports_prompt_per_choice else {}),
     }
 
@@ -213,6 +221,7 @@ def model_card(model: generation_pb2.Model) -> Json:
         "max_model_len": model.max_context_len,
         "lossless": not model.lossy,
         "kind": _KINDS.get(model.kind),
+        "draft_method": model.draft_method,
     }
     if model.max_source_len:
         card["max_source_len"] = model.max_source_len

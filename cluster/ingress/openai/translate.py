@@ -56,6 +56,7 @@ def completion_requests(
             prompt_options=options,
             skip_special_tokens=body.skip_special_tokens,
             bad_words=body.bad_words,
+            return_drafts=body.return_drafts,
             **answers,
         )
         if isinstance(prompt, str):
@@ -82,6 +83,7 @@ def chat_request(body: ChatRequest, request_id: str, seed: int) -> generation_pb
         prompt_options=_prompt_options(body),
         skip_special_tokens=body.skip_special_tokens,
         bad_words=body.bad_words,
+        return_drafts=body.return_drafts,
         **_answer_fields(body),
     )
 
@@ -98,6 +100,7 @@ def response_options(body: Parameters, *, logprobs: bool) -> ResponseOptions:
         prompt_logprobs=body.prompt_logprobs is not None,
         stop_token_ids=tuple(body.stop_token_ids),
         interval=body.stream_interval,
+        drafts=body.return_drafts,
     )
 
 

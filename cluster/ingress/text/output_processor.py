@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.core.request import Commit, FinishReason, GeneratedPart, GenerationRequest, Usage
-from cluster.ingress.events import Delta, Finished
+from cluster.core.tree import EMPTY_TREE
+from cluster.ingress.events import Delta, Finished, VerifiedDraft
 from cluster.ingress.text.prediction_match import PredictionMatch
 from cluster.ingress.text.stop_strings import StopMatcher
 from cluster.ingress.text.tokenizer import Detokenizer
@@ -25,6 +26,7 @@ class OutputProcessor:
         "_min_tokens",
         "_prediction",
         "_prompt_len",
+        "_returns_drafts",
         "_resumed",
         "_steps",
         "_detokenizer",
@@ -41,6 +43,7 @@ class OutputProcessor:
         self._min_tokens = request.sampling.min_tokens
         self._prediction = PredictionMatch(request.prediction) if request.prediction else None
         self._prompt_len = len(request.input)
+        self._returns_drafts = request.returns_drafts
         self._tokens = 0
         self._drafted = 0
         self._accepted = 0
@@ -83,7 +86,7 @@ class OutputProcessor:
         self._steps = steps + bool(ends)  # both parts are one step
         accepted, logprobs = max(0, commit.accepted - count), commit.logprobs[count:]
         return ends or self._process(
-            replace(commit, tokens=commit.tokens[count:], accepted=accepted, logprobs=logprobs)
+            replace(commit, tokens=commit.tokens[count:], accepted=accepted, logprobs=logprobs, tree=EMPTY_TREE)
         )
 
     def _process(self, commit: Commit) -> tuple[Delta | Finished, ...]:
@@ -94,17 +97,21 @@ class OutputProcessor:
         """
         if self.finished is not None:
             return ()
-        text, count, stop = self._read(commit)
+        texts, count, stop = self._read(commit)
+        end = ""
         if stop is None and commit.finish is not None:
             last = self._matcher.push(self._detokenizer.flush(), self._tokens + count > self._min_tokens)
-            text += last.text
+            end = last.text
             stop = last.stop
             if stop is None:
-                text += self._matcher.flush()
+                end += self._matcher.flush()
             elif self._includes_stop:
-                text += stop
+                end += stop
         accepted = min(commit.accepted, count)
-        delta = Delta(text, commit.tokens[:count], accepted, commit.logprobs[:count], self._index, commit.drafted)
+        text, draft = "".join(texts) + end, self._draft(commit, texts, count, end)
+        delta = Delta(
+            text, commit.tokens[:count], accepted, commit.logprobs[:count], self._index, commit.drafted, draft
+        )
         self._count(commit, delta)
         self.finished = self._end(commit, stop)
         if self.finished is not None and (match := self._prediction) is not None:
@@ -114,19 +121,28 @@ class OutputProcessor:
         seen = (delta,) if delta.tokens or delta.text else ()
         return seen if self.finished is None else (*seen, self.finished)
 
-    def _read(self, commit: Commit) -> tuple[str, int, str | None]:
-        """Return the text of the commit, how many of its tokens belong to the answer, and the stop string found."""
+    def _draft(self, commit: Commit, texts: list[str], count: int, end: str) -> VerifiedDraft | None:
+        """Return how the first `count` tokens were drafted, if requested. `end` is the text after the last token."""
+        if not self._returns_drafts or not count:
+            return None
+        texts = texts + [""] * (count - len(texts))
+        texts[-1] += end
+        accepted = commit.tree.follow(commit.tokens[: min(commit.accepted, count)])
+        return VerifiedDraft(commit.tree, accepted, tuple(texts))
+
+    def _read(self, commit: Commit) -> tuple[list[str], int, str | None]:
+        """Return the text of each token, how many tokens belong to the answer, and the stop string found."""
         is_stopped = commit.finish is FinishReason.STOP and not self._includes_stop
         with_text = len(commit.tokens) - 1 if is_stopped else len(commit.tokens)
         texts: list[str] = []
         for position, token in enumerate(commit.tokens[:with_text]):
             may_end = self._tokens + position >= self._min_tokens
             matched = self._matcher.push(self._detokenizer.push(token), may_end)
-            texts.append(matched.text)
-            if matched.stop is not None:
-                texts.append(matched.stop if self._includes_stop else "")
-                return "".join(texts), position + 1, matched.stop
-        return "".join(texts), len(commit.tokens), None
+            stop = matched.stop
+            texts.append(matched.text + (stop if stop is not None and self._includes_stop else ""))
+            if stop is not None:
+                return texts, position + 1, stop
+        return texts, len(commit.tokens), None
 
     def _count(self, commit: Commit, delta: Delta) -> None:
         self._tokens += len(delta.tokens)

@@ -398,6 +398,7 @@ class GenerateRequest(_message.Message):
     PROMPT_OPTIONS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
+    RETURN_DRAFTS_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -430,6 +431,10 @@ class GenerateRequest(_message.Message):
     """
     skip_special_tokens: _builtins.bool
     """Leave special tokens out of the text. Default: true."""
+    return_drafts: _builtins.bool
+    """Report the draft tree of every verdict, and the text that each token completed. The answer does not depend on it.
+    Not with beam_search. Default: false.
+    """
     client: _builtins.str
     """The name of the caller's API key. A public server replaces what a client sends by the name of the key that the
     client presents. Request ids of different clients are different ids. Bound: 64 bytes.
@@ -502,12 +507,13 @@ class GenerateRequest(_message.Message):
         prompt_options: Global___PromptOptions | None = ...,
         skip_special_tokens: _builtins.bool | None = ...,
         bad_words: _abc.Iterable[_builtins.str] | None = ...,
+        return_drafts: _builtins.bool = ...,
         client: _builtins.str = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_coordinator", b"_coordinator", "_max_draft_tokens", b"_max_draft_tokens", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "_skip_special_tokens", b"_skip_special_tokens", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "coordinator", b"coordinator", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt_options", b"prompt_options", "request_id", b"request_id", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_coordinator", b"_coordinator", "_max_draft_tokens", b"_max_draft_tokens", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "_skip_special_tokens", b"_skip_special_tokens", "bad_words", b"bad_words", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "client", b"client", "coordinator", b"coordinator", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt_options", b"prompt_options", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_coordinator", b"_coordinator", "_max_draft_tokens", b"_max_draft_tokens", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "_skip_special_tokens", b"_skip_special_tokens", "bad_words", b"bad_words", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "client", b"client", "coordinator", b"coordinator", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt_options", b"prompt_options", "request_id", b"request_id", "resume", b"resume", "return_drafts", b"return_drafts", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beam_search: _TypeAlias = _typing.Literal["beam_search"]  # noqa: Y015
     _WhichOneofArgType__beam_search: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search"]  # noqa: Y015
@@ -742,6 +748,8 @@ class GenerationDelta(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text that is complete. An incomplete character or stop string is held back."""
     accepted_draft_tokens: _builtins.int
@@ -760,6 +768,14 @@ class GenerationDelta(_message.Message):
     def token_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """The bytes of each token, if log-probabilities are requested."""
 
+    @_builtins.property
+    def drafts(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifiedDraft]:
+        """The verdicts that committed these tokens, if requested."""
+
+    @_builtins.property
+    def token_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The text that became complete with each of the tokens, if requested. Together they are the text."""
+
     def __init__(
         self,
         *,
@@ -769,14 +785,62 @@ class GenerationDelta(_message.Message):
         logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
         token_bytes: _abc.Iterable[_builtins.bytes] | None = ...,
         drafted_tokens: _builtins.int = ...,
+        drafts: _abc.Iterable[Global___VerifiedDraft] | None = ...,
+        token_texts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "drafted_tokens", b"drafted_tokens", "logprobs", b"logprobs", "text", b"text", "token_bytes", b"token_bytes", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "drafted_tokens", b"drafted_tokens", "drafts", b"drafts", "logprobs", b"logprobs", "text", b"text", "token_bytes", b"token_bytes", "token_ids", b"token_ids", "token_texts", b"token_texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerationDelta: _TypeAlias = GenerationDelta  # noqa: Y015
+
+@_typing.final
+class VerifiedDraft(_message.Message):
+    """A draft tree that the target has verified. The root is the token before the first committed one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    COMMITTED_TOKENS_FIELD_NUMBER: _builtins.int
+    committed_tokens: _builtins.int
+    """How many tokens the verdict committed: the accepted ones, then the target's own."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The drafted tokens, each after its parent. Empty if nothing was drafted."""
+
+    @_builtins.property
+    def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The parent of each drafted token: its place in token_ids, or -1 for the root."""
+
+    @_builtins.property
+    def token_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The bytes of each drafted token."""
+
+    @_builtins.property
+    def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The places in token_ids of the drafted tokens that were accepted, from the root on."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        parents: _abc.Iterable[_builtins.int] | None = ...,
+        token_bytes: _abc.Iterable[_builtins.bytes] | None = ...,
+        accepted: _abc.Iterable[_builtins.int] | None = ...,
+        committed_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "committed_tokens", b"committed_tokens", "parents", b"parents", "token_bytes", b"token_bytes", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifiedDraft: _TypeAlias = VerifiedDraft  # noqa: Y015
 
 @_typing.final
 class GenerationFinished(_message.Message):

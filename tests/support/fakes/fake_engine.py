@@ -20,6 +20,7 @@ from cluster.core.ids import RequestId, SequenceId
 from cluster.core.kv import KvLayout, KvOccupancy
 from cluster.core.request import Commit, FinishReason, GenerationRequest, TokenLogprobs, Usage
 from cluster.core.sequence import Sequence as Record
+from cluster.core.tree import TokenTree
 from cluster.core.verification import TargetInfo, Verdict
 from cluster.ingress.connections.protocol import BoundedHttpProtocol, ConnectionBounds
 from cluster.ingress.connections.tls import tls_options
@@ -139,8 +140,17 @@ class ScriptedEngine:
             verdict = Verdict(record.id, len(record), tokens, self.block, logprobs)
             commit = record.commit(replace(verdict, prompt_logprobs=() if commits else self._scored(record)))
             if commit is not None:
-                commits.append(commit)
+                commits.append(self._with_tree(record.request, commit))
         return commits
+
+    def _with_tree(self, request: GenerationRequest, commit: Commit) -> Commit:
+        """The commit with its draft tree, if the request wants it: the accepted chain beside one rejected token."""
+        if not request.returns_drafts:
+            return commit
+        accepted = commit.tokens[: commit.accepted]
+        parents = tuple(range(-1, len(accepted) - 1))
+        rejected = next(token for token in range(3, VOCABULARY) if token not in accepted[:1])
+        return replace(commit, tree=TokenTree((*accepted, rejected), (*parents, -1)))
 
     def _scored(self, record: Record) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of the prompt, if the request wants them."""

@@ -1,0 +1,66 @@
+"""`GET /cluster`: what every coordinator does, as JSON for the page and for `pilotfish top`.
+
+The numbers are read from the metrics. Those that end in `_total` count since the coordinator's start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.ingress.client import ServiceClient
+from cluster.ingress.coordinators.metrics_text import LABEL
+
+_FIELDS: Mapping[str, str] = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "kv_usage",
+    "vllm:prompt_tokens_total": "prompt_tokens_total",
+    "vllm:generation_tokens_total": "generation_tokens_total",
+    "vllm:num_preemptions_total": "preemptions_total",
+    "vllm:prefix_cache_queries_total": "prefix_queries_total",
+    "vllm:prefix_cache_hits_total": "prefix_hits_total",
+    "vllm:spec_decode_num_draft_tokens_total": "drafted_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total": "accepted_tokens_total",
+    "pilotfish:committed_tokens_per_step_sum": "committed_tokens_total",
+    "pilotfish:committed_tokens_per_step_count": "verdicts_total",
+    "pilotfish:step_tokens_count": "steps_total",
+    "pilotfish:drafter_fallback_total": "drafter_fallbacks_total",
+    "pilotfish:lossless": "lossless",
+}
+"""Names of series, and what they are called in the answer. Series that differ in other labels add up."""
+_DRAFTERS = "pilotfish:drafters"
+
+
+def add_cluster_status(app: FastAPI, client: ServiceClient) -> None:
+    """Add the route."""
+
+    @app.get("/cluster")
+    async def cluster() -> Response:
+        exposition, _ = await client.metrics()
+        return JSONResponse({"replicas": read_replicas(exposition.decode())})
+
+
+def read_replicas(exposition: str) -> list[dict[str, Any]]:
+    """Return one entry per coordinator. `exposition` is the text of their metrics."""
+    found: dict[str, dict[str, Any]] = {}
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples:
+            field = _FIELDS.get(sample.name)
+            if field is None and sample.name != _DRAFTERS:
+                continue
+            name = sample.labels.get(LABEL, "")
+            replica = found.setdefault(name, _empty(name, sample.labels.get("model_name", "")))
+            if field is None:
+                replica["drafters"][sample.labels.get("state", "")] = int(sample.value)
+            else:
+                replica[field] += sample.value
+    return list(found.values())
+
+
+def _empty(name: str, model: str) -> dict[str, Any]:
+    return {"id": name, "model": model, "drafters": {}, **dict.fromkeys(_FIELDS.values(), 0.0)}

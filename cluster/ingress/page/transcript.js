@@ -1,0 +1,30 @@
+/** Writes the tokens of an answer, each marked by who wrote it first. */
+
+/** Append the tokens of a pass to an element. Text is only ever inserted as text. */
+export function writePass(place, pass, method) {
+  const parts = document.createDocumentFragment();
+  for (const token of pass.tokens) {
+    if (!token.text) continue;
+    const span = document.createElement("span");
+    span.className = token.drafted ? "token draft" : "token target";
+    span.dataset.pass = pass.number;
+    span.title = `pass ${pass.number}: ${token.drafted ? `drafted${method ? ` by ${method}` : ""}` : "the target’s own"}`;
+    span.textContent = token.text;
+    parts.append(span);
+  }
+  place.append(parts);
+}
+
+/** Mark the tokens of one pass. */
+export function markPass(place, number) {
+  for (const old of place.querySelectorAll(".token.chosen")) old.classList.remove("chosen");
+  for (const token of place.querySelectorAll(`.token[data-pass="${number}"]`)) token.classList.add("chosen");
+}
+
+/** Make an element with a class and a text. */
+export function element(name, className = "", text = "") {
+  const made = document.createElement(name);
+  if (className) made.className = className;
+  if (text) made.textContent = text;
+  return made;
+}

@@ -1,0 +1,120 @@
+"""`pilotfish chat`: a conversation in the terminal over the HTTP API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from contextlib import aclosing, suppress
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+
+from cluster.core.errors import PilotfishError
+from deploy.commands.client.connection import InProcessOption, UrlOption, connected, post, stream
+from deploy.commands.client.conversation import HELP, Conversation
+from deploy.commands.client.marked_text import ReceivedAnswer, statistics, write_parts
+from deploy.commands.options import ConfigOption, SetOption
+from deploy.settings import load_settings
+from deploy.terminal import notify, output
+
+_PATH = "/v1/chat/completions"
+ReadLine = Callable[[], str]
+
+
+def chat(
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+    url: UrlOption = None,
+    in_process: InProcessOption = False,
+    model: Annotated[str | None, typer.Option(help="A served name of the model.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of each answer.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 always takes the most probable token.")] = 0.7,
+    seed: Annotated[int | None, typer.Option(help="64-bit. If unset, the server draws one for each answer.")] = None,
+    speculation: Annotated[bool, typer.Option(help="Whether drafts are verified. The text is the same.")] = True,
+) -> None:
+    """Talk with the model. Drafted tokens are green. /help lists what can be typed; an empty line or Ctrl-D ends."""
+    settings = load_settings(config, assignments or ())
+    conversation = Conversation(
+        model=model, max_tokens=max_tokens, temperature=temperature, seed=seed, speculation=speculation
+    )
+    if system:
+        conversation.begin(system)
+
+    async def run() -> None:
+        async with connected(settings, url, in_process, notify) as client:
+            notify(f"connected to {client.base_url}. {HELP.splitlines()[0]}")
+            await talk(client, conversation, _prompting(), output, notify)
+
+    asyncio.run(run())
+
+
+async def talk(
+    client: httpx.AsyncClient,
+    conversation: Conversation,
+    read_line: ReadLine,
+    console: Console,
+    notice: Callable[[str], None],
+) -> None:
+    """Answer each line until the reader is at its end. Errors of one request do not end the conversation."""
+    while not conversation.has_ended:
+        try:
+            line = (await asyncio.to_thread(read_line)).strip()
+        except EOFError:
+            return
+        if not line:
+            continue
+        try:
+            if line.startswith("/"):
+                notice(await _command(client, conversation, line))
+            else:
+                await _answer(client, conversation, line, console, notice)
+        except PilotfishError as error:
+            notice(str(error))
+
+
+async def _command(client: httpx.AsyncClient, conversation: Conversation, line: str) -> str:
+    """Carry out a command. Returns what to say about it."""
+    if line not in ("/verify", "/receipt"):
+        return conversation.command(line)
+    bundle = conversation.bundle
+    if bundle is None:
+        return "there is no answer yet"
+    if line == "/receipt":
+        return json.dumps(bundle["receipt"])
+    found = await post(client, "/v1/verify", bundle)
+    if found["equal"]:
+        return f"equal: the model writes exactly these {found['compared_tokens']} tokens"
+    return f"the first difference: {json.dumps(found['first_difference'])}"
+
+
+async def _answer(
+    client: httpx.AsyncClient,
+    conversation: Conversation,
+    line: str,
+    console: Console,
+    notice: Callable[[str], None],
+) -> None:
+    body, received, begun = conversation.ask(line), ReceivedAnswer(), time.perf_counter()
+    shown: dict[str, Any] = {**body, "stream": True, "return_drafts": True}
+    try:
+        async with aclosing(stream(client, _PATH, shown)) as chunks:
+            async for chunk in chunks:
+                received.add(chunk)
+                write_parts(console, received)
+    finally:
+        console.print()
+    conversation.answered(body, received.text, received.receipt)
+    if received.receipt is not None:
+        notice(statistics(received.receipt, received.tokens, time.perf_counter() - begun))
+
+
+def _prompting() -> ReadLine:
+    """Return a reader of lines with editing and history, where the terminal has them."""
+    with suppress(ImportError):  # not on every platform
+        import readline  # noqa: F401 - `input` uses it
+    return lambda: input("> ")

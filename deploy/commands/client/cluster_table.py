@@ -1,0 +1,125 @@
+"""Rates of every replica between two looks at a cluster, and their table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.table import Table
+from rich.text import Text
+
+_NONE = "–"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """What a replica does now. Rates are over the time between two looks; shares are `None` where nothing happened."""
+
+    id: str
+    model: str
+    running: int
+    """Number of sequences that run."""
+    waiting: int
+    """Number of sequences that wait."""
+    tokens_per_second: float
+    """Tokens sent to clients."""
+    steps_per_second: float
+    """Forward passes of the target."""
+    acceptance: float | None
+    """Share of drafted tokens that were accepted."""
+    tokens_per_verdict: float | None
+    """Tokens that one verdict added to a sequence, on average."""
+    kv_usage: float
+    """Used share of the KV blocks."""
+    prefix_hit_rate: float | None
+    """Share of the tokens of new sequences that the prefix cache had, since the start."""
+    drafters: Mapping[str, int] = field(default_factory=dict)
+    """Number of drafters by state; empty if drafts come from the target."""
+    lossless: bool = True
+    """Whether answers are exactly those of the target alone."""
+
+    def values(self) -> dict[str, Any]:
+        """Return the status for JSON."""
+        return asdict(self)
+
+
+def statuses(
+    before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, Any]], seconds: float
+) -> list[ReplicaStatus]:
+    """Return the status of every replica of the second look. Both looks are answers of `GET /cluster`."""
+    earlier = {replica["id"]: replica for replica in before}
+    return [_status(earlier.get(replica["id"], replica), replica, seconds) for replica in after]
+
+
+def status_table(found: Sequence[ReplicaStatus], problem: str = "") -> Table:
+    """Return a table with one row per replica, and with a last one of their sums if there are several."""
+    table = Table(box=SIMPLE, title=problem or None, title_style="bold red")
+    for heading in (
+        "replica",
+        "running",
+        "waiting",
+        "tokens/s",
+        "steps/s",
+        "accepted",
+        "tokens/verdict",
+        "KV",
+        "drafters",
+    ):
+        table.add_column(heading, justify="left" if heading == "replica" else "right")
+    for one in found:
+        table.add_row(
+            Text(one.id or one.model, "bold" if one.lossless else "bold red"),
+            str(one.running),
+            Text(str(one.waiting), "yellow" if one.waiting else ""),
+            f"{one.tokens_per_second:.1f}",
+            f"{one.steps_per_second:.1f}",
+            _percent(one.acceptance),
+            _NONE if one.tokens_per_verdict is None else f"{one.tokens_per_verdict:.2f}",
+            Text(_percent(one.kv_usage), "red" if one.kv_usage > 0.9 else ""),
+            _drafters(one.drafters),
+        )
+    if len(found) > 1:
+        running, waiting = sum(one.running for one in found), sum(one.waiting for one in found)
+        tokens, steps = sum(one.tokens_per_second for one in found), sum(one.steps_per_second for one in found)
+        table.add_section()
+        table.add_row(f"{len(found)} replicas", str(running), str(waiting), f"{tokens:.1f}", f"{steps:.1f}")
+    return table
+
+
+def _status(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float) -> ReplicaStatus:
+    def added(name: str) -> float:
+        """How much a counter has grown. One that has begun again counts from 0."""
+        now = float(after[name])
+        return now - float(before[name]) if now >= before[name] else now
+
+    return ReplicaStatus(
+        id=after["id"],
+        model=after["model"],
+        running=int(after["running"]),
+        waiting=int(after["waiting"]),
+        tokens_per_second=added("generation_tokens_total") / seconds,
+        steps_per_second=added("steps_total") / seconds,
+        acceptance=_share(added("accepted_tokens_total"), added("drafted_tokens_total")),
+        tokens_per_verdict=_share(added("committed_tokens_total"), added("verdicts_total")),
+        kv_usage=float(after["kv_usage"]),
+        prefix_hit_rate=_share(after["prefix_hits_total"], after["prefix_queries_total"]),
+        drafters=dict(after["drafters"]),
+        lossless=bool(after["lossless"]),
+    )
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _percent(share: float | None) -> str:
+    return _NONE if share is None else f"{100 * share:.0f} %"
+
+
+def _drafters(states: Mapping[str, int]) -> str:
+    available, failed = states.get("available", 0), states.get("failed", 0)
+    if not available and not failed:
+        return _NONE
+    return f"{available} of {available + failed}" if failed else str(available)

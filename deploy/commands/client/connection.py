@@ -1,0 +1,157 @@
+"""The HTTP API that a command talks to: a running server, or a cluster in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from cluster.core.config.sections import Configuration
+from cluster.core.errors import ConfigurationError, NotReady, WorkerUnavailable
+from cluster.wire.address import http_url
+from deploy.settings import Settings
+
+UrlOption = Annotated[
+    str | None, typer.Option("--url", metavar="URL", help="The HTTP API of a running server, such as http://host:8000.")
+]
+InProcessOption = Annotated[
+    bool, typer.Option("--in-process", help="Load the models in this process, without Ray and without a server.")
+]
+
+_CONNECT_SECONDS = 0.5
+"""How long to wait for the configured server to accept a connection."""
+_RETRY_SECONDS = 0.5
+_MOST_RETRIES = 60
+"""Attempts in a row to continue a stream that broke off."""
+_DONE = "[DONE]"
+_TEMPORARY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE)
+_LONGEST_REASON = 500
+
+
+@asynccontextmanager
+async def connected(
+    settings: Settings, url: str | None, in_process: bool, notice: Callable[[str], None]
+) -> AsyncIterator[httpx.AsyncClient]:
+    """An HTTP client of the server at `url`, or of the configured one, or of a cluster in this process.
+
+    Without `url` or `in_process`, the configured server answers if it listens, otherwise this process. Raises
+    `ConfigurationError` and the errors of loading a model.
+    """
+    if url is not None and in_process:
+        raise ConfigurationError("--url and --in-process: needed one of them, found both")
+    timeout = settings.configuration.limits.max_timeout_seconds
+    found = url or (None if in_process else listening_url(settings.configuration))
+    if found is not None:
+        async with _client(found, settings.api_key, timeout) as client:
+            yield client
+        return
+    if not in_process:
+        notice("no server is running; loading the model in this process (`pilotfish serve` starts a server)")
+    # Importing torch takes seconds, and a client of a running server does not need it.
+    from deploy.local.local_cluster import LocalCluster
+    from deploy.models import resolve_models
+
+    models = resolve_models(settings.configuration, settings.cache_directory, lambda _: None)
+    any_port = models.configuration.server.model_copy(update={"http_port": 0, "grpc_port": 0})
+    configuration = models.configuration.model_copy(update={"server": any_port})
+    async with (
+        LocalCluster(configuration, http=True) as cluster,
+        _client(cluster.http_url, cluster.access.api_key, timeout) as client,
+    ):
+        yield client
+
+
+def configured_url(configuration: Configuration) -> str:
+    """The URL of the HTTP API that the configuration names."""
+    server = configuration.server
+    url = http_url(server.http_host, server.http_port, has_tls=server.tls is not None)
+    return url + server.route_prefix.rstrip("/")
+
+
+def listening_url(configuration: Configuration) -> str | None:
+    """The configured URL if its port accepts connections, otherwise `None`."""
+    server = configuration.server
+    try:
+        with socket.create_connection((server.http_host, server.http_port), timeout=_CONNECT_SECONDS):
+            return configured_url(configuration)
+    except OSError:
+        return None
+
+
+async def post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> Any:
+    """Return the JSON of an answer. Raises `WorkerUnavailable`, `NotReady`."""
+    try:
+        response = await client.post(path, json=body)
+    except httpx.TransportError as error:
+        raise WorkerUnavailable(f"{client.base_url}: {error!r}") from None
+    return _checked(response).json()
+
+
+async def get(client: httpx.AsyncClient, path: str) -> Any:
+    """Return the JSON of a route. Raises `WorkerUnavailable`, `NotReady`."""
+    try:
+        response = await client.get(path)
+    except httpx.TransportError as error:
+        raise WorkerUnavailable(f"{client.base_url}: {error!r}") from None
+    return _checked(response).json()
+
+
+async def stream(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
+    """Yield the chunks of a streamed answer. A stream that breaks off continues after its last event.
+
+    Raises `WorkerUnavailable`, `NotReady`.
+    """
+    last, attempts = "", 0
+    while True:
+        headers = {"Last-Event-ID": last} if last else {}
+        try:
+            async with client.stream("POST", path, json=body, headers=headers) as response:
+                if response.status_code != httpx.codes.OK:
+                    await response.aread()
+                    _checked(response)
+                async for line in response.aiter_lines():
+                    name, _, value = line.partition(": ")
+                    if name == "id":
+                        last, attempts = value, 0
+                    elif name == "data" and value == _DONE:
+                        return
+                    elif name == "data":
+                        yield _chunk(value)
+            reason = "the stream ended before the answer was complete"
+        except (httpx.TransportError, NotReady) as error:
+            reason = str(error) or repr(error)
+        attempts += 1
+        if not last or attempts > _MOST_RETRIES:
+            raise WorkerUnavailable(f"{client.base_url}: {reason}")
+        await asyncio.sleep(_RETRY_SECONDS)
+
+
+def _client(url: str, api_key: str | None, timeout_seconds: float) -> httpx.AsyncClient:
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout_seconds)
+
+
+def _checked(response: httpx.Response) -> httpx.Response:
+    """Raise the error of a refused request: `NotReady` if a later one may succeed."""
+    if response.is_success:
+        return response
+    text = response.text[:_LONGEST_REASON]
+    with suppress(ValueError, KeyError, TypeError):
+        text = response.json()["error"]["message"]
+    message = f"{response.request.url} answered {response.status_code}: {text}"
+    if response.status_code in _TEMPORARY:
+        raise NotReady(message)
+    raise WorkerUnavailable(message)
+
+
+def _chunk(data: str) -> Any:
+    chunk = json.loads(data)
+    if "error" in chunk:
+        raise WorkerUnavailable(f"the server ended the answer with an error: {chunk['error'].get('message')}")
+    return chunk

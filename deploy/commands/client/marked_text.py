@@ -1,0 +1,64 @@
+"""Writes a streamed answer to a terminal, with its drafted tokens marked, and counts its passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+DRAFTED_STYLE = "green"
+
+
+@dataclass(slots=True)
+class ReceivedAnswer:
+    """A streamed answer, as far as it has arrived."""
+
+    text: str = ""
+    seed: int | None = None
+    receipt: dict[str, Any] | None = None
+    tokens: int = 0
+    parts: list[tuple[str, bool]] = field(default_factory=list)
+    """The texts that the last chunk added, and whether a drafter wrote each first."""
+
+    def add(self, chunk: Any) -> None:
+        """Add one chunk of `/v1/chat/completions` or `/v1/completions` with `return_drafts`."""
+        self.seed = chunk.get("seed", self.seed)
+        self.parts = []
+        for choice in chunk["choices"]:
+            content = choice.get("delta", choice).get("content" if "delta" in choice else "text") or ""
+            self.text += content
+            self.receipt = choice.get("receipt", self.receipt)
+            self._add_parts(choice, content)
+
+    def _add_parts(self, choice: Any, content: str) -> None:
+        texts = choice.get("token_texts", [])
+        self.tokens += len(texts)
+        if "".join(texts) != content:  # reasoning and calls of tools are not content
+            self.parts.append((content, False))
+            return
+        drafted = [
+            place < len(draft["accepted"])
+            for draft in choice.get("drafts", [])
+            for place in range(draft["committed_tokens"])
+        ]
+        self.parts.extend(zip(texts, drafted, strict=True))
+
+
+def write_parts(console: Console, answer: ReceivedAnswer) -> None:
+    """Write what the last chunk added: drafted tokens in green, if the console has colours."""
+    for text, is_drafted in answer.parts:
+        console.print(Text(text, DRAFTED_STYLE if is_drafted else ""), end="")
+
+
+def statistics(receipt: dict[str, Any], tokens: int, seconds: float) -> str:
+    """One line about an answer: tokens, rate, passes of the target, accepted drafts, seed."""
+    passes, drafted, accepted = receipt["target_passes"], receipt["drafted"], receipt["accepted"]
+    share = f"{accepted} of {drafted} drafted tokens accepted" if drafted else "no drafts"
+    rate = tokens / seconds if seconds else 0.0
+    lossless = "" if receipt["lossless"] else ", NOT lossless"
+    return (
+        f"{tokens} tokens in {seconds:.1f} s ({rate:.1f} tokens/s), {passes} target passes "
+        f"({tokens / max(1, passes):.2f} tokens each), {share}, seed {receipt['seed']}{lossless}"
+    )

@@ -1,0 +1,87 @@
+"""`pilotfish top`: what every replica of a running cluster does, live in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from cluster.core.errors import PilotfishError
+from deploy.commands.client.cluster_table import ReplicaStatus, status_table, statuses
+from deploy.commands.client.connection import UrlOption, configured_url, connected, get
+from deploy.commands.options import ConfigOption, SetOption
+from deploy.settings import load_settings
+from deploy.terminal import notify, output
+
+_PATH = "/cluster"
+
+
+def top(
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+    url: UrlOption = None,
+    interval: Annotated[float, typer.Option(min=0.1, max=60, help="Time between two looks, in seconds.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and end. Rates are over one interval.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per look instead of a table.")] = False,
+) -> None:
+    """Show replicas, requests, tokens per second, acceptance, KV memory and drafters of a running cluster.
+
+    Where API keys are demanded, `PILOTFISH_API_KEY` must be that of an operator.
+    """
+    settings = load_settings(config, assignments or ())
+
+    async def run() -> None:
+        async with connected(settings, url or configured_url(settings.configuration), False, notify) as client:
+            if once or as_json:
+                await print_statuses(client, interval, output, once=once, as_json=as_json)
+            else:
+                await watch(client, interval, output)
+
+    asyncio.run(run())
+
+
+async def print_statuses(
+    client: httpx.AsyncClient, interval: float, console: Console, *, once: bool, as_json: bool
+) -> None:
+    """Print what each replica has done, look after look, or `once`. Raises `PilotfishError`."""
+    before, since = await _look(client)
+    while True:
+        await asyncio.sleep(interval)
+        after, now = await _look(client)
+        found = statuses(before, after, now - since)
+        if as_json:
+            replicas = [status.values() for status in found]
+            console.print(json.dumps({"replicas": replicas}), markup=False, soft_wrap=True)
+        else:
+            console.print(status_table(found))
+        if once:
+            return
+        before, since = after, now
+
+
+async def watch(client: httpx.AsyncClient, interval: float, console: Console) -> None:
+    """Show a table that changes in place until the command is interrupted. Raises the error of the first look."""
+    before, since = await _look(client)
+    found: list[ReplicaStatus] = statuses(before, before, interval)
+    with Live(status_table(found), console=console, auto_refresh=False) as live:
+        while True:
+            await asyncio.sleep(interval)
+            try:
+                after, now = await _look(client)
+            except PilotfishError as error:  # the server may come back
+                live.update(status_table(found, str(error)), refresh=True)
+                continue
+            found = statuses(before, after, now - since)
+            live.update(status_table(found), refresh=True)
+            before, since = after, now
+
+
+async def _look(client: httpx.AsyncClient) -> tuple[list[dict[str, Any]], float]:
+    """Return what the server says of its replicas, and when."""
+    return (await get(client, _PATH))["replicas"], time.monotonic()

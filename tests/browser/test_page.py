@@ -1,0 +1,224 @@
+"""The page in Chromium, over a cluster with the packaged model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.async_api import Browser, Page
+
+from cluster.ingress.access.api_keys import parse_keys
+from cluster.ingress.access.key_ring import KeyRing
+from cluster.ingress.endpoints.page import Page as PageSettings
+from cluster.ingress.http import create_app
+from tests.support.browser import opened
+from tests.support.fakes.fake_engine import listening
+from tests.support.fakes.http_app import LIMITS, HttpApi
+
+PROMPT = "Proofread: the pilot fish swim ahead of the shark. it eat the leftovers of the sharks meals."
+ANSWER_MS = 120_000
+"""Longest time of an answer on a busy machine, in milliseconds."""
+KEY = "alice-key-0123456789"
+
+
+async def ask(page: Page, prompt: str, *, tokens: int = 64, seed: str = "7", temperature: str = "0") -> None:
+    """Type a prompt and wait for the end of the answer."""
+    await page.fill("#max-tokens", str(tokens))
+    await page.fill("#seed", seed)
+    await page.fill("#temperature", temperature)
+    await page.fill("#prompt", prompt)
+    before = await page.locator(".message.assistant .foot").count()
+    await page.keyboard.press("Enter")
+    await page.locator(".message.assistant .foot").nth(before).wait_for(timeout=ANSWER_MS)
+
+
+async def last_text(page: Page) -> str:
+    return await page.locator(".message.assistant .text").last.inner_text()
+
+
+async def save(page: Page, directory: Path | None, name: str, *, full: bool = False) -> None:
+    if directory is not None:
+        await page.screenshot(path=directory / f"{name}.png", full_page=full)
+
+
+async def test_chat_tree_and_figures(browser: Browser, url: str, screenshots: Path | None) -> None:
+    async with opened(browser, url, width=1360, height=880) as page:
+        await page.wait_for_selector("#method:not([hidden])")
+        assert await page.inner_text("#method") == "drafts: ngram"
+        await save(page, screenshots, "empty")
+        await ask(page, PROMPT)
+        figures = {
+            await cell.get_attribute("data-figure"): await cell.inner_text()
+            for cell in await page.locator("#meters dd").all()
+        }
+        assert float(figures["per-pass"] or 0) > 1
+        assert int(figures["passes"] or 0) < int(figures["tokens"] or 0)
+        drafted = await page.locator(".token.draft").count()
+        assert drafted > 0
+        # The pass with the most accepted tokens: its tree has them, the target's own, and the tokens are marked.
+        counts: list[int] = await page.evaluate(
+            "[...Array(Number(document.getElementById('pass').max))].map((_, index) =>"
+            " document.querySelectorAll(`.token.draft[data-pass='${index + 1}']`).length)"
+        )
+        assert sum(counts) == drafted
+        best = counts.index(max(counts)) + 1
+        await page.evaluate(
+            "number => { const range = document.getElementById('pass'); range.value = number;"
+            " range.dispatchEvent(new Event('input')); }",
+            best,
+        )
+        assert (await page.inner_text("#pass-number")).startswith(f"{best} of ")
+        assert await page.locator("#tree .node.draft").count() == max(counts)
+        assert await page.locator("#tree .node.target").count() == 1
+        assert await page.locator(".token.chosen").count() == max(counts) + 1
+        await save(page, screenshots, "chat")
+        with_drafts = await last_text(page)
+        await page.click("#new-chat")
+        await page.uncheck("#speculation")
+        await ask(page, PROMPT)
+        assert await last_text(page) == with_drafts
+        assert await page.locator(".token.draft").count() == 0
+
+
+async def test_the_race_ends_equal(browser: Browser, url: str, screenshots: Path | None) -> None:
+    async with opened(browser, url, width=1360, height=880) as page:
+        await page.click("#tab-race")
+        await page.fill("#race-tokens", "72")
+        await page.click("#race-start")
+        if screenshots is not None:
+            await page.locator("#lane-drafts .token").nth(40).wait_for(timeout=ANSWER_MS)
+            await save(page, screenshots, "race-running")
+        await page.wait_for_selector("#race-result:not([hidden])", timeout=ANSWER_MS)
+        assert (await page.inner_text("#race-result")).startswith("Equal: all ")
+        plain, drafts = [await page.inner_text(f"#lane-{name} .text") for name in ("plain", "drafts")]
+        assert plain == drafts != ""
+        assert await page.locator("#lane-drafts .token.draft").count() > 0
+        assert await page.locator("#lane-plain .token.draft").count() == 0
+        await save(page, screenshots, "race")
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+async def test_killing_the_drafter_changes_no_token(
+    browser: Browser, url: str, temperature: str, screenshots: Path | None
+) -> None:
+    async with opened(browser, url) as page:
+        await ask(page, PROMPT, tokens=80, temperature=temperature)
+        undisturbed = await last_text(page)
+        await page.click("#new-chat")
+        await page.fill("#prompt", PROMPT)
+        await page.keyboard.press("Enter")
+        await page.locator(".token").nth(12).wait_for(state="attached", timeout=ANSWER_MS)
+        await page.click("#kill")
+        await page.wait_for_selector(".mark")
+        await page.wait_for_selector(".message.assistant .foot", timeout=ANSWER_MS)
+        await save(page, screenshots, f"killed-{temperature}")
+        assert (await page.inner_text(".mark")) == "the drafter was killed here"
+        await page.evaluate("document.querySelector('.mark').remove()")
+        assert await last_text(page) == undisturbed
+
+
+async def test_an_answer_is_verified_and_replayed_from_its_receipt(browser: Browser, url: str) -> None:
+    async with opened(browser, url) as page:
+        await ask(page, "Name three rivers.", tokens=24, seed="18446744073709551610", temperature="0.9")
+        text = await last_text(page)
+        await page.click(".foot >> text=Receipt")
+        bundle: dict[str, Any] = json.loads(await page.input_value("#bundle"))
+        assert bundle["text"] == text
+        assert bundle["receipt"]["seed"] == 18446744073709551610
+        await page.click("#verify")
+        await page.wait_for_selector("#verdict.good", timeout=ANSWER_MS)
+        await page.fill("#bundle", json.dumps(bundle | {"text": text.replace(" ", "  ", 1)}))
+        await page.click("#verify")
+        await page.wait_for_selector("#verdict.bad", timeout=ANSWER_MS)
+        await page.fill("#bundle", json.dumps(bundle))
+        await page.click("#replay")
+        await page.wait_for_selector(".message .result.good", timeout=ANSWER_MS)
+        assert await last_text(page) == text
+
+
+async def test_the_code_asks_the_same(browser: Browser, url: str) -> None:
+    async with opened(browser, url) as page:
+        await ask(page, "What's a 'shark'?", tokens=12)
+        for language, word in (("curl", "curl -N "), ("python", "from openai"), ("grpcurl", "grpcurl -plaintext")):
+            await page.click(f"#tab-{language}")
+            code = await page.inner_text("#code")
+            assert code.startswith(word)
+            assert "shark" in code
+        await page.click("#tab-curl")
+        command = await page.inner_text("#code")
+        process = await asyncio.create_subprocess_shell(
+            command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+        )
+        output, _ = await process.communicate()
+        events = [json.loads(line[6:]) for line in output.decode().splitlines() if line.startswith("data: {")]
+        text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+        assert text == await last_text(page)
+
+
+async def test_everything_works_from_the_keyboard(browser: Browser, url: str) -> None:
+    async with opened(browser, url) as page:
+        await page.keyboard.press("Tab")
+        assert await page.evaluate("document.activeElement.className") == "skip"
+        await page.keyboard.press("Tab")
+        assert await page.evaluate("document.activeElement.id") == "tab-chat"
+        outline = "getComputedStyle(document.activeElement).outlineStyle"
+        assert await page.evaluate(outline) == "solid"
+        for name in ("race", "receipt", "cluster", "chat"):
+            await page.keyboard.press("ArrowRight")
+            assert await page.evaluate("document.activeElement.id") == f"tab-{name}"
+            assert await page.is_visible(f"#view-{name}")
+        seen: set[str] = set()
+        for _ in range(40):
+            await page.keyboard.press("Tab")
+            seen.add(await page.evaluate("document.activeElement.id || document.activeElement.className"))
+        assert {"prompt", "speculation", "temperature", "seed", "send", "kill", "tree", "tab-curl", "copy-code"} <= seen
+        unnamed: list[str] = await page.evaluate(
+            "[...document.querySelectorAll('button, input, textarea, [role]')].filter(one => !one.labels?.length"
+            " && !one.getAttribute('aria-label') && !one.getAttribute('aria-labelledby')"
+            " && !one.textContent.trim() && !['status', 'alert'].includes(one.role)).map(one => one.outerHTML)"
+        )
+        assert unnamed == []
+
+
+async def test_colours_and_widths(browser: Browser, url: str, screenshots: Path | None) -> None:
+    async with opened(browser, url, dark=True, width=1360, height=880) as page:
+        dark = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+        await ask(page, PROMPT)
+        await page.locator("#strip .bar").nth(3).click()
+        await save(page, screenshots, "dark")
+        await page.click("#theme")
+        assert await page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
+        await page.click("#theme")
+        assert await page.evaluate("getComputedStyle(document.body).backgroundColor") == dark
+        await page.click("#tab-cluster")
+        await page.wait_for_selector(".replica")
+        await asyncio.sleep(2)
+        await save(page, screenshots, "cluster-dark")
+    async with opened(browser, url, width=390, height=844) as page:
+        await ask(page, PROMPT)
+        for name in ("chat", "race", "receipt", "cluster"):
+            await page.click(f"#tab-{name}")
+            assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+            await save(page, screenshots, f"phone-{name}", full=True)
+
+
+async def test_the_key_is_asked_for_and_kept_in_memory_only(browser: Browser, tmp_path: Path) -> None:
+    keys = KeyRing(parse_keys(f"alice {KEY}", "keys"))
+    app = create_app(HttpApi(tmp_path).client, LIMITS, keys=keys, page=PageSettings(9000))
+    async with listening(app) as url, opened(browser, f"{url}/", expects_errors=True) as page:
+        await page.wait_for_selector("#key-dialog[open]")
+        await page.fill("#key", "wrong-key-0123456789")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("#notice:not([hidden])")
+        await page.wait_for_selector("#key-dialog[open]")
+        await page.fill("#key", KEY)
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("#method:not([hidden])")
+        await ask(page, "hi", tokens=30)
+        assert await last_text(page) == "hello the world"
+        stored = await page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
+        assert stored == '[{},{},""]'
+        assert KEY not in await page.content()

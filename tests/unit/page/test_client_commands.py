@@ -1,0 +1,150 @@
+"""`pilotfish chat` and `pilotfish complete` over the HTTP API of a scripted engine."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from rich.console import Console
+
+from cluster.core.errors import ConfigurationError, InvalidRequest, WorkerUnavailable
+from deploy.commands.client import complete as complete_command
+from deploy.commands.client.chat import talk
+from deploy.commands.client.connection import connected, stream
+from deploy.commands.client.conversation import Conversation
+from deploy.commands.client.marked_text import ReceivedAnswer, write_parts
+from deploy.settings import load_settings
+from tests.support.fakes.fake_engine import listening
+from tests.support.fakes.http_app import HttpApi
+
+TEXT = "hello the world"
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[HttpApi]:
+    api = HttpApi(tmp_path, TEXT)
+    api.engine.context = 400
+    async with api.http:
+        yield api
+
+
+def console(*, colours: bool = False) -> Console:
+    return Console(file=io.StringIO(), width=500, force_terminal=colours, color_system="standard" if colours else None)
+
+
+def written(one: Console) -> str:
+    return one.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+async def converse(api: HttpApi, *lines: str) -> tuple[str, list[str], Conversation]:
+    """Type lines into a conversation. Returns the answers, the notices and the conversation."""
+    typed: Iterator[str] = iter(lines)
+
+    def read_line() -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    conversation, shown, notices = Conversation(), console(), list[str]()
+    await talk(api.http, conversation, read_line, shown, notices.append)
+    return written(shown), notices, conversation
+
+
+async def test_a_conversation_keeps_its_messages_and_counts_its_passes(api: HttpApi) -> None:
+    shown, notices, conversation = await converse(api, "/tokens 30", "hi", "", "again")
+    assert shown == f"{TEXT}\n{TEXT}\n"
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
+    assert "drafted tokens accepted" in notices[1]
+    assert f"seed {api.engine.requests[0].sampling.seed}" in notices[1]
+    assert len(api.engine.requests[1].prompt) > len(api.engine.requests[0].prompt)
+
+
+async def test_commands_change_the_next_request(api: HttpApi) -> None:
+    await converse(api, "/tokens 30", "/speculation off", "/seed 12", "/temperature 0", "hi", "/speculation on", "hi")
+    first, second = api.engine.requests
+    assert (first.max_draft_tokens, first.sampling.seed, first.sampling.temperature) == (0, 12, 0.0)
+    assert first.stopping.max_tokens == 30
+    assert second.max_draft_tokens is None
+
+
+async def test_the_last_answer_is_verified_from_its_receipt(api: HttpApi) -> None:
+    _, notices, conversation = await converse(
+        api, "/verify", "/tokens 30", "hi", "/receipt", "/verify", "/new", "/exit", "hi"
+    )
+    assert notices[0] == "there is no answer yet"
+    assert json.loads(notices[3])["target_passes"] > 1
+    assert notices[4].startswith("equal: the model writes exactly these ")
+    assert (conversation.messages, conversation.has_ended) == ([], True)
+
+
+async def test_an_error_does_not_end_the_conversation(api: HttpApi) -> None:
+    shown, notices, conversation = await converse(api, "/seed many", "/sing", "/tokens 5000", "hi", "/tokens 30", "hi")
+    assert shown.strip() == TEXT
+    assert "between 0 and 18446744073709551615" in notices[0]
+    assert "/help" in notices[1]
+    assert "max_tokens" in notices[3]
+    assert len(conversation.messages) == 2
+
+
+@pytest.mark.parametrize("line", ["/speculation maybe", "/temperature -1", "/temperature x", "/tokens 0", "/seed -1"])
+def test_wrong_values_are_refused(line: str) -> None:
+    conversation = Conversation()
+    with pytest.raises(InvalidRequest):
+        conversation.command(line)
+    assert conversation == Conversation()
+
+
+async def test_drafted_tokens_are_green_where_there_are_colours(api: HttpApi) -> None:
+    shown, answer = console(colours=True), ReceivedAnswer()
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "return_drafts": True}
+    async for chunk in stream(api.http, "/v1/chat/completions", body):
+        answer.add(chunk)
+        write_parts(shown, answer)
+    assert answer.text == TEXT
+    assert "\x1b[32m" in written(shown)
+    assert answer.receipt is not None
+    assert answer.receipt["accepted"] > 0
+
+
+async def test_complete_prints_the_text_or_the_response(tmp_path: Path) -> None:
+    api, settings = HttpApi(tmp_path, TEXT), load_settings(environment={})
+    body = {"prompt": "hi", "max_tokens": 30, "seed": 4}
+    async with listening(api.http._transport.app) as address:  # type: ignore[attr-defined]
+        plain, whole = console(), console()
+        await complete_command.answer(settings, dict(body), address, False, plain, as_json=False)
+        await complete_command.answer(settings, dict(body), address, False, whole, as_json=True)
+    assert written(plain) == f"{TEXT}\n"
+    response = json.loads(written(whole))
+    assert (response["choices"][0]["text"], response["seed"]) == (TEXT, 4)
+    assert not api.engine.requests[1].returns_drafts
+
+
+async def test_one_server_is_named_at_most() -> None:
+    with pytest.raises(ConfigurationError, match="--url and --in-process"):
+        async with connected(load_settings(environment={}), "http://127.0.0.1:1", True, print):
+            pass
+
+
+async def test_a_server_that_is_away_is_named() -> None:
+    async with httpx.AsyncClient(base_url="http://127.0.0.1:1") as client:
+        with pytest.raises(WorkerUnavailable, match=r"127\.0\.0\.1:1"):
+            async for _ in stream(client, "/v1/completions", {}):
+                pass
+
+
+async def test_a_stream_that_breaks_off_continues_after_its_last_event() -> None:
+    seen: list[str | None] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers.get("last-event-id"))
+        text = 'id: a\ndata: {"n": 1}\n\n' if len(seen) == 1 else 'id: b\ndata: {"n": 2}\n\nid: c\ndata: [DONE]\n\n'
+        return httpx.Response(200, content=text)
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://pilotfish") as client:
+        found = [chunk["n"] async for chunk in stream(client, "/v1/completions", {})]
+    assert (found, seen) == ([1, 2], [None, "a"])
