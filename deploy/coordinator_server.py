@@ -23,7 +23,7 @@ from cluster.wire.connection import Resolve
 from cluster.wire.peer_access import OPEN, PeerAccess
 from cluster.wire.server import WireServer
 from deploy.implied_settings import NOT_LOSSLESS
-from deploy.tracing import make_tracer, tracer_provider
+from deploy.network.tracing import make_tracer, tracer_provider
 from pilotfish.v1 import coordinator_pb2_grpc, generation_pb2_grpc, operations_pb2_grpc
 
 logger = logging.getLogger(__name__)

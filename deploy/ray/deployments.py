@@ -32,13 +32,13 @@ from cluster.wire.peer_access import PeerAccess
 from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import CoordinatorServer, fixed_address
 from deploy.network.exposure import exposure_warning
+from deploy.network.tracing import make_call_tracer, tracer_provider
 from deploy.ray.autoscaling import reported
 from deploy.ray.demo import kill_drafter
 from deploy.ray.directory import DirectoryClient
 from deploy.ray.drafter_follower import DrafterFollower
 from deploy.ray.ingress_server import IngressServer
 from deploy.ray.node_models import with_local_drafts, with_local_models
-from deploy.tracing import make_call_tracer, tracer_provider
 from workers.draft.registry import create
 from workers.serve.configuration import load_configuration
 from workers.serve.logs import set_logging

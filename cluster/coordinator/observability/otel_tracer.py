@@ -51,7 +51,7 @@ class OtelTracer:
         """Start the span of a request, unless it is not sampled."""
         wanted = request.request
         parent = self._propagator.extract({TRACEPARENT: wanted.traceparent} if wanted.traceparent else {})
-        attributes = {
+        attributes: dict[str, str | int | float] = {
             "gen_ai.request.id": str(wanted.request_id),
             "gen_ai.request.max_tokens": wanted.stopping.max_tokens,
             "gen_ai.request.temperature": wanted.sampling.temperature,
