@@ -1,7 +1,4 @@
-"""The sections of the configuration. Each setting is declared once, with its type, bounds, default and meaning.
-
-`cluster.core.config.load` builds a configuration from the values of a file and from overrides.
-"""
+"""The sections of the configuration. Each setting is declared once, with its type, bounds, default and meaning."""
 
 from __future__ import annotations
 
@@ -119,8 +116,7 @@ class TargetSection(ModelSection, PluginHost):
     """Longest wait for a step, in seconds; then the step counts as lost and its sequences are sent again. A worker that
     computes for longer than this without a pause counts as hung and is replaced."""
     standby: bool = False
-    """Whether each rank has a standby process with its libraries loaded, so that a lost target serves again sooner. It
-    needs memory of its own for each rank. Not for GPUs."""
+    """Whether each rank has a standby process with its libraries, so that a lost target serves sooner. Not for GPUs."""
     kv: KvSection = KvSection()
     """The KV cache on each rank."""
     evidence: EvidenceSection = EvidenceSection()
