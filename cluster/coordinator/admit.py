@@ -15,8 +15,8 @@ from cluster.coordinator.requests.parallel_sampling import ParallelSampling
 from cluster.coordinator.requests.request_table import RequestTable
 from cluster.core.config.sections import SchedulerSection
 from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded
+from cluster.core.kv import check_fits
 from cluster.core.request import GenerationRequest
-from cluster.core.scheduler import check_fits
 from cluster.core.verification import TargetInfo
 
 

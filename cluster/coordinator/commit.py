@@ -71,7 +71,9 @@ class Committer:
             log.error("the target's verdict on %s does not match its row: the row is sent again", row.sequence_id)
             return RowFaultCode.OUT_OF_SYNC
         if verdict.fault is not None and verdict.fault.code is RowFaultCode.INVALID:
-            self._fail(request, InvalidRequest("prompt", verdict.fault.message, "what the target can compute"))
+            message = verdict.fault.message
+            field = "grammar" if message.startswith("grammar: ") else "prompt"
+            self._fail(request, InvalidRequest(field, message, "what the target can compute"))
             return None
         live.clear_losses()
         commit = live.sequence.commit(verdict)

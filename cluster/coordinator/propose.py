@@ -234,7 +234,7 @@ class Proposer:
             if asked and all(map(self._is_caught_up, asked)):
                 controller.observe_wait(len(asked), max(asked.values()), waited)
             self._caught_up.update(asked)
-        if any(len(row.pending) > 1 for row in rows):
+        if any(len(row.pending) > 1 for row in rows) or any(verdict.forced for verdict in step.verdicts):
             return
         unwaited = max(0.0, seconds - waited)
         committed = sum(len(verdict.tokens) for verdict in step.verdicts)

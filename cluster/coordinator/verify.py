@@ -13,7 +13,8 @@ from cluster.core.drafting import NO_DRAFT, DraftBudget, Proposal
 from cluster.core.errors import TargetUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.scheduler import Plan, PlannedRow
-from cluster.core.tree import EMPTY_TREE
+from cluster.core.sequence import Sequence
+from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
 from cluster.core.verification import StepResult, VerifyRow
 
 
@@ -61,6 +62,8 @@ def build_rows(
         sequence = live.sequence
         first, end = sequence.stored_len, sequence.stored_len + planned.pending
         draft = _trim(proposals.get(sequence.id), planned)
+        if planned.forced:
+            draft = with_forced(draft, sequence, planned)
         row = VerifyRow(
             sequence_id=sequence.id,
             base_len=end,
@@ -83,3 +86,33 @@ def _trim(proposal: Proposal | None, planned: PlannedRow) -> Proposal | None:
     if len(nodes) < len(proposal.tree) and not proposal.is_prunable:
         return None
     return proposal.subset(nodes)
+
+
+def with_forced(draft: Proposal | None, sequence: Sequence, planned: PlannedRow) -> Proposal:
+    """Return a draft that begins with the tokens that the grammar forces and goes on as the given draft does.
+
+    A draft whose nodes have distributions, or that must be verified whole, is left out.
+    """
+    forced = sequence.forced[: planned.forced]
+    tokens, parents = list(forced), list(range(-1, len(forced) - 1))
+    if draft is not None and draft.is_prunable and not draft.distributions:
+        most = max(planned.draft.max_nodes, len(forced))
+        _extend(tokens, parents, draft.tree, most, planned.draft.max_depth)
+    return Proposal(sequence.id, len(sequence), TokenTree(tuple(tokens), tuple(parents)))
+
+
+def _extend(tokens: list[int], parents: list[int], tree: TokenTree, most: int, max_depth: int) -> None:
+    """Add the nodes of a tree below the end of a chain, as far as the tree has the chain itself."""
+    chain = len(tokens)
+    node = ROOT
+    for token in tokens:
+        child = tree.child(node, token)
+        if child is None:
+            return
+        node = child
+    copies, depths = {node: chain - 1}, {node: chain}
+    for index, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        if parent in copies and len(tokens) < most and depths[parent] < max_depth:
+            copies[index], depths[index] = len(tokens), depths[parent] + 1
+            tokens.append(token)
+            parents.append(copies[parent])

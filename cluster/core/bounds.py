@@ -45,6 +45,10 @@ MAX_BAD_WORDS = 512
 """Most token sequences that a request forbids."""
 MAX_BAD_WORD_TOKENS = 64
 """Most tokens of a forbidden sequence."""
+MAX_GRAMMAR_BYTES = 128 * 1024
+"""Longest grammar or JSON schema, in bytes."""
+MAX_CHOICES = 4096
+"""Most texts of a choice."""
 MAX_LOGIT_BIAS = 1024
 """Most tokens with a bias."""
 MAX_BIAS = 100.0

@@ -100,3 +100,20 @@ class KvOccupancy:
     blocks_total: int
     blocks_free: int
     """Blocks that no sequence holds. They may hold prefix-cache entries, which are evicted when needed."""
+
+
+def check_fits(prompt_len: int, max_tokens: int, max_context_len: int, pool_tokens: int) -> None:
+    """Refuse a request that could never finish, even alone.
+
+    Raises `InvalidRequest` with the bound.
+    """
+    if prompt_len < 1:
+        raise InvalidRequest("prompt", f"{prompt_len} tokens", "at least one token")
+    if max_tokens < 1:
+        raise InvalidRequest("max_tokens", max_tokens, "at least 1")
+    for bound, name in ((max_context_len, "the model's context"), (pool_tokens, "the target's KV pool")):
+        if prompt_len >= bound:
+            raise InvalidRequest("prompt", f"{prompt_len} tokens", f"shorter than {name} of {bound} tokens")
+        if prompt_len + max_tokens > bound:
+            left = f"at most {bound - prompt_len}: {name} holds {bound} tokens, the prompt has {prompt_len}"
+            raise InvalidRequest("max_tokens", max_tokens, left)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from cluster.core.grammar.grammar import Grammar
 from cluster.core.ids import RequestId
 from cluster.core.tree import EMPTY_TREE, TokenTree
 
@@ -16,8 +17,8 @@ from cluster.core.tree import EMPTY_TREE, TokenTree
 class SamplingParameters:
     """How a token is sampled from the target's distribution at a position.
 
-    The order is: penalties and bias, excluded tokens, temperature, top-k, top-p, min-p. The token depends only on the
-    model, the tokens before the position, these parameters and the seed.
+    The order is: penalties and bias, excluded tokens and the grammar, temperature, top-k, top-p, min-p. The token
+    depends only on the model, the tokens before the position, these parameters and the seed.
     """
 
     temperature: float = 1.0
@@ -52,6 +53,8 @@ class SamplingParameters:
     """Tokens whose log-probabilities are reported instead of those of the most probable ones, if `logprobs` is set."""
     prompt_logprobs: int | None = None
     """Number of most probable tokens to report beside each prompt token; `None` reports nothing of the prompt."""
+    grammar: Grammar | None = None
+    """What the answer matches: only tokens that continue it are sampled, and where it is complete the answer ends."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from cluster.core.config.sections import SchedulerSection
 from cluster.core.drafting import NO_DRAFT, DraftBudget
-from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvLayout, KvOccupancy
 
@@ -41,6 +40,8 @@ class SequenceView:
     """Most nodes of a tree that the request allows; `None` leaves it to the server."""
     source_len: int = 0
     """Tokens that an encoder must read before a waiting sequence starts. They take blocks as a sequence's tokens do."""
+    forced: int = 0
+    """Tokens that the grammar forces next. A chain of them is verified even where no other draft is wanted."""
 
     @property
     def missing(self) -> int:
@@ -74,7 +75,9 @@ class PlannedRow:
     decide: bool
     """Whether the pending tokens reach the end of the sequence, so that the target decides the next token."""
     draft: DraftBudget
-    """The largest tree that the row may have."""
+    """The largest tree that a drafter may propose for the row."""
+    forced: int = 0
+    """Forced tokens that the row verifies, in addition to the tree or as a part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +100,6 @@ class WantedDrafts:
     def of(self, sequence_id: SequenceId) -> DraftBudget | None:
         """The wanted budget of one sequence."""
         return self.budgets.get(sequence_id, self.default)
-
-
-def check_fits(prompt_len: int, max_tokens: int, max_context_len: int, pool_tokens: int) -> None:
-    """Refuse a request that could never finish, even alone.
-
-    Raises `InvalidRequest` with the bound.
-    """
-    if prompt_len < 1:
-        raise InvalidRequest("prompt", f"{prompt_len} tokens", "at least one token")
-    if max_tokens < 1:
-        raise InvalidRequest("max_tokens", max_tokens, "at least 1")
-    for bound, name in ((max_context_len, "the model's context"), (pool_tokens, "the target's KV pool")):
-        if prompt_len >= bound:
-            raise InvalidRequest("prompt", f"{prompt_len} tokens", f"shorter than {name} of {bound} tokens")
-        if prompt_len + max_tokens > bound:
-            left = f"at most {bound - prompt_len}: {name} holds {bound} tokens, the prompt has {prompt_len}"
-            raise InvalidRequest("max_tokens", max_tokens, left)
 
 
 def clip_draft(
@@ -186,6 +172,7 @@ class _StepAllocation:
         self._state = state
         self._pending: dict[SequenceId, int] = {}
         self._drafts: dict[SequenceId, DraftBudget] = {}
+        self._forced: dict[SequenceId, int] = {}
 
     def pending(self, view: SequenceView) -> int:
         """Committed tokens of the sequence that the step has so far."""
@@ -214,20 +201,29 @@ class _StepAllocation:
 
     def largest_draft(self, view: SequenceView) -> DraftBudget:
         """The largest tree that the sequence can use."""
-        state = self._state
-        remaining = min(view.remaining, state.max_context_len - view.length + 1)
-        return clip_draft(view.draft, state.max_draft, view.max_draft_tokens, remaining)
+        return clip_draft(view.draft, self._state.max_draft, view.max_draft_tokens, self._remaining(view))
+
+    def forced(self, view: SequenceView) -> int:
+        """The forced tokens that the sequence can use."""
+        most = view.forced if view.max_draft_tokens is None else min(view.forced, view.max_draft_tokens)
+        return max(0, min(most, self._remaining(view) - 1))
 
     def add_tree(self, view: SequenceView, largest: DraftBudget, nodes: int) -> None:
         """Give the sequence a tree of up to `nodes` nodes, as far as tokens and blocks allow."""
         nodes = self._take(view, nodes)
-        if nodes:
-            self._drafts[view.id] = DraftBudget(nodes, min(nodes, largest.max_depth))
+        self._forced[view.id] = min(nodes, self.forced(view))
+        if drafted := min(nodes, largest.max_nodes):
+            self._drafts[view.id] = DraftBudget(drafted, min(drafted, largest.max_depth))
 
     def row(self, view: SequenceView) -> PlannedRow:
         """The sequence's part in the step."""
         pending = self.pending(view)
-        return PlannedRow(view.id, pending, pending == view.missing, self._drafts.get(view.id, NO_DRAFT))
+        draft, forced = self._drafts.get(view.id, NO_DRAFT), self._forced.get(view.id, 0)
+        return PlannedRow(view.id, pending, pending == view.missing, draft, forced)
+
+    def _remaining(self, view: SequenceView) -> int:
+        """Tokens that the answer may still have in the request and in the context."""
+        return min(view.remaining, self._state.max_context_len - view.length + 1)
 
     def _take(self, view: SequenceView, wanted: int) -> int:
         """Take up to `wanted` tokens and the blocks that they need. Returns the number taken."""
@@ -297,7 +293,8 @@ def _admissible(state: State, running: Sequence[SequenceView]) -> list[SequenceV
 
 def _share_among_trees(step: _StepAllocation, views: Sequence[SequenceView]) -> None:
     """Share the tokens left evenly among trees. Tokens that a small tree does not use go to the larger trees."""
-    drafts = [(step.largest_draft(view), view) for view in views]
-    drafts.sort(key=lambda draft: (draft[0].max_nodes, draft[1].arrival))
-    for index, (largest, view) in enumerate(drafts):
-        step.add_tree(view, largest, min(largest.max_nodes, step.tokens // (len(drafts) - index)))
+    largest = {view.id: step.largest_draft(view) for view in views}
+    drafts = [(max(largest[view.id].max_nodes, step.forced(view)), view) for view in views]
+    drafts.sort(key=lambda draft: (draft[0], draft[1].arrival))
+    for index, (nodes, view) in enumerate(drafts):
+        step.add_tree(view, largest[view.id], min(nodes, step.tokens // (len(drafts) - index)))

@@ -35,6 +35,7 @@ class Sequence:
         "_stored_len",
         "arrival",
         "finish",
+        "forced",
         "id",
         "request",
         "tokens",
@@ -48,6 +49,8 @@ class Sequence:
         part = request.resumed[0] if request.resumed else GeneratedPart()
         self.tokens: list[int] = [*request.prompt, *part.tokens]
         self.finish: FinishReason | None = None
+        self.forced: tuple[int, ...] = ()
+        """Tokens that follow because the grammar allows no other ones. They are drafts that are certainly accepted."""
         self._stored_len = 0
         self._cached_len: int | None = None
         self._resumed_len = len(part.tokens)
@@ -144,6 +147,7 @@ class Sequence:
         self._steps += 1
         self.tokens.extend(tokens)
         self.finish = finish
+        self.forced = () if finish is not None else verdict.forced
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return Commit(
             tokens=tokens,

@@ -111,6 +111,8 @@ class Verdict:
     """The draft for the next step, from a drafter on the target. Its `base_len` is the length after this verdict."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """If requested, one entry per prompt token among the row's pending ones, apart from the first of the prompt."""
+    forced: tuple[int, ...] = ()
+    """Tokens that follow `tokens` because the request's grammar allows no other one at each position."""
 
     @property
     def accepted(self) -> int:

@@ -30,6 +30,7 @@ _INCOMPATIBLE_WITH_BEAMS = (
     "min_tokens",
     "allowed_token_ids",
     "bad_words",
+    "grammar",
     "logprob_token_ids",
     "prompt_logprobs",
 )

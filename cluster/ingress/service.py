@@ -17,6 +17,7 @@ from cluster.core.request import Commit, GenerationRequest
 from cluster.core.verification import TargetInfo
 from cluster.ingress import validate
 from cluster.ingress.events import Delta, Event, Finished, FirstReport, ServedModel, Started
+from cluster.ingress.grammar.constraints import Constraints
 from cluster.ingress.recent_answers import RecentAnswers, RequestKey, request_key
 from cluster.ingress.resume import ReceivedPart
 from cluster.ingress.text.prompts import (
@@ -34,7 +35,6 @@ from pilotfish.v1 import generation_pb2
 
 _TAKE_OVER_SECONDS = 5.0
 """Longest wait for the end of an earlier call of a resumed request, in seconds."""
-
 
 _NamesModel = generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest | generation_pb2.DetokenizeRequest
 
@@ -95,6 +95,7 @@ class GenerationService:
         self._created = int(time.time() if created is None else created)
         self._running: dict[RequestId, asyncio.Event] = {}
         self._recent = RecentAnswers()
+        self._constraints = Constraints(tokenizer)
 
     async def generate(
         self, message: generation_pb2.GenerateRequest, seconds_left: float | None = None
@@ -118,6 +119,7 @@ class GenerationService:
             request = without_bad_words(request, self._tokenizer, valid.bad_words)
             reported = prompt if valid.prompt_options.report else ()
             form = answer_format(self._tokenizer, valid.prompt, prompt)
+            request = await self._constraints.apply(request, valid, form)
             started = Started(valid.request_id, info.model, request.sampling.seed, len(prompt), reported, form)
             started = replace(started, fingerprint=info.fingerprint)
             if form.needs_special_tokens:

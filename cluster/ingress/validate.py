@@ -94,6 +94,8 @@ def validate(
     if info.is_encoder_decoder and sampling.prompt_logprobs is not None:
         bound = "left out: an encoder-decoder model gives no probabilities to the text that it reads"
         raise InvalidRequest("prompt_logprobs", sampling.prompt_logprobs, bound)
+    if (sampling.grammar is not None or request.chat.HasField("required_tool")) and request.stopping.ignore_eos:
+        raise InvalidRequest("ignore_eos", True, "false with a grammar: an answer that matches it ends")
     answers = answer_count(request, sampling, stopping, info, limits)
     return ValidatedRequest(
         request_id=request_id,

@@ -36,6 +36,7 @@ SECTIONS = {
     "recovery": "the pause of a stream when a process of the cluster is killed, by role, under Ray Serve",
     "speculation": "a draft model with a core of its own against plain decoding, on Spec-Bench's six tasks",
     "overlap": "drafts that run ahead against serial ones; the same with synthetic acceptance, beside theory",
+    "grammar": "steps that forced tokens and drafts save in answers that match JSON schemas",
     "calibration": "what the capacity simulation predicts beside the real cluster, at several loads",
 }
 """In the order in which they run. Each is a module of this package with `run(options)`."""

@@ -134,6 +134,8 @@ def _body(request: SoakRequest, model: str) -> dict[str, Any]:
     body: dict[str, Any] = {"model": model, "prompt": list(request.prompt), "max_tokens": request.max_tokens}
     body |= {"temperature": request.temperature, "top_p": request.top_p, "seed": request.seed, "n": request.n}
     body |= {"stream": True, "ignore_eos": True, "return_token_ids": True}
+    if request.pattern:
+        body |= {"ignore_eos": False, "structured_outputs": {"regex": request.pattern}}
     return body | ({"cache_salt": request.cache_salt} if request.cache_salt else {})
 
 

@@ -62,7 +62,7 @@ class ChaosOptions:
     at_once: int = 12
     distinct: int = 32
     """Number of distinct requests."""
-    kinds: tuple[str, ...] = ("short", "long", "sharing", "several")
+    kinds: tuple[str, ...] = ("short", "long", "sharing", "several", "structured")
     """Kinds of requests."""
     roles: tuple[str, ...] = ()
     """Roles that faults are for; empty: all."""

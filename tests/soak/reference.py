@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.soak.requests import SoakRequest
+from cluster.core.tree import EMPTY_TREE
+from tests.soak.requests import END, SoakRequest
 from tests.support.models.plain_generation import write_alone
-from workers.sampling.context import DecisionContext
+from workers.sampling.context import AllowedTokens, DecisionContext
 from workers.sampling.decide import decide
+from workers.sampling.grammar.compiler import GrammarCompiler
 
 Tokens = tuple[int, ...]
 Answers = tuple[Tokens, ...]
@@ -24,6 +26,7 @@ class Reference:
 
     def __init__(self, directory: Path, bound: float) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self._grammars = GrammarCompiler(directory, self._model.config.vocab_size, (END,))
         self._bound = bound
         self._known: dict[SoakRequest, Answers] = {}
 
@@ -48,15 +51,27 @@ class Reference:
             return False
         tokens = (*request.prompt, *own[:at])
         favoured = replace(request.sampling(index), logit_bias=((answer[at], self._bound),))
-        return decide(self._logits(tokens)[-1:], [DecisionContext(favoured, tokens, len(request.prompt))]) == [
-            answer[at]
-        ]
+        context = DecisionContext(favoured, tokens, len(request.prompt), self._mask(request)(tokens))
+        return decide(self._logits(tokens)[-1:], [context]) == [answer[at]]
 
     def _samples(self, request: SoakRequest) -> Answers:
         return tuple(
-            write_alone(self._model, request.prompt, request.sampling(index), request.max_tokens)
+            write_alone(self._model, request.prompt, request.sampling(index), request.max_tokens, self._mask(request))
             for index in range(request.n)
         )
+
+    def _mask(self, request: SoakRequest) -> Callable[[Sequence[int]], AllowedTokens | None]:
+        """What the request's grammar allows after tokens, its prompt included."""
+        grammar = request.sampling(0).grammar
+        if grammar is None:
+            return lambda tokens: None
+        matcher = self._grammars.matcher(grammar, len(request.prompt))
+
+        def allowed(tokens: Sequence[int]) -> AllowedTokens | None:
+            matcher.follow(tokens, len(tokens))
+            return matcher.allowed(EMPTY_TREE)[0]
+
+        return allowed
 
     @torch.inference_mode()
     def _beams(self, request: SoakRequest) -> Answers:

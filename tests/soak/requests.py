@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from cluster.core.grammar.grammar import Grammar, GrammarKind
 from cluster.core.request import SamplingParameters
 from pilotfish.v1 import common_pb2, generation_pb2
 
-KINDS = {"short": 4, "long": 3, "sharing": 5, "several": 2, "beams": 2}
+KINDS = {"short": 4, "long": 3, "sharing": 5, "several": 2, "structured": 2, "beams": 2}
 """Relative frequency of each kind."""
 SALTS = ("", "", "tenant-a", "tenant-b")
+END = 2
+"""The end of sequence of the tiny models."""
+PATTERNS = (
+    r'\{"name": "[a-z]{4,40}", "is_the_world": (true|false)\}',
+    "(hello world, |the fish swims, ){3,9}[0-9]{2,8}",
+)
+"""Regular expressions that force some tokens and leave others open."""
 MAX_TOKENS = 384
 """Largest number of tokens in a prompt and its answer. The context must be at least as long."""
 
@@ -31,10 +39,15 @@ class SoakRequest:
     """Width of the beam search; 0 selects sampling."""
     length_penalty: float = 1.0
     cache_salt: str = ""
+    pattern: str = ""
+    """A regular expression that the answer matches; empty: any text."""
 
     def sampling(self, index: int) -> SamplingParameters:
         """The sampling parameters of the single request that has the same answer as answer `index` of this one."""
-        return SamplingParameters(temperature=self.temperature, top_p=self.top_p, seed=self.seed + index)
+        sampling = SamplingParameters(temperature=self.temperature, top_p=self.top_p, seed=self.seed + index)
+        if not self.pattern:
+            return sampling
+        return replace(sampling, grammar=Grammar(GrammarKind.REGEX, self.pattern), end_token_ids=(END,))
 
     def message(self, request_id: str) -> generation_pb2.GenerateRequest:
         """The gRPC request."""
@@ -42,8 +55,10 @@ class SoakRequest:
             request_id=request_id,
             token_ids=common_pb2.TokenIds(ids=self.prompt),
             sampling=common_pb2.SamplingParameters(temperature=self.temperature, top_p=self.top_p, seed=self.seed),
-            stopping=generation_pb2.StoppingCriteria(max_tokens=self.max_tokens, ignore_eos=True),
+            stopping=generation_pb2.StoppingCriteria(max_tokens=self.max_tokens, ignore_eos=not self.pattern),
         )
+        if self.pattern:
+            request.sampling.grammar.regex = self.pattern
         if self.cache_salt:
             request.cache_salt = self.cache_salt
         if self.n > 1:
@@ -66,6 +81,7 @@ class RequestCatalogue:
             "long": self._long,
             "sharing": self._sharing,
             "several": self._several,
+            "structured": self._structured,
             "beams": self._beams,
         }
         makers_in_turn = [makers[kind] for kind, share in KINDS.items() if kind in kinds for _ in range(share)]
@@ -84,6 +100,10 @@ class RequestCatalogue:
     def _several(self) -> SoakRequest:
         prompt = self._draw.choice(self._stems) + self._text(self._draw.randint(1, 16))
         return self._ask("several", prompt, self._draw.randint(4, 32), n=self._draw.randint(2, 4))
+
+    def _structured(self) -> SoakRequest:
+        request = self._ask("structured", self._text(self._draw.randint(1, 40)), self._draw.randint(24, 96))
+        return replace(request, pattern=self._draw.choice(PATTERNS))
 
     def _beams(self) -> SoakRequest:
         width = self._draw.randint(2, 4)

@@ -7,11 +7,23 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import overload
 
+from torch import Tensor
+
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, because dividing logits by a smaller number overflows float32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllowedTokens:
+    """The tokens that a grammar allows at one position."""
+
+    mask: Tensor
+    """bool [vocabulary], on the CPU."""
+    is_complete: bool = False
+    """Whether the answer matches the grammar and nothing can follow, so that only tokens that end it are allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +35,8 @@ class DecisionContext:
     """All tokens before the position: the prompt, the answer so far and the path in the tree."""
     prompt_len: int
     """Number of prompt tokens at the beginning of `tokens`."""
+    allowed: AllowedTokens | None = None
+    """What the grammar allows; `None` allows all tokens."""
 
     @property
     def position(self) -> int:
@@ -36,9 +50,13 @@ class DecisionContext:
 
     @property
     def excluded_tokens(self) -> tuple[int, ...]:
-        """Tokens that cannot be chosen: those that end an answer that is too short, and the ends of bad words."""
+        """Tokens that cannot be chosen: those that end an answer that is too short, and the ends of bad words.
+
+        An answer that is complete by its grammar ends, however short it is.
+        """
         sampling = self.sampling
         is_short = sampling.min_tokens and len(self.tokens) - self.prompt_len < sampling.min_tokens
+        is_short = is_short and not (self.allowed is not None and self.allowed.is_complete)
         ends = sampling.end_token_ids if is_short else ()
         return (*ends, *self._ends_of_bad_words()) if sampling.bad_words else ends
 
@@ -86,12 +104,19 @@ class Branch(Sequence[int]):
 
 
 def tree_contexts(
-    sampling: SamplingParameters, tokens: Sequence[int], prompt_len: int, tree: TokenTree
+    sampling: SamplingParameters,
+    tokens: Sequence[int],
+    prompt_len: int,
+    tree: TokenTree,
+    allowed: Sequence[AllowedTokens | None] = (),
 ) -> tuple[DecisionContext, ...]:
     """The contexts of one row's decisions: first at the root (after `tokens`), then at every node of `tree`.
 
-    A node's context holds the tokens of its own path, so penalties do not count the tokens of its siblings.
+    A node's context holds the tokens of its own path, so penalties do not count the tokens of its siblings. `allowed`
+    has one entry per context, or none.
     """
-    root = DecisionContext(sampling, tokens, prompt_len)
-    nodes = (DecisionContext(sampling, Branch(tokens, tree.path_tokens(node)), prompt_len) for node in range(len(tree)))
-    return (root, *nodes)
+    texts = (tokens, *(Branch(tokens, tree.path_tokens(node)) for node in range(len(tree))))
+    return tuple(
+        DecisionContext(sampling, text, prompt_len, mask)
+        for text, mask in zip(texts, allowed or [None] * len(texts), strict=True)
+    )

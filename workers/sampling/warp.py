@@ -1,7 +1,8 @@
 """The logits processors: from the target's logits to the distribution that tokens are sampled from.
 
 They are applied in this order: repetition penalty; presence and frequency penalties and bias (one sum per token);
-exclusion of tokens (all but the allowed ones, ends of too short answers, ends of bad words); temperature; top-k; top-p;
+exclusion of tokens (all but the allowed ones, ends of too short answers, ends of bad words, what the grammar does not
+allow); temperature; top-k; top-p;
 min-p. All compute in float32. The bits of a row's result depend on its own logits and context alone, not on the rest of
 the batch: sums over the vocabulary are sums of integers, and everything else is element by element.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from cluster.core.request import SamplingParameters
 from workers.sampling.context import DecisionContext
-from workers.sampling.device_copy import tensor_on
+from workers.sampling.device_copy import row_indices, tensor_on
 from workers.sampling.truncate import truncate
 
 _LARGEST_LOGIT = 1e30
@@ -58,6 +59,7 @@ def untruncated(
         warped = warped.clone()
     column = _within(offset, logits.shape[1]) if vocabulary is None else _columns(vocabulary).get
     _penalise(warped, contexts, column)
+    _exclude_by_grammar(warped, contexts, offset, vocabulary)
     _divide_by_temperature(warped, contexts)
     return warped
 
@@ -65,6 +67,8 @@ def untruncated(
 def _changes_nothing(context: DecisionContext) -> bool:
     sampling = context.sampling
     if sampling.repetition_penalty != 1.0 or _adds(sampling) or sampling.allowed_token_ids or context.excluded_tokens:
+        return False
+    if context.allowed is not None:
         return False
     return context.is_greedy or (sampling.temperature == 1.0 and not context.is_truncated)
 
@@ -135,6 +139,21 @@ def _exclude_others(logits: Tensor, contexts: Sequence[DecisionContext], column:
         kept = logits[row, columns[id(allowed)]]
         logits[row] = -math.inf
         logits[row, columns[id(allowed)]] = kept
+
+
+def _exclude_by_grammar(
+    logits: Tensor, contexts: Sequence[DecisionContext], offset: int, vocabulary: Tensor | None
+) -> None:
+    """Exclude the tokens that the grammars of the rows do not allow, in place."""
+    rows = [(row, context.allowed.mask) for row, context in enumerate(contexts) if context.allowed is not None]
+    if not rows:
+        return
+    masks = torch.stack([mask for _, mask in rows])  # [rows, whole vocabulary]
+    masks = masks[:, offset : offset + logits.shape[1]] if vocabulary is None else masks[:, vocabulary.cpu()]
+    if logits.is_cuda:
+        masks = masks.contiguous().pin_memory().to(logits.device, non_blocking=True)
+    indices = row_indices([row for row, _ in rows], logits)
+    logits[indices] = logits[indices].masked_fill(~masks, -math.inf)
 
 
 def _additions(context: DecisionContext) -> dict[int, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import distributed
 
@@ -43,7 +45,8 @@ def build_engine(section: TargetSection, rank: int = 0, method: DraftMethod | No
         decider = GroupDecider(model, rank)
     pool = KvPool(model.kv_spec, section.kv, blocks)
     name = fingerprint(section, model)
-    engine = TargetEngine(model, pool, decider, section.served_name, rule, method, section.evidence, name)
+    directory = Path(section.path)
+    engine = TargetEngine(model, pool, decider, section.served_name, rule, method, section.evidence, name, directory)
     try:
         engine.warm_up()
     except BaseException:

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -36,10 +37,12 @@ from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
 from workers.sampling.acceptance import AcceptanceRule, Accepted, RootPosition, create_rule
 from workers.sampling.context import GREEDY_BELOW, DecisionContext
+from workers.sampling.grammar.matcher import GrammarError
 from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 from workers.verify.decider import Decider, Decisions
 from workers.verify.draft_passes import PartialEngine
 from workers.verify.evidence import MAX_SENT_BYTES, EvidenceCollector, resolve_taps, within_bytes
+from workers.verify.grammars import Grammars
 from workers.verify.prompt_logprobs import scored_count, without_prompts
 from workers.verify.sequence_state import ReadyRow, SequenceState, sequence_salt
 from workers.verify.step_profile import profile_steps
@@ -60,8 +63,9 @@ class TargetEngine:
         method: DraftMethod | None = None,
         evidence: EvidenceSection | None = None,
         fingerprint: str = "",
+        directory: Path | None = None,
     ) -> None:
-        """`method` drafts on this rank after each step. `evidence` says what it, or drafters elsewhere, need."""
+        """`method` drafts here after each step. `evidence` is what drafters need; `directory` has the tokenizer."""
         self._fingerprint = fingerprint
         self._model = model
         self._pool = pool
@@ -73,6 +77,7 @@ class TargetEngine:
         self._name = served_name or model.name
         self._sequences: dict[SequenceId, SequenceState] = {}
         self._sources = SourceStore(pool)
+        self._grammars = Grammars(directory, model.vocabulary_size, model.eos_token_ids)
         self._drafter: ColocatedDrafter | None = None
         if method is not None:
             computes_here = isinstance(method, DraftsByTarget)
@@ -172,8 +177,7 @@ class TargetEngine:
 
     def _prepare(self, row: VerifyRow) -> ReadyRow | Verdict:
         """Check the row and reserve its blocks. Returns a verdict for a row that needs no forward pass."""
-        problem = row_problem(row, self._model.vocabulary_size, self._model.max_context_len)
-        if problem is not None:
+        if problem := row_problem(row, self._model.vocabulary_size, self._model.max_context_len):
             return fault_verdict(row, RowFaultCode.INVALID, problem)
         sequence = self._sequences.get(row.sequence_id)
         if sequence is not None and row == sequence.last_row and sequence.last_verdict is not None:
@@ -187,23 +191,25 @@ class TargetEngine:
             stored = 0 if sequence is None else len(sequence.tokens)
             message = f"{stored} tokens are stored, not {row.start_len}"
             return fault_verdict(row, RowFaultCode.OUT_OF_SYNC, message, stored)
-        problem = source_problem(sequence.start.source, self._model.source)
-        if problem is not None:
+        if problem := source_problem(sequence.start.source, self._model.source):
             return fault_verdict(row, RowFaultCode.INVALID, problem)
         scored = scored_count(row, sequence.start)
         select = range(len(row.pending) - 1, row.width) if row.decide else range(0)
         try:
+            allowed = self._grammars.allowed(row, sequence)
             if sequence.source is None and sequence.start.source:
                 sequence.source = self._sources.acquire(sequence.start.source, sequence.start.cache_salt)
             source = sequence.source
             forward = ForwardRow(sequence.table, row.pending, row.tree, (*range(scored), *select), source=source)
             self._pool.reserve(sequence.table, forward.end)
+        except GrammarError as error:
+            return fault_verdict(row, RowFaultCode.INVALID, f"grammar: {error}", len(sequence.tokens))
         except KvPoolExhausted as error:
             stored = len(sequence.tokens)
             if stored == 0:
                 self.release([row.sequence_id])
             return fault_verdict(row, RowFaultCode.KV_EXHAUSTED, str(error), stored)
-        return ReadyRow(row, sequence, forward, scored)
+        return ReadyRow(row, sequence, forward, scored, allowed)
 
     def _verify(self, ready: Sequence[ReadyRow]) -> list[Verdict]:
         """Read new sources, run the forward pass, decide at every node, and accept one path of each tree."""
@@ -237,9 +243,8 @@ class TargetEngine:
         accepted = Accepted(nodes=(), tokens=())
         logprobs: tuple[TokenLogprobs, ...] = ()
         if row.decide:
-            sampling = sequence.start.sampling
-            is_greedy = sampling.temperature < GREEDY_BELOW
-            root = RootPosition(sampling.seed, row.base_len, self._model.vocabulary_size, is_greedy)
+            sampling, vocabulary = sequence.start.sampling, self._model.vocabulary_size
+            root = RootPosition(sampling.seed, row.base_len, vocabulary, sampling.temperature < GREEDY_BELOW)
             distribution = None if decisions.log_probabilities is None else decisions.log_probabilities[own]
             accepted = self._rule.accept(row.tree, decisions.tokens[own], root, distribution, row.distributions)
             if -1 in accepted.tokens:
@@ -250,9 +255,8 @@ class TargetEngine:
             logprobs = path_logprobs(decisions, indices, accepted, sampling)
         evidence = self._collector.collect(index, row, accepted, decisions.tokens[own], logits[own])
         self._runner.commit(entry.forward, accepted.nodes)
-        verdict = Verdict(row.sequence_id, row.base_len, accepted.tokens, len(row.tree), logprobs, evidence=evidence)
-        if prompt:
-            verdict = replace(verdict, prompt_logprobs=prompt)
+        verdict = Verdict(row.sequence_id, row.base_len, accepted.tokens, len(row.tree), logprobs, None, evidence)
+        verdict = replace(verdict, prompt_logprobs=prompt, forced=self._grammars.forced(sequence, accepted.tokens))
         sequence.last_row, sequence.last_verdict = row, verdict
         return verdict
 
@@ -282,7 +286,8 @@ class TargetEngine:
         for entry, verdict in rows:
             sequence_id = entry.row.sequence_id
             sent = within_bytes(verdict.evidence, most_bytes) if self._evidence.is_sent else None
-            verdict = replace(verdict, evidence=sent, proposal=proposals.get(sequence_id))
+            proposal = self._grammars.pruned(proposals.get(sequence_id), entry.sequence)
+            verdict = replace(verdict, evidence=sent, proposal=proposal)
             verdicts[sequence_id] = entry.sequence.last_verdict = verdict
 
     def _note_compute(self, rows: Sequence[VerifyRow], seconds: float) -> None:

@@ -11,7 +11,8 @@ from cluster.core.verification import Verdict, VerifyRow
 from workers.forward.runner import ForwardRow
 from workers.kv.block_table import BlockTable
 from workers.kv.sources import StoredSource, source_salt
-from workers.sampling.context import Branch, DecisionContext, tree_contexts
+from workers.sampling.context import AllowedTokens, Branch, DecisionContext, tree_contexts
+from workers.sampling.grammar.matcher import GrammarMatcher
 
 
 @dataclass(slots=True)
@@ -28,6 +29,8 @@ class SequenceState:
     """What the sequence reads by cross-attention; `None` without an encoder, and until its first row."""
     prompt_end: torch.Tensor | None = None
     """Logits `[1, vocabulary]` at the end of a prompt chunk, if the next token of the prompt is to be scored."""
+    grammar: GrammarMatcher | None = None
+    """Follows the answer through its grammar, from the first decision on."""
 
     @property
     def tokens(self) -> list[int]:
@@ -49,6 +52,8 @@ class ReadyRow:
     forward: ForwardRow
     scored: int = 0
     """How many of the first selected logits score tokens of the prompt. The others are those of the decisions."""
+    allowed: tuple[AllowedTokens | None, ...] = ()
+    """What the grammar allows at each decision; empty without a grammar."""
 
     def contexts(self) -> tuple[DecisionContext, ...]:
         """One context per decision: at the last pending token, then at every node of the tree."""
@@ -56,5 +61,9 @@ class ReadyRow:
             return ()
         start = self.sequence.start
         return tree_contexts(
-            start.sampling, Branch(self.sequence.tokens, self.row.pending), start.prompt_len, self.row.tree
+            start.sampling,
+            Branch(self.sequence.tokens, self.row.pending),
+            start.prompt_len,
+            self.row.tree,
+            self.allowed,
         )

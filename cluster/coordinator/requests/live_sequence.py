@@ -137,4 +137,5 @@ class LiveSequence:
             draft,
             sequence.request.max_draft_tokens,
             0 if self._is_open or source is not None else len(sequence.request.source),
+            len(sequence.forced),
         )

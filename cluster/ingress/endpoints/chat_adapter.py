@@ -11,6 +11,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from cluster.core.config.sections import LimitsSection
+from cluster.core.errors import InvalidRequest
 from cluster.ingress.asgi import EventStream, kept_alive, timeout_of, while_connected
 from cluster.ingress.client import ServiceClient
 from cluster.ingress.observability.http_middleware import generate, note_error
@@ -20,7 +21,7 @@ from cluster.ingress.openai.parsing.answer_parser import AnswerParser
 from cluster.ingress.openai.parsing.parts import Json, Part
 from cluster.ingress.openai.requests import ChatRequest
 from cluster.ingress.openai.responses import receipt, system_fingerprint
-from cluster.ingress.openai.translate import chat_request, seed_of
+from cluster.ingress.openai.translate import chat_request, parameter_names, seed_of
 from pilotfish.v1 import generation_pb2
 
 SILENT_SECONDS = 10.0
@@ -74,6 +75,9 @@ async def respond(
         if not chat.stream:
             await while_connected(request, _read(events))
             return JSONResponse(adapter.whole(), headers=dict(headers))
+    except InvalidRequest as error:
+        await events.aclose()
+        raise error.renamed(parameter_names(chat).get(error.field, error.field)) from None
     except BaseException:
         await events.aclose()
         raise

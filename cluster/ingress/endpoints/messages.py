@@ -53,7 +53,7 @@ class MessagesBody(StrictModel):
     tools: list[dict[str, Any]] = Field(default_factory=list)
     """Functions that the model may call."""
     tool_choice: dict[str, Any] | None = None
-    """`auto` or `none`."""
+    """`auto`, `none`, `any` (a call of any tool) or `tool` (a call of the named one)."""
     metadata: dict[str, Any] = Field(default_factory=dict)
     """No effect: labels that the client chooses."""
     thinking: dict[str, Any] | None = None

@@ -64,8 +64,15 @@ def _chat(body: ResponsesBody, turns: list[Json]) -> Json:
     if body.reasoning is not None:
         chat["reasoning_effort"] = body.reasoning.get("effort")
     if body.text is not None and body.text.get("format") is not None:
-        chat["response_format"] = body.text["format"]
+        chat["response_format"] = _format(body.text["format"])
     return chat
+
+
+def _format(value: Any) -> Any:
+    """The form of an answer as chats have it, where the schema is inside of `json_schema`."""
+    if isinstance(value, dict) and value.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {name: value[name] for name in value if name != "type"}}
+    return value
 
 
 def _tool(field: str, tool: Json) -> Json:

@@ -48,7 +48,7 @@ class ResponsesBody(StrictModel):
     tools: list[dict[str, Any]] = Field(default_factory=list)
     """Functions that the model may call."""
     tool_choice: Any = None
-    """`auto` or `none`."""
+    """`auto`, `none`, `required` (a call of any tool) or the name of a function."""
     parallel_tool_calls: bool = True
     """Whether an answer may have several calls."""
     reasoning: dict[str, Any] | None = None

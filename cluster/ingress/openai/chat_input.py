@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.ingress.openai.fields.tools import ChatExtensions, check_tool_choice
+from cluster.ingress.openai.fields.tools import ChatExtensions, check_tool_choice, required_tool
 from cluster.ingress.openai.requests import ChatTurn
 from pilotfish.v1 import generation_pb2
 
@@ -20,6 +20,8 @@ def chat_input(body: ChatExtensions, messages: Sequence[ChatTurn]) -> generation
         template_arguments=_template_arguments(body),
         continue_final_message=body.continue_final_message,
         add_generation_prompt=body.add_generation_prompt,
+        required_tool=required_tool(body),
+        single_call=not body.parallel_tool_calls,
     )
 
 

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator
 
 from cluster.core import bounds
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
+from cluster.ingress.openai.fields.grammars import GrammarParameters
 from cluster.ingress.openai.fields.tools import ChatExtensions, ToolCall
 from cluster.ingress.openai.fields.types import (
     MAX_UINT32,
@@ -66,7 +67,7 @@ class Prediction(StrictModel):
         return "".join(_part_text(f"prediction.content[{position}]", part) for position, part in enumerate(value))
 
 
-class Parameters(VllmParameters):
+class Parameters(GrammarParameters, VllmParameters):
     """The parameters of both endpoints."""
 
     model: Text | None = None

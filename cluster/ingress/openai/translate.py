@@ -16,6 +16,7 @@ from cluster.ingress.openai.chat_input import chat_input
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
 from cluster.ingress.openai.responses import ResponseOptions
 from cluster.ingress.validate import draw_seed
+from cluster.wire.codec.grammar import encode_grammar
 from pilotfish.v1 import common_pb2, generation_pb2
 
 _SEEDS = 1 << 64
@@ -117,6 +118,9 @@ def parameter_names(body: Parameters) -> Mapping[str, str]:
             names["max_tokens"] = "max_completion_tokens"
         if body.top_logprobs is not None:
             names["logprobs"] = "top_logprobs"
+    constraint = body.requested_grammar()
+    if constraint is not None:
+        names |= dict.fromkeys(("grammar", f"grammar.{constraint[1].kind.value}"), constraint[0])
     if body.speculation is not None and body.speculation.max_draft_tokens is not None:
         names["max_draft_tokens"] = "speculation.max_draft_tokens"
     return names
@@ -175,7 +179,9 @@ def _chat_max_tokens(body: ChatRequest) -> int | None:
 def _sampling(body: Parameters, seed: int, logprobs: int | None) -> common_pb2.SamplingParameters:
     if body.logprob_token_ids and logprobs is None:
         raise InvalidRequest("logprob_token_ids", body.logprob_token_ids, "left out unless logprobs is requested")
+    constraint = body.requested_grammar()
     return common_pb2.SamplingParameters(
+        grammar=None if constraint is None else encode_grammar(constraint[1]),
         temperature=body.temperature,
         top_k=None if body.top_k is None else max(0, body.top_k),
         top_p=body.top_p,

@@ -53,6 +53,10 @@ class ChatPrompt:
     field: ClassVar[str] = "messages"
     messages: tuple[Message, ...]
     options: TemplateOptions = PLAIN
+    required_tool: str | None = None
+    """The name of the tool that the answer calls, or `ANY_TOOL`; `None` does not constrain the answer."""
+    single_call: bool = False
+    """Whether the answer is one call, if a tool is required."""
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -130,7 +134,12 @@ def decode_chat(message: generation_pb2.ChatInput, limits: LimitsSection) -> Cha
     if begins is None:
         begins = not message.continue_final_message
     options = TemplateOptions(tuple(message.tools), message.template_arguments, message.continue_final_message, begins)
-    return ChatPrompt(messages, options)
+    required = None
+    if message.HasField("required_tool"):
+        required = bounds.text("tool_choice", message.required_tool, bounds.MAX_NAME_BYTES)
+        if not message.tools:
+            raise InvalidRequest("tool_choice", required, "left out unless there are tools")
+    return ChatPrompt(messages, options, required, message.single_call)
 
 
 def _check_object(field: str, text: str) -> dict[str, Any]:

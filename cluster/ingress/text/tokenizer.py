@@ -111,6 +111,11 @@ class Tokenizer:
         piece = self._vocabulary.piece(token)
         return b"" if piece is None else self._piece_to_bytes(piece)
 
+    def special_token(self, piece: str) -> int | None:
+        """Return the id of a special token, or `None` if the vocabulary has no such special token."""
+        token = self._vocabulary.token_to_id(piece)
+        return token if token in self._special_ids else None
+
     def is_special(self, token: int) -> bool:
         """Whether the token is a special token."""
         return token in self._vocabulary.special_ids

@@ -11,6 +11,7 @@ from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart, TokenLogprobs
 from cluster.core.tree import EMPTY_TREE, TokenTree
+from cluster.wire.codec.grammar import decode_grammar, encode_grammar
 from pilotfish.v1 import common_pb2 as pb
 
 _FAULTS = {
@@ -41,6 +42,7 @@ def encode_sampling(sampling: SamplingParameters) -> pb.SamplingParameters:
         bad_words=[pb.TokenIds(ids=word) for word in sampling.bad_words],
         logprob_token_ids=sampling.logprob_token_ids,
         prompt_logprobs=sampling.prompt_logprobs,
+        grammar=None if sampling.grammar is None else encode_grammar(sampling.grammar),
     )
 
 
@@ -101,6 +103,7 @@ def decode_sampling(
         prompt_logprobs=bounds.integer(f"{prefix}prompt_logprobs", message.prompt_logprobs, 0, limits.max_logprobs)
         if message.HasField("prompt_logprobs")
         else None,
+        grammar=decode_grammar(message.grammar, f"{prefix}grammar") if message.HasField("grammar") else None,
     )
 
 

@@ -181,6 +181,7 @@ def encode_step_result(result: StepResult, prefix: str = "") -> pb.TargetService
                 fault=encode_fault(verdict.fault) if verdict.fault is not None else None,
                 evidence=encode_evidence(verdict.evidence) if verdict.evidence is not None else None,
                 proposal=encode_proposal(verdict.proposal, prefix) if verdict.proposal is not None else None,
+                forced_tokens=verdict.forced,
             )
             for verdict in result.verdicts
         ],
@@ -218,6 +219,7 @@ def _decode_verdict(verdict: pb.Verdict, field: str) -> Verdict:
         fault=decode_fault(verdict.fault, f"{field}.fault") if verdict.HasField("fault") else None,
         evidence=decode_evidence(verdict.evidence, f"{field}.evidence") if verdict.HasField("evidence") else None,
         proposal=decode_proposal(verdict.proposal, f"{field}.proposal") if verdict.HasField("proposal") else None,
+        forced=bounds.tokens(f"{field}.forced_tokens", verdict.forced_tokens, 0, bounds.MAX_TREE_DEPTH),
     )
 
 

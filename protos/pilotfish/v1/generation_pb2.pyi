@@ -196,12 +196,20 @@ class ChatInput(_message.Message):
     TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    REQUIRED_TOOL_FIELD_NUMBER: _builtins.int
+    SINGLE_CALL_FIELD_NUMBER: _builtins.int
     template_arguments: _builtins.str
     """Further variables of the template. Bound: a JSON object without the template's own variables. Default: none."""
     continue_final_message: _builtins.bool
     """Continue the last message instead of beginning a new one. Default: false."""
     add_generation_prompt: _builtins.bool
     """Whether the prompt ends with the beginning of the assistant's message. Default: unless continue_final_message."""
+    required_tool: _builtins.str
+    """The answer is a call of this tool, with arguments that match its schema; empty: of any of the tools. Unset: the
+    answer is not constrained. Bound: the name of one of the tools, 256 bytes.
+    """
+    single_call: _builtins.bool
+    """With required_tool, the answer is one call. Default: it may be several calls, unless the tool is named."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The messages in order. Bound: 1 to the server's max_messages."""
@@ -218,14 +226,21 @@ class ChatInput(_message.Message):
         template_arguments: _builtins.str = ...,
         continue_final_message: _builtins.bool = ...,
         add_generation_prompt: _builtins.bool | None = ...,
+        required_tool: _builtins.str | None = ...,
+        single_call: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_required_tool", b"_required_tool", "add_generation_prompt", b"add_generation_prompt", "required_tool", b"required_tool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_arguments", b"template_arguments", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_required_tool", b"_required_tool", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "required_tool", b"required_tool", "single_call", b"single_call", "template_arguments", b"template_arguments", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
+    _WhichOneofReturnType__required_tool: _TypeAlias = _typing.Literal["required_tool"]  # noqa: Y015
+    _WhichOneofArgType__required_tool: _TypeAlias = _typing.Literal["_required_tool", b"_required_tool"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__required_tool) -> _WhichOneofReturnType__required_tool | None: ...
 
 Global___ChatInput: _TypeAlias = ChatInput  # noqa: Y015
 

@@ -260,6 +260,7 @@ class Verdict(_message.Message):
     EVIDENCE_FIELD_NUMBER: _builtins.int
     PROPOSAL_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    FORCED_TOKENS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.str
     """The sequence of the row."""
     base_len: _builtins.int
@@ -290,6 +291,10 @@ class Verdict(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
         """One per prompt token among the row's pending ones, apart from the first of the prompt, if requested."""
 
+    @_builtins.property
+    def forced_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that follow because the request's grammar allows no other one at each position. Bound: 64."""
+
     def __init__(
         self,
         *,
@@ -302,10 +307,11 @@ class Verdict(_message.Message):
         evidence: _common_pb2.Evidence | None = ...,
         proposal: _common_pb2.Proposal | None = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+        forced_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence", "fault", b"fault", "proposal", b"proposal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "drafted", b"drafted", "evidence", b"evidence", "fault", b"fault", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "proposal", b"proposal", "sequence_id", b"sequence_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "drafted", b"drafted", "evidence", b"evidence", "fault", b"fault", "forced_tokens", b"forced_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "proposal", b"proposal", "sequence_id", b"sequence_id", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

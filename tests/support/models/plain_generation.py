@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from cluster.core.request import SamplingParameters
-from workers.sampling.context import DecisionContext
+from workers.sampling.context import AllowedTokens, DecisionContext
 from workers.sampling.decide import decide
 
 
 @torch.inference_mode()
-def write_alone(model: Any, prompt: Sequence[int], sampling: SamplingParameters, count: int) -> tuple[int, ...]:
-    """Decode `count` tokens after the prompt, one forward pass each."""
+def write_alone(
+    model: Any,
+    prompt: Sequence[int],
+    sampling: SamplingParameters,
+    count: int,
+    allowed: Callable[[Sequence[int]], AllowedTokens | None] = lambda tokens: None,
+) -> tuple[int, ...]:
+    """Decode `count` tokens after the prompt, one forward pass each. An answer with a grammar ends with a stop token.
+
+    `allowed` is what the grammar allows after the tokens so far, prompt included.
+    """
     tokens = list(prompt)
     cache, fresh = None, tokens
     for _ in range(count):
         output = model(torch.tensor([fresh]), past_key_values=cache, use_cache=True)
         cache = output.past_key_values
-        fresh = decide(output.logits[0, -1:], [DecisionContext(sampling, tuple(tokens), len(prompt))])
+        context = DecisionContext(sampling, tuple(tokens), len(prompt), allowed(tokens))
+        fresh = decide(output.logits[0, -1:], [context])
         tokens.extend(fresh)
+        if sampling.grammar is not None and fresh[0] in sampling.end_token_ids:
+            break
     return tuple(tokens[len(prompt) :])

@@ -6,7 +6,8 @@ import pytest
 
 from cluster.core.drafting import NO_DRAFT, DraftBudget
 from cluster.core.errors import InvalidRequest
-from cluster.core.scheduler import check_fits, clip_draft
+from cluster.core.kv import check_fits
+from cluster.core.scheduler import clip_draft
 
 
 @pytest.mark.parametrize(

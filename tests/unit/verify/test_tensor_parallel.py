@@ -17,19 +17,21 @@ import pytest
 
 from cluster.core.config.sections import KvSection, TargetSection
 from cluster.core.errors import TargetUnavailable
+from cluster.core.grammar.grammar import Grammar, GrammarKind
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from cluster.core.verification import OpenRow, StepBatch, VerifyRow
 from tests.support.engines.kept_kernels import KEPT
 from tests.support.engines.rank_processes import start_ranks
-from tests.support.models import tiny
+from tests.support.models import tiny, tiny_tokenizer
 
 if TYPE_CHECKING:
     from workers.verify.engine import TargetEngine
     from workers.verify.group import DriverRank
 
 RANKS = 3
+LETTERS = Grammar(GrammarKind.REGEX, "[A-Za-z]{30,90}")
 SETTINGS = {
     "greedy": SamplingParameters(temperature=0.0),
     "sampled, parts suffice": SamplingParameters(temperature=0.9, seed=4, presence_penalty=0.4),
@@ -37,6 +39,7 @@ SETTINGS = {
     "logprobs": SamplingParameters(temperature=0.9, seed=4, logprobs=2),
     "allowed": SamplingParameters(temperature=0.9, seed=4, allowed_token_ids=tuple(range(3, 90, 7))),
     "bad words": SamplingParameters(temperature=0.0, bad_words=((41,), (7, 8), (60, 2))),
+    "grammar": SamplingParameters(temperature=0.9, seed=4, end_token_ids=(2,), grammar=LETTERS),
     "scored prompt": SamplingParameters(temperature=0.0, prompt_logprobs=2),
     "minimal length": SamplingParameters(temperature=0.9, seed=4, end_token_ids=tuple(range(40, 60)), min_tokens=4),
 }
@@ -142,7 +145,7 @@ class Group:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("target"), tiny.llama(vocab_size=95))
+    return tiny_tokenizer.byte_level(tiny.save(tmp_path_factory.mktemp("target"), tiny.llama(vocab_size=95)))
 
 
 @pytest.fixture(scope="module")

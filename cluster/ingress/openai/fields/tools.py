@@ -74,8 +74,8 @@ class ChatExtensions(StrictModel):
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS), FirstErrorOnly()] = Field(default_factory=list)
     """Functions that the model may call. Calls are found in the answer, also while it is streamed."""
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    """`auto` (the default with tools) lets the model choose; `none` does not offer the tools. `required` and named
-    functions need answers that are constrained to a grammar, and are refused."""
+    """`auto` (the default with tools) lets the model choose; `none` does not offer the tools. With `required` or a
+    named function, the answer is a call, and its arguments match the function's schema."""
     parallel_tool_calls: bool = True
     """Whether an answer may have several calls; if not, only the first one is returned."""
     add_generation_prompt: bool | None = None
@@ -123,11 +123,20 @@ def check_tool_choice(body: ChatExtensions) -> None:
     choice = body.tool_choice
     if choice not in (None, "none") and not body.tools:
         raise InvalidRequest("tool_choice", _shown(choice), "left out unless there are tools")
-    if choice == "required" or isinstance(choice, NamedTool):
-        # A grammar of the tools' arguments, given to the sampler here, would make both possible.
-        raise UnsupportedParameter(
-            "tool_choice", _shown(choice), "auto, none or left out: answers are not constrained to a grammar"
-        )
+    if isinstance(choice, NamedTool) and choice.function.name not in map(_name, body.tools):
+        raise InvalidRequest("tool_choice", choice.function.name, "the name of one of the tools")
+
+
+def required_tool(body: ChatExtensions) -> str | None:
+    """Return the name of the tool that the answer must call, an empty text for any tool, or `None`."""
+    choice = body.tool_choice
+    if isinstance(choice, NamedTool):
+        return choice.function.name
+    return "" if choice == "required" else None
+
+
+def _name(tool: dict[str, Any]) -> str:
+    return str(tool["function"]["name"])
 
 
 def _shown(choice: object) -> object:

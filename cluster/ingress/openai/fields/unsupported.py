@@ -20,8 +20,6 @@ class Unsupported:
 
 UnsupportedParameters = Mapping[str, Unsupported]
 
-_GRAMMAR = "answers are not constrained to a grammar"
-_OLD_GRAMMAR = "vLLM has replaced it by structured_outputs"
 _TEXT_ONLY = "models here read and write text only"
 _TRANSFER = "prompts and answers are computed by the same workers"
 _HOSTED = "it belongs to OpenAI's hosted service"
@@ -33,10 +31,6 @@ _BOTH_ENDPOINTS: dict[str, Unsupported] = {
     "store": Unsupported(_HOSTED, (False,)),
     # vLLM's parameters
     "ec_transfer_params": Unsupported(_TRANSFER),
-    "guided_choice": Unsupported(_OLD_GRAMMAR),
-    "guided_grammar": Unsupported(_OLD_GRAMMAR),
-    "guided_json": Unsupported(_OLD_GRAMMAR),
-    "guided_regex": Unsupported(_OLD_GRAMMAR),
     "kv_transfer_params": Unsupported(_TRANSFER),
     "logits_processors": Unsupported("code of clients is never run"),
     "priority": Unsupported("requests are served in order of arrival", (0,)),
@@ -45,7 +39,6 @@ _BOTH_ENDPOINTS: dict[str, Unsupported] = {
     "return_token_offsets": Unsupported(_RENDER, (False,)),
     "routed_experts_prompt_start": Unsupported(_ROUTED, (0,)),
     "session_id": Unsupported("requests of a session find each other's prefixes by content"),
-    "structured_outputs": Unsupported(_GRAMMAR),
     "thinking_token_budget": Unsupported("thinking is not bounded apart from max_tokens", (-1,)),
     "vllm_xargs": Unsupported("there are no extensions that read it", ({},)),
     "watermarking": Unsupported("answers are not watermarked", (False,)),
@@ -55,7 +48,6 @@ COMPLETIONS: UnsupportedParameters = MappingProxyType(
     {
         **_BOTH_ENDPOINTS,
         "prompt_embeds": Unsupported("prompts are text or tokens"),
-        "response_format": Unsupported(_GRAMMAR, ({"type": "text"},)),
         "suffix": Unsupported("the models continue a prompt; they are not trained to fill in before a suffix", ("",)),
     }
 )
@@ -75,7 +67,6 @@ CHAT: UnsupportedParameters = MappingProxyType(
         "moderation": Unsupported(_HOSTED),
         "prompt_cache_options": Unsupported(_HOSTED),
         "prompt_cache_retention": Unsupported(_HOSTED),
-        "response_format": Unsupported(_GRAMMAR, ({"type": "text"},)),
         "return_prompt_text": Unsupported("return_token_ids reports the prompt's tokens", (False,)),
         "verbosity": Unsupported(_HOSTED, ("medium",)),
         "web_search_options": Unsupported(_HOSTED),

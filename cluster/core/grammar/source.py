@@ -1,0 +1,79 @@
+"""The form of a grammar for the library `llguidance`, and the limits of its parser.
+
+The process that decides tokens and the one that checks requests compile the same source with the same limits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from cluster.core.grammar.grammar import Grammar, GrammarKind
+
+PARSER_LIMITS: Mapping[str, Any] = MappingProxyType(
+    {
+        "max_items_in_row": 2000,
+        "initial_lexer_fuel": 1_000_000,
+        "step_lexer_fuel": 200_000,
+        "step_max_items": 50_000,
+        "max_lexer_states": 10_000,
+        "max_grammar_size": 100_000,
+        "precompute_large_lexemes": False,
+        "verbose_errors": False,
+    }
+)
+"""Arguments of `llguidance.LLParserLimits`. They bound work and memory and do not depend on the machine's speed."""
+_JSON_STYLE = MappingProxyType({"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "})
+"""JSON as `json.dumps` writes it. White space of any length would let a model write nothing else."""
+_SPECIAL_IN_REGEX = re.compile(r"(\\.)|/|\n", re.DOTALL)
+
+
+def source_of(grammar: Grammar) -> str:
+    """Return a grammar in the form of the library. Raises `ValueError` for a schema that is no JSON object."""
+    match grammar.kind:
+        case GrammarKind.JSON_OBJECT:
+            return _with_schema({"type": "object"})
+        case GrammarKind.JSON_SCHEMA:
+            return _with_schema(json.loads(grammar.text))
+        case GrammarKind.REGEX:
+            return f"start: /{_SPECIAL_IN_REGEX.sub(_escaped, grammar.text)}/"
+        case GrammarKind.CHOICE:
+            return "start: " + " | ".join(lark_text(choice) for choice in grammar.choices)
+        case GrammarKind.GRAMMAR:
+            return grammar.text
+
+
+def lark_text(text: str) -> str:
+    """Return a text as a literal of Lark's syntax."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def lark_json(schema: object) -> str:
+    """Return JSON that a schema describes, as an expression of the library's dialect of Lark's syntax.
+
+    Raises `ValueError` for a schema that is no JSON object.
+    """
+    return f"%json {json.dumps(_styled(schema))}"
+
+
+def _with_schema(schema: object) -> str:
+    return json.dumps({"grammars": [{"json_schema": _styled(schema)}]})
+
+
+def _styled(schema: object) -> dict[str, Any]:
+    """The schema with the style of its JSON. A client's own options of the library are replaced."""
+    if isinstance(schema, dict):
+        return {**schema, "x-guidance": dict(_JSON_STYLE)}
+    if schema is True:
+        return {"x-guidance": dict(_JSON_STYLE)}
+    raise ValueError("a schema is a JSON object")
+
+
+def _escaped(match: re.Match[str]) -> str:
+    """Escape what would end or break a regular expression between slashes."""
+    if match[1]:
+        return "\\n" if match[1] == "\\\n" else match[1]
+    return "\\/" if match[0] == "/" else "\\n"

@@ -1,0 +1,86 @@
+"""Counts the steps of the target that forced tokens and drafts save in answers that match JSON schemas."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import torch
+
+from cluster.core.grammar.grammar import Grammar
+from cluster.ingress.text.chat_template import Message
+from cluster.wire.codec.grammar import encode_grammar
+from cluster.wire.generation_client import GenerationClient
+from deploy.local.local_cluster import LocalCluster
+from pilotfish.v1 import common_pb2, generation_pb2
+from tests.bench.client import TIMEOUT_SECONDS, connected
+from tests.bench.options import Options
+from tests.bench.report import heading, table
+
+CASES: dict[str, dict[str, Any]] = {
+    "Describe a river in Europe.": {
+        "name": {"type": "string", "maxLength": 20},
+        "length_in_kilometres": {"type": "integer", "minimum": 1, "maximum": 9999},
+        "countries": {"type": "array", "items": {"type": "string", "maxLength": 16}, "minItems": 1, "maxItems": 3},
+        "flows_into": {"enum": ["the Atlantic", "the Mediterranean Sea", "the Black Sea", "the North Sea"]},
+    },
+    "Which animals live in a coral reef? Name one.": {
+        "common_name": {"type": "string", "maxLength": 20},
+        "kind_of_animal": {"enum": ["fish", "mollusc", "crustacean", "reptile", "mammal"]},
+        "is_dangerous_for_divers": {"type": "boolean"},
+        "usual_depth_in_metres": {"type": "integer", "minimum": 1, "maximum": 200},
+    },
+    "Plan a short meeting for tomorrow.": {
+        "title_of_the_meeting": {"type": "string", "maxLength": 30},
+        "starts_at": {"type": "string", "pattern": "^(0[89]|1[0-7]):(00|15|30|45)$"},
+        "duration_in_minutes": {"enum": [15, 30, 45, 60]},
+        "participants": {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 2, "maxItems": 3},
+    },
+}
+"""Questions, and the properties of their answers."""
+_DRAFTS = {"forced tokens": "none", "forced tokens, ngram": "ngram"}
+_MOST_TOKENS = 200
+
+
+def run(options: Options) -> None:
+    """Measure and report."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    asyncio.run(_measure(options))
+
+
+async def _measure(options: Options) -> None:
+    heading("Grammar: target steps of answers that match JSON schemas")
+    rows: list[list[str]] = []
+    for name, method in _DRAFTS.items():
+        async with (
+            LocalCluster(options.configuration(f"draft.method={method}", "draft.controller=off")) as cluster,
+            connected(cluster.grpc_address) as client,
+        ):
+            tokens = steps = equal = 0
+            for question, properties in CASES.items():
+                plain = await _answer(options, client, question, properties, 0)
+                drafted = await _answer(options, client, question, properties, None)
+                tokens, steps, equal = tokens + len(plain[0]), steps + drafted[1], equal + (plain[0] == drafted[0])
+            rows.append([name, str(tokens), str(steps), f"{tokens / steps:.2f}", f"{equal} of {len(CASES)}"])
+    table(("drafts", "tokens = steps without drafts", "steps", "tokens per step", "equal answers"), rows)
+
+
+async def _answer(
+    options: Options, client: GenerationClient, question: str, properties: dict[str, Any], max_draft_tokens: int | None
+) -> tuple[list[int], int]:
+    """The tokens of a greedy answer, and the number of target steps."""
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    grammar = encode_grammar(Grammar.of_schema(schema))
+    request = generation_pb2.GenerateRequest(
+        token_ids=common_pb2.TokenIds(ids=options.tokenizer.encode_chat([Message("user", question)])),
+        sampling=common_pb2.SamplingParameters(temperature=0.0, seed=0, grammar=grammar),
+        stopping=generation_pb2.StoppingCriteria(max_tokens=_MOST_TOKENS),
+        max_draft_tokens=max_draft_tokens,
+    )
+    tokens: list[int] = []
+    steps = 0
+    async for response in client.generate(request, TIMEOUT_SECONDS):
+        tokens.extend(response.delta.token_ids)
+        steps += response.finished.usage.target_steps
+    return tokens, steps

@@ -1,0 +1,99 @@
+"""The parameters that constrain answers, over HTTP: what reaches the engine, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.core.grammar.grammar import Grammar, GrammarKind
+from cluster.core.grammar.source import source_of
+from tests.support.fakes.http_app import HttpApi, error_of
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+OF_SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[HttpApi]:
+    api = HttpApi(tmp_path)
+    api.engine.context = 1024
+    async with api.http:
+        yield api
+
+
+def json_schema(schema: object = SCHEMA) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": schema}}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar(GrammarKind.JSON_OBJECT)),
+        ({"response_format": json_schema()}, OF_SCHEMA),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, OF_SCHEMA),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}}, OF_SCHEMA),
+        ({"structured_outputs": {"regex": "a+"}}, Grammar(GrammarKind.REGEX, "a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar.of_choices(["a", "b"])),
+        ({"structured_outputs": {"json_object": True}}, Grammar(GrammarKind.JSON_OBJECT)),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar(GrammarKind.GRAMMAR, 'start: "a"')),
+        ({"guided_json": SCHEMA}, OF_SCHEMA),
+        ({"guided_regex": "a+"}, Grammar(GrammarKind.REGEX, "a+")),
+        ({"guided_choice": ["a", "b"]}, Grammar.of_choices(["a", "b"])),
+        ({"guided_grammar": 'start: "a"'}, Grammar(GrammarKind.GRAMMAR, 'start: "a"')),
+    ],
+)
+async def test_every_parameter_that_constrains_an_answer_reaches_the_engine(
+    api: HttpApi, values: dict[str, Any], expected: Grammar | None
+) -> None:
+    for response in (await api.chat(**values), await api.complete(**values)):
+        assert response.status_code == 200, response.text
+    for request in api.engine.requests:
+        found = request.sampling.grammar
+        assert (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            assert found.kind is expected.kind
+            assert source_of(found) == source_of(expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": json_schema(5)}, "response_format.json_schema.schema"),
+        ({"response_format": json_schema({"type": "fish"})}, "response_format.json_schema.schema"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "[a"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        ({"guided_grammar": "start: other"}, "guided_grammar"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+        ({"response_format": {"type": "json_object"}, "guided_choice": ["b"]}, "guided_choice"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"guided_regex": "a", "use_beam_search": True, "n": 2}, "guided_regex"),
+    ],
+)
+async def test_what_cannot_be_a_grammar_is_refused_by_name(api: HttpApi, values: dict[str, Any], field: str) -> None:
+    for response in (await api.chat(**values), await api.complete(**values)):
+        assert response.status_code == 400, response.text
+        assert error_of(response)["param"] == field
+    assert api.engine.requests == []
+
+
+async def test_the_form_of_a_response_is_its_schema(api: HttpApi) -> None:
+    form = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
+    response = await api.post("/v1/responses", input="hi", text={"format": form})
+    assert response.status_code == 200, response.text
+    assert api.engine.requests[0].sampling.grammar == OF_SCHEMA
+    wrong = await api.post("/v1/responses", input="hi", text={"format": {**form, "schema": {"type": "fish"}}})
+    assert error_of(wrong)["param"] == "response_format.json_schema.schema"

@@ -1,0 +1,129 @@
+"""A grammar allows tokens at every node of a draft tree, so drafts change no token of an answer that it constrains."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from cluster.core.config.sections import KvSection, ModelSection
+from cluster.core.grammar.grammar import Grammar, GrammarKind
+from cluster.core.ids import SequenceId
+from cluster.core.request import SamplingParameters
+from cluster.core.tree import TokenTree
+from cluster.core.verification import VerifyRow
+from cluster.ingress.text.tokenizer import Tokenizer
+from tests.support.engines.engine_rows import first_row, verify
+from tests.support.models import tiny, tiny_tokenizer
+from workers.kv.pool import KvPool
+from workers.model.loading import load_model
+from workers.verify.decider import LocalDecider
+from workers.verify.engine import TargetEngine
+
+VOCABULARY = 320
+END = 2
+PROMPT = (5, 17, 33, 8, 60, 41)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["fish", "hello", "the world"]},
+        "sizes": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
+        "swims": {"type": "boolean"},
+    },
+    "required": ["name", "sizes", "swims"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "schema": Grammar.of_schema(SCHEMA),
+    "regex": Grammar(GrammarKind.REGEX, "(he|hello|world/)+[0-9]{2,5}"),
+    "choice": Grammar.of_choices(["hello world", "hell", 'the "fish"\n', "swim"]),
+    "lark": Grammar(GrammarKind.GRAMMAR, 'start: "(" (start | WORD) ")"\nWORD: "fish" | "swim" | "he"'),
+}
+SAMPLINGS = {
+    "greedy": SamplingParameters(temperature=0.0, end_token_ids=(END,)),
+    "sampled": SamplingParameters(temperature=0.9, seed=7, end_token_ids=(END,)),
+    "truncated": SamplingParameters(temperature=1.2, top_p=0.9, top_k=20, seed=8, end_token_ids=(END,)),
+}
+Draft = Callable[[Sequence[int]], TokenTree]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tiny_tokenizer.byte_level(tmp_path_factory.mktemp("grammars"))
+    return tiny.save(directory, tiny.llama(vocab_size=VOCABULARY))
+
+
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> TargetEngine:
+    model = load_model(ModelSection(path=str(directory), device="cpu"))
+    pool = KvPool(model.kv_spec, KvSection(block_size=4), blocks=200)
+    return TargetEngine(model, pool, LocalDecider(), directory=directory)
+
+
+def no_draft(tokens: Sequence[int]) -> TokenTree:
+    return TokenTree()
+
+
+def answer(
+    engine: TargetEngine, sampling: SamplingParameters, draft: Draft = no_draft, most: int = 100
+) -> tuple[list[int], int]:
+    """The answer up to its end, and the number of steps."""
+    tokens, steps = list(PROMPT), 1
+    verdict = verify(engine, first_row("a", PROMPT, sampling))
+    while True:
+        assert verdict.fault is None, verdict.fault
+        tokens.extend(verdict.tokens)
+        if tokens[-1] == END or len(tokens) > len(PROMPT) + most:
+            break
+        steps += 1
+        verdict = verify(engine, VerifyRow(SequenceId("a"), len(tokens), (tokens[-1],), draft(tokens)))
+    engine.release([SequenceId("a")])
+    return tokens[len(PROMPT) :], steps
+
+
+def guided(expected: Sequence[int], draw: random.Random) -> Draft:
+    """Trees with the expected continuation and wrong branches, some of which the grammar excludes."""
+
+    def draft(tokens: Sequence[int]) -> TokenTree:
+        right = list(expected[len(tokens) - len(PROMPT) :][: draw.randint(0, 5)])
+        wrong = [[*right[: draw.randint(0, 2)], *draw.choices(range(VOCABULARY), k=2)] for _ in range(3)]
+        return TokenTree.from_candidates([*wrong[:1], right, *wrong[1:]], max_nodes=12)
+
+    return draft
+
+
+def text_of(directory: Path, tokens: Sequence[int]) -> str:
+    return Tokenizer.load(directory).decode(tokens[:-1])
+
+
+@pytest.mark.parametrize("kind", sorted(GRAMMARS))
+@pytest.mark.parametrize("sampling", sorted(SAMPLINGS))
+def test_an_answer_matches_its_grammar_and_no_draft_changes_it(
+    engine: TargetEngine, directory: Path, kind: str, sampling: str
+) -> None:
+    grammar = GRAMMARS[kind]
+    parameters = replace(SAMPLINGS[sampling], grammar=grammar, min_tokens=0)
+    plain, steps = answer(engine, parameters)
+    if plain[-1] == END:
+        check(grammar, text_of(directory, plain))
+    drafted, fewer = answer(engine, parameters, guided(plain, random.Random(3)))
+    assert drafted == plain
+    assert fewer < steps
+
+
+def check(grammar: Grammar, text: str) -> None:
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            jsonschema.validate(json.loads(text), json.loads(grammar.text))
+        case GrammarKind.REGEX:
+            assert re.fullmatch(grammar.text, text)
+        case GrammarKind.CHOICE:
+            assert text in grammar.choices
+        case _:
+            assert text.strip("()") in ("fish", "swim", "he") and text.count("(") == text.count(")")

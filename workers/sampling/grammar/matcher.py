@@ -1,0 +1,110 @@
+"""Follows an answer through its grammar, and finds the allowed tokens at every node of a draft tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from llguidance import LLMatcher
+
+from cluster.core.tree import ROOT, TokenTree
+from workers.sampling.context import AllowedTokens
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be compiled or is too complex, or an answer that does not match it."""
+
+
+class GrammarMatcher:
+    """The place of one answer in its grammar.
+
+    What is allowed after some tokens depends on the grammar and these tokens alone.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, prompt_len: int, vocabulary_size: int, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        """`matcher` is at its beginning, which is the end of the prompt."""
+        self._matcher = matcher
+        self._start = self._end = prompt_len
+        self._vocabulary_size = vocabulary_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+
+    def follow(self, tokens: Sequence[int], length: int) -> None:
+        """Go to the place after the first `length` of `tokens`, prompt included.
+
+        The tokens up to the earlier place are those of the earlier call. Raises `GrammarError`.
+        """
+        length = max(length, self._start)
+        if length < self._end:
+            self._matcher.rollback(self._end - length)
+            self._end = length
+        new = [tokens[index] for index in range(self._end, length)]
+        taken = self._matcher.try_consume_tokens(new) if new else 0
+        self._end += taken
+        self._check()
+        if taken < len(new):
+            raise GrammarError("the answer so far does not match the grammar")
+
+    def allowed(self, tree: TokenTree) -> tuple[AllowedTokens | None, ...]:
+        """Return the allowed tokens at the place, then at every node of a tree that begins there.
+
+        `None` stands for nodes that the grammar excludes, and for those after the end of the answer: no decision leads
+        there. The place stays. Raises `GrammarError`.
+        """
+        found: list[AllowedTokens | None] = [self._here()]
+        found.extend([None] * len(tree))
+        for node in self._walk(tree):
+            found[node + 1] = self._here()
+        self._check()
+        return tuple(found)
+
+    def possible(self, tree: TokenTree) -> list[int]:
+        """Return the nodes of a tree that the grammar does not exclude, ascending. The place stays."""
+        found = {ROOT, *self._walk(tree)}
+        ends = [node for node, token in enumerate(tree.tokens) if token in self._eos_token_ids]
+        return sorted([*found - {ROOT}, *(node for node in ends if tree.parents[node] in found)])
+
+    def _walk(self, tree: TokenTree) -> Iterator[int]:
+        """Go to each node of a tree that the grammar does not exclude, and back at the end.
+
+        Tokens that end the answer are left out, with what follows them.
+        """
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(tree.parents):
+            children.setdefault(parent, []).append(node)
+        path: list[int] = []
+        pending = children.get(ROOT, [])[::-1]
+        while pending:
+            node = pending.pop()
+            while path and path[-1] != tree.parents[node]:
+                path.pop()
+                self._matcher.rollback(1)
+            if tree.tokens[node] in self._eos_token_ids or not self._matcher.try_consume_tokens([tree.tokens[node]]):
+                continue
+            path.append(node)
+            yield node
+            pending.extend(children.get(node, [])[::-1])
+        if path:
+            self._matcher.rollback(len(path))
+
+    def forced(self, most: int) -> tuple[int, ...]:
+        """Return up to `most` tokens that follow because the grammar allows no other one at each place."""
+        if most <= 0 or self._matcher.is_stopped():
+            return ()
+        tokens = self._matcher.compute_ff_tokens()[:most]
+        return tuple(token for token in tokens if token < self._vocabulary_size) if not self._matcher.is_error() else ()
+
+    def _here(self) -> AllowedTokens:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._check()
+        flags = np.unpackbits(bits, count=None, bitorder="little")[: self._vocabulary_size]
+        mask = np.zeros(self._vocabulary_size, dtype=np.bool_)
+        mask[: len(flags)] = flags
+        return AllowedTokens(torch.from_numpy(mask), self._matcher.is_stopped())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().strip().splitlines()
+            raise GrammarError(f"the grammar is too complex: {reason[0] if reason else 'its limits are reached'}")

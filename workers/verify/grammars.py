@@ -1,0 +1,73 @@
+"""The grammars of the sequences that the engine stores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.core.bounds import MAX_TREE_DEPTH
+from cluster.core.drafting import Proposal
+from cluster.core.verification import VerifyRow
+from workers.sampling.context import AllowedTokens, Branch
+from workers.sampling.grammar.compiler import GrammarCompiler
+from workers.sampling.grammar.matcher import GrammarError, GrammarMatcher
+from workers.verify.sequence_state import SequenceState
+
+
+class Grammars:
+    """Finds what is allowed at the decisions of rows whose sequences have a grammar.
+
+    A sequence that begins again, after a preemption or on another target, follows its answer from the beginning.
+    """
+
+    def __init__(self, directory: Path | None, vocabulary_size: int, eos_token_ids: Sequence[int]) -> None:
+        """`directory` has the model's tokenizer; `None` refuses grammars."""
+        self._compiler = None
+        if directory is not None:
+            self._compiler = GrammarCompiler(directory, vocabulary_size, eos_token_ids)
+
+    def allowed(self, row: VerifyRow, sequence: SequenceState) -> tuple[AllowedTokens | None, ...]:
+        """Return what is allowed at the root of the row's tree and at each node; nothing without a grammar.
+
+        Raises `GrammarError`.
+        """
+        if not row.decide or sequence.start.sampling.grammar is None:
+            return ()
+        matcher = self._matcher(sequence)
+        matcher.follow(Branch(sequence.tokens, row.pending), row.base_len)
+        return matcher.allowed(row.tree)
+
+    def forced(self, sequence: SequenceState, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens that the grammar forces after a verdict with `tokens`, but none after the answer's end.
+
+        All of `tokens` but the last are stored.
+        """
+        matcher, ends = sequence.grammar, sequence.start.sampling.end_token_ids
+        if matcher is None or not tokens or tokens[-1] in ends:
+            return ()
+        try:
+            matcher.follow(Branch(sequence.tokens, tokens[-1:]), len(sequence.tokens) + 1)
+            return matcher.forced(MAX_TREE_DEPTH)
+        except GrammarError:
+            return ()  # the next row reports it
+
+    def pruned(self, proposal: Proposal | None, sequence: SequenceState) -> Proposal | None:
+        """Return a draft for the next step without the nodes that the grammar excludes.
+
+        A draft whose nodes have distributions, or that must be verified whole, stays as it is.
+        """
+        matcher = sequence.grammar
+        if proposal is None or matcher is None or not proposal.is_prunable or proposal.distributions:
+            return proposal
+        kept = matcher.possible(proposal.tree)
+        return proposal if len(kept) == len(proposal.tree) else proposal.subset(kept)
+
+    def _matcher(self, sequence: SequenceState) -> GrammarMatcher:
+        grammar = sequence.start.sampling.grammar
+        if sequence.grammar is None and grammar is not None:
+            if self._compiler is None:
+                raise GrammarError("this target has no tokenizer")
+            sequence.grammar = self._compiler.matcher(grammar, sequence.start.prompt_len)
+        if sequence.grammar is None:
+            raise GrammarError("the sequence has none")
+        return sequence.grammar
