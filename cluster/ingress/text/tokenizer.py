@@ -113,8 +113,8 @@ class Tokenizer:
 
     def special_token(self, piece: str) -> int | None:
         """Return the id of a special token, or `None` if the vocabulary has no such special token."""
-        token = self._vocabulary.token_to_id(piece)
-        return token if token in self._special_ids else None
+        found = (token for token in self._vocabulary.special_ids if self._vocabulary.piece(token) == piece)
+        return next(found, None)
 
     def is_special(self, token: int) -> bool:
         """Whether the token is a special token."""
