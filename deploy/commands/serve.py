@@ -54,8 +54,9 @@ def usage_examples(configuration: Configuration) -> str:
     over_grpc = json.dumps(
         {"chat": {"messages": messages}, "sampling": {"temperature": 0}, "stopping": {"max_tokens": 64}}
     )
+    page = "" if server.page == "off" else f" Open {url}/ in a browser."
     return f"""\
-{name} is ready at {url} (HTTP) and {address} (gRPC). Ctrl-C stops it.
+{name} is ready at {url} (HTTP) and {address} (gRPC). Ctrl-C stops it.{page}
 
 curl{curl} {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{over_http}'
 

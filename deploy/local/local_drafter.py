@@ -27,6 +27,7 @@ class LocalDrafter:
         self._access = access
         self._restart_seconds = restart_seconds
         self._host: WorkerHost | None = None
+        self._stopping: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -36,10 +37,11 @@ class LocalDrafter:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._restarting is not None:
+        if self._restarting is not None and self._stopping is not None:
             self._restarting.cancel()
-            await asyncio.gather(self._restarting, return_exceptions=True)
-        await self._stop()
+            await asyncio.gather(self._restarting, self._stopping, return_exceptions=True)
+        if self._host is not None:
+            await self._host.stop()
 
     async def resolve(self) -> str:
         """Return the address of the drafter. Raises `DrafterUnavailable` while there is none."""
@@ -49,10 +51,11 @@ class LocalDrafter:
 
     async def kill(self) -> bool:
         """Stop the drafter and lose what it holds; another one starts later. Returns whether it was running."""
-        if self._host is None:
+        host, self._host = self._host, None
+        if host is None:
             return False
-        self._restarting = asyncio.create_task(self._restart(), name="restart-drafter")
-        await self._stop()
+        self._stopping = asyncio.create_task(host.stop(), name="stop-drafter")
+        self._restarting = asyncio.create_task(self._restart(self._stopping), name="restart-drafter")
         return True
 
     async def _start(self) -> None:
@@ -63,11 +66,7 @@ class LocalDrafter:
         await host.__aenter__()
         self._host = host
 
-    async def _stop(self) -> None:
-        host, self._host = self._host, None
-        if host is not None:
-            await host.stop()
-
-    async def _restart(self) -> None:
+    async def _restart(self, stopping: asyncio.Task[None]) -> None:
+        await asyncio.shield(stopping)
         await asyncio.sleep(self._restart_seconds)
         await self._start()

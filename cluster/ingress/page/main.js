@@ -48,7 +48,7 @@ function setTheme(theme) {
   if (theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
   const name = { auto: "as the system", light: "light", dark: "dark" }[theme];
-  $("theme").textContent = theme[0].toUpperCase() + theme.slice(1);
+  $("theme").textContent = { auto: "◐ Auto", light: "○ Light", dark: "● Dark" }[theme];
   $("theme").setAttribute("aria-label", `Colours: ${name}`);
 }
 

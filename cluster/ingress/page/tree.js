@@ -4,7 +4,9 @@ const SVG = "http://www.w3.org/2000/svg";
 const LETTER = 7.3;
 const ROW = 34;
 const NODE = 24;
-const GAP = 26;
+const GAP = 20;
+const PADDING = 12;
+const SMALLEST = 0.7;
 const LONGEST = 14;
 
 /** Make an SVG element with attributes. */
@@ -36,7 +38,9 @@ export function drawTree(place, pass, method) {
   const nodes = layout(graph(pass));
   const width = Math.max(...nodes.map((node) => node.x + node.width)) + 2;
   const height = (Math.max(...nodes.map((node) => node.row)) + 1) * ROW;
-  const picture = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
+  const scale = Math.min(1, Math.max(SMALLEST, place.clientWidth / width));
+  const size = { width: width * scale, height: height * scale };
+  const picture = svg("svg", { ...size, viewBox: `0 0 ${width} ${height}`, role: "img" });
   picture.setAttribute("aria-label", summary(pass, method));
   for (const node of nodes) if (node.parent) picture.append(edge(node));
   for (const node of nodes) picture.append(box(node));
@@ -74,7 +78,7 @@ function layout(root) {
   const place = (node, depth, row) => {
     node.depth = depth;
     node.row = row;
-    node.width = Math.max(NODE, visible(node.text).length * LETTER + 16);
+    node.width = Math.max(NODE, visible(node.text).length * LETTER + PADDING);
     widths[depth] = Math.max(widths[depth] ?? 0, node.width);
     nodes.push(node);
     node.children.forEach((child, index) => {
