@@ -202,6 +202,14 @@ async def test_colours_and_widths(browser: Browser, url: str, screenshots: Path 
         for name in ("chat", "race", "receipt", "cluster"):
             await page.click(f"#tab-{name}")
             assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+            if name == "chat":
+                composer, side = (
+                    await page.locator("#composer").bounding_box(),
+                    await page.locator(".side").bounding_box(),
+                )
+                assert composer is not None
+                assert side is not None
+                assert composer["y"] + composer["height"] <= side["y"]
             await save(page, screenshots, f"phone-{name}", full=True)
 
 

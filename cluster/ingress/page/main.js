@@ -58,6 +58,7 @@ $("theme").addEventListener("click", () => {
 });
 
 $("key-button").addEventListener("click", askForKey);
+$("key-cancel").addEventListener("click", () => $("key-dialog").close("cancel"));
 $("key-dialog").addEventListener("close", () => {
   if ($("key-dialog").returnValue !== "ok" || !$("key").value.trim()) return;
   setKey($("key").value);
