@@ -14,8 +14,8 @@ from transformers import AutoConfig
 
 from cluster.core.errors import ConfigurationError
 from deploy import cli
-from tests.support.models import tiny_seq2seq_configs as configs
-from tests.support.models.tiny_marian import FRENCH, marian_tokenizer
+from tests.support.translation import tiny_seq2seq_configs as configs
+from tests.support.translation.tiny_marian import FRENCH, marian_tokenizer
 from workers.distill.answers import Answer, read_answers
 from workers.distill.export import export
 from workers.distill.loop import TrainingPlan

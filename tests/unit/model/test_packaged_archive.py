@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
 from cluster.core.errors import ModelLoadError
-from tests.support.models.tiny_marian import marian_tokenizer
+from tests.support.translation.tiny_marian import marian_tokenizer
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
 from workers.model.packaged.catalogue import PACKAGED_MODELS, PackagedModel
 from workers.model.packaged.zip_entries import extract_entries

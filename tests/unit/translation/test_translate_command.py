@@ -19,8 +19,8 @@ from deploy.translation.sources import read_sources
 from deploy.translation.translator import RefusedText, TranslateOptions, Translator
 from tests.support.fakes.fake_engine import listening
 from tests.support.fakes.http_app import HttpApi
-from tests.support.fakes.translator import translator
-from tests.support.models.tiny_marian import ENGLISH, FRENCH
+from tests.support.translation.tiny_marian import ENGLISH, FRENCH
+from tests.support.translation.translator import translator
 
 
 class TestSources:

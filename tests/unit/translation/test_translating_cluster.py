@@ -18,8 +18,8 @@ from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
-from tests.support.models import tiny_seq2seq_configs as configs
-from tests.support.models.tiny_marian import FRENCH, marian_tokenizer
+from tests.support.translation import tiny_seq2seq_configs as configs
+from tests.support.translation.tiny_marian import FRENCH, marian_tokenizer
 from workers.serve.configuration import load_configuration
 
 TIMEOUT_SECONDS = 60.0

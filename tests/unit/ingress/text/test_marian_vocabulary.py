@@ -15,7 +15,7 @@ from transformers import MarianTokenizer
 from cluster.core.errors import ConfigurationError
 from cluster.ingress.text.prompts import encode_bad_words
 from cluster.ingress.text.tokenizer import Tokenizer
-from tests.support.models.tiny_marian import ENGLISH, FRENCH, marian_tokenizer
+from tests.support.translation.tiny_marian import ENGLISH, FRENCH, marian_tokenizer
 
 texts = st.text(max_size=16) | st.sampled_from(
     [

@@ -12,8 +12,8 @@ from cluster.core.errors import InvalidRequest
 from cluster.core.request import GeneratedPart
 from cluster.ingress.events import Delta, Event, Finished, Started
 from pilotfish.v1 import common_pb2, generation_pb2
-from tests.support.fakes.translator import END, PADDING, SOURCE_BOUND, Translator, translator
-from tests.support.models.tiny_marian import ENGLISH, FRENCH
+from tests.support.translation.tiny_marian import ENGLISH, FRENCH
+from tests.support.translation.translator import END, PADDING, SOURCE_BOUND, Translator, translator
 
 Request = generation_pb2.GenerateRequest
 

@@ -18,7 +18,7 @@ from cluster.ingress.service import GenerationService
 from cluster.ingress.text.tokenizer import Tokenizer
 from pilotfish.v1 import generation_pb2
 from tests.support.fakes.fake_engine import InProcessClient, ScriptedEngine
-from tests.support.models.tiny_marian import ENGLISH, FRENCH, marian_tokenizer
+from tests.support.translation.tiny_marian import ENGLISH, FRENCH, marian_tokenizer
 
 PADDING, END = 95, 0
 SOURCE_BOUND = 48
