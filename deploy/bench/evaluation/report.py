@@ -37,7 +37,8 @@ _COST_NOTE = (
     "every step the keys and values before it, and a draft model reads its weights once for each proposed token of a "
     "sequence (an upper bound for trees). CPU s, busy s (what target and drafters computed: GPU seconds on GPUs) and "
     "J (where the device reports energy) are per 1,000 tokens. Peak: the largest resident memory of one measured "
-    "process, which holds the plain cluster as well where both run in it."
+    "process. Where clusters run in this process, it holds the plain one as well, and what the system has not got back "
+    "of earlier ones."
 )
 
 

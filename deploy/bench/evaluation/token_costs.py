@@ -81,7 +81,7 @@ def kv_bytes_read(cost: Cost, passes: Sequence[BenchPass]) -> float | None:
     read = sum(
         layer.token_bytes * min(stored, layer.window or stored)
         for answer in answers
-        for stored in _stored_tokens(answer)
+        for stored in (_stored_tokens(answer) if cost.sequences == 1 else _stored_by_beams(answer))
         for layer in cost.kv_layers
     )
     return float(cost.sequences * read)
@@ -93,6 +93,11 @@ def _stored_tokens(answer: BenchAnswer) -> Iterator[int]:
     for arrival in answer.arrivals[:-1]:
         stored += arrival.tokens
         yield stored
+
+
+def _stored_by_beams(answer: BenchAnswer) -> range:
+    """The same for each beam. A beam grows by a token in every step, and all tokens of the answer arrive at the end."""
+    return range(answer.prompt_tokens + 1, answer.prompt_tokens + answer.steps)
 
 
 def _weight_bytes(cost: Cost, passes: Sequence[BenchPass]) -> float | None:

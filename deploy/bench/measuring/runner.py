@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -52,6 +53,7 @@ async def bench_clusters(
     async with _plain_cluster(plain) as baseline:
         for group in groups(competitors, 1 if baseline is None else together):
             await _bench_group(session, plain, group, baseline)
+            gc.collect()  # the weights of its clusters
         if baseline is None:
             for peer in peers:
                 session.skip(peer.name, "memory does not hold the target twice")

@@ -146,7 +146,9 @@ def test_a_window_bounds_what_a_layer_reads_and_beams_multiply() -> None:
     long = one_pass(replace(answer("is 2", 1, 1), prompt_tokens=100))
     one = token_costs(replace(COST, kv_layers=(KvLayer(4, 5),)), [long])
     assert one.kv_bytes == 4 * 5 / 2
-    assert token_costs(replace(COST, kv_layers=(KvLayer(4, 5),), sequences=4), [long]).kv_bytes == 4 * one.kv_bytes
+    # four beams: the second and third steps read 5 and 6 tokens, although all tokens arrive at the end
+    beams = one_pass(replace(answer("is 2", 3), steps=3))
+    assert token_costs(replace(COST, kv_layers=(KvLayer(4),), sequences=4), [beams]).kv_bytes == 4 * 4 * (5 + 6) / 3
 
 
 def test_unknown_costs_stay_unknown() -> None:
