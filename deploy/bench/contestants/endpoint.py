@@ -64,7 +64,7 @@ class EndpointContestant:
                     read.line(line)
         except httpx.HTTPError as error:
             raise WorkerUnavailable(f"{self._url}: {error!r}") from error
-        return read.answer()
+        return read.answer(counts_drafts="prediction" not in body)
 
 
 class StreamReader:
@@ -99,13 +99,16 @@ class StreamReader:
         """Tokens of the prompt; 0 where the server reports no usage."""
         return int(self._usage.get("prompt_tokens") or 0)
 
-    def answer(self) -> BenchAnswer:
-        """The whole answer. The tokens of the usage are spread over the chunks, the remainder over the last ones."""
+    def answer(self, *, counts_drafts: bool = True) -> BenchAnswer:
+        """The whole answer. The tokens of the usage are spread over the chunks, the remainder over the last ones.
+
+        Without `counts_drafts`, the usage counts a prediction of the client, and drafts are unknown.
+        """
         chunks = len(self._seconds)
         tokens = int(self._usage.get("completion_tokens", chunks))
         least, more = divmod(tokens, chunks) if chunks else (0, 0)
         arrivals = [Arrival(seconds, least + (index >= chunks - more)) for index, seconds in enumerate(self._seconds)]
-        details = self._usage.get("completion_tokens_details") or {}
+        details = (self._usage.get("completion_tokens_details") or {}) if counts_drafts else {}
         accepted, rejected = (details.get(f"{kind}_prediction_tokens") for kind in ("accepted", "rejected"))
         drafted = int(accepted or 0) + int(rejected or 0)
         # Every target step adds one token of its own to the accepted ones.

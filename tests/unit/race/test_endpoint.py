@@ -49,7 +49,8 @@ async def test_a_prediction_is_sent_where_the_prompt_has_one() -> None:
 
     def serve(request: httpx.Request) -> httpx.Response:
         bodies.append(json.loads(request.content))
-        usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}, "completion_tokens": 1}
+        usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}, "completion_tokens": 3}
+        usage |= {"completion_tokens_details": {"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 0}}
         return httpx.Response(200, text=events(chunk("a"), {"choices": [], "usage": usage}))
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(serve)) as client:
@@ -58,6 +59,8 @@ async def test_a_prediction_is_sent_where_the_prompt_has_one() -> None:
         found = await contestant.answer(PassRequest(prompts, 1, 0.0, 0, 16))
     assert bodies[0]["prediction"] == {"type": "content", "content": "he go"} and "prediction" not in bodies[1]
     assert (found.answers[0].prompt_tokens, found.answers[0].cached_tokens) == (9, 8)
+    # with a prediction, the usage counts that, and not drafted tokens
+    assert [answer.steps for answer in found.answers] == [0, 2]
 
 
 def test_a_server_without_counts_of_drafts_has_no_steps() -> None:
