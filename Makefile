@@ -96,6 +96,10 @@ clients: $(WEIGHTS)  ## Real clients, each in an environment of its own, against
 compatibility: $(INSTALLED)  ## Regenerate COMPATIBILITY.md from the code of the HTTP API
 	$(BIN)/python -c "import sys; from cluster.ingress.openai.compatibility import page; sys.stdout.write(page())" > COMPATIBILITY.md
 
+.PHONY: errors
+errors: $(INSTALLED)  ## Regenerate ERRORS.md from the code of both APIs
+	$(BIN)/python -c "import sys; from cluster.ingress.openai.error_page import page; sys.stdout.write(page())" > ERRORS.md
+
 .PHONY: simulate
 simulate: $(INSTALLED)  ## 10,000 fault schedules of simulated clusters (ARGS='--schedules 1000 --seed 7', '--replay SEED')
 	$(BIN)/pilotfish simulate faults --schedules 10000 $(ARGS)

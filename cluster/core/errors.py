@@ -8,6 +8,7 @@
     ├── Unauthenticated           the caller presents no valid API key
     ├── PermissionDenied          the caller's API key does not allow the call
     ├── Overloaded                the queue is full; retry after `retry_after_seconds`
+    │   └── RateLimited           the client has used what it may
     ├── NotReady                  the server starts, drains or has no target
     ├── DeadlineExceeded          the deadline passed before the answer was complete
     ├── Aborted                   the client disconnected or aborted the request
@@ -115,6 +116,10 @@ class Overloaded(PilotfishError):
     def __init__(self, message: str, retry_after_seconds: float = 1.0) -> None:
         self.retry_after_seconds = retry_after_seconds
         super().__init__(message)
+
+
+class RateLimited(Overloaded):
+    """The client has used what it may: requests or tokens a minute, or answers at a time."""
 
 
 class NotReady(PilotfishError):

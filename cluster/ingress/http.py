@@ -17,6 +17,7 @@ from starlette.middleware import Middleware
 from cluster.core import bounds
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, PilotfishError
+from cluster.ingress.access.cors import cors
 from cluster.ingress.access.http_access import AccessMiddleware, named
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.asgi import (
@@ -96,12 +97,14 @@ def create_app(
     metrics: IngressMetrics | None = None,
     tracer: CallTracer | None = None,
     page: Page | None = None,
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
     """Return the ASGI application, which calls the public service through `client`.
 
     `adds_request_id=False` is for an app behind a proxy that adds the header `x-request-id`, as Ray Serve's does.
     Callers need one of the API `keys`, if there are any. Requests are counted in `metrics` and traced by `tracer`.
     With `page`, a page for people is at `/`.
+    Browsers may call for web pages of `cors_origins`.
     """
     keys = keys or KeyRing()
     load = RequestCount()
@@ -112,6 +115,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         middleware=[
+            *cors(cors_origins),
             Middleware(RequestIdMiddleware, adds_header=adds_request_id),
             Middleware(ObservabilityMiddleware, metrics=metrics, clock=time.monotonic, tracer=tracer),
             Middleware(AccessMiddleware, keys=keys, has_page=page is not None),

@@ -211,13 +211,15 @@ class GenerationService:
         info = self._info()
         self._resolve_alias(message)
         validate.check_model(message.model if message.HasField("model") else None, info)
+        texts = self._tokenizer.texts
         match message.WhichOneof("input"):
             case "chat":
-                text, special = chat_text(self._tokenizer, decode_chat(message.chat, self._limits), info)
-                return await asyncio.to_thread(self._tokenizer.encode, text, special)
+                chat = decode_chat(message.chat, self._limits)
+                text, special = await texts.run(chat.chars, chat_text, self._tokenizer, chat, info)
+                return await texts.run(len(text), self._tokenizer.encode, text, special)
             case "text":
                 special = message.add_special_tokens if message.HasField("add_special_tokens") else True
-                return await asyncio.to_thread(self._tokenizer.encode, message.text, special)
+                return await texts.run(len(message.text), self._tokenizer.encode, message.text, special)
         raise InvalidRequest("prompt", None, "given: as text or messages")
 
     async def detokenize(self, message: generation_pb2.DetokenizeRequest) -> str:
@@ -228,7 +230,7 @@ class GenerationService:
         most = max(info.max_context_len, info.max_source_len)
         tokens = bounds.tokens("token_ids", message.token_ids, 0, most, info.vocabulary_size)
         skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
-        return await asyncio.to_thread(self._tokenizer.decode, tokens, skip)
+        return await self._tokenizer.texts.run(len(tokens), self._tokenizer.decode, tokens, skip)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that one token adds to a text."""

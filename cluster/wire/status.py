@@ -23,6 +23,7 @@ from cluster.core.errors import (
     Overloaded,
     PermissionDenied,
     PilotfishError,
+    RateLimited,
     TargetUnavailable,
     TooLarge,
     Unauthenticated,
@@ -68,6 +69,7 @@ _KINDS: dict[str, type[PilotfishError]] = {
     for kind in (
         *(kind for kind, _ in _CODES),
         UnsupportedParameter,
+        RateLimited,
         TargetUnavailable,
         DrafterUnavailable,
     )
@@ -150,7 +152,7 @@ def _rebuild(error: grpc.aio.AioRpcError, message: str, unavailable: type[Pilotf
             if issubclass(kind, InvalidRequest):
                 return _with_message(kind(str(detail["field"]), "", str(detail["bound"])), message)
             if issubclass(kind, Overloaded):
-                return Overloaded(message, float(detail["retry_after_seconds"]))
+                return kind(message, float(detail["retry_after_seconds"]))
             return unavailable(message) if issubclass(unavailable, kind) else kind(message)
         except (ValueError, KeyError, TypeError):
             return None

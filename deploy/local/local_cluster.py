@@ -142,7 +142,14 @@ class LocalCluster:
         host, port = self._configuration.server.http_host, self._configuration.server.http_port
         listener = socket.create_server((host, port), family=socket_family(host))
         self._http_port = int(listener.getsockname()[1])
-        app = create_app(client, self._configuration.limits, keys=self._keys, page=self._page())
+        server_section = self._configuration.server
+        app = create_app(
+            client,
+            self._configuration.limits,
+            keys=self._keys,
+            page=self._page(),
+            cors_origins=server_section.cors_origins,
+        )
         tls: dict[str, Any] = {**tls_options(self._configuration.server.tls)}
         config = uvicorn.Config(app, log_level="warning", lifespan="off", http=BoundedHttpProtocol, **tls)
         server = uvicorn.Server(config)

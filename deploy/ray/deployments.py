@@ -20,6 +20,7 @@ from cluster.core.membership import Member, MemberRole, View
 from cluster.core.ports import DraftMethod
 from cluster.ingress.access.api_keys import ApiKey
 from cluster.ingress.access.key_ring import KeyRing
+from cluster.ingress.access.public_client import PublicClient
 from cluster.ingress.endpoints.page import Page
 from cluster.ingress.http import create_app
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
@@ -212,12 +213,13 @@ class IngressReplica:
         self._application = context.app_name
         self._drain_seconds = configuration.server.drain_timeout_seconds
         self._directory = DirectoryClient(context.app_name, is_complete=lambda view: bool(view.of(MemberRole.TARGET)))
-        self._client = Router(self._coordinators, lambda address: CoordinatorClient(fixed_address(address), access))
+        router = Router(self._coordinators, lambda address: CoordinatorClient(fixed_address(address), access))
+        server = configuration.server
+        self._cors_origins = server.cors_origins
+        self._client = PublicClient(router, lambda name: self._keys.limits_of(name) or server.client_limits)
         self._metrics = IngressMetrics(_member_id(context))
-        self._server = IngressServer(
-            self._client, configuration.server, configuration.limits, self._keys, self._metrics
-        )
-        endpoint = configuration.server.otlp_endpoint
+        self._server = IngressServer(self._client, server, configuration.limits, self._keys, self._metrics)
+        endpoint = server.otlp_endpoint
         self._traces = None if endpoint is None else tracer_provider(endpoint, "pilotfish-ingress")
         self._is_started = False
 
@@ -233,6 +235,7 @@ class IngressReplica:
             metrics=self._metrics,
             page=self._page(),
             tracer=tracer,
+            cors_origins=self._cors_origins,
         )
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:

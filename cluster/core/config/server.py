@@ -7,7 +7,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from cluster.core.config.base import Choice, Port, Positive, Seconds, Section
+from cluster.core.config.client_limits import ClientLimitsSection
 from cluster.core.config.public_tls import PublicTlsSection
+
+Origin = Annotated[str, Field(max_length=256, pattern=r"^(\*|https?://[^/\s]+)$")]
 
 
 class AutoscalingSection(Section):
@@ -50,6 +53,11 @@ class ServerSection(Section):
     """Whether the HTTP API has a page for people at `/`."""
     demo: Choice[Literal["on", "off"]] = "off"
     """Whether the page may kill drafters, to show that answers go on. Where API keys are demanded, operators only."""
+    client_limits: ClientLimitsSection = ClientLimitsSection()
+    """Limits of each client that has an API key."""
+    cors_origins: Annotated[tuple[Origin, ...], Field(max_length=64)] = ()
+    """Origins of web pages that may call the HTTP API from a browser, as `https://chat.example.com`, or `*` for all;
+    unset: none."""
     ingress_replicas: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of ingress processes. Each serves both APIs, and those on one node share the ports."""
     ingress_node_resource: str | None = None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
+from cluster.core.config.client_limits import ClientLimitsSection
 from cluster.core.errors import ConfigurationError
 
 MAX_KEYS = 1000
@@ -16,6 +17,7 @@ LONGEST_KEY = 512
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_NUMBER = re.compile(r"[1-9][0-9]{0,11}")
 _ADMIN = "admin"
 
 
@@ -30,6 +32,8 @@ class ApiKey:
     """Whether the key also opens what belongs to operators: metrics, and requests of other clients."""
     is_internal: bool = False
     """Whether it is the key of the cluster's own processes. They may act in the name of any client."""
+    limits: ClientLimitsSection | None = None
+    """What its client may use; `None`: what the settings say."""
 
 
 def digest(key: str | bytes) -> bytes:
@@ -38,10 +42,10 @@ def digest(key: str | bytes) -> bytes:
 
 
 def parse_keys(text: str, source: str) -> tuple[ApiKey, ...]:
-    """Read lines of the form `NAME KEY [admin]`. Empty lines and lines that begin with # are skipped.
+    """Read lines of the form `NAME KEY [admin] [LIMIT=NUMBER]…`. Empty lines and those that begin with # are skipped.
 
-    `sha256:` and 64 hexadecimal digits may stand for the key. Raises `ConfigurationError`, which names `source` and the
-    line, never the key.
+    `sha256:` and 64 hexadecimal digits may stand for the key. A limit is a field of `ClientLimitsSection`. Raises
+    `ConfigurationError`, which names `source` and the line, never the key.
     """
     keys = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -52,13 +56,26 @@ def parse_keys(text: str, source: str) -> tuple[ApiKey, ...]:
 
 
 def parse_key(name: str, text: str, source: str) -> ApiKey:
-    """Read `KEY [admin]`. Raises `ConfigurationError`."""
+    """Read `KEY [admin] [LIMIT=NUMBER]…`. Raises `ConfigurationError`."""
     if _NAME.fullmatch(name) is None:
         raise ConfigurationError(f"{source}: needed a name of 1 to 64 letters, digits or ._-, found another one")
     key, *options = text.split() or [""]
-    if any(option != _ADMIN for option in options):
-        raise ConfigurationError(f"{source}: needed NAME KEY, or NAME KEY {_ADMIN}, found more words")
-    return ApiKey(name, _digest_of(key, source), is_admin=_ADMIN in options)
+    limits = [option for option in options if option != _ADMIN]
+    return ApiKey(name, _digest_of(key, source), is_admin=_ADMIN in options, limits=_limits(limits, source))
+
+
+def _limits(options: Sequence[str], source: str) -> ClientLimitsSection | None:
+    """Read options of the form `LIMIT=NUMBER`. No error shows them, since one of them may be a part of a key."""
+    values: dict[str, int] = {}
+    for option in options:
+        limit, sign, number = option.partition("=")
+        if limit not in ClientLimitsSection.model_fields or not sign or _NUMBER.fullmatch(number) is None:
+            known = "=NUMBER, ".join(ClientLimitsSection.model_fields)
+            raise ConfigurationError(
+                f"{source}: needed NAME KEY, then any of {_ADMIN}, {known}=NUMBER, found another word"
+            )
+        values[limit] = int(number)
+    return ClientLimitsSection(**values) if values else None
 
 
 def check_keys(keys: Iterable[ApiKey], source: str) -> tuple[ApiKey, ...]:

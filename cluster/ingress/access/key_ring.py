@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from cluster.core.config.client_limits import ClientLimitsSection
 from cluster.core.errors import ConfigurationError, Unauthenticated
 from cluster.ingress.access.api_keys import ApiKey, check_keys, digest
 from cluster.ingress.access.key_file import SETTING, KeyFile
@@ -62,6 +63,10 @@ class KeyRing:
         if found is None:
             raise Unauthenticated("the API key is not valid")
         return found
+
+    def limits_of(self, name: str) -> ClientLimitsSection | None:
+        """Return the limits that the keys give to the client with this name; `None` if they give none."""
+        return next((key.limits for key in self._current() if key.name == name), None)
 
     def _current(self) -> tuple[ApiKey, ...]:
         now = self._clock()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Annotated
 
 from fastapi import FastAPI, Request, Response
@@ -18,6 +20,9 @@ from cluster.ingress.openai.fields.types import FirstErrorOnly, StrictModel, Tex
 from cluster.ingress.openai.formats import token_text
 from cluster.ingress.openai.requests import ChatTurn, plain_messages
 from pilotfish.v1 import generation_pb2
+
+_PART = 4096
+"""Ids that are written at once."""
 
 
 class TokenizeBody(ChatExtensions):
@@ -51,6 +56,15 @@ class DetokenizeBody(StrictModel):
     """Leave special tokens out of the text."""
 
 
+def _answer(found: generation_pb2.TokenizeResponse, *, with_texts: bool) -> str:
+    """Return the body of an answer, made in parts: a thread that writes millions of ids at once would stop others."""
+    ids, count = found.token_ids, len(found.token_ids)
+    parts = (", ".join(map(str, ids[start : start + _PART])) for start in range(0, count, _PART))
+    texts = [token_text(text) for text in found.token_bytes] if with_texts else None
+    head = f'{{"count": {count}, "max_model_len": {found.max_context_len}, "tokens": ['
+    return f'{head}{", ".join(parts)}], "token_strs": {json.dumps(texts)}}}'
+
+
 def add_tokens(app: FastAPI, client: ServiceClient, limits: LimitsSection) -> None:
     """Add the routes."""
 
@@ -67,13 +81,8 @@ def add_tokens(app: FastAPI, client: ServiceClient, limits: LimitsSection) -> No
         else:
             message.chat.CopyFrom(chat_input(body, body.messages or []))
         found = await client.tokenize(message)
-        answer = {
-            "count": len(found.token_ids),
-            "max_model_len": found.max_context_len,
-            "tokens": list(found.token_ids),
-            "token_strs": [token_text(text) for text in found.token_bytes] if body.return_token_strs else None,
-        }
-        return JSONResponse(answer, headers=headers)
+        answer = await asyncio.to_thread(_answer, found, with_texts=body.return_token_strs)
+        return Response(answer, headers=headers, media_type="application/json")
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:

@@ -21,6 +21,7 @@ from cluster.core.errors import (
     UnsupportedParameter,
     WorkerUnavailable,
 )
+from cluster.ingress.errors.catalogue import public_message
 
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
@@ -60,12 +61,13 @@ class ErrorResponse:
 
 
 def error_response(error: Exception) -> ErrorResponse:
-    """Convert an error. The text of an unexpected error is not sent to the client."""
+    """Convert an error. The text of an unexpected error, or of one inside the cluster, is not sent to the client."""
     for kind, status, name, code in _TABLE:
         if isinstance(error, kind):
-            return ErrorResponse(status, str(error), name, _param(error), code, _headers(error))
+            message = public_message(error) if isinstance(error, PilotfishError) else str(error)
+            return ErrorResponse(status, message, name, _param(error), code, _headers(error))
     if isinstance(error, PilotfishError):
-        return ErrorResponse(500, str(error), _SERVER, code="internal_error")
+        return ErrorResponse(500, public_message(error), _SERVER, code="internal_error")
     return ErrorResponse(500, "the server failed to answer; its log has the cause", _SERVER, code="internal_error")
 
 

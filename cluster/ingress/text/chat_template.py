@@ -6,6 +6,9 @@ The environment is that of `transformers`, for which the templates are written.
 from __future__ import annotations
 
 import json
+import math
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,6 +21,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.core.errors import ConfigurationError, InvalidRequest
 from cluster.ingress.events import ToolFormat
+
+RENDER_SECONDS = 5.0
+"""Longest time for which a template may compute, in seconds of its thread."""
+Clock = Callable[[], float]
 
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception"})
 """Variables of templates that requests cannot set by name."""
@@ -74,6 +81,41 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox whose templates end with an error when they have computed for long."""
+
+    clock: Clock
+    """Returns the time that the current thread has computed, in seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        self.clock = clock
+        self._thread = threading.local()
+
+    def begin(self) -> None:
+        """Begin to render in this thread."""
+        self._thread.ends = self.clock() + RENDER_SECONDS
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Templates read attributes here."""
+        self._check()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Templates read entries here."""
+        self._check()
+        return super().getitem(obj, argument)
+
+    def call(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Templates call functions and macros here."""
+        self._check()
+        return super().call(*args, **kwargs)
+
+    def _check(self) -> None:
+        if self.clock() > getattr(self._thread, "ends", math.inf):
+            raise ValueError(f"it computes for more than {RENDER_SECONDS:g} s")
+
+
 class ChatTemplate:
     """A compiled chat template and the special tokens that it uses.
 
@@ -81,11 +123,13 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        now: Callable[[], datetime] = datetime.now,
+        clock: Clock = time.thread_time,
     ) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-        )
+        self._environment = environment = _BoundedEnvironment(clock)
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
@@ -105,7 +149,7 @@ class ChatTemplate:
         """Return the conversation as text that ends where the assistant's answer begins.
 
         Raises `InvalidRequest` (`messages`) if the template rejects the conversation, or writes more than `most_chars`
-        characters.
+        characters, or computes for more than `RENDER_SECONDS`.
         """
         tools = [json.loads(tool) for tool in options.tools]
         if tools and not self._renders_tools:
@@ -127,6 +171,7 @@ class ChatTemplate:
 
     def _generate(self, variables: Mapping[str, Any], most_chars: int | None) -> str:
         parts, length = [], 0
+        self._environment.begin()
         for part in self._template.generate(variables):
             parts.append(part)
             length += len(part)

@@ -5,7 +5,6 @@ For an encoder-decoder model, what a request calls its prompt is the source, whi
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Sequence
@@ -57,6 +56,11 @@ class ChatPrompt:
     """The name of the tool that the answer calls, or `ANY_TOOL`; `None` does not constrain the answer."""
     single_call: bool = False
     """Whether the answer is one call, if a tool is required."""
+
+    @property
+    def chars(self) -> int:
+        """Number of characters of the messages' contents."""
+        return sum(len(message.content) for message in self.messages)
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -177,23 +181,30 @@ def _called(field: str, call: generation_pb2.ToolCall) -> CalledTool:
 async def encode_prompt(
     tokenizer: Tokenizer, prompt: Prompt, options: PromptOptions, info: TargetInfo
 ) -> tuple[int, ...]:
-    """Return the tokens of a prompt. A text that cannot fit into the context is refused without tokenizing it.
+    """Return the tokens of a prompt, computed in a thread.
 
-    Raises `InvalidRequest` (`prompt` or `messages`).
+    A text that cannot fit into the context is refused without tokenizing it. Raises `InvalidRequest` (`prompt` or
+    `messages`), and `Overloaded` if too many long texts wait.
     """
+    if isinstance(prompt, TokenPrompt):
+        return prompt.tokens
     most_chars = (most_prompt_tokens(info) + 1) * tokenizer.longest_token_chars
-    match prompt:
-        case TokenPrompt(tokens):
-            return tokens
-        case TextPrompt(text):
-            special = True
-        case ChatPrompt():
+    chars = len(prompt.text) if isinstance(prompt, TextPrompt) else prompt.chars
+    if isinstance(prompt, TextPrompt) and chars > most_chars:
+        raise prompt_too_long(prompt.field, chars, "characters", info)
+
+    def encode() -> tuple[int, ...]:
+        if isinstance(prompt, ChatPrompt):
             text, special = chat_text(tokenizer, prompt, info, most_chars)
-    if len(text) > most_chars:
-        raise prompt_too_long(prompt.field, len(text), "characters", info)
-    if options.add_special_tokens is not None:
-        special = options.add_special_tokens
-    return await asyncio.to_thread(tokenizer.encode, text, special)
+        else:
+            text, special = prompt.text, True
+        if len(text) > most_chars:
+            raise prompt_too_long(prompt.field, len(text), "characters", info)
+        if options.add_special_tokens is not None:
+            special = options.add_special_tokens
+        return tokenizer.encode(text, special)
+
+    return await tokenizer.texts.run(chars, encode)
 
 
 def chat_text(
@@ -278,7 +289,7 @@ async def encode_prediction(
         return ()
     if len(prediction) > limits.max_prediction_tokens * tokenizer.longest_token_chars:
         raise prediction_too_long(len(prediction), "characters", limits)
-    return await asyncio.to_thread(tokenizer.encode_answer, prediction)
+    return await tokenizer.texts.run(len(prediction), tokenizer.encode_answer, prediction)
 
 
 def prediction_too_long(length: int, unit: str, limits: LimitsSection) -> InvalidRequest:

@@ -14,6 +14,7 @@ from cluster.core.errors import ConfigurationError, InvalidRequest
 from cluster.ingress.events import ToolFormat
 from cluster.ingress.text.chat_template import PLAIN, ChatTemplate, Message, TemplateOptions
 from cluster.ingress.text.marian_vocabulary import MarianVocabulary, is_marian
+from cluster.ingress.text.text_executor import TextExecutor
 from cluster.ingress.text.token_bytes import METASPACE, PieceToBytes, reader
 from cluster.ingress.text.vocabulary import JsonVocabulary, Vocabulary
 
@@ -37,6 +38,8 @@ class Tokenizer:
         self._strips_first_space = strips_first_space
         self._template = template
         self.eos_token_ids = eos_token_ids
+        self.texts = TextExecutor()
+        """Threads for work on texts of more than a few tokens."""
         self.longest_token_chars = vocabulary.longest_piece
         """Most characters of a token. A text has at least its length ÷ this number of tokens."""
 

@@ -1,0 +1,126 @@
+"""The client behind both APIs of an ingress: it holds callers to their limits, and tells them nothing internal."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+
+from cluster.core.config.client_limits import ClientLimitsSection
+from cluster.core.errors import PilotfishError
+from cluster.ingress.access.key_limits import ClientUse
+from cluster.ingress.client import FullClient
+from cluster.ingress.errors.catalogue import without_internals
+from pilotfish.v1 import generation_pb2
+
+logger = logging.getLogger(__name__)
+
+LimitsOf = Callable[[str], ClientLimitsSection]
+"""Returns the limits of the client with a name, as they are now."""
+
+
+class PublicClient:
+    """Passes every call on to `client`, and refuses requests of clients that have used what they may.
+
+    Messages of errors that may name processes, addresses or files are logged and replaced. A request names its client;
+    one without a name comes from the cluster itself or from a cluster without API keys, and is not limited.
+    """
+
+    def __init__(self, client: FullClient, limits_of: LimitsOf, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._limits_of = limits_of
+        self._clock = clock
+        self._uses: dict[str, ClientUse] = {}
+
+    async def generate(
+        self, request: generation_pb2.GenerateRequest, timeout_seconds: float
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        """Yield the responses of one request. Raises `RateLimited`, and the errors of the client."""
+        use = self._use(request.client) if request.client else None
+        answers = max(1, request.n, request.best_of)
+        if use is not None:
+            use.enter(request.client, answers, self._clock())
+        try:
+            with _public_errors(request.request_id):
+                async with aclosing(self._client.generate(request, timeout_seconds)) as responses:
+                    async for response in responses:
+                        if use is not None:
+                            use.count(_tokens(response), self._clock())
+                        yield response
+        finally:
+            if use is not None:
+                use.leave(answers)
+
+    def _use(self, name: str) -> ClientUse:
+        limits = self._limits_of(name)
+        use = self._uses.get(name)
+        if use is None or use.limits != limits:
+            running = 0 if use is None else use.answers
+            use = self._uses[name] = ClientUse.begin(limits, self._clock())
+            use.answers = running
+        return use
+
+    # --- calls without limits ---
+
+    async def abort(self, request_id: str, client: str = "") -> bool:
+        """See `FullClient`."""
+        with _public_errors(request_id):
+            return await self._client.abort(request_id, client)
+
+    async def tokenize(self, request: generation_pb2.TokenizeRequest) -> generation_pb2.TokenizeResponse:
+        """See `ServiceClient`."""
+        with _public_errors():
+            return await self._client.tokenize(request)
+
+    async def detokenize(self, request: generation_pb2.DetokenizeRequest) -> generation_pb2.DetokenizeResponse:
+        """See `ServiceClient`."""
+        with _public_errors():
+            return await self._client.detokenize(request)
+
+    async def list_models(self) -> Sequence[generation_pb2.Model]:
+        """See `ServiceClient`."""
+        with _public_errors():
+            return await self._client.list_models()
+
+    async def get_model(self, name: str) -> generation_pb2.Model:
+        """See `ServiceClient`."""
+        with _public_errors():
+            return await self._client.get_model(name)
+
+    async def metrics(self) -> tuple[bytes, str]:
+        """See `ServiceClient`."""
+        with _public_errors():
+            return await self._client.metrics()
+
+    async def is_ready(self) -> bool:
+        """See `ServiceClient`."""
+        return await self._client.is_ready()
+
+    async def is_reachable(self) -> bool:
+        """See `ServiceClient`."""
+        return await self._client.is_reachable()
+
+    async def close(self) -> None:
+        """See `FullClient`."""
+        await self._client.close()
+
+
+@contextmanager
+def _public_errors(request_id: str = "") -> Iterator[None]:
+    """Replace the message of an error that clients may not read, and log it."""
+    try:
+        yield
+    except PilotfishError as error:
+        public = without_internals(error)
+        if public is error:
+            raise
+        logger.warning("request %s: %s: %s", request_id or "-", type(error).__name__, error)
+        raise public from error
+
+
+def _tokens(response: generation_pb2.GenerateResponse) -> int:
+    """Return the number of tokens that a response reports for the first time."""
+    if response.HasField("started"):
+        return int(response.started.prompt_tokens)
+    return len(response.delta.token_ids)
