@@ -15,7 +15,9 @@ from cluster.coordinator.requests.parallel_sampling import ParallelSampling
 from cluster.coordinator.requests.request_table import RequestTable
 from cluster.core.config.sections import SchedulerSection
 from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded
+from cluster.core.ids import RequestId
 from cluster.core.kv import check_fits
+from cluster.core.queueing.fair_queue import displaced, flow_of
 from cluster.core.request import GenerationRequest
 from cluster.core.verification import TargetInfo
 
@@ -49,13 +51,13 @@ class AdmissionController:
         """
         self._check(request, info)
         strategy = _strategy(request, info)
-        limits = self._limits
-        if self._table.slots + strategy.slots > limits.max_sequences + limits.max_waiting:
-            seconds_per_sequence = self._emitter.mean_request_seconds / limits.max_sequences
-            raise Overloaded(f"the queue of {limits.max_waiting} sequences is full", max(1.0, seconds_per_sequence))
         now = self._clock()
         if request.deadline is not None and request.deadline <= now:
             raise DeadlineExceeded("the deadline passed before the request arrived")
+        for request_id in self._in_the_way(flow_of(request.client, request.request_id), strategy.slots):
+            displaced_one = self._table.find(request_id)
+            if displaced_one is not None:
+                self._emitter.fail(displaced_one, self._overloaded())
         live = LiveRequest(request, strategy, self._arrivals, now)
         self._arrivals += strategy.slots
         if request.deadline is not None:
@@ -68,6 +70,22 @@ class AdmissionController:
             self._tracer.begin(live)
         self._on_change()
         return live
+
+    def check_room(self, client: str, request_id: RequestId, answers: int) -> None:
+        """Raise `Overloaded` if the queue is full for a request that has not been tokenized yet."""
+        self._in_the_way(flow_of(client, request_id), answers)
+
+    def _in_the_way(self, flow: str, slots: int) -> tuple[RequestId, ...]:
+        """Return the waiting requests that a new one displaces. Raises `Overloaded` if it must not."""
+        excess = self._table.slots + slots - self._limits.max_sequences - self._limits.max_waiting
+        found = displaced(self._table.queued(), flow, slots, excess) if excess > 0 else ()
+        if excess > 0 and not found:
+            raise self._overloaded()
+        return found
+
+    def _overloaded(self) -> Overloaded:
+        seconds_per_sequence = self._emitter.mean_request_seconds / self._limits.max_sequences
+        return Overloaded(f"the queue of {self._limits.max_waiting} sequences is full", max(1.0, seconds_per_sequence))
 
     def fail_misfits(self, info: TargetInfo) -> None:
         """End requests that no longer fit because the target restarted smaller. They would block the queue."""

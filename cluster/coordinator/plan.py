@@ -75,7 +75,7 @@ class Planner:
             self._metrics.replayed(len(lost))
             await self._evict(lost)
         if RowFaultCode.KV_EXHAUSTED in faults.values() and self._table.running:
-            latest = max(self._table.running.values(), key=lambda live: live.sequence.arrival)
+            latest = max(self._table.running.values(), key=lambda live: live.order)
             await self._preempt((latest.id,))
 
     def open_ids(self) -> list[SequenceId]:

@@ -1,11 +1,11 @@
 """The scheduler: which rows the next step has, as a pure function of frozen values.
 
-Sequences are served in order of arrival. Every step first gives each decoding sequence one token. Half of the tokens
-left are reserved for the oldest sequence that still prefills. Draft trees share the others evenly. Prompt chunks use
-the tokens that the trees leave. While other sequences decode, all prompts together take at most `max_prompt_tokens` of
-a step, so that a new request does not lengthen the time between the tokens of the others (chunked prefill, as in
-Sarathi-Serve, Agrawal et al. 2024). Blocks are allocated on demand. When they run out, the latest arrival is preempted
-and resumes later in its order of arrival, so that the oldest sequence can always finish.
+Sequences are served by their clients' turns, those of one client by arrival (`FairQueue`): "older" means this order.
+Every step first gives each decoding sequence one token. Half of the tokens left are reserved for the oldest sequence
+that still prefills. Draft trees share the others evenly. Prompt chunks use the tokens that the trees leave. While other
+sequences decode, all prompts together take at most `max_prompt_tokens` of a step, so that a new request does not
+lengthen the time between the tokens of the others (chunked prefill, as in Sarathi-Serve, Agrawal et al. 2024). Blocks
+are allocated on demand. When they run out, the latest is preempted, so that the oldest sequence can always finish.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class SequenceView:
     """Tokens that an encoder must read before a waiting sequence starts. They take blocks as a sequence's tokens do."""
     forced: int = 0
     """Tokens that the grammar forces next. A chain of them is verified even where no other draft is wanted."""
+    turn: int = 0
+    """When it is the turn of its client, see `FairQueue`: smaller goes first, and of equal turns the older one."""
 
     @property
     def missing(self) -> int:
@@ -127,13 +129,13 @@ def clip_draft(
 def plan(state: State) -> Plan:
     """Plan the next step. The function reads no clock and has no state between calls."""
     step = _StepAllocation(state)
-    running = sorted(state.running, key=_arrival)
+    running = sorted(state.running, key=_order)
     decoding, prefilling = _split(running)
     preempted = _secure(step, running, essential={view.id for view in (*decoding, *prefilling[:1])})
     gone = set(preempted)
     admitted = [] if preempted else _admissible(state, running)
     decoding = [view for view in decoding if view.id not in gone]
-    prefilling = sorted([view for view in prefilling if view.id not in gone] + admitted, key=_arrival)
+    prefilling = sorted([view for view in prefilling if view.id not in gone] + admitted, key=_order)
 
     if any(step.pending(view) for view in decoding):
         step.limit_prompts(state.limits.max_prompt_tokens, prefilling)
@@ -145,12 +147,12 @@ def plan(state: State) -> Plan:
         step.prefill(view, view.missing)
     _share_among_trees(step, [view for view in prefilling if step.pending(view) == view.missing])
 
-    rows = [step.row(view) for view in sorted([*decoding, *prefilling], key=_arrival) if step.pending(view)]
+    rows = [step.row(view) for view in sorted([*decoding, *prefilling], key=_order) if step.pending(view)]
     return Plan(tuple(view.id for view in admitted), tuple(preempted), tuple(rows))
 
 
-def _arrival(view: SequenceView) -> int:
-    return view.arrival
+def _order(view: SequenceView) -> tuple[int, int]:
+    return view.turn, view.arrival
 
 
 def _split(views: Iterable[SequenceView]) -> tuple[list[SequenceView], list[SequenceView]]:
@@ -236,10 +238,7 @@ class _StepAllocation:
 
 
 def _secure(step: _StepAllocation, running: list[SequenceView], essential: set[SequenceId]) -> list[SequenceId]:
-    """Give each essential sequence its first token, preempting the latest arrivals for the blocks of older ones.
-
-    A sequence that no preemption can help keeps its blocks and is left out of this step.
-    """
+    """Give each essential sequence its first token, preempting the latest for older ones. Others keep their blocks."""
     preempted: list[SequenceId] = []
     remaining = list(running)
     index = 0
@@ -276,7 +275,7 @@ def _admissible(state: State, running: Sequence[SequenceView]) -> list[SequenceV
     admitted: list[SequenceView] = []
     prompt_tokens = state.limits.max_prompt_tokens if running else None
     source_tokens = step_tokens if prompt_tokens is None else prompt_tokens
-    for view in sorted(state.waiting, key=_arrival):
+    for view in sorted(state.waiting, key=_order):
         alone = not running and not admitted
         if admitted and view.source_len > source_tokens:
             break

@@ -7,15 +7,15 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Protocol
 
 from cluster.core import bounds
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, NotReady, TargetUnavailable
 from cluster.core.ids import RequestId, scoped_request_id
-from cluster.core.request import Commit, GenerationRequest
+from cluster.core.request import GenerationRequest
 from cluster.core.verification import TargetInfo
 from cluster.ingress import validate
+from cluster.ingress.coordinators.engine import Engine
 from cluster.ingress.events import Delta, Event, Finished, FirstReport, ServedModel, Started
 from cluster.ingress.grammar.constraints import Constraints
 from cluster.ingress.recent_answers import RecentAnswers, RequestKey, request_key
@@ -37,39 +37,6 @@ _TAKE_OVER_SECONDS = 5.0
 """Longest wait for the end of an earlier call of a resumed request, in seconds."""
 
 _NamesModel = generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest | generation_pb2.DetokenizeRequest
-
-
-class Engine(Protocol):
-    """The coordinator, as the generation service uses it."""
-
-    @property
-    def info(self) -> TargetInfo:
-        """The description of the target. Available once `ready` is true."""
-        ...
-
-    @property
-    def ready(self) -> bool:
-        """Whether the engine accepts requests."""
-        ...
-
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit, None]:
-        """Yield the commits of all answers; the last of each has `finish`. Closing the iterator frees their memory.
-
-        Raises `Overloaded`, `NotReady` or `InvalidRequest` at the first step, `DeadlineExceeded` later.
-        """
-        ...
-
-    def conclude(self, request_id: RequestId, index: int) -> bool:
-        """End one running answer with `STOP`, because its text is complete. Returns whether it was running."""
-        ...
-
-    def count_sent(self, tokens: int) -> None:
-        """Count tokens of an answer that are sent to the client, for the metrics."""
-        ...
-
-    def abort(self, request_id: RequestId) -> bool:
-        """End the running answers of a request with `ABORT`. Returns whether there were any."""
-        ...
 
 
 class GenerationService:
@@ -112,6 +79,7 @@ class GenerationService:
         deadline = self._clock() + (longest if seconds_left is None else min(seconds_left, longest))
         valid = validate.validate(message, info, self._limits, info.eos_token_ids or self._tokenizer.eos_token_ids)
         async with self._reserved(valid.scoped_id, take_over=bool(valid.received)):
+            self._engine.check_room(valid.client, valid.scoped_id, valid.answers.engine_n)
             prompt = await encode_prompt(self._tokenizer, valid.prompt, valid.prompt_options, info)
             prompt = valid.prompt_options.truncated(prompt, valid.max_tokens, info)
             prediction = await encode_prediction(self._tokenizer, valid.prediction, self._limits)

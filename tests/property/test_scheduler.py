@@ -7,26 +7,40 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.coordinator.requests.turns import Turns
 from cluster.core.config.sections import SchedulerSection
 from cluster.core.drafting import DraftBudget
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvGroup, KvLayout, KvOccupancy
+from cluster.core.queueing.fair_queue import expected_cost
 from cluster.core.scheduler import Plan, SequenceView, State, plan
 
 CONTEXT = 96
+Arrival = tuple[int, int, int, str]
+"""Step, prompt, answer and client of a job."""
 
 
 @dataclass(slots=True)
 class Job:
-    """A request that arrives before step `at` and ends after `answer` tokens."""
+    """A request of client `flow` that arrives before step `at` and ends after `answer` tokens."""
 
     arrival: int
     at: int
     prompt: int
     answer: int
+    flow: str
     length: int = 0
+    turn: int = 0
     stored: int = 0
     finished_at: int | None = None
+
+    @property
+    def id(self) -> SequenceId:
+        return SequenceId(str(self.arrival))
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.turn, self.arrival
 
     @property
     def missing(self) -> int:
@@ -34,7 +48,7 @@ class Job:
 
     def view(self) -> SequenceView:
         remaining = self.prompt + self.answer - self.length
-        return SequenceView(SequenceId(str(self.arrival)), self.arrival, self.length, self.stored, remaining)
+        return SequenceView(self.id, self.arrival, self.length, self.stored, remaining, turn=self.turn)
 
 
 @dataclass(slots=True)
@@ -48,10 +62,15 @@ class SimulatedTarget:
     accepted_lens: list[int]
     waiting: list[Job] = field(default_factory=list)
     running: list[Job] = field(default_factory=list)
+    turns: Turns = field(default_factory=Turns)
     steps: int = 0
 
     def free(self) -> int:
         return self.blocks - sum(self.layout.held(job.stored) for job in self.running)
+
+    def arrive(self, job: Job) -> None:
+        job.turn = self.turns.give(job.id, job.flow, expected_cost(job.prompt, job.answer))
+        self.waiting.append(job)
 
     def step(self) -> Plan:
         state = State(
@@ -76,15 +95,16 @@ class SimulatedTarget:
         for sequence_id in decided.preempt:
             job = by_id[sequence_id]
             # A preempted sequence is younger than all sequences that keep running.
-            assert all(other.arrival < job.arrival for other in self.running if other.view().id not in decided.preempt)
+            assert all(other.order < job.order for other in self.running if other.id not in decided.preempt)
             job.stored = 0
             self.running.remove(job)
             self.waiting.append(job)
         for sequence_id in decided.admit:
+            self.turns.start(sequence_id)
             self.waiting.remove(by_id[sequence_id])
             self.running.append(by_id[sequence_id])
         for job in self.waiting:
-            assert all(other.arrival < job.arrival for other in self.running), "a waiting sequence was overtaken"
+            assert all(other.order < job.order for other in self.running), "a waiting sequence was overtaken"
 
     def _check(self, decided: Plan) -> None:
         running = {job.view().id: job for job in self.running}
@@ -156,24 +176,24 @@ def targets() -> st.SearchStrategy[SimulatedTarget]:
     )
 
 
-def jobs() -> st.SearchStrategy[list[tuple[int, int, int]]]:
-    one = st.tuples(st.integers(0, 20), st.integers(1, 60), st.integers(1, 36))
+def jobs() -> st.SearchStrategy[list[Arrival]]:
+    one = st.tuples(st.integers(0, 20), st.integers(1, 60), st.integers(1, 36), st.sampled_from("aab"))
     return st.lists(one, min_size=1, max_size=12)
 
 
-def run_to_end(target: SimulatedTarget, arrivals: list[tuple[int, int, int]], spare_blocks: int) -> list[Job]:
+def run_to_end(target: SimulatedTarget, arrivals: list[Arrival], spare_blocks: int) -> list[Job]:
     """Run all jobs to their end in a pool for the largest request and `spare_blocks` more."""
-    largest = max(prompt + answer for _, prompt, answer in arrivals)
+    largest = max(prompt + answer for _, prompt, answer, _ in arrivals)
     target.blocks = target.layout.peak(largest, target.limits.max_step_tokens) + spare_blocks
     assert target.layout.longest(target.blocks, target.limits.max_step_tokens, CONTEXT) >= largest
     arriving = [
-        Job(arrival, at, prompt, answer, length=prompt)
-        for arrival, (at, prompt, answer) in enumerate(sorted(arrivals, key=lambda job: job[0]))
+        Job(arrival, at, prompt, answer, flow, length=prompt)
+        for arrival, (at, prompt, answer, flow) in enumerate(sorted(arrivals, key=lambda job: job[0]))
     ]
     all_jobs = list(arriving)
     while arriving or target.waiting or target.running:
         while arriving and arriving[0].at <= target.steps:
-            target.waiting.append(arriving.pop(0))
+            target.arrive(arriving.pop(0))
         busy = bool(target.waiting or target.running)
         decided = target.step()
         assert bool(decided.rows) == busy, "a step was empty although a sequence waited or ran"
@@ -183,23 +203,20 @@ def run_to_end(target: SimulatedTarget, arrivals: list[tuple[int, int, int]], sp
 @settings(max_examples=150, deadline=None)
 @given(target=targets(), arrivals=jobs(), spare_blocks=st.integers(0, 24))
 def test_everything_finishes_within_every_bound(
-    target: SimulatedTarget, arrivals: list[tuple[int, int, int]], spare_blocks: int
+    target: SimulatedTarget, arrivals: list[Arrival], spare_blocks: int
 ) -> None:
     all_jobs = run_to_end(target, arrivals, spare_blocks)
     # The oldest job always progresses, so serving the jobs one by one bounds any wait: one step per token of each
     # answer, and the steps for the chunks of its prompt and of replayed tokens.
-    bound = 0
+    bound = max(job.at for job in all_jobs) + sum(job.answer + job.prompt + 1 for job in all_jobs)
     for job in all_jobs:
-        bound = max(bound, job.at) + job.answer + job.prompt + 1
         assert job.finished_at is not None
         assert job.finished_at <= bound
 
 
 @settings(max_examples=50, deadline=None)
 @given(target=targets(), arrivals=jobs())
-def test_with_enough_blocks_no_sequence_is_preempted(
-    target: SimulatedTarget, arrivals: list[tuple[int, int, int]]
-) -> None:
+def test_with_enough_blocks_no_sequence_is_preempted(target: SimulatedTarget, arrivals: list[Arrival]) -> None:
     preempted: list[SequenceId] = []
     plain = SimulatedTarget.step
 

@@ -27,6 +27,7 @@ class LiveSequence:
         "request_id",
         "sequence",
         "slot",
+        "turn",
     )
 
     def __init__(
@@ -38,6 +39,7 @@ class LiveSequence:
         parent: LiveSequence | None = None,
         *,
         may_fork: bool = False,
+        turn: int = 0,
     ) -> None:
         self.sequence = sequence
         self.request_id = request_id
@@ -45,6 +47,8 @@ class LiveSequence:
         """The sequence's slot in the decoding strategy of its request."""
         self.answer = answer
         """The index of the answer that the sequence writes; `None` for a beam."""
+        self.turn = turn
+        """When it is the turn of its client, see `FairQueue`."""
         self._parent = parent
         self._may_fork = may_fork
         self._is_open = False
@@ -55,6 +59,11 @@ class LiveSequence:
     def id(self) -> SequenceId:
         """The id of its sequence."""
         return self.sequence.id
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The order in which sequences are served: smaller goes first."""
+        return self.turn, self.sequence.arrival
 
     @property
     def parent(self) -> LiveSequence | None:
@@ -138,4 +147,5 @@ class LiveSequence:
             sequence.request.max_draft_tokens,
             0 if self._is_open or source is not None else len(sequence.request.source),
             len(sequence.forced),
+            self.turn,
         )

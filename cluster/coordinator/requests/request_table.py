@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
 
 from cluster.coordinator.requests.decoding_strategy import NewSequence
 from cluster.coordinator.requests.live_request import LiveRequest
 from cluster.coordinator.requests.live_sequence import LiveSequence
+from cluster.coordinator.requests.turns import Turns
 from cluster.core.ids import RequestId, SequenceId
+from cluster.core.queueing.fair_queue import QueuedRequest, expected_cost, flow_of
 from cluster.core.sequence import Sequence
 
 
 class RequestTable:
-    """Every sequence of a live request is in exactly one state. The scheduler orders them by arrival."""
+    """Every sequence of a live request is in exactly one state. The scheduler serves them in their `order`."""
 
     def __init__(self) -> None:
         self._requests: dict[RequestId, LiveRequest] = {}
@@ -27,6 +29,7 @@ class RequestTable:
         self._to_release: list[LiveSequence] = []
         self._name = secrets.token_hex(6)  # coordinators of one target must not use the same sequence id
         self._started = 0
+        self._turns = Turns()
         self._empty = asyncio.Event()
 
     def __len__(self) -> int:
@@ -85,12 +88,20 @@ class RequestTable:
             sequence_id = SequenceId(f"{self._name}-{self._started}")
             sequence = Sequence(sequence_id, one.request, request.arrival + one.slot)
             parent = None if one.parent is None else request.in_slot(one.parent)
-            started.append(LiveSequence(sequence, request.id, one.slot, one.answer, parent, may_fork=one.may_fork))
+            turn = self._turn(request, sequence)
+            live = LiveSequence(sequence, request.id, one.slot, one.answer, parent, may_fork=one.may_fork, turn=turn)
+            started.append(live)
         if started:
             request.mark_forked()
         for live in started:
             request.add(live)
             (self._new if live.parent is None else self._resuming)[live.id] = live
+
+    def queued(self) -> Iterator[QueuedRequest]:
+        """Yield all live requests in order of arrival, for the choice of what a full queue refuses."""
+        for request in self._requests.values():
+            has_begun = not all(self._turns.waits(live.id) for live in request.sequences)
+            yield QueuedRequest(request.id, _flow(request), request.strategy.slots, has_begun)
 
     def remove(self, request: LiveRequest) -> bool:
         """Remove a request and all its sequences. Returns whether it was live until now."""
@@ -110,6 +121,7 @@ class RequestTable:
 
     def admit(self, sequence_id: SequenceId, now: float) -> None:
         """Move a waiting sequence to running at the time `now`. Does nothing when the sequence has ended."""
+        self._turns.start(sequence_id)
         live = self._resuming.pop(sequence_id, None) or self._new.pop(sequence_id, None)
         if live is not None:
             self._running[sequence_id] = live
@@ -117,7 +129,7 @@ class RequestTable:
                 request.mark_running(now)
 
     def preempt(self, sequence_id: SequenceId) -> LiveSequence | None:
-        """Move a running sequence back to waiting, in its order of arrival. Returns `None` when it has ended."""
+        """Move a running sequence back to waiting, at its place in the order. Returns `None` when it has ended."""
         live = self._running.pop(sequence_id, None)
         if live is not None:
             self._resuming[sequence_id] = live
@@ -144,9 +156,9 @@ class RequestTable:
         return released
 
     def waiting(self, most_new: int) -> Iterator[LiveSequence]:
-        """Yield the waiting sequences: all preempted ones, then the first `most_new` new ones in order of arrival."""
+        """Yield the waiting sequences: all preempted ones, then the first `most_new` new ones."""
         yield from self._resuming.values()
-        yield from islice(self._new.values(), most_new)
+        yield from heapq.nsmallest(most_new, self._new.values(), key=lambda live: live.order)
 
     def _drop(self, sequences: list[LiveSequence]) -> None:
         for live in sequences:
@@ -156,6 +168,19 @@ class RequestTable:
             self._take_out(live)
             self._to_release.append(live)
 
+    def _turn(self, request: LiveRequest, sequence: Sequence) -> int:
+        """Return the turn of a new sequence. All beams of a search have one turn, since none can go on alone."""
+        siblings = request.sequences
+        if request.request.beam is not None and siblings:
+            return next(iter(siblings)).turn
+        cost = expected_cost(len(sequence), sequence.remaining)
+        return self._turns.give(sequence.id, _flow(request), cost)
+
     def _take_out(self, live: LiveSequence) -> None:
+        self._turns.leave(live.id)
         for state in (self._running, self._new, self._resuming, self._finished):
             state.pop(live.id, None)
+
+
+def _flow(request: LiveRequest) -> str:
+    return flow_of(request.request.client, request.id)

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.config.sections import LimitsSection
-from cluster.core.errors import PilotfishError
+from cluster.core.errors import Overloaded, PilotfishError
 from cluster.core.ids import RequestId, SequenceId
 from cluster.core.kv import KvLayout, KvOccupancy
 from cluster.core.request import Commit, FinishReason, GenerationRequest, TokenLogprobs, Usage
@@ -57,6 +57,7 @@ class ScriptedEngine:
         self.bad_words: tuple[tuple[int, ...], ...] = ()
         self.eos_token_ids: tuple[int, ...] = (2,)
         self.hold_after: int | None = None
+        self.is_full = False
         self.refusal: PilotfishError | None = None
         self.failure: PilotfishError | None = None
         """Raised after the first commit."""
@@ -91,6 +92,10 @@ class ScriptedEngine:
 
     def count_sent(self, tokens: int) -> None:
         self.sent += tokens
+
+    def check_room(self, client: str, request_id: RequestId, answers: int) -> None:
+        if self.is_full:
+            raise Overloaded("full")
 
     def conclude(self, request_id: RequestId, index: int) -> bool:
         self.concluded.append((request_id, index))

@@ -33,7 +33,7 @@ _BOTH_ENDPOINTS: dict[str, Unsupported] = {
     "ec_transfer_params": Unsupported(_TRANSFER),
     "kv_transfer_params": Unsupported(_TRANSFER),
     "logits_processors": Unsupported("code of clients is never run"),
-    "priority": Unsupported("requests are served in order of arrival", (0,)),
+    "priority": Unsupported("clients take turns, and those of one client are served in order of arrival", (0,)),
     "repetition_detection": Unsupported("answers end at stop strings, stop tokens and max_tokens only"),
     "return_mm_kwargs": Unsupported(_RENDER, (True,)),
     "return_token_offsets": Unsupported(_RENDER, (False,)),
