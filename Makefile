@@ -98,7 +98,7 @@ compatibility: $(INSTALLED)  ## Regenerate COMPATIBILITY.md from the code of the
 
 .PHONY: errors
 errors: $(INSTALLED)  ## Regenerate ERRORS.md from the code of both APIs
-	$(BIN)/python -c "import sys; from cluster.ingress.openai.error_page import page; sys.stdout.write(page())" > ERRORS.md
+	$(BIN)/python -c "import sys; from cluster.ingress.endpoints.error_page import page; sys.stdout.write(page())" > ERRORS.md
 
 .PHONY: simulate
 simulate: $(INSTALLED)  ## 10,000 fault schedules of simulated clusters (ARGS='--schedules 1000 --seed 7', '--replay SEED')

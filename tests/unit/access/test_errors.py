@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cluster.core.errors import InvalidRequest, NotReady, Overloaded, PilotfishError, TargetUnavailable
+from cluster.ingress.endpoints.error_page import page
 from cluster.ingress.errors.catalogue import CATALOGUE, without_internals
-from cluster.ingress.openai.error_page import page
 from cluster.ingress.openai.errors import error_response
 from cluster.wire.status import to_status
 
