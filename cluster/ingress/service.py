@@ -20,13 +20,13 @@ from cluster.ingress.events import Delta, Event, Finished, FirstReport, ServedMo
 from cluster.ingress.grammar.constraints import Constraints
 from cluster.ingress.recent_answers import RecentAnswers, RequestKey, request_key
 from cluster.ingress.resume import ReceivedPart
+from cluster.ingress.text.bad_words import without_bad_words
 from cluster.ingress.text.prompts import (
     answer_format,
     chat_text,
     decode_chat,
     encode_prediction,
     encode_prompt,
-    without_bad_words,
 )
 from cluster.ingress.text.request_processor import RequestProcessor, best_answers
 from cluster.ingress.text.tokenizer import Tokenizer

@@ -18,10 +18,10 @@ from cluster.core.request import GenerationRequest, SamplingParameters, Stopping
 from cluster.core.verification import TargetInfo
 from cluster.ingress.answer_count import AnswerCount, answer_count
 from cluster.ingress.resume import ReceivedPart, check_lengths, received_parts
+from cluster.ingress.text.bad_words import check_bad_words
 from cluster.ingress.text.prompts import (
     Prompt,
     PromptOptions,
-    check_bad_words,
     decode_prompt,
     decode_prompt_options,
     most_prompt_tokens,

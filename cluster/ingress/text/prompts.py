@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cluster.core import bounds
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
-from cluster.core.request import GenerationRequest
 from cluster.core.verification import TargetInfo
 from cluster.ingress.events import TEXT_ONLY, AnswerFormat
 from cluster.ingress.text.chat_template import OWN_VARIABLES, PLAIN, CalledTool, Message, TemplateOptions
@@ -22,7 +21,6 @@ from cluster.ingress.text.tokenizer import Tokenizer
 from pilotfish.v1 import generation_pb2
 
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
-MAX_BAD_WORD_CHARS = 256
 _LONGEST_THINK_TOKENS = 16
 """Most tokens of `<think>` and the white space after it."""
 ALL_THAT_FITS = -1
@@ -241,39 +239,6 @@ def prompt_too_long(field: str, length: int, unit: str, info: TargetInfo) -> Inv
     if info.is_encoder_decoder:
         reason = "the model's encoder reads no more"
     return InvalidRequest(field, f"{length} {unit}", f"at most {most_prompt_tokens(info)} tokens: {reason}")
-
-
-def check_bad_words(words: Sequence[str]) -> tuple[str, ...]:
-    """Return words that an answer must not contain. Raises `InvalidRequest` (`bad_words`)."""
-    bounds.count("bad_words", words, 0, bounds.MAX_BAD_WORDS // 2, "words")
-    for word in words:
-        if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
-            raise InvalidRequest("bad_words", word, f"between 1 and {MAX_BAD_WORD_CHARS} characters, not all spaces")
-    return tuple(words)
-
-
-def encode_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences that spell the words: alone, and after a space where that is one other token.
-
-    Raises `InvalidRequest` (`bad_words`) for a word of too many tokens.
-    """
-    found: dict[tuple[int, ...], None] = {}
-    for word in words:
-        alone = tokenizer.encode_answer(word.lstrip())
-        spaced = tokenizer.encode_answer(" " + word.lstrip())
-        bounds.count("bad_words", alone, 1, bounds.MAX_BAD_WORD_TOKENS, "tokens")
-        found[alone] = None
-        if len(spaced) == len(alone) and spaced[0] != alone[0]:
-            found[spaced] = None
-    return tuple(found)
-
-
-def without_bad_words(request: GenerationRequest, tokenizer: Tokenizer, words: Sequence[str]) -> GenerationRequest:
-    """Return the request with the token sequences of words that the answer must not contain."""
-    if not words:
-        return request
-    found = (*request.sampling.bad_words, *encode_bad_words(tokenizer, words))
-    return replace(request, sampling=replace(request.sampling, bad_words=found))
 
 
 async def encode_prediction(

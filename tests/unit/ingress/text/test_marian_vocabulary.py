@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import MarianTokenizer
 
 from cluster.core.errors import ConfigurationError
-from cluster.ingress.text.prompts import encode_bad_words
+from cluster.ingress.text.bad_words import encode_bad_words
 from cluster.ingress.text.tokenizer import Tokenizer
 from tests.support.translation.tiny_marian import ENGLISH, FRENCH, marian_tokenizer
 
