@@ -90,9 +90,9 @@ def test_a_body_that_is_nested_too_deep_is_refused_with_the_bound(levels: int, n
 
 def test_a_body_at_the_bound_of_nesting_is_read() -> None:
     at_bound = nested(MAX_JSON_DEPTH - 1)
-    error = refusal(b'{"prompt": "hi", "response_format": %s}' % at_bound)
+    error = refusal(b'{"prompt": "hi", "prompt_embeds": %s}' % at_bound)
     assert isinstance(error, UnsupportedParameter)
-    assert error.field == "response_format"
+    assert error.field == "prompt_embeds"
     assert len(str(error)) < 300
 
 
