@@ -75,9 +75,9 @@ def test_a_draft_that_cannot_go_on_is_left_out(other: Proposal) -> None:
 def test_a_sequence_keeps_the_forced_tokens_until_its_next_commit() -> None:
     found = sequence()
     found.opened(0)
-    assert found.forced == CHAIN
+    before = found.forced
     assert found.commit(Verdict(NAME, 4, (10, 11))) is not None
-    assert found.forced == ()
+    assert (before, found.forced) == (CHAIN, ())
     ended = sequence(most=2)
     commit = ended.commit(Verdict(NAME, 4, (10,), forced=CHAIN))
     assert commit is not None
