@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import overload
-
-from torch import Tensor
+from typing import TYPE_CHECKING, overload
 
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
+
+if TYPE_CHECKING:  # drafting methods, which the control plane names, load without torch
+    from torch import Tensor
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, because dividing logits by a smaller number overflows float32."""

@@ -51,9 +51,9 @@ async def test_a_driver_rank_closes_its_engine_when_it_stops(
     monkeypatch.setattr(rank_actors, "set_threads", lambda _: None)
     kv = {"pool_bytes": 1 << 20, "disk_directory": str(tmp_path)}
     values = {"target": {"path": str(directory), "device": "cpu", "kv": kv}, "log_level": "warning"}
-    rank = rank_actors.FirstRank(values, threads=1, host=host, rendezvous=0, access=OPEN)
+    rank = rank_actors.FirstRank()
     with pytest.raises(ConfigurationError) if host == "256.0.0.1" else nullcontext():
-        await rank.start()
+        await rank.start(values, 1, host, 0, OPEN)
     assert entries(tmp_path)
     await rank.stop()
     assert not entries(tmp_path)
