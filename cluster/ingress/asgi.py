@@ -159,7 +159,10 @@ class CountMiddleware:
 
 
 async def kept_alive(events: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
-    """Yield the events, and a comment whenever none came for `seconds`, so that proxies keep the connection open."""
+    """Yield the events, and a comment whenever none came for `seconds`, so that proxies keep the connection open.
+
+    No empty line follows a comment: after an event with an id, the client of `openai` would take it for an empty event.
+    """
     pending: asyncio.Future[bytes] | None = None
     try:
         while True:
@@ -167,7 +170,7 @@ async def kept_alive(events: AsyncGenerator[bytes, None], seconds: float) -> Asy
                 pending = asyncio.ensure_future(anext(events))
             done, _ = await asyncio.wait({pending}, timeout=seconds)
             if not done:
-                yield b": keep-alive\n\n"
+                yield b": keep-alive\n"
                 continue
             try:
                 event = pending.result()

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openai._streaming import SSEDecoder
 
 from cluster.core.errors import Overloaded
 from cluster.ingress import http
@@ -105,8 +106,8 @@ async def test_a_stream_that_waits_for_long_begins_with_comments(api: HttpApi, m
     monkeypatch.setattr(api.client, "generate", late)
     asyncio.get_running_loop().call_later(0.1, opened.set)
     response = await api.chat(stream=True)
-    comments, _, events = response.text.rpartition(": keep-alive\n\n")
-    assert set(comments.split("\n\n")) <= {": keep-alive", ""}
+    comments, _, events = response.text.rpartition(": keep-alive\n")
+    assert set(comments.split("\n")) <= {": keep-alive", ""}
     assert "hello" in events and events.endswith("[DONE]\n\n")
     api.engine.refusal = Overloaded("full", 1.0)
     opened.clear()
@@ -128,6 +129,17 @@ async def test_no_comment_is_sent_while_events_come(api: HttpApi) -> None:
             closed.append(True)
 
     stream = kept_alive(events(), 0.01)
-    assert [await anext(stream) for _ in range(3)] == [b"a", b": keep-alive\n\n", b": keep-alive\n\n"]
+    assert [await anext(stream) for _ in range(3)] == [b"a", b": keep-alive\n", b": keep-alive\n"]
     await stream.aclose()
     assert closed
+
+
+async def test_a_comment_between_events_is_no_event_for_the_client_of_openai() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b'id: a-1\ndata: {"x": 1}\n\n'
+        await asyncio.sleep(0.05)
+        yield b'id: a-2\ndata: {"x": 2}\n\n'
+
+    sent = [part async for part in kept_alive(events(), 0.01)]
+    assert b": keep-alive\n" in sent
+    assert [event.data for event in SSEDecoder().iter_bytes(iter(sent))] == ['{"x": 1}', '{"x": 2}']
