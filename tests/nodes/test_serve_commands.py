@@ -155,7 +155,7 @@ async def coordinators(url: str) -> set[str]:
             text = (await client.get(f"{url}/metrics", timeout=10.0)).text
         except httpx.TransportError:
             return set()
-    return set(re.findall(r'replica="([^"]+)"', text))
+    return set(re.findall(r'^vllm:num_requests_running\{.*replica="([^"]+)"', text, re.MULTILINE))
 
 
 async def test_streams_outlive_an_application_that_is_deployed_again(
