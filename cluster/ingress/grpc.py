@@ -33,7 +33,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """The public service. It raises Pilotfish errors, which `WireServer` maps to gRPC statuses."""
 
     def __init__(self, service: GenerationService, *, traces: bool = False) -> None:
-        """With `traces`, the metadata of calls names the span that a request belongs to."""
+        """`traces` says whether the `traceparent` in the metadata of calls is read, as the parent of a span."""
         self._service = service
         self._traces = traces
 
@@ -168,7 +168,7 @@ class RoutedGenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, client: FullClient, max_timeout_seconds: float, *, traces: bool = False) -> None:
         """`max_timeout_seconds` is the timeout of a `Generate` call without a deadline, and the longest one.
 
-        With `traces`, the metadata of calls names the span that a request belongs to.
+        `traces` says whether the `traceparent` in the metadata of calls is read, as the parent of a request's span.
         """
         self._traces = traces
         self._client = client

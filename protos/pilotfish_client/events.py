@@ -17,7 +17,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """`max_tokens` or the context length."""
     ABORT = "abort"
-    """It was aborted."""
+    """The request was aborted, or its client left."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class EncodedSources:
     """Keys and values of several sources for every decoder layer, their tokens one source after another."""
 
     indices: tuple[int, ...]
-    """Which sources these are, in this order."""
+    """Indices of the sources among those that were given, in the order in which `states` holds them."""
     states: torch.Tensor  # [tokens, layers, 2 (key, value), heads, dim]
 
 

@@ -1,4 +1,4 @@
-"""Which web pages may call the HTTP API from a browser (cross-origin resource sharing)."""
+"""Cross-origin resource sharing (CORS): the web origins whose pages may call the HTTP API from a browser."""
 
 from __future__ import annotations
 

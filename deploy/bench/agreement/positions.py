@@ -24,9 +24,9 @@ class TextAgreement:
     overlaps: tuple[float, ...]
     """Σ min(p, q) at each position: the best possible acceptance rate of a sampled token."""
     target_log_probability: float
-    """Sum over the text's own tokens, natural logarithm."""
+    """Sum of the target's natural log-probabilities of the text's tokens."""
     draft_log_probability: float
-    """The same of the draft, without the tokens outside of its vocabulary."""
+    """Sum of the draft's natural log-probabilities of the text's tokens, without those outside of its vocabulary."""
     outside: int = 0
     """Tokens of the text that the draft cannot propose."""
 

@@ -62,11 +62,11 @@ class LocalContestant:
         self.reads_source = reads_source
 
     def without_drafts(self) -> LocalContestant:
-        """The same cluster, with speculation off in every request."""
+        """A contestant that turns speculation off in every request to the cluster of this one."""
         return self._copy(drafts=False, predicts=False, options=self.options)
 
     def with_options(self, options: RequestOptions) -> LocalContestant:
-        """The same cluster, with other options in every request."""
+        """A contestant that sends these options in every request to the cluster of this one."""
         return self._copy(drafts=self._drafts, predicts=self._predicts, options=options)
 
     def _copy(self, *, drafts: bool, predicts: bool, options: RequestOptions) -> LocalContestant:

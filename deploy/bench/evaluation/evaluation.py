@@ -24,12 +24,12 @@ class Line:
 
     @property
     def passes(self) -> list[BenchPass]:
-        """Its passes over all of its cells, joined."""
+        """The passes of this competitor over all cells, one after another."""
         plain, own = over_tasks(self.cells)
         return plain if self.entry is None else own
 
     def within(self, task: str) -> Line:
-        """The same line for one task."""
+        """This competitor's line with the passes of one task only."""
         return Line(self.name, self.cost, tuple(cell for cell in self.cells if cell.cell.task == task), self.entry)
 
 

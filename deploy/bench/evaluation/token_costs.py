@@ -23,7 +23,7 @@ class TokenCosts:
     target_flops: float | None = None
     """Floating-point operations of the target per token, without prompts."""
     draft_flops: float | None = None
-    """The same of the draft model, estimated from the number of proposed tokens."""
+    """Floating-point operations of the draft model per token, estimated from the number of proposed tokens."""
     weight_bytes: float | None = None
     """Bytes of weights that are read per token, prompts included."""
     kv_bytes: float | None = None
@@ -96,7 +96,7 @@ def _stored_tokens(answer: BenchAnswer) -> Iterator[int]:
 
 
 def _stored_by_beams(answer: BenchAnswer) -> range:
-    """The same for each beam. A beam grows by a token in every step, and all tokens of the answer arrive at the end."""
+    """The number of tokens before each step of one beam. A beam grows by a token in every step."""
     return range(answer.prompt_tokens + 1, answer.prompt_tokens + answer.steps)
 
 

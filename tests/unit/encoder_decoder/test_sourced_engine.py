@@ -18,7 +18,7 @@ from tests.support.engines.sourced import SAMPLED, SOURCE, SourcedModel, greedy_
 from workers.verify.engine import TargetEngine
 
 SOURCES = [SOURCE, (7,), tuple(some_tokens(31, 1)), tuple(some_tokens(12, 2)), (9, 9, 9, 9, 2)]
-"""Of different lengths: shorter than a block, full blocks, and several."""
+"""Source texts, as tokens: shorter than one block of KV memory, exactly full, and several blocks long."""
 
 
 @pytest.fixture(scope="module")

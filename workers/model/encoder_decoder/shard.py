@@ -22,7 +22,7 @@ _BY_INPUT = ("out_proj", "o", "fc2", "wo")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which part of every layer a rank holds."""
+    """The part of each layer's heads and feed-forward columns that one tensor-parallel rank holds."""
 
     rank: int
     ranks: int
