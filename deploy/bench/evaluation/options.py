@@ -10,7 +10,7 @@ import typer
 
 from cluster.core.errors import ConfigurationError
 from deploy.bench.evaluation.tasks.translation import languages
-from deploy.dataclass_options import number_list
+from deploy.bench.option_types import Batches, Configurations, Peers, Repeats, Temperatures, Together
 
 _POSITIVE = ("examples", "sentences_per_prompt", "repeats", "together", "devices")
 _FILES = ("translation", "correction", "spec_bench", "arithmetic", "code")
@@ -58,22 +58,8 @@ class EvaluationOptions:
             "encoder-decoder models."
         ),
     ] = "auto"
-    batches: Annotated[
-        tuple[int, ...],
-        typer.Option(
-            parser=number_list("--batches", int),
-            metavar="NUMBERS",
-            help="Numbers of requests in flight, with commas between them.",
-        ),
-    ] = (1,)
-    temperatures: Annotated[
-        tuple[float, ...],
-        typer.Option(
-            parser=number_list("--temperatures", float),
-            metavar="NUMBERS",
-            help="Temperatures, with commas between them; 0 is greedy.",
-        ),
-    ] = (0.0,)
+    batches: Batches = (1,)
+    temperatures: Temperatures = (0.0,)
     methods: Annotated[
         str,
         typer.Option(
@@ -82,24 +68,10 @@ class EvaluationOptions:
             "configurations if there are any",
         ),
     ] = ""
-    configuration: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            metavar="NAME=KEY=VALUE,KEY=VALUE",
-            help="A further competitor: its name, its settings, and what its requests change (`request.beams=4`). Or "
-            "a YAML file with a list of `name` and `set`, or the name of a combination that comes with Pilotfish: "
-            "int8, prefix-cache, window, beams, long-context. May be repeated.",
-        ),
-    ] = ()
-    peers: Annotated[bool, typer.Option(help="Run the decoding methods of transformers on the same prompts.")] = True
-    repeats: Annotated[int, typer.Option(help="Repetitions of each measurement.")] = 1
-    together: Annotated[
-        int,
-        typer.Option(
-            help="Competitors that are held in memory at a time. They answer one after another, between two passes of "
-            "plain decoding that they share.",
-        ),
-    ] = 1
+    configuration: Configurations = ()
+    peers: Peers = True
+    repeats: Repeats = 1
+    together: Together = 1
     url: Annotated[
         str | None, typer.Option(metavar="URL", help="Measure this OpenAI-compatible server instead of own clusters.")
     ] = None

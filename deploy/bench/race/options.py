@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from cluster.core.errors import ConfigurationError
-from deploy.dataclass_options import number_list
+from deploy.bench.option_types import Batches, Configurations, Peers, Repeats, Temperatures, Together
 
 _POSITIVE = ("prompts_per_task", "max_tokens", "repeats", "together", "devices")
 
@@ -29,22 +29,8 @@ class RaceOptions:
     tasks: Annotated[str, typer.Option(metavar="NAMES", help="Tasks to run, with commas between them. Unset: all")] = ""
     prompts_per_task: Annotated[int, typer.Option(help="Prompts of each task.")] = 8
     max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens in one answer.")] = 128
-    batches: Annotated[
-        tuple[int, ...],
-        typer.Option(
-            parser=number_list("--batches", int),
-            metavar="NUMBERS",
-            help="Numbers of requests in flight, with commas between them.",
-        ),
-    ] = (1, 8)
-    temperatures: Annotated[
-        tuple[float, ...],
-        typer.Option(
-            parser=number_list("--temperatures", float),
-            metavar="NUMBERS",
-            help="Temperatures, with commas between them; 0 is greedy.",
-        ),
-    ] = (0.0,)
+    batches: Batches = (1, 8)
+    temperatures: Temperatures = (0.0,)
     methods: Annotated[
         str,
         typer.Option(
@@ -53,24 +39,10 @@ class RaceOptions:
             "Unset: all methods that can run, or only the configurations if there are any",
         ),
     ] = ""
-    configuration: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            metavar="NAME=KEY=VALUE,KEY=VALUE",
-            help="A further competitor: its name, its settings, and what its requests change (`request.beams=4`). Or "
-            "a YAML file with a list of `name` and `set`, or the name of a combination that comes with Pilotfish: "
-            "int8, prefix-cache, window, beams, long-context. May be repeated.",
-        ),
-    ] = ()
-    peers: Annotated[bool, typer.Option(help="Run the decoding methods of transformers on the same prompts.")] = True
-    repeats: Annotated[int, typer.Option(help="Repetitions of each measurement.")] = 1
-    together: Annotated[
-        int,
-        typer.Option(
-            help="Competitors that are held in memory at a time. They answer one after another, between two passes of "
-            "plain decoding that they share.",
-        ),
-    ] = 1
+    configuration: Configurations = ()
+    peers: Peers = True
+    repeats: Repeats = 1
+    together: Together = 1
     endpoint: Annotated[
         str | None, typer.Option(metavar="URL", help="Measure this OpenAI-compatible server instead of own clusters.")
     ] = None
