@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from cluster.core.config.sections import TargetSection
@@ -46,6 +46,27 @@ class Decoding:
             verdicts, spent = self._step([row])
             seconds += spent
         self._tokens[sequence_id] = [*tokens, *verdicts[0].tokens]
+        return seconds
+
+    def add_all(self, prompts: Mapping[str, Sequence[int]]) -> float:
+        """Prefill short prompts, as many in one step as a chunk has tokens, and decide the next tokens.
+
+        Returns seconds.
+        """
+        rows: list[VerifyRow] = []
+        seconds = 0.0
+        for name, prompt in prompts.items():
+            tokens = tuple(prompt)
+            if sum(len(row.pending) for row in rows) + len(tokens) > self._chunk:
+                seconds += self._begin(rows)
+                rows = []
+            rows.append(VerifyRow(SequenceId(name), len(tokens), tokens, start=SequenceStart(len(tokens), GREEDY)))
+        return seconds + self._begin(rows)
+
+    def _begin(self, rows: list[VerifyRow]) -> float:
+        verdicts, seconds = self._step(rows)
+        for row, verdict in zip(rows, verdicts, strict=True):
+            self._tokens[row.sequence_id] = [*row.pending, *verdict.tokens]
         return seconds
 
     def step(self, queries: int = 1) -> float:

@@ -34,7 +34,7 @@ class Options:
     per_task: int
     """Number of prompts of each task of Spec-Bench."""
     batches: tuple[int, ...]
-    """Numbers of requests in flight, for `serving-pairs`. Empty: the section's own choice."""
+    """Numbers of requests in flight, for some sections. Empty: the section's own choice."""
     draft: str | None
     """Directory or packaged name of a draft model. `None` takes the shipped one."""
     plot: Path | None
@@ -120,13 +120,15 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
         "--batches",
         type=_counts,
         default=(),
-        help="requests in flight, for `serving-pairs`: 1,4,8",
+        help="requests in flight, for `round`, `streams` and `serving-pairs`: 1,4,8",
     )
     parser.add_argument("--draft", help="a draft model: directory or packaged name (default: the shipped one)")
     parser.add_argument("--plot", type=Path, help="where `prefix` draws its curve (PNG; needs matplotlib)")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="types that `throughput` and `memory` hold")
     parser.add_argument(
-        "--variants", default="", help="variants for `step` and `widths`, or drafting methods for `serving-pairs`"
+        "--variants",
+        default="",
+        help="variants for `step` and `widths`, drafting methods for `serving-pairs`, or roles for `recovery`",
     )
     parser.add_argument("--quick", action="store_true", help="the smallest run that shows every table")
     asked = parser.parse_args(arguments)

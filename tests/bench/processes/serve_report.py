@@ -13,6 +13,7 @@ ROLES = {
     "ray::ServeReplica:pilotfish:Target": "coordinator",
     "ray::ServeReplica:pilotfish:Draft": "drafter",
     "ray::ServeReplica:pilotfish:Ingress": "ingress",
+    "ray::ProxyActor": "Serve's proxy",
 }
 """Roles by the titles of their processes. All others count as Ray's."""
 

@@ -50,7 +50,7 @@ async def _measure(options: Options, victims: ServeVictims, address: str, tokens
     whole, usual = await _stream(address, prompt, tokens)
     rows = [["none", spread([usual]), "equal"]]
     present = victims.by_role()
-    for role in QUICK_ROLES if options.quick else ROLES:
+    for role in options.variants or (QUICK_ROLES if options.quick else ROLES):
         if role not in present:
             continue  # there is no drafter where the target drafts
         pauses, equal = [], 0

@@ -1,4 +1,7 @@
-"""Many streams over HTTP at once, against the engine alone with as many rows, and the CPU time that they take."""
+"""Many streams over HTTP at once, against the engine alone with the same prompts and rows, and their CPU time.
+
+Server and client share the machine, so each process of the way takes cores from the target.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ import os
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import torch
 
 from tests.bench.decoding import Decoding, decoding
+from tests.bench.machine import MIB
 from tests.bench.options import Options
 from tests.bench.processes.serve_command import ServeCommand
 from tests.bench.processes.serve_report import cpu_seconds, histograms
@@ -20,6 +25,8 @@ from tests.bench.report import heading, spread, table, write
 
 BATCHES, QUICK_BATCHES = (64, 256), (4,)
 PROMPT = 16
+POOL_BYTES = 1024 * MIB
+"""Enough for all streams, so that none is preempted."""
 TIMED_STEPS = 8
 _TOKEN = b"data: {"
 """The beginning of each event with a token: `stream_interval` is 1, and nothing is drafted."""
@@ -34,6 +41,7 @@ def run(options: Options) -> None:
     settings = (
         "draft.method=none",
         *(f"scheduler.max_sequences={most}", f"scheduler.max_waiting={4 * most}"),
+        f"target.kv.pool_bytes={POOL_BYTES}",
         *options.assignments,
     )
     configuration = options.configuration(*settings)
@@ -44,11 +52,12 @@ def run(options: Options) -> None:
         ServeCommand(options.config, settings) as server,
     ):
         for repeat in range(options.repeats + 1):  # the first one warms up
-            for batch in batches:
-                used, inside = cpu_seconds(server.pid), histograms(server.http_url)["target_step"]
-                tokens, seconds = asyncio.run(_streams(server.http_url, options, batch))
-                used_after, after = cpu_seconds(server.pid), histograms(server.http_url)["target_step"]
-                alone = _alone(engine, options, batch)
+            for batch in batches if repeat else (min(batches),):
+                prompts = [options.long_prompt(PROMPT, repeat * most + index) for index in range(batch)]
+                used, inside = _used(server.pid), histograms(server.http_url)["target_step"]
+                tokens, seconds = asyncio.run(_streams(server.http_url, prompts, options.tokens))
+                used_after, after = _used(server.pid), histograms(server.http_url)["target_step"]
+                alone = _alone(engine, prompts, options)
                 if repeat:
                     rates[batch, "HTTP, tokens/s"].append(tokens / seconds)
                     rates[batch, "target's steps inside, tokens/s"].append(tokens / (after[0] - inside[0]))
@@ -71,11 +80,15 @@ def run(options: Options) -> None:
     table(columns, [[role, *(spread(busy[batch, role]) for batch in batches)] for role in roles])
 
 
-async def _streams(url: str, options: Options, batch: int) -> tuple[int, float]:
+def _used(pid: int) -> dict[str, float]:
+    """CPU seconds so far, by role. This process is the client."""
+    return cpu_seconds(pid) | {"client": time.process_time()}
+
+
+async def _streams(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[int, float]:
     """Tokens of all streams, and seconds from the first request to the end of the last stream."""
-    prompts = [list(options.long_prompt(PROMPT, index)) for index in range(batch)]
     begun = time.perf_counter()
-    counts = await asyncio.gather(*(_stream(url, prompt, options.tokens) for prompt in prompts))
+    counts = await asyncio.gather(*(_stream(url, list(prompt), tokens) for prompt in prompts))
     return sum(counts), time.perf_counter() - begun
 
 
@@ -97,11 +110,9 @@ async def _stream(url: str, prompt: list[int], tokens: int) -> int:
     return min(tokens, answer.count(_TOKEN))
 
 
-def _alone(engine: Decoding, options: Options, batch: int) -> float:
-    """Tokens per second of the engine's steps with `batch` rows and half of the tokens stored."""
-    for index in range(batch):
-        engine.add(f"s{index}", options.long_prompt(PROMPT + options.tokens // 2, index))
-    engine.step()
-    seconds = statistics.median(engine.step() for _ in range(2 if options.quick else TIMED_STEPS))
+def _alone(engine: Decoding, prompts: Sequence[Sequence[int]], options: Options) -> float:
+    """Tokens per second of the engine with the same prompts and as many tokens. A few of its steps are timed."""
+    seconds = engine.add_all({f"s{index}": prompt for index, prompt in enumerate(prompts)})
+    step = statistics.median(engine.step() for _ in range(2 if options.quick else TIMED_STEPS))
     engine.clear()
-    return batch / seconds
+    return len(prompts) * options.tokens / (seconds + step * (options.tokens - 1))
