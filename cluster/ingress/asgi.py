@@ -163,26 +163,35 @@ async def kept_alive(events: AsyncGenerator[bytes, None], seconds: float) -> Asy
 
     No empty line follows a comment: after an event with an id, the client of `openai` would take it for an empty event.
     """
-    pending: asyncio.Future[bytes] | None = None
+    arrived: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=1)
+    is_closing = False
+
+    async def read() -> None:
+        try:
+            async for event in events:
+                await arrived.put(event)
+        finally:
+            if not is_closing:
+                await arrived.put(None)
+
+    # One task reads all events, because a task for each takes more time than the event.
+    reading = asyncio.create_task(read(), name="events")
     try:
         while True:
-            if pending is None:
-                pending = asyncio.ensure_future(anext(events))
-            done, _ = await asyncio.wait({pending}, timeout=seconds)
-            if not done:
+            try:
+                async with asyncio.timeout(seconds):
+                    event = await arrived.get()
+            except TimeoutError:
                 yield b": keep-alive\n"
                 continue
-            try:
-                event = pending.result()
-            except StopAsyncIteration:
+            if event is None:
+                await reading  # raises the error that has ended the events
                 return
-            finally:
-                pending = None
             yield event
     finally:
-        if pending is not None:
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
+        is_closing = True
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
         await events.aclose()
 
 

@@ -12,6 +12,11 @@ _T = TypeVar("_T")
 
 async def merge(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:
     """Yield `(stream index, item)` in order of arrival. The first error ends all streams; so does closing this one."""
+    if len(streams) == 1:  # nothing to wait for beside it
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
     arrived: asyncio.Queue[tuple[int, _T] | Exception | None] = asyncio.Queue(maxsize=len(streams))
 
     async def pump(index: int, stream: AsyncGenerator[_T, None]) -> None:
