@@ -31,7 +31,7 @@ def read_suite(options: EvaluationOptions) -> tuple[tuple[Task, ...], tuple[Skip
     unknown = [name for name in options.task_names if name not in tasks]
     if unknown or not tasks:
         known = ", ".join(tasks) or "none"
-        raise ConfigurationError(f"--only: {', '.join(unknown) or 'nothing'} is not in the files; there are {known}")
+        raise ConfigurationError(f"--tasks: {', '.join(unknown) or 'nothing'} is not in the files; there are {known}")
     chosen = [tasks[name] for name in options.task_names or tasks]
     bound = options.max_tokens
     return tuple(replace(task, max_tokens=bound or task.max_tokens) for task in chosen), tuple(skipped)

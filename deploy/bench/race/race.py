@@ -30,7 +30,7 @@ from workers.model.stretch import read_stretch
 def run(options: RaceOptions, settings_source: BenchSettings) -> BenchResults:
     """Run the race and write `race.json`, `race.md` and the plots into `options.out`. Raises `PilotfishError`."""
     transformers_logging.disable_progress_bar()
-    return _run_endpoints(options) if options.endpoint else _run_clusters(options, settings_source)
+    return _run_endpoints(options) if options.url else _run_clusters(options, settings_source)
 
 
 def _run_clusters(options: RaceOptions, settings_source: BenchSettings) -> BenchResults:
@@ -56,12 +56,12 @@ def _run_clusters(options: RaceOptions, settings_source: BenchSettings) -> Bench
 
 
 def _run_endpoints(options: RaceOptions) -> BenchResults:
-    url, model = options.endpoint or "", options.model or ""
+    url, model = options.url or "", options.model or ""
     tasks = read_tasks(options.prompts, options.task_names, options.prompts_per_task, None, None)
     results = empty_results(f"{model} at {url}; {sum(map(len, tasks.values()))} prompts ({', '.join(tasks)})")
     with ProgressReporter(notices, "race") as report:
         session = _session(options, tasks, results, report, 1)
-        asyncio.run(bench_endpoints(session, url, options.plain_endpoint, model, devices=options.devices))
+        asyncio.run(bench_endpoints(session, url, options.plain_url, model, devices=options.devices))
     write(results, options.out)
     return results
 

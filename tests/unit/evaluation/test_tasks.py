@@ -151,8 +151,8 @@ class TestSuite:
         assert [(task.name, task.max_tokens) for task in tasks] == [("arithmetic", 7), ("code", 7)] and not skipped
 
     def test_an_unknown_task_is_refused_with_the_known_ones(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigurationError, match="--only: chess is not in the files; there are arithmetic"):
-            read_suite(self.options(tmp_path, only="chess"))
+        with pytest.raises(ConfigurationError, match="--tasks: chess is not in the files; there are arithmetic"):
+            read_suite(self.options(tmp_path, tasks="chess"))
 
     @pytest.mark.parametrize(
         ("changes", "words"),

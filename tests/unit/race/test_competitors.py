@@ -71,8 +71,8 @@ def test_an_unknown_method_is_refused() -> None:
         ({"batches": (0,)}, "--batches"),
         ({"temperatures": (3.0,)}, "--temperatures"),
         ({"repeats": 0}, "--repeats: 0 is refused"),
-        ({"endpoint": "http://localhost:8000"}, "--endpoint and --model"),
-        ({"plain_endpoint": "http://localhost:8000"}, "--plain-endpoint"),
+        ({"url": "http://localhost:8000"}, "--url and --model"),
+        ({"plain_url": "http://localhost:8000"}, "--plain-url"),
     ],
 )
 def test_an_option_out_of_bounds_is_refused(changes: dict[str, object], words: str) -> None:

@@ -116,8 +116,8 @@ async def test_a_server_is_measured_against_another_one(target: Path, prompts: P
             out=tmp_path,
             max_tokens=TOKENS,
             batches=(2,),
-            endpoint=one.http_url,
-            plain_endpoint=f"{other.http_url}/v1",
+            url=one.http_url,
+            plain_url=f"{other.http_url}/v1",
             model=target.name,
             devices=2,
         )
