@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import psutil
@@ -119,24 +120,31 @@ async def _bench_peers(
     baseline: LocalContestant,
     find_draft: Callable[[], Path] | None,
 ) -> None:
-    """Measure the decoding methods of `transformers`, one after another, with one copy of the target."""
+    """Measure the decoding methods of `transformers`, with one copy of the target.
+
+    Those with the same requests share passes of plain decoding.
+    """
     before = resident_bytes()
     model = load_target(plain)
     cost = configuration_cost(plain, resident_bytes() - before)
     judge = Judge(ROUNDING[plain.target.dtype], shares_noise=False)
-    for peer in peers:
-        try:
-            assistant = None
-            if peer.method == ASSISTED and find_draft is not None:
-                assistant = load_assistant(find_draft(), Path(plain.target.path), model)
-            own = replace(cost, sequences=peer.request.beams)
+    for request, found in groupby(peers, lambda peer: peer.request):
+        started: list[Started] = []
+        for peer in found:
+            try:
+                assistant = None
+                if peer.method == ASSISTED and find_draft is not None:
+                    assistant = load_assistant(find_draft(), Path(plain.target.path), model)
+            except PilotfishError as error:
+                session.skip(peer.name, str(error))
+                continue
+            own = replace(cost, sequences=request.beams)
             if peer.method != GENERATE:
                 own = replace(own, target_flops=0.0)  # it does not tell how many tokens it drafted
-            entry = Entry(peer.name, "peer", (), own, baseline=peer.request.name)
-            contestant = TransformersPeer(model, peer.method, assistant, peer.request)
-            await session.measure([Started(entry, contestant, judge)], baseline.with_options(peer.request))
-        except PilotfishError as error:
-            session.skip(peer.name, str(error))
+            entry = Entry(peer.name, "peer", (), own, baseline=request.name)
+            started.append(Started(entry, TransformersPeer(model, peer.method, assistant, request), judge))
+        if started:
+            await session.measure(started, baseline.with_options(request))
 
 
 async def bench_endpoints(

@@ -13,17 +13,13 @@ from pydantic import Field, model_validator
 from cluster.core.config.base import PluginSettings
 from cluster.core.config.sections import DraftSection, TargetSection
 from cluster.core.request import SequenceStart
+from workers.draft.lookup.alignment import Alignment
 from workers.draft.lookup.continuation_tree import Continuation
 from workers.draft.lookup.drafter import LookupDrafter, LookupSession
-from workers.draft.lookup.occurrence_index import OccurrenceIndex
 from workers.draft.registry import register
 
 _RATES = (0.25, 0.5, 0.65, 0.75, 0.82, 0.86, 0.9, 0.92, 0.94)
 """Acceptance rate assumed for a predicted token, by the number of equal tokens before it; more: the last."""
-_START_MATCH = 3
-"""The first token of the answer counts as if it followed a match of this length."""
-_OCCURRENCES = 64
-"""Most occurrences of one n-gram in the prediction that are examined, besides the places near the expected one."""
 
 
 class PredictionSettings(PluginSettings):
@@ -46,65 +42,32 @@ class PredictionSettings(PluginSettings):
 
 
 class PredictionSession(LookupSession):
-    """Committed tokens, and where they are in the prediction."""
+    """Committed tokens, and where the answer is in the prediction."""
 
-    __slots__ = ("_cursor", "_cursor_len", "_index", "_indexed", "_settings")
+    __slots__ = ("_alignment", "_settings")
 
     def __init__(self, start: SequenceStart, settings: PredictionSettings) -> None:
         super().__init__(start)
         self._settings = settings
-        self._indexed: tuple[int, ...] = ()
-        self._index = OccurrenceIndex([], settings.min_match, settings.max_match)
-        self._cursor = 0
-        """Position in the prediction that followed the answer when it was aligned last."""
-        self._cursor_len = 0
-        """Number of tokens of the answer then."""
+        self._alignment = self._aligned()
 
     def continuations(self, length: int) -> Sequence[Continuation]:
         """See `LookupSession`."""
-        self._renew()
-        if not self._indexed:
+        if self._alignment.prediction != self.start.prediction:
+            self._alignment = self._aligned()
+        if not self.start.prediction:
             return ()
-        return [Continuation(self._index.following(position, length), match) for position, match in self._places()]
+        settings, answer = self._settings, self.tokens[self.start.prompt_len :]
+        return self._alignment.continuations(answer, settings.max_match, settings.candidates, length)
 
-    def _renew(self) -> None:
-        """Index the prediction, unless this was done."""
-        if self._indexed != self.start.prediction:
-            self._indexed = self.start.prediction
-            self._index = OccurrenceIndex([], self._settings.min_match, self._settings.max_match)
-            self._index.extend(self._indexed)
-            self._cursor = self._cursor_len = 0
-
-    def _places(self) -> list[tuple[int, int]]:
-        """Places in the prediction that may continue the answer, with the length of the match, most probable first."""
-        settings, answer_len = self._settings, len(self.tokens) - self.start.prompt_len
-        if answer_len <= 0:
-            return [(0, _START_MATCH)]
-        context = self.tokens[max(self.start.prompt_len, len(self.tokens) - settings.max_match) :]
-        expected = max(0, self._cursor + answer_len - self._cursor_len)
-        found = [
-            (match, -abs(position - expected), position) for position, match in self._matches(context, expected).items()
-        ]
-        if not found:
-            # As many tokens were replaced as were added since the last match, or the added ones were only inserted.
-            return [(expected, 0), (self._cursor, 0)] if expected != self._cursor else [(expected, 0)]
-        found.sort(reverse=True)
-        best = found[0]
-        self._cursor, self._cursor_len = best[2], answer_len
-        return [(position, match) for match, _, position in found[: settings.candidates]]
-
-    def _matches(self, context: Sequence[int], expected: int) -> dict[int, int]:
-        """Places in the prediction after tokens with which `context` ends, with the number of these tokens."""
-        found = self._index.find(context, _OCCURRENCES)
-        window = self._settings.window
-        for position in range(max(1, expected - window), min(expected + window, self._index.end) + 1):
-            if self._indexed[position - 1] == context[-1] and position not in found:
-                found[position] = self._index.match_length(position, context)
-        return found
+    def _aligned(self) -> Alignment:
+        settings = self._settings
+        return Alignment(self.start.prediction, settings.min_match, settings.max_match, settings.window)
 
 
 def _rate(match_length: int) -> float:
-    return _RATES[min(match_length, len(_RATES) - 1)]
+    """The acceptance rate; below 0, the chance is halved for each."""
+    return _RATES[min(match_length, len(_RATES) - 1)] if match_length >= 0 else _RATES[0] * 2.0**match_length
 
 
 @register("prediction", PredictionSettings, placements=("target", "drafter"))

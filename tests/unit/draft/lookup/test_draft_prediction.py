@@ -68,6 +68,43 @@ def test_right_after_a_difference_a_replaced_token_is_assumed_or_an_inserted_one
     assert sorted(tree.tokens) == [12, 13]
 
 
+def test_the_place_of_a_difference_within_several_new_tokens_is_known() -> None:
+    start = SequenceStart(len(PROMPT), SamplingParameters(temperature=0.0), prediction=PREDICTION)
+    method = drafter()
+    method.propose([DraftRow(NAME, len(PROMPT), PROMPT, BUDGET, start)])
+    found = method.propose([DraftRow(NAME, len(PROMPT) + 4, (10, 11, 12, 500), DraftBudget(2, 1))])[0]
+    assert sorted(found.tree.tokens) == [13, 14]
+
+
+def test_right_after_a_difference_a_few_more_replaced_tokens_are_possible() -> None:
+    tree = follow(drafter(), [10, 11, 500], budget=DraftBudget(8, 1))[-1]
+    assert {12, 13, 14, 15} <= set(tree.tokens)
+
+
+@pytest.mark.parametrize(
+    ("answer", "following"),
+    [
+        ([1, 9, 2], (9, 3)),  # one token was replaced
+        ([1, 9, 2, 9, 3], (9, 4)),  # twice
+        ([1, 8, 9, 2], (8, 9)),  # by two
+        ([1, 8, 9, 2, 8], (9, 3)),  # in the middle of the replacement
+        ([1, 9, 2, 7, 3], (7, 4)),  # once only
+    ],
+)
+def test_a_replacement_is_drafted_at_the_next_occurrence(answer: list[int], following: tuple[int, ...]) -> None:
+    prediction = [1, 7, 2, 7, 3, 7, 4, 7, 5]
+    tree = follow(drafter(), answer, prediction)[-1]
+    assert tree.tokens[0] == following[0]
+    assert (following[1], 0) in zip(tree.tokens, tree.parents, strict=True)
+
+
+def test_an_answer_that_is_cut_is_aligned_from_its_start() -> None:
+    method, start = drafter(), SequenceStart(1, SamplingParameters(temperature=0.0), prediction=PREDICTION)
+    method.propose([DraftRow(NAME, 7, (900, *PREDICTION[:6]), BUDGET, start)])
+    again = method.propose([DraftRow(NAME, 3, (900, *PREDICTION[:2]), BUDGET, start)])[0]
+    assert again.tree == TokenTree.chain(PREDICTION[2:6])
+
+
 def test_a_distant_place_needs_a_longer_match() -> None:
     method = drafter(window=4, min_match=3)
     assert follow(method, [10, 11, 12, 50])[-1].tokens[0] != 51
