@@ -13,7 +13,7 @@ from cluster.coordinator.clients.draft_source import DraftCalls, DraftSource
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.core.drafting import DraftBudget
 from cluster.core.sequence import DraftRequest
-from cluster.speculation.controller import SpeculationController
+from cluster.speculation.controller import EVIDENCE_ROUNDS, SpeculationController
 
 TIME_SHARE = 0.01
 """Largest share of the time that drafters spend on probes; prefills for probes get the same share."""
@@ -23,6 +23,8 @@ FIRST_PAUSE_FACTOR = 1 / 16
 """Factor on the pause between the first probes, when nothing is known."""
 FIRST_PAUSE_FACTOR_ON_TARGET = 1 / 2
 """The same for drafts on the target: a step waits for a probe there."""
+NEW_SEQUENCE_FACTOR, NEW_SEQUENCE_FACTOR_ON_TARGET = 1.0, 2.0
+"""Largest factor on the pause once there are sequences of which nothing is known."""
 MAX_PAUSE_FACTOR = 8.0
 """Largest factor on the pause, which doubles while speculation does not pay."""
 
@@ -67,11 +69,20 @@ class BackgroundProbes:
         self._clock = clock
         self._probes, self._prefills = _DutyCycle(), _DutyCycle()
         self._pause_factor = FIRST_PAUSE_FACTOR_ON_TARGET if is_colocated else FIRST_PAUSE_FACTOR
+        self._new_factor = NEW_SEQUENCE_FACTOR_ON_TARGET if is_colocated else NEW_SEQUENCE_FACTOR
         self._next = 0
+        self._least_shown = EVIDENCE_ROUNDS if is_colocated else 0
+        self._shown = 0
+        """Rounds in which the target has shown its drafter the steps since a probe was due."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a probe may start now. Before it starts, the target shows its drafter a few steps."""
+        return self._probes.allows(self._clock())
 
     def expect_new_sequences(self) -> None:
         """Shorten the pause, because nothing is known of the new sequences."""
-        self._pause_factor = min(1.0, self._pause_factor)
+        self._pause_factor = min(self._new_factor, self._pause_factor)
 
     def start(self, candidates: Sequence[LiveSequence]) -> None:
         """Draft for some of the candidates, or let a drafter prefill one of them.
@@ -85,7 +96,10 @@ class BackgroundProbes:
         self._next += PROBED_SEQUENCES
         candidates = [*candidates[first:], *candidates[:first]]
         prefilled = [live for live in candidates if self._pool.is_prefilled(live.sequence)]
-        if prefilled and self._probes.allows(self._clock()):
+        if prefilled and self.is_due:
+            self._shown += 1
+            if self._shown <= self._least_shown:
+                return
             calls = self._pool.probe(
                 {
                     live.id: DraftRequest(live.sequence, live.largest_draft(self._max_draft))
@@ -94,6 +108,7 @@ class BackgroundProbes:
             )
             if calls:
                 self._probes.calls = calls
+                self._shown = 0
         elif len(prefilled) < len(candidates) and self._prefills.allows(self._clock()):
             unknown = next(live for live in candidates if live not in prefilled)
             calls = self._pool.prefill((unknown.sequence,))

@@ -16,7 +16,7 @@ from cluster.coordinator.metrics import Metrics
 from cluster.coordinator.probe import BackgroundProbes
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.core.config.sections import DraftSection
-from cluster.core.drafting import NO_DRAFT, DraftBudget, Proposal
+from cluster.core.drafting import EVIDENCE_ONLY, NO_DRAFT, DraftBudget, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.scheduler import Plan, PlannedRow, WantedDrafts
 from cluster.core.sequence import DraftRequest
@@ -181,29 +181,35 @@ class Proposer:
     def next_budgets(self, plan: Plan) -> Mapping[SequenceId, DraftBudget]:
         """The largest trees that a drafter on the target may propose with this step, for the next round.
 
-        Empty if drafts come from elsewhere.
+        Rows of which the drafter will need what the step shows have the budget `EVIDENCE_ONLY`. Empty if drafts come
+        from elsewhere.
         """
         if not self._is_colocated:
             return {}
         controller = self._controller
         starts = controller is None or controller.starts_with_drafts(len(plan.rows))
         wanted: dict[SequenceId, DraftBudget] = {}
+        shown: dict[SequenceId, DraftBudget] = {}
+        shows = starts or self._needs_evidence(len(plan.rows))
         for row in plan.rows:
             live = self._running.get(row.sequence_id)
-            if live is None or not row.decide:
+            if live is None:
                 continue
             largest = live.largest_draft(self.max_draft)
+            if shows and largest.max_nodes:
+                shown[live.id] = EVIDENCE_ONLY
+            if not row.decide:
+                continue
             budget = self._budgets.get(row.sequence_id)
             if budget is not None:
                 budget = _within(budget, largest)
             elif starts and (controller is None or row.pending > 1):
-                budget = _within(
-                    self._first_draft, largest
-                )  # the sequence has not been sized yet, because it did not decide
+                # The sequence has not been sized yet, because it did not decide.
+                budget = _within(self._first_draft, largest)
             if budget is not None and budget.max_nodes:
                 wanted[live.id] = budget
         self._requested = wanted
-        return self._source.next_budgets(wanted)
+        return {**shown, **self._source.next_budgets(wanted)}
 
     def receive(self, rows: Sequence[VerifyRow], step: StepResult) -> None:
         """Take what a step brought for drafting: the drafts of the target, or evidence for drafters."""
@@ -241,6 +247,11 @@ class Proposer:
         controller.observe_round(len(rows), tokens, unwaited, waited=waited, committed=committed, is_drafted=is_drafted)
         if drafts.expected_step_seconds is not None:
             self._metrics.predicted_round(drafts.expected_step_seconds + drafts.waited, seconds)
+
+    def _needs_evidence(self, rows: int) -> bool:
+        """Whether a drafter on the target needs what this step shows of sequences without a draft."""
+        controller, probes = self._controller, self._probes
+        return controller is not None and (controller.needs_evidence(rows) or (probes is not None and probes.is_due))
 
     def _call(self, rows: Iterable[PlannedRow]) -> DraftCalls | None:
         requests = {

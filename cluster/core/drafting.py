@@ -45,6 +45,8 @@ class DraftBudget:
 
 
 NO_DRAFT = DraftBudget(0, 0)
+EVIDENCE_ONLY = DraftBudget(0, 1)
+"""No draft, but a drafter on the target keeps what the step shows of the row, for a later draft."""
 
 
 @dataclass(frozen=True, slots=True)

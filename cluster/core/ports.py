@@ -144,3 +144,13 @@ class DraftsByTarget(Protocol):
     def bind(self, target: DraftingTarget) -> None:
         """Use this target from now on. It is called once, before the first proposal. Raises `ConfigurationError`."""
         ...
+
+
+@runtime_checkable
+class ReadsHiddenStates(Protocol):
+    """A `DraftMethod` that knows when it reads the target's hidden states. Others may read them at any time."""
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether a later proposal will read hidden states of the next step."""
+        ...

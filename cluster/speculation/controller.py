@@ -42,6 +42,8 @@ PATIENCE = 4.0
 """A round waits for proposals at most this many times their expected time."""
 MIN_PATIENCE_SECONDS = 0.01
 """Shortest bound on the wait for proposals, in seconds."""
+EVIDENCE_ROUNDS = 16
+"""Rounds before a first draft in which a drafter on the target is shown the steps, so that it knows a context."""
 _LEARNED_TREES = 8
 """Most trees per round that the controller learns from, spread over the sequences, to bound the time that it takes."""
 
@@ -93,6 +95,13 @@ class SpeculationController:
     def is_idle(self) -> bool:
         """Whether speculation does not pay at present, or nothing is known of it yet."""
         return self._expects_no_gain or self._is_suspended
+
+    def needs_evidence(self, rows: int) -> bool:
+        """Whether a drafter on the target needs what steps show of sequences that have no draft.
+
+        That is so while others have drafts, and shortly before a suspension ends.
+        """
+        return not self.is_idle or self._speedup.resumes_within(rows, EVIDENCE_ROUNDS)
 
     @property
     def needs_sizing(self) -> bool:

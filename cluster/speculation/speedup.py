@@ -1,11 +1,13 @@
 """Measured speed-up: how fast rounds with and without drafts were, by how many rows decided in them.
 
 The goodput model predicts; this module measures. Where rounds with drafts were slower than rounds without, speculation
-is suspended regardless of the prediction, and tried again after a pause that doubles each time.
+is suspended regardless of the prediction, and tried again after a pause. The pause doubles each time, and it is so long
+that the time lost by trying is a small share.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from cluster.speculation.latency import bucket_of
@@ -15,7 +17,9 @@ MIN_PLAIN_ROUNDS = 1
 FIRST_PAUSE = 64
 """Rounds for which speculation is suspended the first time."""
 MAX_PAUSE = 2048
-"""Most rounds for which speculation is suspended at a time."""
+"""Bound of the doubling pause, in rounds. A pause that makes up for lost time may be longer."""
+LOSS_SHARE = 0.02
+"""Largest share of the time that is lost by rounds with drafts that do not pay."""
 _DECAY = 1 - 1 / 32
 """Factor on the sums with each further round."""
 _MIN_SPEEDUP = 1.05
@@ -60,6 +64,11 @@ class _RoundSums:
         return (self.tokens / self.rows) * plain_seconds / self.seconds
 
     @property
+    def lost_rounds(self) -> float:
+        """In how many rounds without drafts the time would have passed that rounds with drafts lost."""
+        return self.seconds * self.plain_rounds / self.plain_seconds - self.tokens / self.rows * self.decayed_rounds
+
+    @property
     def decayed_rounds(self) -> float:
         """Number of rounds with drafts as the decayed sums count them."""
         return (1 - _DECAY**self.rounds) / (1 - _DECAY)
@@ -81,6 +90,11 @@ class SpeedupTracker:
         for other in paused:
             other.pause -= 1
         return bool(paused)
+
+    def resumes_within(self, rows: int, rounds: int) -> bool:
+        """Whether a suspension for `rows` rows ends within that many rounds."""
+        longest = max((other.pause for bucket, other in self._sums.items() if bucket <= bucket_of(rows)), default=0)
+        return 0 < longest <= rounds
 
     def pays(self, rows: int) -> bool:
         """Whether recent rounds with drafts were faster than rounds without."""
@@ -111,7 +125,8 @@ class SpeedupTracker:
         if (sums.rounds >= _SURE_ROUNDS and speedup < least) or (
             sums.rounds >= _CLEAR_ROUNDS and speedup < _CLEAR_LOSS
         ):
-            sums.pause, sums.next_pause = sums.next_pause, min(2 * sums.next_pause, MAX_PAUSE)
+            sums.pause = max(sums.next_pause, math.ceil(sums.lost_rounds / LOSS_SHARE))
+            sums.next_pause = min(2 * sums.next_pause, MAX_PAUSE)
             sums.seconds = sums.tokens = sums.rows = 0.0
             sums.rounds = 0
         elif sums.rounds >= _SURE_ROUNDS:

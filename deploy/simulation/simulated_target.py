@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from cluster.core.drafting import NO_DRAFT, DraftRow, Proposal, RowFault, RowFaultCode
+from cluster.core.drafting import DraftRow, Proposal, RowFault, RowFaultCode
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvLayout, KvOccupancy
@@ -116,7 +116,7 @@ class SimulatedTarget:
 
     def draft_seconds(self, batch: StepBatch) -> float:
         """How long the drafts for the next step take, in seconds."""
-        budgets = [row.next_budget for row in batch.rows if row.next_budget != NO_DRAFT]
+        budgets = [row.next_budget for row in batch.rows if row.next_budget.max_nodes]
         if self._drafter is None or not budgets:
             return 0.0
         return self._drafter.speed.seconds(len(budgets), max(budget.max_depth for budget in budgets), 0)
@@ -185,7 +185,7 @@ class SimulatedTarget:
         self.memory.store(stored.start.cache_salt, stored.table, [(end, stored.states[end]) for end in ends])
         stored.row = row
         stored.verdict = Verdict(row.sequence_id, row.base_len, decided, len(row.tree))
-        if decided and self._drafter is not None and row.next_budget != NO_DRAFT:
+        if decided and self._drafter is not None and row.next_budget.max_nodes:
             stored.verdict = replace(stored.verdict, proposal=self._draft(row, stored, decided[-1]))
         return stored.verdict
 

@@ -2,77 +2,27 @@
 
 Every method proposes for the same rows. The union of their trees is one trie. The probability of a node is learned from
 what the target decides, separately for each set of methods that propose it and for each bin of the probability that
-they give it. The most probable nodes are the proposal.
+they give it. The most probable nodes are the proposal. A method that costs more time than its nodes save is suspended
+for a while, and the others go on.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.core.drafting import DraftRow, Proposal, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftingTarget, DraftMethod, DraftsByTarget
-from cluster.core.tree import ROOT, TokenTree
 from workers.draft.idle_work import IdleWork
+from workers.draft.method_value import MethodValue, MissedRows, RoundRate
 from workers.draft.sessions import MOST_SESSIONS
+from workers.draft.union_tree import TakenRates, UnionNode, add_tree, choose_nodes
 
 logger = logging.getLogger(__name__)
-
-_EDGES = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95)
-"""Edges between the bins of the probability that methods give to a node, on condition of its parent."""
-_PRIOR_WEIGHT = 8.0
-"""Weight of the methods' own estimate, in observations."""
-_DECAY = 0.998
-"""Factor by which each observation reduces the weight of earlier ones."""
-_FIRST_PRIOR, _LATER_PRIOR = 0.5, 0.1
-"""Estimates for a first child and for its siblings, where a method sends no probabilities."""
-
-_Key = tuple[int, int]
-"""The set of methods that propose a node, one bit each, and the bin of its estimate."""
-
-
-class _Rates:
-    """How often the target takes nodes of each key."""
-
-    def __init__(self) -> None:
-        self._hits: dict[_Key, float] = {}
-        self._trials: dict[_Key, float] = {}
-
-    def probability(self, key: _Key, estimate: float) -> float:
-        """The learned probability; `estimate` holds until there are observations."""
-        hits, trials = self._hits.get(key, 0.0), self._trials.get(key, 0.0)
-        return (_PRIOR_WEIGHT * estimate + hits) / (_PRIOR_WEIGHT + trials)
-
-    def observe(self, key: _Key, *, hit: bool) -> None:
-        """Record whether the target took a node of this key."""
-        self._hits[key] = self._hits.get(key, 0.0) * _DECAY + hit
-        self._trials[key] = self._trials.get(key, 0.0) * _DECAY + 1.0
-
-
-@dataclass(slots=True, eq=False)
-class _Node:
-    """A node of the union."""
-
-    children: dict[int, _Node] = field(default_factory=dict)
-    estimates: dict[int, float] = field(default_factory=dict)
-    """Probability on condition of the parent, by number of the method."""
-    is_required: bool = False
-    key: _Key = (0, 0)
-    probability: float = 1.0
-    """Probability of the path from the root."""
-
-    def key_and_estimate(self) -> tuple[_Key, float]:
-        """The key, and the methods' common estimate: the probability that not all of them are wrong."""
-        wrong = 1.0
-        methods = 0
-        for method, estimate in self.estimates.items():
-            wrong *= 1.0 - estimate
-            methods |= 1 << method
-        estimate = 1.0 - wrong
-        return (methods, sum(estimate > edge for edge in _EDGES)), estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,56 +30,131 @@ class _Proposed:
     """The union that the last proposal of a sequence was chosen from."""
 
     base_len: int
-    root: _Node
+    root: UnionNode
+
+
+@dataclass(frozen=True, slots=True)
+class _Learned:
+    """What the target has decided after one proposal."""
+
+    tokens: int
+    """Number of committed tokens."""
+    accepted: tuple[frozenset[int], ...]
+    """The methods that had proposed each accepted token, by number."""
+
+    def gained(self, method: int) -> int:
+        """The accepted tokens that only this method brought: from the first that no other one had proposed."""
+        alone = (depth for depth, methods in enumerate(self.accepted) if methods == {method})
+        return len(self.accepted) - next(alone, len(self.accepted))
+
+
+@dataclass(slots=True)
+class _Member:
+    """One method of a combination."""
+
+    method: DraftMethod
+    reads_hidden: bool
+    can_pause: bool
+    """Whether it may be suspended: not if it computes on all ranks of the target, which must agree."""
+    value: MethodValue = field(default_factory=MethodValue)
+    missed: MissedRows = field(default_factory=MissedRows)
 
 
 class Combination:
     """Proposes the most probable nodes of all methods' trees. It is a `DraftMethod` with `IdleWork`."""
 
-    def __init__(self, methods: Sequence[DraftMethod]) -> None:
-        self._methods = tuple(methods)
-        self._idle = tuple(method for method in methods if isinstance(method, IdleWork))
-        self._rates = _Rates()
+    def __init__(
+        self,
+        methods: Sequence[DraftMethod],
+        reads_hidden: Sequence[bool] = (),
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`reads_hidden` says of each method whether it reads hidden states of the target; empty: none does."""
+        self._members = tuple(
+            _Member(method, reads, not isinstance(method, DraftsByTarget))
+            for method, reads in zip(methods, reads_hidden or (False,) * len(methods), strict=True)
+        )
+        self._clock = clock
+        self._rate = RoundRate()
+        self._rates = TakenRates()
         self._proposed: OrderedDict[SequenceId, _Proposed] = OrderedDict()
+
+    @property
+    def reads_hidden(self) -> bool:
+        """See `ReadsHiddenStates`. A suspended method needs none until shortly before it is asked again."""
+        now = self._clock()
+        return any(member.reads_hidden and member.value.needs_evidence(now) for member in self._members)
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
         """See `DraftMethod`. A method that cannot serve a sequence is left out for it."""
-        for row in rows:
-            self._learn(row)
-        answers = [self._ask(method, rows) for method in self._methods]
+        self._judge([found for row in rows if (found := self._learn(row)) is not None])
+        answers = [self._proposals(member, rows) for member in self._members]
         return tuple(self._merged(row, [answer[index] for answer in answers]) for index, row in enumerate(rows))
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """See `DraftMethod`."""
         for sequence_id in sequence_ids:
             self._proposed.pop(sequence_id, None)
-        for method in self._methods:
-            method.release(sequence_ids)
+        for member in self._members:
+            member.missed.release(sequence_ids)
+            member.method.release(sequence_ids)
 
     def catch_up(self, sequence_ids: Sequence[SequenceId]) -> bool:
         """See `IdleWork`."""
-        return any(method.catch_up(sequence_ids) for method in self._idle)
+        return any(method.catch_up(sequence_ids) for method in self._idle())
 
     def run_ahead(self) -> bool:
         """See `IdleWork`."""
-        return any(method.run_ahead() for method in self._idle)
+        return any(method.run_ahead() for method in self._idle())
+
+    def _idle(self) -> list[IdleWork]:
+        active = (member.method for member in self._members if not member.value.is_suspended)
+        return [method for method in active if isinstance(method, IdleWork)]
+
+    def _proposals(self, member: _Member, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        """What one method proposes for the rows: nothing while it is suspended."""
+        if member.value.is_suspended:
+            member.missed.add(rows)
+            return tuple(Proposal(row.sequence_id, row.base_len) for row in rows)
+        rows = member.missed.with_missed(rows)
+        begun = self._clock()
+        found = self._ask(member.method, rows)
+        if any(row.budget.max_nodes for row in rows):
+            member.value.record_call(self._clock() - begun)
+        return found
 
     def _ask(self, method: DraftMethod, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
         return method.propose(rows)
 
-    def _learn(self, row: DraftRow) -> None:
+    def _judge(self, learned: Sequence[_Learned]) -> None:
+        """Suspend methods that cost more than they add, and resume them, by what the target has decided."""
+        if not learned:
+            return
+        now = self._clock()
+        elapsed = self._rate.observe(sum(one.tokens for one in learned), now)
+        for index, member in enumerate(self._members):
+            if member.can_pause:
+                gained = sum(one.gained(index) for one in learned)
+                member.value.judge(gained, len(learned), elapsed, self._rate, now)
+
+    def _learn(self, row: DraftRow) -> _Learned | None:
         """Compare the last proposal of the sequence with the tokens that the target has decided since."""
         last = self._proposed.get(row.sequence_id)
         if last is None or row.known_len != last.base_len or not row.new_tokens:
-            return
+            return None
         del self._proposed[row.sequence_id]
-        node: _Node | None = last.root
+        path: list[UnionNode] = []
+        node: UnionNode | None = last.root
         for token in row.new_tokens:
             if node is None or not node.children:
-                return
+                break
             for drafted, child in node.children.items():
                 self._rates.observe(child.key, hit=drafted == token)
             node = node.children.get(token)
+            if node is not None and node.is_chosen:
+                path.append(node)
+        count = len(row.new_tokens)
+        return _Learned(count, tuple(frozenset(one.estimates) for one in path[: count - 1]))
 
     def _merged(self, row: DraftRow, proposals: Sequence[Proposal]) -> Proposal:
         """The most probable nodes of all trees. A fault only if no method can serve the row."""
@@ -138,16 +163,15 @@ class Combination:
         fault = behind or (faults[0] if len(faults) == len(proposals) else None)
         if fault is not None:
             return Proposal(row.sequence_id, row.base_len, fault=fault)
-        root = _Node()
+        root = UnionNode()
         for method, proposal in enumerate(proposals):
-            _add(root, method, proposal)
-        if not root.children:
-            return Proposal(row.sequence_id, row.base_len)
-        self._estimate(root)
-        self._proposed[row.sequence_id] = _Proposed(row.base_len, root)
-        if len(self._proposed) > MOST_SESSIONS:
-            self._proposed.popitem(last=False)
-        tree, probabilities = _choose(root, row.budget.max_nodes, row.budget.max_depth)
+            add_tree(root, method, proposal)
+        self._rates.estimate(root)
+        if row.budget.max_nodes:
+            self._proposed[row.sequence_id] = _Proposed(row.base_len, root)
+            if len(self._proposed) > MOST_SESSIONS:
+                self._proposed.popitem(last=False)
+        tree, probabilities = choose_nodes(root, row.budget.max_nodes, row.budget.max_depth)
         return Proposal(
             row.sequence_id,
             row.base_len,
@@ -156,59 +180,6 @@ class Combination:
             ready=min(len(tree), sum(proposal.ready for proposal in proposals)),
             is_prunable=all(proposal.is_prunable for proposal in proposals),
         )
-
-    def _estimate(self, root: _Node) -> None:
-        """Set the key and the path probability of every node below `root`."""
-        stack = [root]
-        while stack:
-            node = stack.pop()
-            found: dict[int, float] = {}
-            for token, child in node.children.items():
-                child.key, estimate = child.key_and_estimate()
-                found[token] = self._rates.probability(child.key, estimate)
-            scale = node.probability / max(1.0, sum(found.values()))
-            for token, child in node.children.items():
-                child.probability = found[token] * scale
-                stack.append(child)
-
-
-def _add(root: _Node, method: int, proposal: Proposal) -> None:
-    """Add the tree of one method to the union."""
-    tree, probabilities = proposal.tree, proposal.probabilities
-    nodes: list[_Node] = []
-    has_child: set[int] = set()
-    for index, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
-        above = root if parent == ROOT else nodes[parent]
-        node = above.children.setdefault(token, _Node())
-        nodes.append(node)
-        if probabilities:
-            whole = 1.0 if parent == ROOT else probabilities[parent]
-            estimate = probabilities[index] / whole if whole > 0.0 else 0.0
-        else:
-            estimate = _LATER_PRIOR if parent in has_child else _FIRST_PRIOR
-        has_child.add(parent)
-        node.estimates[method] = min(0.999, estimate)
-        node.is_required |= not proposal.is_prunable
-
-
-def _choose(root: _Node, max_nodes: int, max_depth: int) -> tuple[TokenTree, tuple[float, ...]]:
-    """The required nodes and the most probable others, best first, within the budget. No child precedes its parent."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    probabilities: list[float] = []
-    frontier = [(child, token, ROOT, 1) for token, child in root.children.items()]
-    while frontier and len(tokens) < max_nodes:
-        best = max(frontier, key=lambda entry: (entry[0].is_required, entry[0].probability))
-        frontier.remove(best)
-        node, token, parent, depth = best
-        if depth > max_depth:
-            continue
-        tokens.append(token)
-        parents.append(parent)
-        probabilities.append(node.probability)
-        index = len(tokens) - 1
-        frontier.extend((child, below, index, depth + 1) for below, child in node.children.items())
-    return TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities)
 
 
 class TargetCombination(Combination):
@@ -229,14 +200,14 @@ class TargetCombination(Combination):
 
     def bind(self, target: DraftingTarget) -> None:
         """See `DraftsByTarget`."""
-        for method in self._methods:
-            if isinstance(method, DraftsByTarget):
-                method.bind(target)
+        for member in self._members:
+            if isinstance(member.method, DraftsByTarget):
+                member.method.bind(target)
 
 
-def combined(methods: Sequence[DraftMethod]) -> DraftMethod:
-    """One method out of several, or the only one."""
+def combined(methods: Sequence[DraftMethod], reads_hidden: Sequence[bool] = ()) -> DraftMethod:
+    """One method out of several, or the only one. `reads_hidden`: see `Combination`."""
     if len(methods) == 1:
         return methods[0]
     has_target = any(isinstance(method, DraftsByTarget) for method in methods)
-    return TargetCombination(methods) if has_target else Combination(methods)
+    return TargetCombination(methods, reads_hidden) if has_target else Combination(methods, reads_hidden)

@@ -77,9 +77,9 @@ def create(draft: DraftSection, target: TargetSection) -> DraftMethod:
 
     Raises `ConfigurationError` for an unknown name, and the errors of the factories.
     """
-    return combined(
-        [plugin.create(draft.settings(name, plugin.settings), draft, target) for name, plugin in _selected(draft)]
-    )
+    chosen = [(plugin, draft.settings(name, plugin.settings)) for name, plugin in _selected(draft)]
+    methods = [plugin.create(settings, draft, target) for plugin, settings in chosen]
+    return combined(methods, [bool(plugin.needs(settings).taps) for plugin, settings in chosen])
 
 
 def create_for_worker_rank(draft: DraftSection, target: TargetSection) -> DraftMethod | None:

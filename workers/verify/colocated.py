@@ -57,7 +57,7 @@ class ColocatedDrafter:
     def draft(self, verified: Sequence[VerifiedRow]) -> dict[SequenceId, Proposal]:
         """Propose trees for the rows whose `next_budget` is not empty.
 
-        The evidence of other rows is kept until they have a budget, so that a method costs nothing while it is unused.
+        The evidence of other rows is kept until they have one.
         """
         for one in verified:
             if one.evidence is not None and one.row.sequence_id not in self._refused:

@@ -71,7 +71,7 @@ class TargetEngine:
         self._pool = pool
         self._evidence = evidence or EvidenceSection()
         self._runner = ModelRunner(model, pool, resolve_taps(self._evidence.taps, len(model.layers)))
-        self._collector = EvidenceCollector(self._evidence, self._runner, model.tensor_parallel == 1)
+        self._collector = EvidenceCollector(self._evidence, self._runner, model.tensor_parallel == 1, method)
         self._decider = decider
         self._rule = rule or create_rule(TargetSection())
         self._name = served_name or model.name
@@ -216,8 +216,9 @@ class TargetEngine:
         read = [entry.sequence.source for entry in ready if entry.sequence.source is not None]
         if new := list(dict.fromkeys(source for source in read if not source.is_encoded)):
             self._runner.encode(new, self._sources)
-        logits = self._runner.forward([entry.forward for entry in ready])
-        contexts = [context for entry in ready for context in entry.contexts()]  # while a GPU computes
+        records = self._collector.records_hidden([entry.row for entry in ready])
+        logits = self._runner.forward([entry.forward for entry in ready], taps=records)
+        contexts = [one for entry in ready for one in entry.contexts()]  # while a GPU computes
         logits, prompts = without_prompts(ready, logits, self._decider)
         decisions = self._decider.decide(logits, contexts, self._rule.needs_distribution)
         verdicts: list[Verdict] = []
@@ -248,8 +249,7 @@ class TargetEngine:
             distribution = None if decisions.log_probabilities is None else decisions.log_probabilities[own]
             accepted = self._rule.accept(row.tree, decisions.tokens[own], root, distribution, row.distributions)
             if -1 in accepted.tokens:
-                stored = len(sequence.tokens)
-                self._pool.truncate(sequence.table, stored)
+                self._pool.truncate(sequence.table, stored := len(sequence.tokens))
                 return fault_verdict(row, RowFaultCode.INVALID, UNDECIDABLE, stored)
             accepted = accepted.until(sampling.end_token_ids)
             logprobs = path_logprobs(decisions, indices, accepted, sampling)

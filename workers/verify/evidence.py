@@ -10,6 +10,7 @@ import torch
 from cluster.core.bounds import MAX_MESSAGE_BYTES
 from cluster.core.config.sections import EvidenceSection
 from cluster.core.drafting import Evidence, HiddenStates
+from cluster.core.ports import DraftMethod, ReadsHiddenStates
 from cluster.core.verification import VerifyRow
 from workers.forward.runner import ModelRunner
 from workers.sampling.acceptance import Accepted
@@ -32,12 +33,32 @@ def within_bytes(evidence: Evidence | None, most_bytes: int) -> Evidence | None:
 
 
 class EvidenceCollector:
-    """Takes what the configuration asks for from the last forward pass of a runner."""
+    """Takes what the configuration asks for from the last forward pass of a runner, for the rows that need it.
 
-    def __init__(self, section: EvidenceSection, runner: ModelRunner, has_whole_vocabulary: bool) -> None:
+    Where verdicts bring the evidence, every row needs it. A drafter on the target needs it only of rows whose
+    `next_budget` says so, and steps cost nothing more while it is not asked for drafts.
+    """
+
+    def __init__(
+        self,
+        section: EvidenceSection,
+        runner: ModelRunner,
+        has_whole_vocabulary: bool,
+        method: DraftMethod | None = None,
+    ) -> None:
+        """`method` drafts on this rank."""
         self._section = section
         self._runner = runner
         self._top = section.top if has_whole_vocabulary else 0
+        # Several ranks record hidden states together, and only the batch is the same on all of them.
+        is_alone = has_whole_vocabulary and isinstance(method, ReadsHiddenStates)
+        self._reader = method if is_alone and isinstance(method, ReadsHiddenStates) else None
+
+    def records_hidden(self, rows: Sequence[VerifyRow]) -> bool:
+        """Whether the forward pass of these rows must record hidden states."""
+        if not self._section.taps or not any(map(self._needs, rows)):
+            return False
+        return self._section.is_sent or self._reader is None or self._reader.reads_hidden
 
     def collect(
         self, index: int, row: VerifyRow, accepted: Accepted, decisions: Sequence[int], logits: torch.Tensor
@@ -47,7 +68,7 @@ class EvidenceCollector:
         `decisions` and `logits` `[nodes + 1, vocabulary]` are those at the root and at every node, or empty for a row
         that decides nothing. Call this before the next pass.
         """
-        if not self._section.any:
+        if not self._section.any or not self._needs(row):
             return None
         top: tuple[tuple[int, ...], ...] = ()
         if self._top and row.decide:
@@ -59,8 +80,11 @@ class EvidenceCollector:
             tree=row.tree,
             decisions=tuple(decisions) if self._section.decisions else (),
             top=top,
-            hidden=self._hidden(index, row, accepted) if self._section.taps else None,
+            hidden=None if self._runner.hidden is None else self._hidden(index, row, accepted),
         )
+
+    def _needs(self, row: VerifyRow) -> bool:
+        return self._section.is_sent or row.next_budget.max_depth > 0
 
     def _hidden(self, index: int, row: VerifyRow, accepted: Accepted) -> HiddenStates:
         states = self._runner.hidden_of(index, accepted.nodes)  # [pending + accepted, width] bfloat16

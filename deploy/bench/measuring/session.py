@@ -92,7 +92,10 @@ class BenchSession:
         return plan_cells(self.tasks, self.options)
 
     async def measure(self, started: Sequence[Started], plain: Contestant | None) -> None:
-        """Measure competitors in all cells, each in turn between two passes of plain decoding, and save the results."""
+        """Measure competitors in all cells, each in turn between two passes of plain decoding.
+
+        The results are saved after each cell, so that a race that is ended keeps what it has measured.
+        """
         self.results.entries.extend(one.entry for one in started)
         cells = self.cells
         for one in started:
@@ -101,8 +104,8 @@ class BenchSession:
             done = (self.started + len(started) * number / len(cells)) / max(1, self.total)
             self.report(done, f"{', '.join(one.entry.name for one in started)}: {cell}")
             self.results.cells.extend(await self._cell(cell, started, plain))
+            self.save(self.results)
         self.started += len(started)
-        self.save(self.results)
 
     def announce(self, text: str) -> None:
         """Report what happens between measurements."""

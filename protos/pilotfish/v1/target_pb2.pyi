@@ -169,7 +169,7 @@ class VerifyRow(_message.Message):
     next_max_nodes: _builtins.int
     """Most nodes of the draft that a drafter on the target proposes for the next step. Bound: 0 to 256."""
     next_max_depth: _builtins.int
-    """Most tokens on a path of that draft. Bound: 0 to 64."""
+    """Most tokens on a path of that draft. If it is 0, the step shows that drafter nothing of the row. Bound: 0 to 64."""
     @_builtins.property
     def pending(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Committed tokens whose KV is not stored, ending at base_len - 1. Bound: 1 to base_len."""

@@ -190,3 +190,14 @@ def test_without_taps_nothing_is_recorded(code: Path, tmp_path: Path) -> None:
     assert runner.hidden is None
     with pytest.raises(ValueError, match="without taps"):
         runner.hidden_of(0)
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_a_pass_without_taps_computes_the_same_and_shows_nothing(native: str, code: Path, tmp_path: Path) -> None:
+    runner, pool = open_runner(tiny.save(tmp_path, tiny.llama()), code, (0, 1), native=native)
+    row = ForwardRow(pool.new_table(), PROMPT, select=(len(PROMPT) - 1,))
+    pool.reserve(row.table, row.end)
+    expected = runner.forward([row]).clone()
+    assert runner.hidden is not None
+    assert torch.equal(runner.forward([row], taps=False), expected)
+    assert runner.hidden is None

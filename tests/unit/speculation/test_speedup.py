@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.speculation.speedup import FIRST_PAUSE, SpeedupTracker
+from cluster.speculation.speedup import FIRST_PAUSE, LOSS_SHARE, SpeedupTracker
 
 
 def held_back(tracker: SpeedupTracker, rows: int, most: int) -> int:
@@ -32,7 +32,7 @@ def test_speculation_is_suspended_when_it_is_slower_than_plain_decoding(tokens: 
 def test_the_pause_doubles_while_drafts_do_not_pay_and_is_short_again_once_they_did() -> None:
     def fail() -> int:
         while not tracker.suspends(1):
-            tracker.observe_drafted(1, 0.04, 1)
+            tracker.observe_drafted(1, 0.0225, 1)
         return 1 + held_back(tracker, 1, 5000)
 
     tracker = SpeedupTracker()
@@ -43,6 +43,21 @@ def test_the_pause_doubles_while_drafts_do_not_pay_and_is_short_again_once_they_
         tracker.observe_drafted(1, 0.02, 3)
     assert not tracker.suspends(1)
     assert fail() == FIRST_PAUSE
+
+
+def test_a_pause_makes_up_for_the_time_that_was_lost() -> None:
+    tracker = SpeedupTracker()
+    plain, drafted, total = 0.02, 0.08, 0.0
+    lost = 0.0
+    for _ in range(20_000):
+        if tracker.suspends(1):
+            tracker.observe_plain(1, plain)
+            total += plain
+        else:
+            tracker.observe_drafted(1, drafted, 1)
+            lost += drafted - plain
+            total += drafted
+    assert 0.0 < lost <= 1.1 * LOSS_SHARE * total
 
 
 def test_drafts_pay_once_several_rounds_were_faster_than_plain_ones() -> None:

@@ -1,0 +1,106 @@
+"""A step takes evidence for the rows that are drafted for, and hidden states only where a method reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from cluster.core.config.sections import EvidenceSection, KvSection, ModelSection
+from cluster.core.drafting import EVIDENCE_ONLY, NO_DRAFT, DraftBudget, DraftRow, Proposal
+from cluster.core.ids import SequenceId
+from cluster.core.ports import DraftMethod
+from cluster.core.verification import VerifyRow
+from tests.support.models import tiny
+from workers.forward.loaded_model import LoadedModel
+from workers.forward.runner import ForwardRow, ModelRunner
+from workers.kv.pool import KvPool
+from workers.model.loading import load_model
+from workers.sampling.acceptance import Accepted
+from workers.verify.evidence import EvidenceCollector
+
+BUDGET = DraftBudget(4, 4)
+TOKENS = (5, 6, 7)
+
+
+class Unread:
+    """A method that reads hidden states at any time."""
+
+    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        return tuple(Proposal(row.sequence_id, row.base_len) for row in rows)
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """See `DraftMethod`."""
+
+
+class Reader(Unread):
+    """A method that says whether it reads hidden states."""
+
+    def __init__(self) -> None:
+        self.reads_hidden = True
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> LoadedModel:
+    """A tiny model."""
+    return load_model(ModelSection(path=str(tiny.save(tmp_path, tiny.llama())), device="cpu", compile="off"))
+
+
+def row(budget: DraftBudget, *, decide: bool = True) -> VerifyRow:
+    return VerifyRow(SequenceId("s"), len(TOKENS), TOKENS, decide=decide, next_budget=budget)
+
+
+@pytest.fixture
+def pool(model: LoadedModel) -> KvPool:
+    """The pool of `runner`."""
+    return KvPool(model.kv_spec, KvSection(block_size=4), 20)
+
+
+@pytest.fixture
+def runner(model: LoadedModel, pool: KvPool) -> ModelRunner:
+    """A runner with tap 1."""
+    return ModelRunner(model, pool, (1,))
+
+
+def collector(
+    runner: ModelRunner, method: DraftMethod | None, *, is_alone: bool = True, is_sent: bool = False
+) -> EvidenceCollector:
+    section = EvidenceSection(taps=(1,), decisions=True, is_sent=is_sent)
+    return EvidenceCollector(section, runner, is_alone, method)
+
+
+def test_hidden_states_are_recorded_for_rows_with_a_budget_only(runner: ModelRunner) -> None:
+    found = collector(runner, Unread())
+    assert not found.records_hidden([row(NO_DRAFT), row(NO_DRAFT)])
+    assert found.records_hidden([row(NO_DRAFT), row(BUDGET)])
+    assert found.records_hidden([row(EVIDENCE_ONLY, decide=False)])  # a chunk of a prompt that is drafted for later
+
+
+def test_hidden_states_are_recorded_only_while_the_method_reads_them(runner: ModelRunner) -> None:
+    method = Reader()
+    found, ranks = collector(runner, method), collector(runner, method, is_alone=False)
+    assert found.records_hidden([row(BUDGET)])
+    method.reads_hidden = False
+    assert not found.records_hidden([row(BUDGET)])
+    assert ranks.records_hidden([row(BUDGET)])  # what one rank's method reads is not known to the others
+
+
+def test_drafters_in_other_processes_are_shown_every_step(runner: ModelRunner) -> None:
+    assert collector(runner, None, is_sent=True).records_hidden([row(NO_DRAFT)])
+
+
+def test_evidence_of_a_step_follows_what_was_recorded(runner: ModelRunner, pool: KvPool) -> None:
+    found = collector(runner, Unread())
+    table = pool.new_table()
+    forward = ForwardRow(table, TOKENS, select=(len(TOKENS) - 1,))
+    pool.reserve(table, forward.end)
+    accepted = Accepted(nodes=(), tokens=(8,))
+    for budget in (BUDGET, NO_DRAFT):
+        logits = runner.forward([forward], taps=found.records_hidden([row(budget)]))
+        evidence = found.collect(0, row(budget), accepted, (8,), logits)
+        if budget == NO_DRAFT:
+            assert evidence is None
+        else:
+            assert evidence is not None and evidence.hidden is not None
+            assert (evidence.decisions, len(evidence.hidden)) == ((8,), len(TOKENS))
