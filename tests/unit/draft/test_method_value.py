@@ -45,14 +45,14 @@ class TimedMethod:
         self.calls += 1
         self._clock.now += self._seconds
         self.seconds += self._seconds
-        found = []
-        for row in rows:
-            session = self._sessions.apply(row)
-            fault = session if isinstance(session, RowFault) else None
-            if fault is None:
-                assert len(session.tokens) == row.base_len
-            found.append(Proposal(row.sequence_id, row.base_len, TokenTree() if fault else self._tree, fault))
-        return tuple(found)
+        return tuple(self._propose(row) for row in rows)
+
+    def _propose(self, row: DraftRow) -> Proposal:
+        session = self._sessions.apply(row)
+        if isinstance(session, RowFault):
+            return Proposal(row.sequence_id, row.base_len, fault=session)
+        assert len(session.tokens) == row.base_len
+        return Proposal(row.sequence_id, row.base_len, self._tree)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         self._sessions.release(sequence_ids)
