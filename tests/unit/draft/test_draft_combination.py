@@ -80,7 +80,8 @@ def test_a_budget_keeps_the_most_probable_nodes() -> None:
 
 def test_a_method_whose_nodes_the_target_takes_comes_first_in_the_end() -> None:
     """Both claim the same probability, but the target always takes the token of the second one."""
-    method = Combination([FixedMethod(TokenTree.chain([1]), (0.5,)), FixedMethod(TokenTree.chain([2]), (0.5,))])
+    methods = [FixedMethod(TokenTree.chain([1]), (0.5,)), FixedMethod(TokenTree.chain([2]), (0.5,))]
+    method = Combination(methods, clock=lambda: 0.0)  # no time passes, so no method is suspended
     propose(method, 1, 9)
     for base_len in range(2, 40):
         proposal = propose(method, base_len, 2)
