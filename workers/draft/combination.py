@@ -68,10 +68,15 @@ class Combination:
         methods: Sequence[DraftMethod],
         reads_hidden: Sequence[bool] = (),
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        suspends: bool = True,
     ) -> None:
-        """`reads_hidden` says of each method whether it reads hidden states of the target; empty: none does."""
+        """`reads_hidden` says of each method whether it reads hidden states of the target; empty: none does.
+
+        Without `suspends`, all methods are always asked.
+        """
         self._members = tuple(
-            _Member(method, reads, not isinstance(method, DraftsByTarget))
+            _Member(method, reads, suspends and not isinstance(method, DraftsByTarget))
             for method, reads in zip(methods, reads_hidden or (False,) * len(methods), strict=True)
         )
         self._clock = clock
@@ -205,9 +210,12 @@ class TargetCombination(Combination):
                 member.method.bind(target)
 
 
-def combined(methods: Sequence[DraftMethod], reads_hidden: Sequence[bool] = ()) -> DraftMethod:
-    """One method out of several, or the only one. `reads_hidden`: see `Combination`."""
+def combined(
+    methods: Sequence[DraftMethod], reads_hidden: Sequence[bool] = (), *, suspends: bool = True
+) -> DraftMethod:
+    """One method out of several, or the only one. `reads_hidden` and `suspends`: see `Combination`."""
     if len(methods) == 1:
         return methods[0]
     has_target = any(isinstance(method, DraftsByTarget) for method in methods)
-    return TargetCombination(methods, reads_hidden) if has_target else Combination(methods, reads_hidden)
+    kind = TargetCombination if has_target else Combination
+    return kind(methods, reads_hidden, suspends=suspends)

@@ -79,7 +79,8 @@ def create(draft: DraftSection, target: TargetSection) -> DraftMethod:
     """
     chosen = [(plugin, draft.settings(name, plugin.settings)) for name, plugin in _selected(draft)]
     methods = [plugin.create(settings, draft, target) for plugin, settings in chosen]
-    return combined(methods, [bool(plugin.needs(settings).taps) for plugin, settings in chosen])
+    reads_hidden = [bool(plugin.needs(settings).taps) for plugin, settings in chosen]
+    return combined(methods, reads_hidden, suspends=draft.controller == "auto")
 
 
 def create_for_worker_rank(draft: DraftSection, target: TargetSection) -> DraftMethod | None:

@@ -120,6 +120,14 @@ def test_a_method_on_all_ranks_of_the_target_is_never_suspended() -> None:
     assert bound.calls == 100
 
 
+def test_without_the_controller_all_methods_are_always_asked() -> None:
+    clock = Clock()
+    costly = TimedMethod(clock, 3, 2, 0.05)
+    methods = [TimedMethod(clock, RIGHT, 1, 0.00001), costly]
+    decode(Combination(methods, (), clock, suspends=False), clock, 100)
+    assert costly.calls == 100
+
+
 def test_all_methods_may_be_suspended_and_are_resumed() -> None:
     clock = Clock()
     methods = [TimedMethod(clock, 3, 1, 0.02), TimedMethod(clock, 4, 1, 0.02)]
