@@ -27,6 +27,10 @@ NEW_SEQUENCE_FACTOR, NEW_SEQUENCE_FACTOR_ON_TARGET = 1.0, 2.0
 """Largest factor on the pause once there are sequences of which nothing is known."""
 MAX_PAUSE_FACTOR = 8.0
 """Largest factor on the pause, which doubles while speculation does not pay."""
+_ROUND_RATE = 0.2
+"""Share of a round's deviation that goes into the mean time of a round."""
+_LONGEST_ROUND = 1.0
+"""Most seconds that one round counts in that mean."""
 
 
 @dataclass(slots=True)
@@ -38,7 +42,7 @@ class _DutyCycle:
     _resume_at: float = float("-inf")
 
     def allows(self, now: float) -> bool:
-        """Whether calls may start."""
+        """Whether calls may start, if `now` is the time."""
         return self.calls is None and now >= self._resume_at
 
     def take_ended(self, now: float, pause_factor: float) -> DraftCalls | None:
@@ -71,14 +75,13 @@ class BackgroundProbes:
         self._pause_factor = FIRST_PAUSE_FACTOR_ON_TARGET if is_colocated else FIRST_PAUSE_FACTOR
         self._new_factor = NEW_SEQUENCE_FACTOR_ON_TARGET if is_colocated else NEW_SEQUENCE_FACTOR
         self._next = 0
-        self._least_shown = EVIDENCE_ROUNDS if is_colocated else 0
-        self._shown = 0
-        """Rounds in which the target has shown its drafter the steps since a probe was due."""
+        self._last_round_at = clock()
+        self._round_seconds = 0.0
 
     @property
-    def is_due(self) -> bool:
-        """Whether a probe may start now. Before it starts, the target shows its drafter a few steps."""
-        return self._probes.allows(self._clock())
+    def are_near(self) -> bool:
+        """Whether a probe may start within `EVIDENCE_ROUNDS` rounds, so that the drafter should know their context."""
+        return self._probes.allows(self._clock() + EVIDENCE_ROUNDS * self._round_seconds)
 
     def expect_new_sequences(self) -> None:
         """Shorten the pause, because nothing is known of the new sequences."""
@@ -96,10 +99,7 @@ class BackgroundProbes:
         self._next += PROBED_SEQUENCES
         candidates = [*candidates[first:], *candidates[:first]]
         prefilled = [live for live in candidates if self._pool.is_prefilled(live.sequence)]
-        if prefilled and self.is_due:
-            self._shown += 1
-            if self._shown <= self._least_shown:
-                return
+        if prefilled and self._probes.allows(self._clock()):
             calls = self._pool.probe(
                 {
                     live.id: DraftRequest(live.sequence, live.largest_draft(self._max_draft))
@@ -108,7 +108,6 @@ class BackgroundProbes:
             )
             if calls:
                 self._probes.calls = calls
-                self._shown = 0
         elif len(prefilled) < len(candidates) and self._prefills.allows(self._clock()):
             unknown = next(live for live in candidates if live not in prefilled)
             calls = self._pool.prefill((unknown.sequence,))
@@ -116,8 +115,13 @@ class BackgroundProbes:
                 self._prefills.calls = calls
 
     def collect(self) -> None:
-        """Pass the proposals that have arrived to the controller, and pause in proportion to the time they took."""
+        """Pass the proposals that have arrived to the controller, and pause in proportion to the time they took.
+
+        Call it once per round.
+        """
         now = self._clock()
+        self._round_seconds += _ROUND_RATE * (min(now - self._last_round_at, _LONGEST_ROUND) - self._round_seconds)
+        self._last_round_at = now
         self._prefills.take_ended(now, max(1.0, self._pause_factor))
         probe = self._probes.take_ended(now, self._pause_factor)
         if probe is None:

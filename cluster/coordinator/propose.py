@@ -251,7 +251,7 @@ class Proposer:
     def _needs_evidence(self, rows: int) -> bool:
         """Whether a drafter on the target needs what this step shows of sequences without a draft."""
         controller, probes = self._controller, self._probes
-        return controller is not None and (controller.needs_evidence(rows) or (probes is not None and probes.is_due))
+        return controller is not None and (controller.needs_evidence(rows) or (probes is not None and probes.are_near))
 
     def _call(self, rows: Iterable[PlannedRow]) -> DraftCalls | None:
         requests = {
