@@ -51,7 +51,9 @@ class EvidenceCollector:
         self._runner = runner
         self._top = section.top if has_whole_vocabulary else 0
         # Several ranks record hidden states together, and only the batch is the same on all of them.
-        self._reader = method if has_whole_vocabulary and isinstance(method, ReadsHiddenStates) else None
+        self._reader: ReadsHiddenStates | None = None
+        if has_whole_vocabulary and isinstance(method, ReadsHiddenStates):
+            self._reader = method
 
     def records_hidden(self, rows: Sequence[VerifyRow]) -> bool:
         """Whether the forward pass of these rows must record hidden states."""
