@@ -10,7 +10,7 @@ import torch
 from cluster.core.bounds import MAX_MESSAGE_BYTES
 from cluster.core.config.sections import EvidenceSection
 from cluster.core.drafting import Evidence, HiddenStates
-from cluster.core.ports import DraftMethod, ReadsHiddenStates
+from cluster.core.ports import ReadsHiddenStates
 from cluster.core.verification import VerifyRow
 from workers.forward.runner import ModelRunner
 from workers.sampling.acceptance import Accepted
@@ -44,16 +44,14 @@ class EvidenceCollector:
         section: EvidenceSection,
         runner: ModelRunner,
         has_whole_vocabulary: bool,
-        method: DraftMethod | None = None,
+        method: object = None,
     ) -> None:
-        """`method` drafts on this rank."""
+        """`method` drafts on this rank, if it is not `None`."""
         self._section = section
         self._runner = runner
         self._top = section.top if has_whole_vocabulary else 0
         # Several ranks record hidden states together, and only the batch is the same on all of them.
-        self._reader: ReadsHiddenStates | None = None
-        if has_whole_vocabulary and isinstance(method, ReadsHiddenStates):
-            self._reader = method
+        self._reader = method if has_whole_vocabulary and isinstance(method, ReadsHiddenStates) else None
 
     def records_hidden(self, rows: Sequence[VerifyRow]) -> bool:
         """Whether the forward pass of these rows must record hidden states."""
