@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,13 +107,15 @@ class BatchRun:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
-def open_client(url: str, api_key: str | None, timeout_seconds: float) -> httpx.AsyncClient:
-    """A client of the server at `url`, with or without the path `/v1`."""
+def open_client(
+    url: str, api_key: str | None, timeout_seconds: float, verify: ssl.SSLContext | bool = True
+) -> httpx.AsyncClient:
+    """A client of the server at `url`, with or without the path `/v1`. `verify` is the TLS of the client."""
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     base = url.rstrip("/").removesuffix("/v1")
     timeout = timeout_seconds + _TIMEOUT_HEADROOM_SECONDS
-    return httpx.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=timeout)
+    return httpx.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=timeout, verify=verify)
 
 
 def _result(request: BatchRequest, number: int, response: httpx.Response) -> BatchResult:

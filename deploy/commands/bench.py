@@ -52,12 +52,13 @@ def serve_bench(
 ) -> None:
     """Send requests to an OpenAI-compatible server: rates, concurrency, latency percentiles, goodput."""
     options = replace(options, goodput=(*options.goodput, *(more_bounds or ())))
-    api_key = load_settings().api_key
+    settings = load_settings()
     from deploy.bench.load_test import report
     from deploy.bench.load_test.run import run_load_test  # imports torch, once all options are checked
 
     with ProgressReporter(notices, "bench serve") as progress:
-        results = run_load_test(options, api_key, shlex.join(["pilotfish", *sys.argv[1:]]), progress)
+        command, tls = shlex.join(["pilotfish", *sys.argv[1:]]), settings.configuration.server.tls
+        results = run_load_test(options, settings.api_key, command, progress, tls)
     if as_json:
         output.print_json(json.dumps(report.as_json(results)))
     else:

@@ -15,6 +15,7 @@ from cluster.core.errors import ConfigurationError
 from deploy.batch.lines import read_lines
 from deploy.batch.run import BatchCounts, BatchRun, Report, open_client
 from deploy.commands.options import ConfigOption, SetOption
+from deploy.network.https_client import CacertOption, verification
 from deploy.progress import ProgressReporter
 from deploy.settings import Settings, load_settings
 from deploy.terminal import notices, notify
@@ -30,6 +31,7 @@ def run_batch(
     url: Annotated[
         str | None, typer.Option(help="Ask this server. Unset: load the models in this process, without Ray.")
     ] = None,
+    cacert: CacertOption = None,
     concurrency: Annotated[int, typer.Option(help="Most requests in flight.")] = 16,
     timeout: Annotated[float, typer.Option(help="Longest time of one line, in seconds.")] = 3600.0,
 ) -> None:
@@ -43,28 +45,32 @@ def run_batch(
     next(read_lines(input_file), None)  # an unreadable file is reported before anything is loaded
     settings = load_settings(config, assignments or ())
     with ProgressReporter(notices, "run-batch") as report:
-        counts = asyncio.run(_run(settings, url, input_file, output_file, concurrency, timeout, report))
+        counts = asyncio.run(_run(settings, url, cacert, input_file, output_file, concurrency, timeout, report))
     notify(f"{counts.answered} lines answered, {counts.failed} failed: {output_file}")
 
 
 async def _run(
     settings: Settings,
     url: str | None,
+    cacert: str | None,
     source: Path,
     out: Path,
     concurrency: int,
     timeout_seconds: float,
     report: Report,
 ) -> BatchCounts:
-    async with _client(settings, url, timeout_seconds) as client:
+    async with _client(settings, url, cacert, timeout_seconds) as client:
         return await BatchRun(client, concurrency, timeout_seconds, report).run(source, out)
 
 
 @asynccontextmanager
-async def _client(settings: Settings, url: str | None, timeout_seconds: float) -> AsyncIterator[httpx.AsyncClient]:
+async def _client(
+    settings: Settings, url: str | None, cacert: str | None, timeout_seconds: float
+) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the server at `url`, or of a cluster in this process."""
     if url is not None:
-        async with open_client(url, settings.api_key, timeout_seconds) as client:
+        verify = verification(settings.configuration.server.tls, cacert)
+        async with open_client(url, settings.api_key, timeout_seconds, verify) as client:
             yield client
         return
     # Importing torch takes seconds, and a client of a running server does not need it.
@@ -75,6 +81,8 @@ async def _client(settings: Settings, url: str | None, timeout_seconds: float) -
     server = models.server.model_copy(update={"grpc_port": 0, "http_port": 0})
     async with (
         LocalCluster(models.model_copy(update={"server": server}), http=True) as cluster,
-        open_client(cluster.http_url, cluster.access.api_key, timeout_seconds) as client,
+        open_client(
+            cluster.http_url, cluster.access.api_key, timeout_seconds, verification(models.server.tls, is_own=True)
+        ) as client,
     ):
         yield client

@@ -52,15 +52,18 @@ def channel_credentials(tls: PublicTlsSection) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(trusted, _read("client_key", key), _read("client_certificate", certificate))
 
 
-def client_context(tls: PublicTlsSection, *, presents_certificate: bool = True) -> ssl.SSLContext:
-    """Return the TLS of an HTTP client of a server that this process itself started.
+def client_context(
+    tls: PublicTlsSection, *, presents_certificate: bool = True, checks_name: bool = False
+) -> ssl.SSLContext:
+    """Return the TLS of an HTTP client.
 
-    The server's certificate is checked, its name is not: the server listens at an address of this machine. Raises
-    `ConfigurationError`.
+    The server's certificate is checked. Its name need not be, where the server listens at an address of this machine.
+    Raises `ConfigurationError`.
     """
     try:
-        context = ssl.create_default_context(cafile=tls.trusted)
-        context.check_hostname = False
+        trusted = None if tls.trusted is None else Path(tls.trusted).expanduser()
+        context = ssl.create_default_context(cafile=trusted)
+        context.check_hostname = checks_name
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # `certificate` need not be an authority's
         if presents_certificate and tls.client_pair is not None:
             context.load_cert_chain(*tls.client_pair)

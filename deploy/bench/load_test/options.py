@@ -13,6 +13,7 @@ import typer
 
 from cluster.core.errors import ConfigurationError
 from deploy.dataclass_options import number_list
+from deploy.network.https_client import CacertOption
 
 _AT_LEAST_ONE = ("num_prompts", "max_tokens", "random_input_len")
 GOODPUT_FIGURES = ("ttft", "tpot", "itl", "e2el")
@@ -36,6 +37,7 @@ class LoadOptions:
     """The options of one load test. Raises `ConfigurationError` for a value out of bounds."""
 
     url: Annotated[str, typer.Option(help="Address of the server, with or without /v1.")] = "http://127.0.0.1:8000"
+    cacert: CacertOption = None
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="The served model. Unset: the first that the server lists.")
     ] = None

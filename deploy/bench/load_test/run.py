@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import httpx
 
+from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.errors import WorkerUnavailable
 from deploy.bench.contestants.endpoint import StreamReader
 from deploy.bench.load_test.options import LoadOptions, parse_goodput
@@ -15,6 +16,7 @@ from deploy.bench.load_test.records import LoadRecord, Measurement
 from deploy.bench.load_test.report import LoadResults, write
 from deploy.bench.load_test.workload import LoadRequest, arrival_seconds, make_requests
 from deploy.bench.measuring.costs import describe_machine
+from deploy.network.https_client import verification
 
 Report = Callable[[float, str], None]
 """Called with the share of the test that is complete, and a description."""
@@ -102,12 +104,14 @@ class LoadTest:
             raise WorkerUnavailable(f"{self._options.root}/v1/models names no model: {error!r}") from error
 
 
-def run_load_test(options: LoadOptions, api_key: str | None, command: str, report: Report) -> LoadResults:
+def run_load_test(
+    options: LoadOptions, api_key: str | None, command: str, report: Report, tls: PublicTlsSection | None = None
+) -> LoadResults:
     """Run a load test, and write its files after every measurement. Raises `PilotfishError`."""
     results = LoadResults("", describe_machine(), command)
 
     async def run() -> None:
-        async with open_client(options, api_key) as client:
+        async with open_client(options, api_key, tls) as client:
             test = LoadTest(options, client, report)
 
             def measured(measurement: Measurement) -> None:
@@ -122,11 +126,14 @@ def run_load_test(options: LoadOptions, api_key: str | None, command: str, repor
     return results
 
 
-def open_client(options: LoadOptions, api_key: str | None) -> httpx.AsyncClient:
+def open_client(options: LoadOptions, api_key: str | None, tls: PublicTlsSection | None = None) -> httpx.AsyncClient:
     """A client of the server, with as many connections as requests need."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-    return httpx.AsyncClient(base_url=options.root, headers=headers, limits=limits, timeout=options.timeout)
+    verify = verification(tls, options.cacert)
+    return httpx.AsyncClient(
+        base_url=options.root, headers=headers, limits=limits, timeout=options.timeout, verify=verify
+    )
 
 
 def _title(options: LoadOptions, model: str) -> str:

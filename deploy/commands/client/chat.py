@@ -18,6 +18,7 @@ from deploy.commands.client.connection import InProcessOption, UrlOption, connec
 from deploy.commands.client.conversation import HELP, Conversation
 from deploy.commands.client.marked_text import ReceivedAnswer, statistics, write_parts
 from deploy.commands.options import ConfigOption, SetOption
+from deploy.network.https_client import CacertOption
 from deploy.settings import load_settings
 from deploy.terminal import notify, output
 
@@ -30,6 +31,7 @@ def chat(
     assignments: SetOption = None,
     url: UrlOption = None,
     in_process: InProcessOption = False,
+    cacert: CacertOption = None,
     model: Annotated[str | None, typer.Option(help="A served name of the model.")] = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of each answer.")] = 512,
@@ -46,7 +48,7 @@ def chat(
         conversation.begin(system)
 
     async def run() -> None:
-        async with connected(settings, url, in_process, notify) as client:
+        async with connected(settings, url, in_process, notify, cacert) as client:
             notify(f"connected to {client.base_url}. {HELP.splitlines()[0]}")
             await talk(client, conversation, _prompting(), output, notify)
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from deploy.commands.client.connection import InProcessOption, UrlOption, connected, post, stream
 from deploy.commands.client.marked_text import ReceivedAnswer, statistics, write_parts
 from deploy.commands.options import ConfigOption, SetOption
+from deploy.network.https_client import CacertOption
 from deploy.settings import Settings, load_settings
 from deploy.terminal import notify, output
 
@@ -26,6 +27,7 @@ def complete(
     assignments: SetOption = None,
     url: UrlOption = None,
     in_process: InProcessOption = False,
+    cacert: CacertOption = None,
     model: Annotated[str | None, typer.Option(help="A served name of the model.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 always takes the most probable token.")] = 0.0,
@@ -43,14 +45,21 @@ def complete(
         "seed": seed,
         "speculation": {"enabled": speculation},
     }
-    asyncio.run(answer(settings, body, url, in_process, output, as_json=as_json))
+    asyncio.run(answer(settings, body, url, in_process, output, as_json=as_json, cacert=cacert))
 
 
 async def answer(
-    settings: Settings, body: dict[str, Any], url: str | None, in_process: bool, console: Console, *, as_json: bool
+    settings: Settings,
+    body: dict[str, Any],
+    url: str | None,
+    in_process: bool,
+    console: Console,
+    *,
+    as_json: bool,
+    cacert: str | None = None,
 ) -> None:
     """Write the answer to `console`: as it arrives, or with `as_json` the whole response. Raises `PilotfishError`."""
-    async with connected(settings, url, in_process, notify) as client:
+    async with connected(settings, url, in_process, notify, cacert) as client:
         if as_json:
             console.print(json.dumps(await post(client, _PATH, body)), markup=False, soft_wrap=True)
             return

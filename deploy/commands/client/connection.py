@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ import typer
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, NotReady, WorkerUnavailable
 from cluster.wire.address import http_url
+from deploy.network.https_client import verification
 from deploy.settings import Settings
 
 UrlOption = Annotated[
@@ -36,19 +38,22 @@ _LONGEST_REASON = 500
 
 @asynccontextmanager
 async def connected(
-    settings: Settings, url: str | None, in_process: bool, notice: Callable[[str], None]
+    settings: Settings, url: str | None, in_process: bool, notice: Callable[[str], None], cacert: str | None = None
 ) -> AsyncIterator[httpx.AsyncClient]:
     """An HTTP client of the server at `url`, or of the configured one, or of a cluster in this process.
 
-    Without `url` or `in_process`, the configured server answers if it listens, otherwise this process. Raises
-    `ConfigurationError` and the errors of loading a model.
+    Without `url` or `in_process`, the configured server answers if it listens, otherwise this process. An https server
+    is checked by the certificates in `cacert`, else by those in the settings. Raises `ConfigurationError` and the
+    errors of loading a model.
     """
     if url is not None and in_process:
         raise ConfigurationError("--url and --in-process: needed one of them, found both")
     timeout = settings.configuration.limits.max_timeout_seconds
+    tls = settings.configuration.server.tls
     found = url or (None if in_process else listening_url(settings.configuration))
     if found is not None:
-        async with _client(found, settings.api_key, timeout) as client:
+        verify = verification(tls, cacert, is_own=url is None and cacert is None)
+        async with _client(found, settings.api_key, timeout, verify) as client:
             yield client
         return
     if not in_process:
@@ -62,7 +67,7 @@ async def connected(
     configuration = models.configuration.model_copy(update={"server": any_port})
     async with (
         LocalCluster(configuration, http=True) as cluster,
-        _client(cluster.http_url, cluster.access.api_key, timeout) as client,
+        _client(cluster.http_url, cluster.access.api_key, timeout, verification(tls, is_own=True)) as client,
     ):
         yield client
 
@@ -132,9 +137,9 @@ async def stream(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) 
         await asyncio.sleep(_RETRY_SECONDS)
 
 
-def _client(url: str, api_key: str | None, timeout_seconds: float) -> httpx.AsyncClient:
+def _client(url: str, api_key: str | None, timeout_seconds: float, verify: ssl.SSLContext) -> httpx.AsyncClient:
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-    return httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout_seconds)
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout_seconds, verify=verify)
 
 
 def _checked(response: httpx.Response) -> httpx.Response:

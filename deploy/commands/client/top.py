@@ -16,6 +16,7 @@ from cluster.core.errors import PilotfishError
 from deploy.commands.client.cluster_table import ReplicaStatus, status_table, statuses
 from deploy.commands.client.connection import UrlOption, configured_url, connected, get
 from deploy.commands.options import ConfigOption, SetOption
+from deploy.network.https_client import CacertOption
 from deploy.settings import load_settings
 from deploy.terminal import notify, output
 
@@ -26,6 +27,7 @@ def top(
     config: ConfigOption = None,
     assignments: SetOption = None,
     url: UrlOption = None,
+    cacert: CacertOption = None,
     interval: Annotated[float, typer.Option(min=0.1, max=60, help="Time between two looks, in seconds.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one table and end. Rates are over one interval.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per look instead of a table.")] = False,
@@ -37,7 +39,8 @@ def top(
     settings = load_settings(config, assignments or ())
 
     async def run() -> None:
-        async with connected(settings, url or configured_url(settings.configuration), False, notify) as client:
+        found = url or configured_url(settings.configuration)
+        async with connected(settings, found, False, notify, cacert) as client:
             if once or as_json:
                 await print_statuses(client, interval, output, once=once, as_json=as_json)
             else:
