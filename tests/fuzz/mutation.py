@@ -64,6 +64,7 @@ def bodies() -> dict[str, list[dict[str, Any]]]:
     return {
         "/v1/chat/completions": [
             {"messages": turns, "max_tokens": 4, "temperature": 0.5, "seed": 1, "logprobs": True, "top_logprobs": 2},
+            {"messages": turns, "max_tokens": 4, "priority": 0, "thinking_token_budget": 2},
             {"messages": turns, "max_tokens": 4, "tools": [tool], "tool_choice": "auto", "stream": True, "n": 2},
         ],
         "/v1/completions": [
@@ -71,7 +72,10 @@ def bodies() -> dict[str, list[dict[str, Any]]]:
             {"prompt": [[1, 2], [3]], "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}},
         ],
         "/v1/responses": [{"input": "hi", "max_output_tokens": 4}, {"input": turns, "stream": True}],
-        "/v1/messages": [{"messages": turns, "max_tokens": 4, "stop_sequences": ["x"]}],
+        "/v1/messages": [
+            {"messages": turns, "max_tokens": 4, "stop_sequences": ["x"]},
+            {"messages": turns, "max_tokens": 4, "thinking": {"type": "enabled", "budget_tokens": 2}},
+        ],
         "/v1/verify": [{"request": {"prompt": "hi", "max_tokens": 2}, "receipt": {"seed": 1}, "text": "x"}],
         "/tokenize": [{"prompt": "hi"}, {"messages": turns}],
         "/detokenize": [{"tokens": [1, 2, 3]}],
