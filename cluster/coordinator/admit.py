@@ -17,7 +17,7 @@ from cluster.core.config.sections import SchedulerSection
 from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded
 from cluster.core.ids import RequestId
 from cluster.core.kv import check_fits
-from cluster.core.queueing.fair_queue import displaced, flow_of
+from cluster.core.queueing.fair_queue import displaced, flow_of, outranked
 from cluster.core.request import GenerationRequest
 from cluster.core.verification import TargetInfo
 
@@ -54,7 +54,8 @@ class AdmissionController:
         now = self._clock()
         if request.deadline is not None and request.deadline <= now:
             raise DeadlineExceeded("the deadline passed before the request arrived")
-        for request_id in self._in_the_way(flow_of(request.client, request.request_id), strategy.slots):
+        flow = flow_of(request.client, request.request_id)
+        for request_id in self._in_the_way(flow, strategy.slots, request.priority):
             displaced_one = self._table.find(request_id)
             if displaced_one is not None:
                 self._emitter.fail(displaced_one, self._overloaded())
@@ -71,15 +72,20 @@ class AdmissionController:
         self._on_change()
         return live
 
-    def check_room(self, client: str, request_id: RequestId, answers: int) -> None:
+    def check_room(self, client: str, request_id: RequestId, answers: int, priority: int = 0) -> None:
         """Raise `Overloaded` if the queue is full for a request that has not been tokenized yet."""
-        self._in_the_way(flow_of(client, request_id), answers)
+        self._in_the_way(flow_of(client, request_id), answers, priority)
 
-    def _in_the_way(self, flow: str, slots: int) -> tuple[RequestId, ...]:
+    def _in_the_way(self, flow: str, slots: int, priority: int) -> tuple[RequestId, ...]:
         """Return the waiting requests that a new one displaces. Raises `Overloaded` if it must not."""
         excess = self._table.slots + slots - self._limits.max_sequences - self._limits.max_waiting
-        found = displaced(self._table.queued(), flow, slots, excess) if excess > 0 else ()
-        if excess > 0 and not found:
+        if excess <= 0:
+            return ()
+        if self._limits.policy == "priority":
+            found = outranked(self._table.queued(), priority, excess)
+        else:
+            found = displaced(self._table.queued(), flow, slots, excess)
+        if not found:
             raise self._overloaded()
         return found
 
@@ -98,6 +104,9 @@ class AdmissionController:
     def _check(self, request: GenerationRequest, info: TargetInfo) -> None:
         """Refuse a request that can never be served. Raises `InvalidRequest`."""
         self._check_fits(request, info)
+        if request.priority and self._limits.policy != "priority":
+            bound = f"0: the server's scheduler.policy is {self._limits.policy}"
+            raise InvalidRequest("priority", request.priority, bound)
         most = self._limits.max_sequences
         width = 1 if request.beam is None else request.beam.width
         bound = f"between 1 and {most}: the server computes {most} sequences at a time"

@@ -171,9 +171,9 @@ class Coordinator:
         finally:
             self._emitter.disconnect(live)
 
-    def check_room(self, client: str, request_id: RequestId, answers: int) -> None:
+    def check_room(self, client: str, request_id: RequestId, answers: int, priority: int = 0) -> None:
         """Raise `Overloaded` if a request of the client would be refused now."""
-        self._admission.check_room(client, request_id, answers)
+        self._admission.check_room(client, request_id, answers, priority)
 
     def abort(self, request_id: RequestId) -> bool:
         """End a live request's answers as `ABORT`. Returns whether the request was live."""

@@ -44,6 +44,8 @@ MAX_ALLOWED_TOKENS = 1 << 16
 MAX_BAD_WORDS = 512
 """Most token sequences that a request forbids."""
 MAX_BAD_WORD_TOKENS = 64
+MAX_THINK_MARKER = 64
+"""Most tokens that begin or end what a model thinks."""
 """Most tokens of a forbidden sequence."""
 MAX_GRAMMAR_BYTES = 128 * 1024
 """Longest grammar or JSON schema, in bytes."""

@@ -14,11 +14,23 @@ from cluster.core.tree import EMPTY_TREE, TokenTree
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """Bounds what a model thinks before it answers: once the budget is spent, the end of its thinking is forced."""
+
+    max_tokens: int
+    """Most tokens that the model thinks."""
+    start: tuple[int, ...] = ()
+    """The tokens that begin its thinking, at the beginning of the answer; empty if the prompt ends with them."""
+    end: tuple[int, ...] = ()
+    """The tokens that end its thinking; where there are none, nothing is forced."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParameters:
     """How a token is sampled from the target's distribution at a position.
 
-    The order is: penalties and bias, excluded tokens and the grammar, temperature, top-k, top-p, min-p. The token
-    depends only on the model, the tokens before the position, these parameters and the seed.
+    The order is: penalties and bias, excluded tokens and the grammar, the forced end of thinking, temperature, top-k,
+    top-p, min-p. The token depends only on the model, the tokens before the position, these parameters and the seed.
     """
 
     temperature: float = 1.0
@@ -55,6 +67,8 @@ class SamplingParameters:
     """Number of most probable tokens to report beside each prompt token; `None` reports nothing of the prompt."""
     grammar: Grammar | None = None
     """What the answer matches: only tokens that continue it are sampled, and where it is complete the answer ends."""
+    thinking: ThinkingBudget | None = None
+    """How much the model may think; `None` leaves it unbounded. Not with a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +197,8 @@ class GenerationRequest:
     """The span that the request belongs to, in W3C's form; empty if there is none."""
     returns_drafts: bool = False
     """Whether commits have their draft trees. The answer does not depend on it."""
+    priority: int = 0
+    """Requests with a lower priority start earlier."""
 
     @property
     def input(self) -> tuple[int, ...]:

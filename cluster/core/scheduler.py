@@ -1,6 +1,6 @@
 """The scheduler: which rows the next step has, as a pure function of frozen values.
 
-Sequences are served by their clients' turns, those of one client by arrival (`FairQueue`): "older" means this order.
+Sequences are served by priority, then by their clients' turns, then by arrival (`FairQueue`): "older" means this order.
 Every step first gives each decoding sequence one token. Half of the tokens left are reserved for the oldest sequence
 that still prefills. Draft trees share the others evenly. Prompt chunks use the tokens that the trees leave. While other
 sequences decode, all prompts together take at most `max_prompt_tokens` of a step, so that a new request does not
@@ -44,6 +44,8 @@ class SequenceView:
     """Tokens that the grammar forces next. A chain of them is verified even where no other draft is wanted."""
     turn: int = 0
     """When it is the turn of its client, see `FairQueue`: smaller goes first, and of equal turns the older one."""
+    priority: int = 0
+    """That of its request: smaller goes first, whatever the turn."""
 
     @property
     def missing(self) -> int:
@@ -151,8 +153,8 @@ def plan(state: State) -> Plan:
     return Plan(tuple(view.id for view in admitted), tuple(preempted), tuple(rows))
 
 
-def _order(view: SequenceView) -> tuple[int, int]:
-    return view.turn, view.arrival
+def _order(view: SequenceView) -> tuple[int, int, int]:
+    return view.priority, view.turn, view.arrival
 
 
 def _split(views: Iterable[SequenceView]) -> tuple[list[SequenceView], list[SequenceView]]:
@@ -248,8 +250,7 @@ def _secure(step: _StepAllocation, running: list[SequenceView], essential: set[S
         if view.id not in essential:
             continue
         step.send(view, 1)
-        younger = remaining[index:]
-        if step.pending(view) or not any(step.held(other) for other in younger):
+        if step.pending(view) or not any(step.held(other) for other in remaining[index:]):
             continue
         while not step.pending(view) and len(remaining) > index:
             victim = remaining.pop()

@@ -33,6 +33,7 @@ _INCOMPATIBLE_WITH_BEAMS = (
     "grammar",
     "logprob_token_ids",
     "prompt_logprobs",
+    "thinking",
 )
 """Parameters that beam search refuses: they change the probabilities, or report them per sampled token."""
 

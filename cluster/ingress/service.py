@@ -29,6 +29,7 @@ from cluster.ingress.text.prompts import (
     encode_prompt,
 )
 from cluster.ingress.text.request_processor import RequestProcessor, best_answers
+from cluster.ingress.text.thinking import with_bounded_thinking
 from cluster.ingress.text.tokenizer import Tokenizer
 from cluster.ingress.validate import ValidatedRequest
 from pilotfish.v1 import generation_pb2
@@ -79,7 +80,7 @@ class GenerationService:
         deadline = self._clock() + (longest if seconds_left is None else min(seconds_left, longest))
         valid = validate.validate(message, info, self._limits, info.eos_token_ids or self._tokenizer.eos_token_ids)
         async with self._reserved(valid.scoped_id, take_over=bool(valid.received)):
-            self._engine.check_room(valid.client, valid.scoped_id, valid.answers.engine_n)
+            self._engine.check_room(valid.client, valid.scoped_id, valid.answers.engine_n, valid.priority)
             prompt = await encode_prompt(self._tokenizer, valid.prompt, valid.prompt_options, info)
             prompt = valid.prompt_options.truncated(prompt, valid.max_tokens, info)
             prediction = await encode_prediction(self._tokenizer, valid.prediction, self._limits)
@@ -88,6 +89,7 @@ class GenerationService:
             reported = prompt if valid.prompt_options.report else ()
             form = answer_format(self._tokenizer, valid.prompt, prompt)
             request = await self._constraints.apply(request, valid, form)
+            request = with_bounded_thinking(request, self._tokenizer)
             started = Started(valid.request_id, info.model, request.sampling.seed, len(prompt), reported, form)
             started = replace(started, fingerprint=info.fingerprint)
             if form.needs_special_tokens:

@@ -66,6 +66,8 @@ class ValidatedRequest:
     """Whether draft trees are reported."""
     traceparent: str = ""
     """See `GenerationRequest.traceparent`."""
+    priority: int = 0
+    """See `GenerationRequest.priority`."""
 
     @property
     def scoped_id(self) -> RequestId:
@@ -122,6 +124,7 @@ def validate(
         received=received_parts(request, answers, info, limits),
         traceparent=bounds.text("traceparent", request.traceparent, bounds.MAX_TRACEPARENT_BYTES),
         returns_drafts=request.return_drafts,
+        priority=request.priority,
     )
 
 
@@ -171,6 +174,7 @@ def fit_to_context(
         max_draft_tokens=request.max_draft_tokens,
         prediction=prediction if request.answers.beam is None else (),  # beams are not drafted for
         returns_drafts=request.returns_drafts,
+        priority=request.priority,
     )
 
 

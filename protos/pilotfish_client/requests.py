@@ -44,6 +44,8 @@ class Parameters:
     """Unset: the client draws one. `Started.seed` reports it."""
     logprobs: int | None = None
     """Alternatives to report per token."""
+    thinking_token_budget: int | None = None
+    """Most tokens that the model thinks before it answers."""
     stop: Sequence[str] = ()
     """Strings that end the answer."""
     stop_token_ids: Sequence[int] = ()
@@ -54,6 +56,8 @@ class Parameters:
     cache_salt: str | None = None
     max_draft_tokens: int | None = None
     """Most draft tokens that are verified at once; 0 turns speculation off."""
+    priority: int | None = None
+    """Requests with a lower priority start earlier, if the server's policy is `priority`."""
     prediction: str | None = None
     """The answer that is expected. Drafts may be taken from it."""
     request_id: str | None = None
@@ -66,7 +70,7 @@ _SAMPLING = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 _STOPPING = ("max_tokens", "min_tokens", "ignore_eos")
-_REQUEST = ("model", "n", "best_of", "cache_salt", "max_draft_tokens", "request_id")
+_REQUEST = ("model", "n", "best_of", "cache_salt", "max_draft_tokens", "priority", "request_id")
 
 
 def make_request(prompt: Prompt, parameters: Parameters) -> generation_pb2.GenerateRequest:
@@ -84,6 +88,8 @@ def make_request(prompt: Prompt, parameters: Parameters) -> generation_pb2.Gener
         ):
             for name in names:
                 _set(message, name, getattr(parameters, name))
+        if parameters.thinking_token_budget is not None:
+            request.sampling.thinking.max_tokens = parameters.thinking_token_budget
         if parameters.logit_bias:
             del request.sampling.logit_bias[:]
             for token, bias in parameters.logit_bias.items():

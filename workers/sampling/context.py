@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, overload
 
-from cluster.core.request import SamplingParameters
+from cluster.core.request import SamplingParameters, ThinkingBudget
 from cluster.core.tree import TokenTree
 
 if TYPE_CHECKING:  # drafting methods, which the control plane names, load without torch
     from torch import Tensor
 
+_LATEST_START = 4
+"""Most tokens in front of those that begin the thinking of a model, such as line ends."""
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, because dividing logits by a smaller number overflows float32."""
 
@@ -61,6 +63,12 @@ class DecisionContext:
         ends = sampling.end_token_ids if is_short else ()
         return (*ends, *self._ends_of_bad_words()) if sampling.bad_words else ends
 
+    @property
+    def forced_token(self) -> int | None:
+        """The only token that can be chosen, because the model has thought for long enough; `None` if there is none."""
+        thinking = self.sampling.thinking
+        return None if thinking is None else forced_end(thinking, self.tokens, self.prompt_len)
+
     def _ends_of_bad_words(self) -> Iterator[int]:
         """The last tokens of the bad words whose other tokens end the answer so far."""
         answer_len = len(self.tokens) - self.prompt_len
@@ -75,6 +83,33 @@ class DecisionContext:
         """Whether top-k, top-p or min-p exclude some tokens."""
         sampling = self.sampling
         return not self.is_greedy and bool(sampling.top_k or sampling.top_p < 1.0 or sampling.min_p)
+
+
+def forced_end(thinking: ThinkingBudget, tokens: Sequence[int], prompt_len: int) -> int | None:
+    """Return the next token of the end of thinking, if the answer after the prompt still thinks with its budget spent.
+
+    An end that the model has begun to write is continued.
+    """
+    if not thinking.end or len(tokens) - prompt_len < thinking.max_tokens + len(thinking.start):
+        return None
+    answer = tuple(tokens[prompt_len:])
+    begin = 0
+    if thinking.start:
+        at = _find(answer[: _LATEST_START + len(thinking.start)], thinking.start)
+        if at is None:
+            return None
+        begin = at + len(thinking.start)
+    thought = answer[begin:]
+    if len(thought) < thinking.max_tokens or _find(thought, thinking.end) is not None:
+        return None
+    written = range(min(len(thought), len(thinking.end) - 1), 0, -1)
+    return thinking.end[next((count for count in written if thought[-count:] == thinking.end[:count]), 0)]
+
+
+def _find(tokens: tuple[int, ...], part: tuple[int, ...]) -> int | None:
+    """Return the place of the first occurrence of `part`."""
+    starts = (at for at, token in enumerate(tokens) if token == part[0])
+    return next((at for at in starts if tokens[at : at + len(part)] == part), None)
 
 
 @dataclass(frozen=True, slots=True)

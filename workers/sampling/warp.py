@@ -2,9 +2,9 @@
 
 They are applied in this order: repetition penalty; presence and frequency penalties and bias (one sum per token);
 exclusion of tokens (all but the allowed ones, ends of too short answers, ends of bad words, what the grammar does not
-allow); temperature; top-k; top-p;
-min-p. All compute in float32. The bits of a row's result depend on its own logits and context alone, not on the rest of
-the batch: sums over the vocabulary are sums of integers, and everything else is element by element.
+allow, all but the forced end of thinking); temperature; top-k; top-p; min-p. All compute in float32. The bits of a
+row's result depend on its own logits and context alone, not on the rest of the batch: sums over the vocabulary are sums
+of integers, and everything else is element by element.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def untruncated(
     column = _within(offset, logits.shape[1]) if vocabulary is None else _columns(vocabulary).get
     _penalise(warped, contexts, column)
     _exclude_by_grammar(warped, contexts, offset, vocabulary)
+    _force(warped, contexts, column)
     _divide_by_temperature(warped, contexts)
     return warped
 
@@ -68,7 +69,7 @@ def _changes_nothing(context: DecisionContext) -> bool:
     sampling = context.sampling
     if sampling.repetition_penalty != 1.0 or _adds(sampling) or sampling.allowed_token_ids or context.excluded_tokens:
         return False
-    if context.allowed is not None:
+    if context.allowed is not None or context.forced_token is not None:
         return False
     return context.is_greedy or (sampling.temperature == 1.0 and not context.is_truncated)
 
@@ -154,6 +155,16 @@ def _exclude_by_grammar(
         masks = masks.contiguous().pin_memory().to(logits.device, non_blocking=True)
     indices = row_indices([row for row, _ in rows], logits)
     logits[indices] = logits[indices].masked_fill(~masks, -math.inf)
+
+
+def _force(logits: Tensor, contexts: Sequence[DecisionContext], column: _Column) -> None:
+    """Exclude all but the forced token of each row that has one, in place, whatever else excludes it."""
+    for row, context in enumerate(contexts):
+        token = context.forced_token
+        if token is not None:
+            logits[row] = -math.inf
+            if (index := column(token)) is not None:
+                logits[row, index] = 0.0
 
 
 def _additions(context: DecisionContext) -> dict[int, float]:

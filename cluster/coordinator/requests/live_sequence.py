@@ -61,9 +61,9 @@ class LiveSequence:
         return self.sequence.id
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, int, int]:
         """The order in which sequences are served: smaller goes first."""
-        return self.turn, self.sequence.arrival
+        return self.sequence.request.priority, self.turn, self.sequence.arrival
 
     @property
     def parent(self) -> LiveSequence | None:
@@ -148,4 +148,5 @@ class LiveSequence:
             0 if self._is_open or source is not None else len(sequence.request.source),
             len(sequence.forced),
             self.turn,
+            sequence.request.priority,
         )

@@ -101,7 +101,8 @@ class RequestTable:
         """Yield all live requests in order of arrival, for the choice of what a full queue refuses."""
         for request in self._requests.values():
             has_begun = not all(self._turns.waits(live.id) for live in request.sequences)
-            yield QueuedRequest(request.id, _flow(request), request.strategy.slots, has_begun)
+            priority = request.request.priority
+            yield QueuedRequest(request.id, _flow(request), request.strategy.slots, has_begun, priority)
 
     def remove(self, request: LiveRequest) -> bool:
         """Remove a request and all its sequences. Returns whether it was live until now."""

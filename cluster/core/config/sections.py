@@ -113,8 +113,7 @@ class TargetSection(ModelSection, PluginHost):
     threads: Annotated[int, Field(ge=0)] = 0
     """Intra-op threads of each rank on CPU; 0 lets the placement choose."""
     step_timeout_seconds: Seconds = 120.0
-    """Longest wait for a step, in seconds; then the step counts as lost and its sequences are sent again. A worker that
-    computes for longer than this without a pause counts as hung and is replaced."""
+    """Longest wait for a step, in seconds. Then its sequences are sent again, and a worker that hangs is replaced."""
     standby: bool = False
     """Whether each rank has a standby process with its libraries, so that a lost target serves sooner. Not for GPUs."""
     kv: KvSection = KvSection()
@@ -247,6 +246,8 @@ class SchedulerSection(Section):
     """Most prompt tokens in a step in which other sequences decode, to bound their delay; unset: `max_step_tokens`."""
     max_waiting: Annotated[int, Field(ge=1, le=100_000)] = 256
     """Most waiting requests; further ones are refused as overloaded (HTTP 429, RESOURCE_EXHAUSTED)."""
+    policy: Literal["fair", "priority"] = "fair"
+    """Who starts next: `fair` lets clients take turns; `priority` serves requests with the lowest `priority` first."""
 
 
 class LimitsSection(Section):
@@ -275,8 +276,7 @@ class LimitsSection(Section):
     max_messages: Positive = 1024
     """Most messages in one chat request."""
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
-    """Fields of HTTP bodies that no OpenAI or vLLM parameter has: `ignore` names them in the header `x-ignored-fields`
-    of the response, `refuse` answers with an error."""
+    """Fields of HTTP bodies that OpenAI and vLLM lack: `ignore` names them in `x-ignored-fields`, `refuse` fails."""
     max_timeout_seconds: Seconds = 3600.0
     """Longest timeout of a request, in seconds; it is also the default."""
 

@@ -58,6 +58,8 @@ class QueuedRequest:
     """Most sequences that it runs at a time."""
     has_begun: bool
     """Whether one of its sequences has started."""
+    priority: int = 0
+    """Requests with a lower priority start earlier."""
 
 
 def flow_of(client: str, request_id: RequestId) -> str:
@@ -93,6 +95,22 @@ def displaced(requests: Iterable[QueuedRequest], flow: str, slots: int, excess: 
         excess -= latest.slots
         found.append(latest.id)
     return tuple(found)
+
+
+def outranked(requests: Iterable[QueuedRequest], priority: int, excess: int) -> tuple[RequestId, ...]:
+    """Return the requests of lower rank that make room for a new one in a full queue; none if they are too few.
+
+    `requests` are in order of arrival. Requests leave that have a higher `priority` than the new one and have not
+    begun: those with the highest first, of these the latest.
+    """
+    waiting = [one for one in reversed(list(requests)) if one.priority > priority and not one.has_begun]
+    found = []
+    for one in sorted(waiting, key=lambda one: -one.priority):
+        if excess <= 0:
+            break
+        excess -= one.slots
+        found.append(one.id)
+    return () if excess > 0 else tuple(found)
 
 
 def expected_cost(prompt_tokens: int, max_tokens: int) -> int:

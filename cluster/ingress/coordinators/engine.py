@@ -38,7 +38,7 @@ class Engine(Protocol):
         """Count tokens of an answer that are sent to the client, for the metrics."""
         ...
 
-    def check_room(self, client: str, request_id: RequestId, answers: int) -> None:
+    def check_room(self, client: str, request_id: RequestId, answers: int, priority: int = 0) -> None:
         """Raise `Overloaded` if a request of the client would be refused now, before work is spent on its texts."""
         ...
 

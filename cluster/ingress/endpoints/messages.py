@@ -57,7 +57,7 @@ class MessagesBody(StrictModel):
     metadata: dict[str, Any] = Field(default_factory=dict)
     """No effect: labels that the client chooses."""
     thinking: dict[str, Any] | None = None
-    """`disabled`, or `enabled` without a bound of its own: a variable of the model's template."""
+    """`disabled`, `adaptive`, or `enabled` with `budget_tokens`, after which the end of thinking is forced."""
     service_tier: Literal["auto", "standard_only"] = "auto"
     """No effect."""
 
@@ -100,8 +100,20 @@ def _chat(body: MessagesBody) -> Json:
         if body.tool_choice.get("disable_parallel_tool_use"):
             chat["parallel_tool_calls"] = False
     if body.thinking is not None:
-        chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.get("type") != "disabled"}
+        chat |= _thinking(body.thinking)
     return chat
+
+
+def _thinking(thinking: Json) -> Json:
+    kind, budget = thinking.get("type"), thinking.get("budget_tokens")
+    if kind not in ("enabled", "disabled", "adaptive"):
+        raise InvalidRequest("thinking.type", kind, "enabled, disabled or adaptive")
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
+        raise InvalidRequest("thinking.budget_tokens", budget, "an integer of at least 0")
+    return {
+        "chat_template_kwargs": {"enable_thinking": kind != "disabled"},
+        "thinking_token_budget": budget if kind == "enabled" else None,
+    }
 
 
 def _turns(field: str, message: Json) -> Iterator[Json]:

@@ -58,6 +58,7 @@ def completion_requests(
             skip_special_tokens=body.skip_special_tokens,
             bad_words=body.bad_words,
             return_drafts=body.return_drafts,
+            priority=body.priority,
             **answers,
         )
         if isinstance(prompt, str):
@@ -85,6 +86,7 @@ def chat_request(body: ChatRequest, request_id: str, seed: int) -> generation_pb
         skip_special_tokens=body.skip_special_tokens,
         bad_words=body.bad_words,
         return_drafts=body.return_drafts,
+        priority=body.priority,
         **_answer_fields(body),
     )
 
@@ -118,6 +120,7 @@ def parameter_names(body: Parameters) -> Mapping[str, str]:
             names["max_tokens"] = "max_completion_tokens"
         if body.top_logprobs is not None:
             names["logprobs"] = "top_logprobs"
+    names["thinking.max_tokens"] = names["thinking"] = "thinking_token_budget"
     constraint = body.requested_grammar()
     if constraint is not None:
         names |= dict.fromkeys(("grammar", f"grammar.{constraint[1].kind.value}"), constraint[0])
@@ -179,7 +182,7 @@ def _chat_max_tokens(body: ChatRequest) -> int | None:
 def _sampling(body: Parameters, seed: int, logprobs: int | None) -> common_pb2.SamplingParameters:
     if body.logprob_token_ids and logprobs is None:
         raise InvalidRequest("logprob_token_ids", body.logprob_token_ids, "left out unless logprobs is requested")
-    constraint = body.requested_grammar()
+    constraint, budget = body.requested_grammar(), body.thinking_token_budget
     return common_pb2.SamplingParameters(
         grammar=None if constraint is None else encode_grammar(constraint[1]),
         temperature=body.temperature,
@@ -195,6 +198,7 @@ def _sampling(body: Parameters, seed: int, logprobs: int | None) -> common_pb2.S
         allowed_token_ids=body.allowed_token_ids,
         logprob_token_ids=body.logprob_token_ids,
         prompt_logprobs=body.prompt_logprobs,
+        thinking=None if budget in (None, -1) else common_pb2.ThinkingBudget(max_tokens=budget),
     )
 
 

@@ -21,6 +21,7 @@ from cluster.ingress.text.tokenizer import Tokenizer
 from pilotfish.v1 import generation_pb2
 
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+THINKING_START, THINKING_END = "<think>", "</think>"
 _LONGEST_THINK_TOKENS = 16
 """Most tokens of `<think>` and the white space after it."""
 ALL_THAT_FITS = -1
@@ -269,5 +270,10 @@ def answer_format(tokenizer: Tokenizer, prompt: Prompt, tokens: Sequence[int]) -
     form = tokenizer.tool_format if prompt.options.tools else None
     if not tokenizer.reasons:
         return AnswerFormat(form)
-    end = tokenizer.decode(tokens[-_LONGEST_THINK_TOKENS:], skip_special_tokens=False).rstrip()
-    return AnswerFormat(form, True, end.endswith("<think>"))
+    return AnswerFormat(form, True, begins_thinking(tokenizer, tokens))
+
+
+def begins_thinking(tokenizer: Tokenizer, tokens: Sequence[int]) -> bool:
+    """Return whether a prompt ends after `<think>`, so that the answer begins with what the model thinks."""
+    end = tokenizer.decode(tokens[-_LONGEST_THINK_TOKENS:], skip_special_tokens=False)
+    return end.rstrip().endswith(THINKING_START)

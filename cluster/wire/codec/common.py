@@ -9,7 +9,7 @@ from cluster.core import bounds
 from cluster.core.drafting import RowFault, RowFaultCode
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
-from cluster.core.request import SamplingParameters, SequenceStart, TokenLogprobs
+from cluster.core.request import SamplingParameters, SequenceStart, ThinkingBudget, TokenLogprobs
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from cluster.wire.codec.grammar import decode_grammar, encode_grammar
 from pilotfish.v1 import common_pb2 as pb
@@ -43,6 +43,7 @@ def encode_sampling(sampling: SamplingParameters) -> pb.SamplingParameters:
         logprob_token_ids=sampling.logprob_token_ids,
         prompt_logprobs=sampling.prompt_logprobs,
         grammar=None if sampling.grammar is None else encode_grammar(sampling.grammar),
+        thinking=None if sampling.thinking is None else _encode_thinking(sampling.thinking),
     )
 
 
@@ -104,6 +105,24 @@ def decode_sampling(
         if message.HasField("prompt_logprobs")
         else None,
         grammar=decode_grammar(message.grammar, f"{prefix}grammar") if message.HasField("grammar") else None,
+        thinking=_decode_thinking(message.thinking, f"{prefix}thinking", limits)
+        if message.HasField("thinking")
+        else None,
+    )
+
+
+def _encode_thinking(thinking: ThinkingBudget) -> pb.ThinkingBudget:
+    return pb.ThinkingBudget(max_tokens=thinking.max_tokens, start_token_ids=thinking.start, end_token_ids=thinking.end)
+
+
+def _decode_thinking(message: pb.ThinkingBudget, field: str, limits: SamplingLimits) -> ThinkingBudget:
+    def marker(name: str, tokens: Sequence[int]) -> tuple[int, ...]:
+        return bounds.tokens(f"{field}.{name}", tokens, 0, bounds.MAX_THINK_MARKER, limits.vocabulary_size)
+
+    return ThinkingBudget(
+        bounds.integer(f"{field}.max_tokens", message.max_tokens, 0, bounds.MAX_TOKENS),
+        marker("start_token_ids", message.start_token_ids),
+        marker("end_token_ids", message.end_token_ids),
     )
 
 

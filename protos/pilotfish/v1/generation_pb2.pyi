@@ -413,6 +413,7 @@ class GenerateRequest(_message.Message):
     PROMPT_OPTIONS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     RETURN_DRAFTS_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
@@ -446,6 +447,10 @@ class GenerateRequest(_message.Message):
     """
     skip_special_tokens: _builtins.bool
     """Leave special tokens out of the text. Default: true."""
+    priority: _builtins.int
+    """Requests with a lower priority start earlier. Bound: 0, unless the server's scheduler.policy is priority.
+    Default: 0.
+    """
     return_drafts: _builtins.bool
     """Report the draft tree of every verdict, and the text that each token completed. The answer does not depend on it.
     Not with beam_search. Default: false.
@@ -522,13 +527,14 @@ class GenerateRequest(_message.Message):
         prompt_options: Global___PromptOptions | None = ...,
         skip_special_tokens: _builtins.bool | None = ...,
         bad_words: _abc.Iterable[_builtins.str] | None = ...,
+        priority: _builtins.int = ...,
         return_drafts: _builtins.bool = ...,
         client: _builtins.str = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_coordinator", b"_coordinator", "_max_draft_tokens", b"_max_draft_tokens", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "_skip_special_tokens", b"_skip_special_tokens", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "coordinator", b"coordinator", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt_options", b"prompt_options", "request_id", b"request_id", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_coordinator", b"_coordinator", "_max_draft_tokens", b"_max_draft_tokens", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "_skip_special_tokens", b"_skip_special_tokens", "bad_words", b"bad_words", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "client", b"client", "coordinator", b"coordinator", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt_options", b"prompt_options", "request_id", b"request_id", "resume", b"resume", "return_drafts", b"return_drafts", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_coordinator", b"_coordinator", "_max_draft_tokens", b"_max_draft_tokens", "_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "_skip_special_tokens", b"_skip_special_tokens", "bad_words", b"bad_words", "beam_search", b"beam_search", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "client", b"client", "coordinator", b"coordinator", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "priority", b"priority", "prompt_options", b"prompt_options", "request_id", b"request_id", "resume", b"resume", "return_drafts", b"return_drafts", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beam_search: _TypeAlias = _typing.Literal["beam_search"]  # noqa: Y015
     _WhichOneofArgType__beam_search: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search"]  # noqa: Y015

@@ -93,7 +93,7 @@ class ScriptedEngine:
     def count_sent(self, tokens: int) -> None:
         self.sent += tokens
 
-    def check_room(self, client: str, request_id: RequestId, answers: int) -> None:
+    def check_room(self, client: str, request_id: RequestId, answers: int, priority: int = 0) -> None:
         if self.is_full:
             raise Overloaded("full")
 

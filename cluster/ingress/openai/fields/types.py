@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from cluster.ingress.openai.fields.unsupported import UnsupportedParameters
 
 MAX_UINT32 = 2**32 - 1
+MAX_INT32 = 2**31 - 1
 _MAX_UINT64 = 2**64 - 1
 _MAX_UNKNOWN_FIELDS = 16
 _MAX_NAME_CHARS = 64

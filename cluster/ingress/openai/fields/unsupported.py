@@ -33,13 +33,11 @@ _BOTH_ENDPOINTS: dict[str, Unsupported] = {
     "ec_transfer_params": Unsupported(_TRANSFER),
     "kv_transfer_params": Unsupported(_TRANSFER),
     "logits_processors": Unsupported("code of clients is never run"),
-    "priority": Unsupported("clients take turns, and those of one client are served in order of arrival", (0,)),
     "repetition_detection": Unsupported("answers end at stop strings, stop tokens and max_tokens only"),
     "return_mm_kwargs": Unsupported(_RENDER, (True,)),
     "return_token_offsets": Unsupported(_RENDER, (False,)),
     "routed_experts_prompt_start": Unsupported(_ROUTED, (0,)),
     "session_id": Unsupported("requests of a session find each other's prefixes by content"),
-    "thinking_token_budget": Unsupported("thinking is not bounded apart from max_tokens", (-1,)),
     "vllm_xargs": Unsupported("there are no extensions that read it", ({},)),
     "watermarking": Unsupported("answers are not watermarked", (False,)),
 }

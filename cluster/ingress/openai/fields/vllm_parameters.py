@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cluster.ingress.openai.fields.types import MAX_UINT32, Seed, StrictModel, Text, Texts, UInt32, UInt32s
+from cluster.ingress.openai.fields.types import MAX_INT32, MAX_UINT32, Seed, StrictModel, Text, Texts, UInt32, UInt32s
 
 
 class VllmParameters(StrictModel):
@@ -24,6 +24,8 @@ class VllmParameters(StrictModel):
     """Names the request for `Abort`. Running requests have distinct names."""
     cache_salt: Text | None = None
     """Only requests with the same salt share prefix-cache blocks."""
+    priority: Annotated[int, Field(ge=-MAX_INT32 - 1, le=MAX_INT32)] = 0
+    """Requests with a lower priority start earlier. Other values than 0 need `scheduler.policy: priority`."""
     top_k: Annotated[int, Field(ge=-1, le=MAX_UINT32)] | None = None
     """0 and -1 keep all tokens."""
     min_p: float | None = None
@@ -38,6 +40,9 @@ class VllmParameters(StrictModel):
     """Continue after the model's end-of-sequence tokens."""
     min_tokens: UInt32 | None = None
     """Fewest tokens of the answer; nothing ends it before."""
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_UINT32)] | None = None
+    """Most tokens between `<think>` and `</think>`; then `</think>` is forced. -1: unbounded. No effect on models that
+    do not think, and with a grammar."""
     stop_token_ids: UInt32s = Field(default_factory=list)
     """Tokens that end the answer."""
     include_stop_str_in_output: bool = False

@@ -111,7 +111,7 @@ async def test_exclusions_reach_the_engine_as_tokens(api: HttpApi) -> None:
         ({"stream_interval": 0}, "stream_interval"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ({"priority": 3}, "priority"),
+        ({"priority": 2**31}, "priority"),
         ({"use_beam_search": True, "n": 2, "bad_words": ["a"]}, "bad_words"),
         ({"use_beam_search": True, "n": 2, "allowed_token_ids": [5]}, "allowed_token_ids"),
     ],
