@@ -57,6 +57,9 @@ def test_parameters_that_are_not_set_are_not_sent() -> None:
         stopping=generation_pb2.StoppingCriteria(max_tokens=3, stop=["x"], ignore_eos=False),
         prediction_text="p",
     )
+    thinking = common_pb2.SamplingParameters(thinking=common_pb2.ThinkingBudget(max_tokens=0))
+    ranked = generation_pb2.GenerateRequest(text="hi", sampling=thinking, priority=-3)
+    assert make_request("hi", Parameters(thinking_token_budget=0, priority=-3)) == ranked
 
 
 @pytest.mark.parametrize(
