@@ -30,6 +30,7 @@ from cluster.ingress.asgi import (
     while_connected,
 )
 from cluster.ingress.client import ServiceClient
+from cluster.ingress.connections.pacing import MarkMiddleware
 from cluster.ingress.endpoints.bodies import read_parsed
 from cluster.ingress.endpoints.cluster_status import add_cluster_status
 from cluster.ingress.endpoints.documentation import add_documentation
@@ -103,18 +104,16 @@ def create_app(
 
     `adds_request_id=False` is for an app behind a proxy that adds the header `x-request-id`, as Ray Serve's does.
     Callers need one of the API `keys`, if there are any. Requests are counted in `metrics` and traced by `tracer`.
-    With `page`, a page for people is at `/`.
-    Browsers may call for web pages of `cors_origins`.
+    With `page`, a page for people is at `/`. Browsers may call for web pages of `cors_origins`.
     """
-    keys = keys or KeyRing()
-    load = RequestCount()
-    metrics = metrics or IngressMetrics()
+    keys, metrics, load = keys or KeyRing(), metrics or IngressMetrics(), RequestCount()
     app = FastAPI(
         title="Pilotfish",
         version=version("pilotfish"),
         docs_url=None,
         redoc_url=None,
         middleware=[
+            Middleware(MarkMiddleware),
             *cors(cors_origins),
             Middleware(RequestIdMiddleware, adds_header=adds_request_id),
             Middleware(ObservabilityMiddleware, metrics=metrics, clock=time.monotonic, tracer=tracer),

@@ -1,8 +1,9 @@
-"""What Ray Serve's HTTP proxy does for Pilotfish: bounds of connections, TLS, and request ids that are UTF-8.
+"""What Ray Serve's HTTP proxy does for Pilotfish: bounds of connections, TLS, pacing, and request ids that are UTF-8.
 
 The proxy takes headers of any size, waits for clients for ever, demands no certificate of clients even if it has
-certificates to check them by, and fails with status 500 for an `x-request-id` that is not UTF-8, before it calls the
-ingress. Serve calls `middlewares` in every proxy process, before it listens, when `CALLBACK_VARIABLE` names it.
+certificates to check them by, sends on all requests of a flood side by side, so that none comes through soon, and fails
+with status 500 for an `x-request-id` that is not UTF-8, before it calls the ingress. Serve calls `middlewares` in every
+proxy process, before it listens, when `CALLBACK_VARIABLE` names it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from starlette.middleware import Middleware
 from uvicorn.config import HTTP_PROTOCOLS
 
 from cluster.ingress.asgi import RequestIdMiddleware
+from cluster.ingress.connections.pacing import PacingMiddleware
 
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 CALLBACK = "deploy.ray.proxy:middlewares"
@@ -20,4 +22,4 @@ _PROTOCOL = "cluster.ingress.connections.protocol:BoundedHttpProtocol"
 def middlewares() -> list[Middleware]:
     """Bound the connections of the HTTP servers of this process, and return the middlewares around the proxy."""
     HTTP_PROTOCOLS["auto"] = _PROTOCOL
-    return [Middleware(RequestIdMiddleware)]
+    return [Middleware(RequestIdMiddleware), Middleware(PacingMiddleware)]
