@@ -60,10 +60,14 @@ def client_context(
     The server's certificate is checked. Its name need not be, where the server listens at an address of this machine.
     Raises `ConfigurationError`.
     """
+    trusted = None if tls.trusted is None else Path(tls.trusted).expanduser()
     try:
-        trusted = None if tls.trusted is None else Path(tls.trusted).expanduser()
         context = ssl.create_default_context(cafile=trusted)
-        context.check_hostname = checks_name
+    except (OSError, ValueError) as error:
+        name = "ca" if tls.ca else "certificate"
+        raise ConfigurationError(f"server.tls.{name}: needed a readable PEM file, found {trusted}: {error}") from None
+    context.check_hostname = checks_name
+    try:
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # `certificate` need not be an authority's
         if presents_certificate and tls.client_pair is not None:
             context.load_cert_chain(*tls.client_pair)
