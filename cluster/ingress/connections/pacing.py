@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -91,7 +90,7 @@ class PacingMiddleware:
     async def _pass_mark(self, scope: Scope) -> None:
         """Send a mark to the application of the request with this scope, and wait until it comes back."""
         mark = {**scope, "method": "GET", "headers": [_MARK], "query_string": b"", "state": {}}
-        passing = asyncio.create_task(self._app(mark, _Empty(), _ignore), name="pacing-mark")  # type: ignore[arg-type]
+        passing: asyncio.Future[None] = asyncio.ensure_future(self._app(mark, _Empty(), _ignore))
         passing.add_done_callback(_take_error)
         await asyncio.wait({passing}, timeout=LONGEST_PAUSE_SECONDS)
 
@@ -125,7 +124,7 @@ async def _ignore(_: Message) -> None:
     pass
 
 
-def _take_error(passing: asyncio.Task[Any]) -> None:
+def _take_error(passing: asyncio.Future[None]) -> None:
     """A mark that fails has come back too. The requests then meet the same error, and report it."""
     if not passing.cancelled():
         passing.exception()
