@@ -102,6 +102,8 @@ def mutated_json(body: dict[str, Any], rng: random.Random) -> bytes:
     changed = json.loads(json.dumps(body))
     for _ in range(rng.randint(1, 3)):
         changed = _changed(changed, rng)
+        if changed is _DELETED:
+            changed = None
     data = bytearray(json.dumps(changed).encode())
     if rng.random() < 0.2:
         _change_bytes(data, rng)

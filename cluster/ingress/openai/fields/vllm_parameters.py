@@ -53,7 +53,7 @@ class VllmParameters(StrictModel):
     """No effect: text is made of the bytes of the tokens, without added spaces."""
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its special tokens to the prompt. Unset: to text, not to conversations."""
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_UINT32)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT32)] | None = None
     """Keep this many tokens of a longer prompt; -1 keeps as many as fit beside `max_tokens`."""
     truncation_side: Literal["left", "right"] = "left"
     """The side of the prompt at which `truncate_prompt_tokens` removes tokens."""

@@ -107,6 +107,7 @@ async def test_exclusions_reach_the_engine_as_tokens(api: HttpApi) -> None:
         ({"logprob_token_ids": [5]}, "logprob_token_ids"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 2**32 - 1}, "truncate_prompt_tokens"),
         ({"truncation_side": "middle"}, "truncation_side"),
         ({"stream_interval": 0}, "stream_interval"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
