@@ -138,5 +138,5 @@ stubs:
 	@$(PROTOC) --python_out=$(OUT) --grpc_python_out=$(OUT) --mypy_out=quiet:$(OUT) --mypy_grpc_out=quiet:$(OUT) $(PROTOS)
 
 clean:  ## Remove all build and test output, except the weights in the cache
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .schemathesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
