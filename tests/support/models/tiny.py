@@ -141,11 +141,14 @@ def bart(**changes: Any) -> PreTrainedConfig:
     return BartConfig(**(_SOURCED | {"decoder_start_token_id": 2} | changes))
 
 
-_GENERATION: dict[str, dict[str, Any]] = {
-    "marian": {"forced_eos_token_id": 2, "bad_words_ids": [[0]]},
-    "bart": {"forced_bos_token_id": 1, "forced_eos_token_id": 2},
-}
-"""Fields of the generation configuration, by model type."""
+def _generation(config: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of the generation configuration: forced and forbidden tokens, as in the families' known models."""
+    if config.model_type == "marian":
+        return {"forced_eos_token_id": config.eos_token_id, "bad_words_ids": [[config.pad_token_id]]}
+    if config.model_type == "bart":
+        return {"forced_bos_token_id": config.bos_token_id, "forced_eos_token_id": config.eos_token_id}
+    return {}
+
 
 ENCODER_DECODER_FAMILIES = {"t5": t5, "t5_gated": t5_gated, "marian": marian, "bart": bart}
 
@@ -172,7 +175,9 @@ def save(directory: Path, config: PreTrainedConfig, seed: int = 0, sharpness: fl
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and parameter.requires_grad:  # sinusoidal positions are fixed
                 parameter.mul_(_sourced_scale(config, name) if config.is_encoder_decoder else sharpness)
-    model.generation_config.update(**_GENERATION.get(config.model_type, {}))
+        if getattr(model, "final_logits_bias", None) is not None:  # of Marian and BART
+            model.final_logits_bias.normal_(std=0.5)
+    model.generation_config.update(**_generation(config))
     model.save_pretrained(directory)
     return directory
 

@@ -6,8 +6,11 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
+
+from tests.support.models import tiny
 
 END, UNKNOWN, PADDING = "</s>", "<unk>", "<pad>"
 FRENCH = (
@@ -39,6 +42,14 @@ def marian_tokenizer(directory: Path, vocabulary: int = 96) -> Path:
     languages = {"source_lang": "fr", "target_lang": "en"}
     (directory / "tokenizer_config.json").write_text(json.dumps(languages))
     return directory
+
+
+def save_translator(directory: Path, family: str, **changes: Any) -> Path:
+    """A tiny model of an encoder-decoder family with this tokenizer."""
+    padding = 95
+    ends = {"eos_token_id": 0, "pad_token_id": padding, "decoder_start_token_id": 0 if family == "bart" else padding}
+    config = tiny.ENCODER_DECODER_FAMILIES[family](vocab_size=padding + 1, bos_token_id=3, **ends, **changes)
+    return tiny.save(marian_tokenizer(directory, padding + 1), config)
 
 
 def _train(sentences: Sequence[str]) -> bytes:

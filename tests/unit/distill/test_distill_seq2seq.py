@@ -14,8 +14,8 @@ from transformers import AutoConfig
 
 from cluster.core.errors import ConfigurationError
 from deploy import cli
-from tests.support.translation import tiny_seq2seq_configs as configs
-from tests.support.translation.tiny_marian import FRENCH, marian_tokenizer
+from tests.support.models import tiny
+from tests.support.translation.tiny_marian import FRENCH, save_translator
 from workers.distill.answers import Answer, read_answers
 from workers.distill.export import export
 from workers.distill.loop import TrainingPlan
@@ -31,9 +31,19 @@ CPU = torch.device("cpu")
 SOURCES = ((5, 9, 11, 2), (40, 41), (7, 8, 9, 10, 11, 12, 2))
 
 
-@pytest.fixture(scope="module", params=list(configs.FAMILIES))
+DECODER_LAYERS = {
+    "t5": "num_layers",
+    "t5_gated": "num_decoder_layers",
+    "marian": "decoder_layers",
+    "bart": "decoder_layers",
+}
+"""The field of each family with the number of decoder layers."""
+
+
+@pytest.fixture(scope="module", params=sorted(tiny.ENCODER_DECODER_FAMILIES))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return configs.save(tmp_path_factory.mktemp("target"), configs.FAMILIES[request.param]())
+    config = tiny.ENCODER_DECODER_FAMILIES[request.param](**{DECODER_LAYERS[request.param]: 3})
+    return tiny.save(tmp_path_factory.mktemp("target"), config)
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +68,13 @@ def logits_of(student: Seq2SeqStudent, answers: list[Answer]) -> torch.Tensor:
         return student.logits(student.states(student.eval().batch(answers, 64)))
 
 
-def target_logits(target: Any, answers: list[Answer]) -> torch.Tensor:
-    """Logits before each token of the answers, from one pass per answer."""
-    start, found = decoder_start(target), []
+def target_logits(target: Any, answers: list[Answer], draft: Any = None) -> torch.Tensor:
+    """Logits of the target, or of a draft of it, before each token of the answers, from one pass per answer."""
+    start, model, found = decoder_start(target), draft or target, []
     for answer in answers:
         tokens = torch.tensor([[*start, *answer.answer[:-1]]])
         with torch.inference_mode():
-            logits = target(input_ids=torch.tensor([answer.prompt]), decoder_input_ids=tokens, use_cache=False).logits
+            logits = model(input_ids=torch.tensor([answer.prompt]), decoder_input_ids=tokens, use_cache=False).logits
         found.append(logits[0, len(start) - 1 :])
     return torch.cat(found)
 
@@ -132,7 +142,7 @@ class TestStoredDraft:
         draft.module.set_attn_implementation("sdpa")
         answers = answers_of(target)
         torch.testing.assert_close(
-            logits_of(student, answers), target_logits(draft.module.eval(), answers), rtol=5e-3, atol=5e-3
+            logits_of(student, answers), target_logits(target, answers, draft.module.eval()), rtol=5e-3, atol=5e-3
         )
         assert read_card(tmp_path / "draft").layers == (0, 2)
         stored = load_file(tmp_path / "draft" / "model.safetensors")
@@ -159,7 +169,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A directory, and the arguments of a command that makes a draft of a tiny translator."""
     directory = tmp_path_factory.mktemp("command")
-    configs.save(marian_tokenizer(directory / "target"), configs.marian())
+    save_translator(directory / "target", "marian", decoder_layers=3)
     words = " ".join(FRENCH).split()
     rows = [{"fr": " ".join(words[number % 20 :][:5])} for number in range(40)]
     (directory / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -186,7 +196,7 @@ def test_the_command_makes_a_draft(command: tuple[Path, list[str]], monkeypatch:
     ):
         assert words in text
     config = AutoConfig.from_pretrained(directory / "draft")
-    assert (config.decoder_layers, config.encoder_layers) == (1, 3)
+    assert (config.decoder_layers, config.encoder_layers) == (1, 2)
     before = (directory / "draft.work" / "answers.jsonl").read_bytes()
     assert run(monkeypatch, *arguments, *evaluation) == 0
     assert (directory / "draft.work" / "answers.jsonl").read_bytes() == before

@@ -1,7 +1,9 @@
-"""A whole cluster with a tiny translator: texts, beams, and streams that go on at another cluster."""
+"""A whole cluster with a tiny translator of each family: texts, beams, drafts, streams that go on elsewhere."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -18,17 +20,17 @@ from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
-from tests.support.translation import tiny_seq2seq_configs as configs
-from tests.support.translation.tiny_marian import FRENCH, marian_tokenizer
+from tests.support.models import tiny
+from tests.support.translation.tiny_marian import FRENCH, save_translator
 from workers.serve.configuration import load_configuration
 
 TIMEOUT_SECONDS = 60.0
 MOST = 20
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return configs.save(marian_tokenizer(tmp_path_factory.mktemp("marian")), configs.marian(), sharpness=2.5)
+@pytest.fixture(scope="module", params=sorted(tiny.ENCODER_DECODER_FAMILIES))
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_translator(tmp_path_factory.mktemp(request.param), request.param)
 
 
 def configure(directory: Path, method: str) -> Configuration:
@@ -53,11 +55,12 @@ def expected(directory: Path) -> dict[int, list[list[int]]]:
     model: Any = AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = Tokenizer.load(directory)
     found: dict[int, list[list[int]]] = {1: [], 4: []}
+    forced = int(model.generation_config.forced_bos_token_id is not None)
     for sentence in FRENCH:
         source = torch.tensor([tokenizer.encode(sentence)])
         for beams, answers in found.items():
-            written = model.generate(source, num_beams=beams, do_sample=False, max_new_tokens=MOST)
-            answers.append(written[0, 1:].tolist())
+            written = model.generate(source, num_beams=beams, do_sample=False, max_new_tokens=MOST + forced)
+            answers.append(written[0, 1 + forced :].tolist())
     return found
 
 
@@ -79,7 +82,38 @@ async def test_completions_are_those_of_transformers(
             assert [choice["text"] for choice in choices] == [tokenizer.decode(tokens) for tokens in wanted]
             details = answer["usage"]["completion_tokens_details"]
             if method == "model" and beams == 1:
-                assert details["accepted_prediction_tokens"] > details["rejected_prediction_tokens"]
+                assert details["accepted_prediction_tokens"] > answer["usage"]["completion_tokens"] // 2
+
+
+async def answers(client: GenerationClient, draft: Sequence[int] = ()) -> tuple[list[tuple[int, ...]], int]:
+    """Greedy and sampled answers to all sources at once, and the number of drafted tokens."""
+
+    async def one(source: str, sampling: common_pb2.SamplingParameters) -> tuple[tuple[int, ...], int]:
+        stopping = generation_pb2.StoppingCriteria(max_tokens=MOST, ignore_eos=True)
+        request = generation_pb2.GenerateRequest(text=source, sampling=sampling, stopping=stopping, model="tiny")
+        request.prediction_token_ids.ids.extend(draft)
+        tokens: list[int] = []
+        usage = generation_pb2.Usage()
+        async for response in client.generate(request, TIMEOUT_SECONDS):
+            tokens += response.delta.token_ids
+            usage.MergeFrom(response.finished.usage)
+        return tuple(tokens), usage.drafted_tokens
+
+    samplings = [common_pb2.SamplingParameters(temperature=temperature, seed=5) for temperature in (0.0, 0.8)]
+    found = await asyncio.gather(*(one(source, sampling) for source in FRENCH for sampling in samplings))
+    return [tokens for tokens, _ in found], sum(drafted for _, drafted in found)
+
+
+async def test_no_lookup_changes_an_answer(directory: Path) -> None:
+    plain: list[tuple[int, ...]] = []
+    for method in ("none", "suffix", "prediction", "lookahead", "recycling"):
+        async with LocalCluster(configure(directory, method)) as cluster:
+            client = GenerationClient(fixed_address(cluster.grpc_address))
+            found, drafted = await answers(client, plain[0] if plain else ())
+            plain = plain or found
+            assert found == plain, method
+            assert (drafted > 0) == (method != "none"), method
+            await client.close()
 
 
 async def test_a_stream_goes_on_at_another_cluster_after_any_event(directory: Path) -> None:
