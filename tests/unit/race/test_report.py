@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -80,6 +81,15 @@ def test_a_task_has_its_own_ratio(results: BenchResults) -> None:
 
 def test_latencies_are_in_milliseconds(results: BenchResults) -> None:
     assert row(markdown(results), "lookup", "## Latency")[1:] == ["100.00"] * 3 + ["50.00"] * 3
+
+
+def test_an_interrupted_race_reports_what_it_measured(results: BenchResults) -> None:
+    results.entries.append(Entry("second", "cluster", (), Cost()))
+    results.cells[:] = results.cells[:1] + [replace(results.cells[0], competitor="second")]
+    text = markdown(results)
+    assert row(text, "lookup", "## Speed, batch 1")[1] == row(text, "second", "## Speed, batch 1")[1] == "4.00"
+    assert "batch 8" not in text
+    assert speedup_by_task(results)
 
 
 def test_what_did_not_run_is_listed_with_its_reason(results: BenchResults) -> None:
