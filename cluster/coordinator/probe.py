@@ -27,6 +27,8 @@ NEW_SEQUENCE_FACTOR, NEW_SEQUENCE_FACTOR_ON_TARGET = 1.0, 2.0
 """Largest factor on the pause once there are sequences of which nothing is known."""
 MAX_PAUSE_FACTOR = 8.0
 """Largest factor on the pause, which doubles while speculation does not pay."""
+OVERDUE_ROUNDS = 64
+"""Rounds after which a probe that is due takes any sequence, because all answers are short."""
 _ROUND_RATE = 0.2
 """Share of a round's deviation that goes into the mean time of a round."""
 _LONGEST_ROUND = 1.0
@@ -75,6 +77,8 @@ class BackgroundProbes:
         self._pause_factor = FIRST_PAUSE_FACTOR_ON_TARGET if is_colocated else FIRST_PAUSE_FACTOR
         self._new_factor = NEW_SEQUENCE_FACTOR_ON_TARGET if is_colocated else NEW_SEQUENCE_FACTOR
         self._next = 0
+        self._least_decoded = EVIDENCE_ROUNDS if is_colocated else 0
+        """Tokens of an answer before its first probe: a drafter on the target was not shown the prompt."""
         self._last_round_at = clock()
         self._round_seconds = 0.0
 
@@ -93,6 +97,8 @@ class BackgroundProbes:
         Prefilling a long prompt takes a drafter many times as long as a draft, so the sequences that a drafter already
         has are probed repeatedly.
         """
+        if not self._probes.allows(self._clock() - OVERDUE_ROUNDS * self._round_seconds):
+            candidates = [live for live in candidates if _decoded(live) >= self._least_decoded]
         if not candidates or not self._pool.is_idle:
             return
         first = self._next % len(candidates)
@@ -132,3 +138,7 @@ class BackgroundProbes:
         if proposals:
             self._controller.observe_probe_latency(len(probe.requests), probe.depth, probe.seconds)
         self._pause_factor = min(MAX_PAUSE_FACTOR, self._pause_factor * 2) if self._controller.is_idle else 1.0
+
+
+def _decoded(live: LiveSequence) -> int:
+    return len(live.sequence) - live.sequence.prompt_len

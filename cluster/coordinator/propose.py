@@ -190,13 +190,15 @@ class Proposer:
         starts = controller is None or controller.starts_with_drafts(len(plan.rows))
         wanted: dict[SequenceId, DraftBudget] = {}
         shown: dict[SequenceId, DraftBudget] = {}
-        shows = starts or self._needs_evidence(len(plan.rows))
+        is_active = starts or not (controller is None or controller.is_idle)
+        is_near = self._drafts_are_near(len(plan.rows))
         for row in plan.rows:
             live = self._running.get(row.sequence_id)
             if live is None:
                 continue
             largest = live.largest_draft(self.max_draft)
-            if shows and largest.max_nodes:
+            # A drafter takes long to catch up on a prompt, so it is shown prompts only while there are drafts.
+            if largest.max_nodes and (is_active or (is_near and row.decide and row.pending == 1)):
                 shown[live.id] = EVIDENCE_ONLY
             if not row.decide:
                 continue
@@ -248,10 +250,10 @@ class Proposer:
         if drafts.expected_step_seconds is not None:
             self._metrics.predicted_round(drafts.expected_step_seconds + drafts.waited, seconds)
 
-    def _needs_evidence(self, rows: int) -> bool:
-        """Whether a drafter on the target needs what this step shows of sequences without a draft."""
+    def _drafts_are_near(self, rows: int) -> bool:
+        """Whether a probe or the end of a suspension is near, so that the drafter should know the steps before it."""
         controller, probes = self._controller, self._probes
-        return controller is not None and (controller.needs_evidence(rows) or (probes is not None and probes.are_near))
+        return controller is not None and (controller.resumes_soon(rows) or (probes is not None and probes.are_near))
 
     def _call(self, rows: Iterable[PlannedRow]) -> DraftCalls | None:
         requests = {

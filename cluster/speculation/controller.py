@@ -96,12 +96,9 @@ class SpeculationController:
         """Whether speculation does not pay at present, or nothing is known of it yet."""
         return self._expects_no_gain or self._is_suspended
 
-    def needs_evidence(self, rows: int) -> bool:
-        """Whether a drafter on the target needs what steps show of sequences that have no draft.
-
-        That is so while others have drafts, and shortly before a suspension ends.
-        """
-        return not self.is_idle or self._speedup.resumes_within(rows, EVIDENCE_ROUNDS)
+    def resumes_soon(self, rows: int) -> bool:
+        """Whether a suspension for `rows` rows ends within `EVIDENCE_ROUNDS` rounds."""
+        return self._speedup.resumes_within(rows, EVIDENCE_ROUNDS)
 
     @property
     def needs_sizing(self) -> bool:
