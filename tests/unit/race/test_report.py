@@ -85,7 +85,7 @@ def test_latencies_are_in_milliseconds(results: BenchResults) -> None:
 
 def test_an_interrupted_race_reports_what_it_measured(results: BenchResults) -> None:
     results.entries.append(Entry("second", "cluster", (), Cost()))
-    results.cells[:] = results.cells[:1] + [replace(results.cells[0], competitor="second")]
+    results.cells[:] = [*results.cells[:1], replace(results.cells[0], competitor="second")]
     text = markdown(results)
     assert row(text, "lookup", "## Speed, batch 1")[1] == row(text, "second", "## Speed, batch 1")[1] == "4.00"
     assert "batch 8" not in text
