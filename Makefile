@@ -83,6 +83,10 @@ bench: $(WEIGHTS)  ## Measure (ARGS='serving --repeats 3'; --help lists the sect
 chaos: $(WEIGHTS)  ## Kill and freeze processes of every role while clients stream; every token is compared (ARGS='--rounds 300 --seed S')
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.chaos $(ARGS)
 
+.PHONY: translations
+translations: $(TRANSLATORS)  ## Real translations equal those of transformers, token for token (ARGS='multi30k_val.jsonl --model opus-mt-fr-en --kill target,draft')
+	$(BIN)/python -m tests.translations $(ARGS)
+
 soak: $(WEIGHTS)  ## Random traffic for half an hour with too little memory; every answer is checked (ARGS='--minutes 5')
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.soak $(ARGS)
 

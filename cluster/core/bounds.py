@@ -47,6 +47,8 @@ MAX_BAD_WORD_TOKENS = 64
 MAX_THINK_MARKER = 64
 """Most tokens that begin or end what a model thinks."""
 """Most tokens of a forbidden sequence."""
+MAX_NO_REPEAT_NGRAM = 1024
+"""Longest token sequences that may be forbidden to repeat."""
 MAX_GRAMMAR_BYTES = 128 * 1024
 """Longest grammar or JSON schema, in bytes."""
 MAX_CHOICES = 4096

@@ -5,6 +5,7 @@ Lengths are in tokens, times in seconds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -61,6 +62,8 @@ class SamplingParameters:
     """Only these tokens are sampled; empty allows all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the answer never contains: where all but the last token precede, the last is not sampled."""
+    no_repeat_ngram_size: int = 0
+    """No sequence of this many tokens occurs twice in prompt and answer; 0 allows repetition."""
     logprob_token_ids: tuple[int, ...] = ()
     """Tokens whose log-probabilities are reported instead of those of the most probable ones, if `logprobs` is set."""
     prompt_logprobs: int | None = None
@@ -69,6 +72,15 @@ class SamplingParameters:
     """What the answer matches: only tokens that continue it are sampled, and where it is complete the answer ends."""
     thinking: ThinkingBudget | None = None
     """How much the model may think; `None` leaves it unbounded. Not with a grammar."""
+
+    def repeated_ngram_ends(self, tokens: Sequence[int]) -> frozenset[int]:
+        """Tokens that, after prompt and answer so far, would repeat a sequence of `no_repeat_ngram_size` tokens."""
+        size = self.no_repeat_ngram_size
+        if not size or len(tokens) < size:
+            return frozenset()
+        before = size - 1
+        last, starts = tokens[len(tokens) - before :], range(len(tokens) - before)
+        return frozenset(tokens[start + before] for start in starts if tokens[start : start + before] == last)
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,8 @@ class TargetInfo:
     """The token that the model's generation configuration forces at the end of an answer of full length."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the model's generation configuration forbids in every answer."""
+    no_repeat_ngram_size: int = 0
+    """Length of the token sequences that the model's generation configuration forbids to repeat; 0: none."""
 
     @property
     def is_encoder_decoder(self) -> bool:

@@ -164,6 +164,7 @@ def fit_to_context(
         sampling=replace(
             request.answers.engine_sampling(request.sampling),
             bad_words=(*info.bad_words, *request.sampling.bad_words),
+            no_repeat_ngram_size=request.sampling.no_repeat_ngram_size or info.no_repeat_ngram_size,
         ),
         stopping=replace(request.stopping, max_tokens=max_tokens),
         text=request.text,

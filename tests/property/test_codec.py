@@ -173,6 +173,7 @@ infos = st.builds(
     max_source_len=st.integers(0, 2**16),
     forced_eos_token_id=st.none() | st.just(0),
     bad_words=st.lists(st.lists(st.just(0), min_size=1, max_size=3).map(tuple), max_size=2).map(tuple),
+    no_repeat_ngram_size=st.integers(0, 1024),
 )
 quick = settings(max_examples=80, deadline=None)
 

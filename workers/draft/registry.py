@@ -7,8 +7,10 @@ package import torch only inside their factories, so that reading the settings s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from cluster.core.config.base import PluginSettings
@@ -42,6 +44,8 @@ class MethodPlugin:
     """Where the method can draft, the preferred place first."""
     on_every_rank: bool = False
     """Whether the method computes with the target's layers, so that it runs on all ranks of the target."""
+    for_encoder_decoder: bool = True
+    """Whether the method drafts for encoder-decoder targets."""
 
 
 METHODS: Registry[MethodPlugin] = Registry("draft.method", "workers.draft.methods")
@@ -57,6 +61,7 @@ def register(
     needs: Callable[[SettingsType], EvidenceNeeds] = lambda _: EvidenceNeeds(),
     placements: tuple[Placement, ...] = ("drafter", "target"),
     on_every_rank: bool = False,
+    for_encoder_decoder: bool = True,
 ) -> Callable[
     [Callable[[SettingsType, DraftSection, TargetSection], MethodType]],
     Callable[[SettingsType, DraftSection, TargetSection], MethodType],
@@ -66,7 +71,8 @@ def register(
     def add(
         create: Callable[[SettingsType, DraftSection, TargetSection], MethodType],
     ) -> Callable[[SettingsType, DraftSection, TargetSection], MethodType]:
-        METHODS.register(name, MethodPlugin(settings, create, target_settings, needs, placements, on_every_rank))
+        flags = (on_every_rank, for_encoder_decoder)
+        METHODS.register(name, MethodPlugin(settings, create, target_settings, needs, placements, *flags))
         return create
 
     return add
@@ -75,9 +81,18 @@ def register(
 def create(draft: DraftSection, target: TargetSection) -> DraftMethod:
     """Create the methods that `draft.method` or `draft.methods` selects. This is slow where it loads weights.
 
-    Raises `ConfigurationError` for an unknown name, and the errors of the factories.
+    Raises `ConfigurationError` for an unknown name and for a method that does not draft for this kind of target, and
+    the errors of the factories.
     """
-    chosen = [(plugin, draft.settings(name, plugin.settings)) for name, plugin in _selected(draft)]
+    selected = _selected(draft)
+    refused = [name for name, plugin in selected if not plugin.for_encoder_decoder]
+    if refused and _is_encoder_decoder(Path(target.path)):
+        others = ", ".join(sorted(name for name, plugin in METHODS.items() if plugin.for_encoder_decoder))
+        raise ConfigurationError(
+            f"draft.method: {refused[0]} is refused for the encoder-decoder target {target.path!r}; it must be one of "
+            f"{others}"
+        )
+    chosen = [(plugin, draft.settings(name, plugin.settings)) for name, plugin in selected]
     methods = [plugin.create(settings, draft, target) for plugin, settings in chosen]
     reads_hidden = [bool(plugin.needs(settings).taps) for plugin, settings in chosen]
     return combined(methods, reads_hidden, suspends=draft.controller == "auto")
@@ -122,6 +137,14 @@ def placement_of(draft: DraftSection) -> Placement:
     if place == "target" and draft.replicas > 1:
         raise ConfigurationError(f"draft.replicas: {draft.replicas} is refused; on the target there is one drafter")
     return place
+
+
+def _is_encoder_decoder(directory: Path) -> bool:
+    """Whether the configuration of a model says so; false without a readable one, which loading the model reports."""
+    try:
+        return bool(json.loads((directory / "config.json").read_text("utf-8")).get("is_encoder_decoder"))
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _only(place: Placement, plugin: MethodPlugin) -> bool:

@@ -78,6 +78,7 @@ class SourceParts:
     """Tokens that the encoder distinguishes."""
     forced_eos_token_id: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    no_repeat_ngram_size: int = 0
     relative_bias: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Biases of the decoder's self-attention: from key position minus query position `[rows, queries, keys]` to
     `[rows, heads, queries, keys]`."""

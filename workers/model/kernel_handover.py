@@ -16,8 +16,10 @@ from workers.forward.linear import Int8Kernel, quantize
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.native.decoder import NativeDecoder, pack_decoder
 from workers.forward.native.decoder_shape import supported_shape
+from workers.forward.native.sourced_decoder import NativeSourcedDecoder, pack_sourced_decoder, sourced_shape
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
+from workers.kv.sources import SourceStore
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +38,21 @@ class KernelMismatch(Exception):
     """The kernels compute other logits than the model. The model's weights are packed, so it must be loaded again."""
 
 
-def try_native_kernels(model: LoadedModel, quantization: str) -> NativeDecoder | None:
+def try_native_kernels(model: LoadedModel, quantization: str) -> NativeDecoder | NativeSourcedDecoder | None:
     """Pack the model for the kernels. Returns `None`, and leaves the model as it was, if they do not support it.
 
     Raises `KernelMismatch` if the packed model computes other logits than the model did.
     """
-    shape = supported_shape(model.module, model.dtype)
-    if shape is None:
+    shape = supported_shape(model.module, model.dtype) if model.source is None else None
+    if shape is None and (model.source is None or sourced_shape(model.module, model.dtype) is None):
         return None
     with _quantized_like_kernels(model.module, quantization):
         expected = _trial_logits(model)
-    native = pack_decoder(model.module, shape, model.dtype, quantization, model.code_directory)
+    native: NativeDecoder | NativeSourcedDecoder | None
+    if shape is not None:
+        native = pack_decoder(model.module, shape, model.dtype, quantization, model.code_directory)
+    else:
+        native = pack_sourced_decoder(model.module, model.dtype, quantization, model.code_directory)
     if native is None:
         return None
     error = relative_error(_trial_logits(replace(model, native=native)), expected)
@@ -88,8 +94,14 @@ def _trial_logits(model: LoadedModel) -> torch.Tensor:
     """Logits of a short text, float32 `[tokens, vocabulary]`."""
     # Every table of the model needs its own blocks; no supported model has more than 64 tables.
     pool = KvPool(model.kv_spec, PoolSection(block_size=_BLOCK_SIZE), 64 * -(-_TRIAL_TOKENS // _BLOCK_SIZE))
+    runner = ModelRunner(model, pool)
+    source = None
+    if model.source is not None:
+        store, read = SourceStore(pool), range(1, _TRIAL_TOKENS // 2)
+        source = store.acquire(tuple(index * _STRIDE % model.source.vocabulary_size for index in read), "")
+        runner.encode([source], store)
     table = pool.new_table()
     pool.reserve(table, _TRIAL_TOKENS)
     tokens = tuple((index + 1) * _STRIDE % model.vocabulary_size for index in range(_TRIAL_TOKENS))
-    row = ForwardRow(table, tokens, select=tuple(range(_TRIAL_TOKENS)))
-    return ModelRunner(model, pool).forward([row]).float().clone()
+    row = ForwardRow(table, tokens, select=tuple(range(_TRIAL_TOKENS)), source=source)
+    return runner.forward([row]).float().clone()

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,9 +15,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.distributed import mixin
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.distributed.utils import TransformersDeviceMesh
 
 from cluster.core.config.sections import ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
@@ -29,6 +23,7 @@ from workers.forward.attention import ATTENTION_NAME, register
 from workers.forward.compilation import should_compile
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.replace_linear import replace_linear_layers
+from workers.model.device_mesh import ranks_on
 from workers.model.distilled import load_distilled_draft
 from workers.model.draft_card import is_distilled
 from workers.model.encoder_decoder.shard import Share
@@ -85,7 +80,11 @@ def load_model(
     if config.is_encoder_decoder:
         share = Share(rank, tensor_parallel)
         origin = target_directory if target_directory is not None and is_distilled(directory) else directory
-        return _load_encoder_decoder(section, config, device, read(), origin, max_context_len, share)
+        load = partial(_load_encoder_decoder, section, config, device, origin, max_context_len, share)
+        try:
+            return load(read(), native=_may_be_native(section, device, share.ranks))
+        except KernelMismatch:
+            return load(read(), native=False)
     module, vocabulary = read()
     vocabulary_size = int(config.get_text_config().vocab_size)
     model = LoadedModel(
@@ -103,7 +102,7 @@ def load_model(
         uses_cuda_graphs=device.type == "cuda" and section.compile != "off",
         vocabulary=vocabulary,
     )
-    if section.native == "auto" and section.compile != "on" and device.type == "cpu" and tensor_parallel == 1:
+    if _may_be_native(section, device, tensor_parallel):
         try:
             native = try_native_kernels(model, section.quantization)
         except KernelMismatch:
@@ -112,6 +111,11 @@ def load_model(
             if native is not None:
                 return replace(model, native=native)
     return _optimized(model, section)
+
+
+def _may_be_native(section: ModelSection, device: torch.device, ranks: int) -> bool:
+    """Whether the CPU kernels may compute the layers."""
+    return section.native == "auto" and section.compile != "on" and device.type == "cpu" and ranks == 1
 
 
 def _optimized(model: LoadedModel, section: ModelSection) -> LoadedModel:
@@ -127,12 +131,18 @@ def _load_encoder_decoder(
     section: ModelSection,
     config: PreTrainedConfig,
     device: torch.device,
-    loaded: tuple[PreTrainedModel, torch.Tensor | None],
     origin: Path,
     max_context_len: int | None,
     share: Share,
+    loaded: tuple[PreTrainedModel, torch.Tensor | None],
+    *,
+    native: bool,
 ) -> LoadedModel:
-    """Make a model of a module's decoder. `origin` has its settings. Raises `ModelLoadError`, `ConfigurationError`."""
+    """Make a model of a module's decoder. `origin` has its settings.
+
+    With `native`, the CPU kernels compute its layers if they can. Raises `KernelMismatch` if they compute other logits
+    than the module, `ModelLoadError`, `ConfigurationError`.
+    """
     module, vocabulary = loaded
     split = split_encoder_decoder(module, origin, section.quantization, share if share.ranks > 1 else None)
     vocabulary_size = split.vocabulary_size if vocabulary is None else int(config.get_text_config().vocab_size)
@@ -151,7 +161,8 @@ def _load_encoder_decoder(
         vocabulary=vocabulary,
         source=split.source,
     )
-    return _optimized(model, section)
+    kernels = try_native_kernels(model, section.quantization) if native else None
+    return _optimized(model, section) if kernels is None else replace(model, native=kernels)
 
 
 def _read(
@@ -180,7 +191,7 @@ def _read(
     else:
         arguments["device_map"] = {"": device}
     try:
-        with _ranks_on(device):
+        with ranks_on(device):
             module: PreTrainedModel = _auto_class(config).from_pretrained(directory, **arguments)
     except ImportError as error:
         raise ModelLoadError(_missing_library(directory, config, error)) from error
@@ -222,29 +233,6 @@ def _missing_library(directory: Path, config: PreTrainedConfig, error: ImportErr
         f"model directory {str(directory)!r}: its weights are quantized as {method!r} and the library for them is "
         f"missing; {remedy}, or give the model with plain weights"
     )
-
-
-@contextmanager
-def _ranks_on(device: torch.device) -> Iterator[None]:
-    """Make `transformers` build its device mesh on the configured device.
-
-    By default it uses the accelerator that torch was built for, even if none is present. It has no argument to choose
-    another device.
-    """
-
-    def on_device(config: DistributedConfig) -> tuple[torch.device, TransformersDeviceMesh]:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        shape = (1, 1, 1, config.tp_size or 1)
-        dense = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
-        # Experts are not sharded (ep_size 1), so all ranks lie on the remaining axis.
-        expert = init_device_mesh(
-            device.type, (1, 1, shape[3], 1), mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep")
-        )
-        return device, TransformersDeviceMesh(dense, expert)
-
-    with patch.object(mixin, "initialize_distributed_mesh", on_device):
-        yield
 
 
 def choose_device(wanted: str, rank: int) -> torch.device:

@@ -53,7 +53,8 @@ class DecisionContext:
 
     @property
     def excluded_tokens(self) -> tuple[int, ...]:
-        """Tokens that cannot be chosen: those that end an answer that is too short, and the ends of bad words.
+        """Tokens that cannot be chosen: those that end an answer that is too short, and the ends of bad words and of
+        repeated n-grams.
 
         An answer that is complete by its grammar ends, however short it is.
         """
@@ -61,7 +62,11 @@ class DecisionContext:
         is_short = sampling.min_tokens and len(self.tokens) - self.prompt_len < sampling.min_tokens
         is_short = is_short and not (self.allowed is not None and self.allowed.is_complete)
         ends = sampling.end_token_ids if is_short else ()
-        return (*ends, *self._ends_of_bad_words()) if sampling.bad_words else ends
+        if sampling.bad_words:
+            ends = (*ends, *self._ends_of_bad_words())
+        if sampling.no_repeat_ngram_size:
+            ends = (*ends, *sampling.repeated_ngram_ends(tuple(self.tokens)))
+        return ends
 
     @property
     def forced_token(self) -> int | None:

@@ -30,4 +30,5 @@ def describe_target(model: LoadedModel, pool: KvPool, name: str, *, is_lossless:
         max_source_len=model.source.max_source_len,
         forced_eos_token_id=model.source.forced_eos_token_id,
         bad_words=model.source.bad_words,
+        no_repeat_ngram_size=model.source.no_repeat_ngram_size,
     )

@@ -39,9 +39,7 @@ class BeamSearch:
             # The first token of a decoder's start is not counted; those after it are forced tokens of the answer.
             len(request.prompt) - 1 if request.source else 0,
         )
-        self._bad_words = request.sampling.bad_words
-        needed = self._state.candidates + len({word[-1] for word in self._bad_words})
-        self._needed = min(needed, vocabulary_size, bounds.MAX_LOGPROBS)
+        self._most_needed = min(vocabulary_size, bounds.MAX_LOGPROBS)
         self._candidates: dict[int, tuple[Candidate, ...]] = {}
         self._rounds = 0
 
@@ -65,9 +63,10 @@ class BeamSearch:
         Raises `InvalidRequest` when the target reports fewer alternatives than the search needs.
         """
         candidates = commit.logprobs[0].top if commit.logprobs else ()
-        if len(candidates) < self._needed:
-            raise InvalidRequest("logprobs", f"{len(candidates)} alternatives", f"at least {self._needed}")
-        self._candidates[slot] = self._allowed(slot, candidates)
+        if len(candidates) < self._needed(slot):
+            raise InvalidRequest("logprobs", f"{len(candidates)} alternatives", f"at least {self._needed(slot)}")
+        refused = self._refused(slot)
+        self._candidates[slot] = tuple(entry for entry in candidates if entry[0] not in refused)
         if len(self._candidates) < len(self._state.running):
             return StrategyStep()
         self._state = beam.advance(self._state, [self._candidates[index] for index in range(len(self._candidates))])
@@ -79,20 +78,22 @@ class BeamSearch:
             tuple(self._beam(index, running.parent) for index, running in enumerate(self._state.running))
         )
 
-    def _allowed(self, slot: int, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-        """The alternatives of one beam without those that complete a forbidden token sequence."""
-        if not self._bad_words:
-            return candidates
-        tokens = self._state.running[slot].tokens
-        refused = {word[-1] for word in self._bad_words if tokens[len(tokens) - len(word) + 1 :] == word[:-1]}
-        return tuple(entry for entry in candidates if entry[0] not in refused)
+    def _refused(self, slot: int) -> frozenset[int]:
+        """Tokens that would complete a forbidden token sequence or repeat an n-gram after one beam."""
+        sampling, tokens = self._request.sampling, self._state.running[slot].tokens
+        found = {word[-1] for word in sampling.bad_words if tokens[len(tokens) - len(word) + 1 :] == word[:-1]}
+        return sampling.repeated_ngram_ends(self._request.prompt + tokens) | found
+
+    def _needed(self, slot: int) -> int:
+        """How many alternatives the search needs of one beam: some of them may be refused."""
+        return min(self._state.candidates + len(self._refused(slot)), self._most_needed)
 
     def _beam(self, slot: int, parent: int | None) -> NewSequence:
         """The running beam `slot` as a sequence of its own."""
         request = replace(
             self._request,
             prompt=self._request.prompt + self._state.running[slot].tokens,
-            sampling=SamplingParameters(temperature=0.0, logprobs=self._needed),
+            sampling=SamplingParameters(temperature=0.0, logprobs=self._needed(slot)),
             stopping=StoppingCriteria(max_tokens=1),
             n=1,
             beam=None,

@@ -40,6 +40,7 @@ def encode_sampling(sampling: SamplingParameters) -> pb.SamplingParameters:
         logprobs=sampling.logprobs,
         allowed_token_ids=sampling.allowed_token_ids,
         bad_words=[pb.TokenIds(ids=word) for word in sampling.bad_words],
+        no_repeat_ngram_size=sampling.no_repeat_ngram_size,
         logprob_token_ids=sampling.logprob_token_ids,
         prompt_logprobs=sampling.prompt_logprobs,
         grammar=None if sampling.grammar is None else encode_grammar(sampling.grammar),
@@ -94,6 +95,9 @@ def decode_sampling(
             limits.vocabulary_size,
         ),
         bad_words=decode_words(message.bad_words, f"{prefix}bad_words", limits.vocabulary_size),
+        no_repeat_ngram_size=bounds.integer(
+            f"{prefix}no_repeat_ngram_size", message.no_repeat_ngram_size, 0, bounds.MAX_NO_REPEAT_NGRAM
+        ),
         logprob_token_ids=bounds.tokens(
             f"{prefix}logprob_token_ids",
             message.logprob_token_ids,

@@ -44,6 +44,7 @@ def encode_target_info(info: TargetInfo) -> pb.TargetServiceGetInfoResponse:
         max_source_len=info.max_source_len,
         forced_eos_token_id=info.forced_eos_token_id,
         bad_words=[common_pb2.TokenIds(ids=word) for word in info.bad_words],
+        no_repeat_ngram_size=info.no_repeat_ngram_size,
         fingerprint=info.fingerprint,
     )
 
@@ -72,6 +73,9 @@ def decode_target_info(message: pb.TargetServiceGetInfoResponse) -> TargetInfo:
         if forced_eos is None
         else bounds.integer("forced_eos_token_id", forced_eos, 0, vocabulary_size - 1),
         bad_words=decode_words(message.bad_words, "bad_words", vocabulary_size),
+        no_repeat_ngram_size=bounds.integer(
+            "no_repeat_ngram_size", message.no_repeat_ngram_size, 0, bounds.MAX_NO_REPEAT_NGRAM
+        ),
         fingerprint=bounds.text("fingerprint", message.fingerprint, bounds.MAX_NAME_BYTES),
     )
 

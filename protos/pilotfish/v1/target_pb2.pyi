@@ -468,6 +468,7 @@ class TargetServiceGetInfoResponse(_message.Message):
     MAX_SOURCE_LEN_FIELD_NUMBER: _builtins.int
     FORCED_EOS_TOKEN_ID_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
+    NO_REPEAT_NGRAM_SIZE_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name of the model, as clients send it."""
@@ -489,6 +490,8 @@ class TargetServiceGetInfoResponse(_message.Message):
     """Longest source of an encoder-decoder model, in tokens; 0 for a decoder-only model. Bound: 65536."""
     forced_eos_token_id: _builtins.int
     """The last token of an answer of full length, if the model forces one."""
+    no_repeat_ngram_size: _builtins.int
+    """Length of the token sequences that the model forbids to repeat; 0: none. Bound: 1024."""
     fingerprint: _builtins.str
     """A name of what answers depend on: weights, number format, kernels, ranks, and settings that are lossy."""
     @_builtins.property
@@ -534,11 +537,12 @@ class TargetServiceGetInfoResponse(_message.Message):
         max_source_len: _builtins.int = ...,
         forced_eos_token_id: _builtins.int | None = ...,
         bad_words: _abc.Iterable[_common_pb2.TokenIds] | None = ...,
+        no_repeat_ngram_size: _builtins.int = ...,
         fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_forced_eos_token_id", b"_forced_eos_token_id", "forced_eos_token_id", b"forced_eos_token_id", "kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forced_eos_token_id", b"_forced_eos_token_id", "bad_words", b"bad_words", "block_size", b"block_size", "decoder_start", b"decoder_start", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "forced_eos_token_id", b"forced_eos_token_id", "groups", b"groups", "kv", b"kv", "lossy", b"lossy", "max_context_len", b"max_context_len", "max_source_len", b"max_source_len", "model", b"model", "profile", b"profile", "tensor_parallel", b"tensor_parallel", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forced_eos_token_id", b"_forced_eos_token_id", "bad_words", b"bad_words", "block_size", b"block_size", "decoder_start", b"decoder_start", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "forced_eos_token_id", b"forced_eos_token_id", "groups", b"groups", "kv", b"kv", "lossy", b"lossy", "max_context_len", b"max_context_len", "max_source_len", b"max_source_len", "model", b"model", "no_repeat_ngram_size", b"no_repeat_ngram_size", "profile", b"profile", "tensor_parallel", b"tensor_parallel", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__forced_eos_token_id: _TypeAlias = _typing.Literal["forced_eos_token_id"]  # noqa: Y015
     _WhichOneofArgType__forced_eos_token_id: _TypeAlias = _typing.Literal["_forced_eos_token_id", b"_forced_eos_token_id"]  # noqa: Y015

@@ -54,6 +54,7 @@ INFO = TargetInfo(
     max_source_len=32,
     forced_eos_token_id=0,
     bad_words=((7,), (8, 9)),
+    no_repeat_ngram_size=3,
 )
 BATCH = StepBatch((VerifyRow(SequenceId("s"), 2, (1, 2), TokenTree.chain([3])),))
 OPENS = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,8 @@ def restricted(kind: str, sampling: SamplingParameters, plain: Sequence[int]) ->
         return replace(sampling, allowed_token_ids=tuple(range(0, tiny.VOCABULARY, 3)))
     if kind == "bad words":
         return replace(sampling, bad_words=((plain[0],), tuple(plain[3:5]), tuple(plain[10:13])))
+    if kind == "repeated n-grams":
+        return replace(sampling, repetition_penalty=1.0, no_repeat_ngram_size=2)
     return replace(sampling, end_token_ids=tuple(plain[2:9]), min_tokens=COUNT)
 
 
@@ -40,7 +43,7 @@ def contains(tokens: Sequence[int], word: Sequence[int]) -> bool:
     return any(tuple(tokens[start : start + len(word)]) == tuple(word) for start in range(len(tokens)))
 
 
-@pytest.mark.parametrize("kind", ["allowed", "bad words", "minimal length"])
+@pytest.mark.parametrize("kind", ["allowed", "bad words", "minimal length", "repeated n-grams"])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_excluded_tokens_never_occur_and_no_draft_changes_the_text(
     engine: TargetEngine, kind: str, sampling: SamplingParameters
@@ -53,6 +56,9 @@ def test_excluded_tokens_never_occur_and_no_draft_changes_the_text(
         assert set(plain) <= set(parameters.allowed_token_ids)
     assert not any(contains(plain, word) for word in parameters.bad_words)
     assert not set(plain) & set(parameters.end_token_ids)
+    if parameters.no_repeat_ngram_size:
+        pairs = list(pairwise([*PROMPT, *plain]))
+        assert not {pair for pair in pairs[len(PROMPT) - 1 :] if pairs.count(pair) > 1}
     right, unrestricted = [*PROMPT, *plain, *range(9)], [*PROMPT, *free, *range(9)]
     draw, steps = random.Random(0), 0
 

@@ -31,6 +31,7 @@ class BlockSettings(ContextModuleSettings):
     BlockSettings,
     needs=lambda settings: EvidenceNeeds(taps=module_taps(settings)),
     placements=("target", "drafter"),
+    for_encoder_decoder=False,
 )
 def create_block(settings: BlockSettings, draft: DraftSection, target: TargetSection) -> BlockTreeDrafter:
     """Create the method `block`: load the module.

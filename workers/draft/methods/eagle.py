@@ -33,6 +33,7 @@ class EagleSettings(ContextModuleSettings):
     EagleSettings,
     needs=lambda settings: EvidenceNeeds(taps=module_taps(settings)),
     placements=("target", "drafter"),
+    for_encoder_decoder=False,
 )
 def create_eagle(settings: EagleSettings, draft: DraftSection, target: TargetSection) -> EagleTreeDrafter:
     """Create the method `eagle`: load the module.

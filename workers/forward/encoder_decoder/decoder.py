@@ -69,7 +69,8 @@ class _StepPositions(nn.Module):
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
         self.weight = embedding.weight
-        self._offset = int(getattr(embedding, "offset", 0))
+        self.offset = int(getattr(embedding, "offset", 0))
+        """Row of the weights that belongs to position 0."""
         self.position_ids: torch.Tensor | None = None
         """Positions of the pass's tokens, `[1, tokens]`."""
 
@@ -77,7 +78,7 @@ class _StepPositions(nn.Module):
         """Returns `[1, tokens, hidden]`."""
         if self.position_ids is None:
             raise RuntimeError("a decoder was called without positions")
-        return nn.functional.embedding(self.position_ids + self._offset, self.weight)
+        return nn.functional.embedding(self.position_ids + self.offset, self.weight)
 
 
 class _NoProjection(nn.Module):

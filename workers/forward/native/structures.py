@@ -51,3 +51,48 @@ class Pass(ctypes.Structure):
         ("tap_count", ctypes.c_int64),
         ("hidden", ctypes.c_void_p),
     ]
+
+
+class Norm(ctypes.Structure):
+    """The weight and the bias of a layer norm."""
+
+    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
+
+
+class SourcedLayer(ctypes.Structure):
+    """The weights of one decoder layer with cross-attention, and its part of the KV pool. See sourced_decoder.c."""
+
+    _fields_ = [
+        *((name, Matrix) for name in ("qkv", "out", "query", "source_out", "up", "down")),
+        *((name, Norm) for name in ("own_norm", "source_norm", "final_norm")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        ("table", ctypes.c_int64),
+    ]
+
+
+class SourcedDecoder(ctypes.Structure):
+    """The decoder of an encoder-decoder model, and its head. See sourced_decoder.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("layers", "hidden", "heads", "dim", "inner", "kv_kind", "activation")),
+        *((name, ctypes.c_float) for name in ("epsilon", "scale", "embedding_scale")),
+        ("layer", ctypes.POINTER(SourcedLayer)),
+        ("head", Matrix),
+        ("embedding_kind", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("embedding", "positions")),
+        ("embedding_norm", Norm),
+    ]
+
+
+class SourcedPass(ctypes.Structure):
+    """The inputs, outputs and work buffers of one forward pass of a `SourcedDecoder`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("tokens", "selected")),
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("logits", "x", "input", "inner", "active", "qkv", "key", "value")),
+        ("layers", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("skip", "taps")),
+        ("tap_count", ctypes.c_int64),
+        ("hidden", ctypes.c_void_p),
+    ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.core import bounds
 from cluster.core.errors import ModelLoadError
 
 
@@ -18,6 +19,7 @@ class GenerationDefaults:
     decoder_start: tuple[int, ...]
     forced_eos_token_id: int | None
     bad_words: tuple[tuple[int, ...], ...]
+    no_repeat_ngram_size: int = 0
 
 
 def read_generation_defaults(directory: Path) -> GenerationDefaults:
@@ -37,7 +39,18 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
         decoder_start=(start,) if forced is None else (start, forced),
         forced_eos_token_id=_token(found, "forced_eos_token_id"),
         bad_words=tuple(dict.fromkeys(tuple(map(int, word)) for word in words)),
+        no_repeat_ngram_size=_no_repeat_ngram_size(found, directory),
     )
+
+
+def _no_repeat_ngram_size(found: Mapping[str, Any], directory: Path) -> int:
+    size = found.get("no_repeat_ngram_size", 0)
+    if not isinstance(size, int) or not 0 <= size <= bounds.MAX_NO_REPEAT_NGRAM:
+        raise ModelLoadError(
+            f"model directory {str(directory)!r}: no_repeat_ngram_size: {size!r} is refused; it must be an integer "
+            f"from 0 to {bounds.MAX_NO_REPEAT_NGRAM}"
+        )
+    return size
 
 
 def _merged(directory: Path) -> Mapping[str, Any]:

@@ -65,6 +65,7 @@ def split_encoder_decoder(
         vocabulary_size=int(encoder.get_input_embeddings().weight.shape[0]),
         forced_eos_token_id=defaults.forced_eos_token_id,
         bad_words=defaults.bad_words,
+        no_repeat_ngram_size=defaults.no_repeat_ngram_size,
         relative_bias=bias,
     )
     return SplitModel(cast(PreTrainedModel, decoder), source, vocabulary_size)

@@ -1,0 +1,170 @@
+"""`make translations`: real translations equal those of `transformers`, token for token, with every method.
+
+    python -m tests.translations FILE [--model opus-mt-fr-en] [--sentences 300] [--methods none,model,ngram,suffix]
+        [--beams 1,4] [--at-once 1,16] [--kill target,draft] [--kept FILE] [--json FILE]
+
+FILE has one JSON object per line with a field for each language, as Multi30k. Each method translates greedily, and by
+beams without drafts. With `--kill`, a process of that role is killed in the middle of each run. Exits with 1 if a token
+or a text differs, if no draft is accepted, or if a kill interrupts no translation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from cluster.core.config.sections import Configuration
+from deploy.bench.evaluation.tasks.metrics import bleu_and_chrf
+from deploy.models import resolve_models
+from deploy.packaged_drafts import packaged_drafts
+from deploy.settings import load_settings
+from tests.translations.reference import Answer, Reference
+from tests.translations.run import Outcome, Plan, translate
+from tests.translations.sentences import Sentence, read_sentences
+
+_MOST_TOKENS = 96
+
+
+def main() -> None:
+    """Run with the options of the command line."""
+    options = _options()
+    logging.basicConfig(level=logging.ERROR)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(options.threads)
+    sentences = read_sentences(options.file, options.model[-5:], options.first, options.sentences)
+    directory = load_settings().cache_directory / options.model
+    reference = Reference(directory, _MOST_TOKENS, options.kept)
+    failures = 0
+    for plan in plans(options):
+        expected = reference.answers(sentences, plan.beams, _show)
+        begun = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="pilotfish-translations-") as logs:
+            outcome = asyncio.run(translate(configure(options.model, plan), plan, sentences, Path(logs)))
+        row = describe(plan, sentences, expected, outcome)
+        row["seconds"] = round(time.perf_counter() - begun, 1)
+        problems = problems_of(plan, expected, outcome)
+        failures += len(problems)
+        sys.stdout.write("\n".join([json.dumps(row), *problems]) + "\n")
+        sys.stdout.flush()
+        if options.json is not None:
+            with options.json.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row | {"problems": problems}) + "\n")
+    sys.exit(1 if failures else 0)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="JSON lines with a field for each language")
+    parser.add_argument("--model", default="opus-mt-fr-en", help="a packaged model whose name ends with its languages")
+    parser.add_argument("--sentences", type=int, default=300, help="number of sentences")
+    parser.add_argument("--first", type=int, default=0, help="first line, from 0")
+    parser.add_argument("--methods", default="none,model,ngram,suffix", help="drafting methods")
+    parser.add_argument("--beams", default="1,4", help="numbers of beams; beams are not drafted for")
+    parser.add_argument("--at-once", default="1,16", help="numbers of translations at once")
+    parser.add_argument("--kill", default="", help="processes to kill: target, draft; empty: none")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch")
+    parser.add_argument("--kept", type=Path, help="file that keeps the translations of transformers between runs")
+    parser.add_argument("--json", type=Path, help="file that the results are appended to")
+    options = parser.parse_args()
+    if packaged_draft(options.model) is None:
+        options.methods = ",".join(name for name in options.methods.split(",") if name != "model")
+    return options
+
+
+def plans(options: argparse.Namespace) -> Iterator[Plan]:
+    """All runs: methods and numbers at once; and by beams, which are not drafted for, without a method."""
+    for method, beams, at_once in product(
+        options.methods.split(","), map(int, options.beams.split(",")), map(int, options.at_once.split(","))
+    ):
+        for kill in options.kill.split(","):
+            if (beams == 1 or method == "none") and not (kill == "draft" and method == "none"):
+                yield Plan(method, beams, at_once, _MOST_TOKENS, kill)
+
+
+def packaged_draft(model: str) -> Path | None:
+    """The shipped draft of a model, if there is one."""
+    return packaged_drafts().get(f"{model}-draft")
+
+
+def configure(model: str, plan: Plan) -> Configuration:
+    """The cluster of a run, in float32. The controller does not turn drafts off."""
+    settings: dict[str, Any] = {
+        "target.path": model,
+        "target.device": "cpu",
+        "target.kv.pool_bytes": 200 << 20,
+        "draft.method": plan.method,
+        "draft.controller": "off",
+        "draft.max_nodes": 6,
+        "draft.max_depth": 4,
+        "server.grpc_port": 0,
+        "server.http_port": 0,
+        "scheduler.max_sequences": 4 * plan.at_once * plan.beams,
+    }
+    if plan.kill and plan.method != "none":
+        settings["draft.placement"] = "drafter"
+    draft = packaged_draft(model)
+    if plan.method == "model" and draft is not None:
+        settings |= {"draft.timeout_seconds": 60.0, "draft.model.path": str(draft), "draft.model.device": "cpu"}
+        settings["draft.model.kv.pool_bytes"] = 100 << 20
+    found = load_settings(None, [f"{name}={value}" for name, value in settings.items()])
+    return resolve_models(found.configuration, found.cache_directory, lambda _: None).configuration
+
+
+def describe(plan: Plan, sentences: Sequence[Sentence], expected: Sequence[Answer], outcome: Outcome) -> dict[str, Any]:
+    """One row of the results."""
+    references = [(sentence.reference,) for sentence in sentences]
+    own, theirs = (
+        bleu_and_chrf([answer.text for answer in answers], references)["BLEU"]
+        for answers in (outcome.answers, expected)
+    )
+    same = sum(found == wanted for found, wanted in zip(outcome.answers, expected, strict=True))
+    return asdict(plan) | {
+        "sentences": len(sentences),
+        "tokens": sum(len(answer.tokens) for answer in outcome.answers),
+        "equal": same,
+        "BLEU": round(own, 2),
+        "BLEU of transformers": round(theirs, 2),
+        "drafted": outcome.drafted,
+        "accepted": outcome.accepted,
+        "lost": outcome.reasons,
+        "interrupted": outcome.interrupted,
+        "interrupted with tokens": outcome.with_tokens,
+    }
+
+
+def problems_of(plan: Plan, expected: Sequence[Answer], outcome: Outcome) -> list[str]:
+    """What is wrong with a run."""
+    problems = [
+        f"sentence {number}: {found} instead of {wanted}"
+        for number, (found, wanted) in enumerate(zip(outcome.answers, expected, strict=True))
+        if found != wanted
+    ]
+    if plan.method != "none" and not 0 < outcome.accepted <= outcome.drafted:
+        problems.append(f"{outcome.accepted} of {outcome.drafted} drafted tokens were accepted")
+    if plan.kill and [kind for kind, _ in outcome.reasons] != [plan.kill]:
+        problems.append(f"the lost processes are {outcome.reasons}, not one {plan.kill}")
+    if plan.kill and not (outcome.with_tokens if plan.beams == 1 else outcome.interrupted):
+        problems.append("the kill interrupted no translation")
+    return problems
+
+
+def _show(text: str) -> None:
+    sys.stderr.write(f"\r{text}   ")
+
+
+if __name__ == "__main__":
+    main()

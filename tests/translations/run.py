@@ -1,0 +1,146 @@
+"""Translates sentences with a cluster, of which a process may be killed in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster.core.config.sections import Configuration
+from cluster.wire.generation_client import GenerationClient
+from deploy.coordinator_server import fixed_address
+from deploy.local.local_cluster import LocalCluster
+from pilotfish.v1 import generation_pb2
+from tests.chaos.cluster import ChaosCluster
+from tests.translations.reference import Answer
+from tests.translations.sentences import Sentence
+
+TIMEOUT_SECONDS = 500.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the sentences are translated."""
+
+    method: str
+    beams: int
+    at_once: int
+    most: int
+    """Most tokens of a translation."""
+    kill: str = ""
+    """The role of the process that is killed when a third of the sentences are translated; empty: none."""
+
+
+@dataclass
+class Outcome:
+    """The translations, and what was seen beside them."""
+
+    answers: list[Answer] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    reasons: list[tuple[str, str]] = field(default_factory=list)
+    """The kind of each process that was lost, and how the loss was noticed."""
+    interrupted: int = 0
+    """Translations that were begun and not ended when the process was killed."""
+    with_tokens: int = 0
+    """Those of them of which the client had tokens."""
+
+
+@dataclass
+class _Progress:
+    """One translation."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    is_begun: bool = False
+    is_done: bool = False
+
+
+async def translate(configuration: Configuration, plan: Plan, sentences: Sequence[Sentence], logs: Path) -> Outcome:
+    """Translate all sentences, `plan.at_once` at a time. Raises `RuntimeError` if nothing could be killed in time."""
+    outcome = Outcome()
+    async with _cluster(configuration, plan, logs) as (client, cluster):
+        running = [_Progress() for _ in sentences]
+        slots, reached = asyncio.Semaphore(plan.at_once), asyncio.Event()
+
+        async def one(sentence: Sentence, progress: _Progress) -> None:
+            async with slots:
+                await _translate(client, plan, sentence, progress, outcome)
+            if sum(other.is_done for other in running) >= len(running) // 3:
+                reached.set()
+
+        killing = None if cluster is None else asyncio.create_task(_kill(cluster, plan.kill, reached, running, outcome))
+        await asyncio.gather(*map(one, sentences, running))
+        if killing is not None and cluster is not None:
+            if not killing.done():
+                killing.cancel()
+                raise RuntimeError("all translations ended before a process was killed")
+            await killing
+            await _until_replaced(cluster, plan.kill)
+            outcome.reasons = list(cluster.replacements.reasons)
+    outcome.answers = [Answer(tuple(progress.tokens), progress.text) for progress in running]
+    return outcome
+
+
+@asynccontextmanager
+async def _cluster(
+    configuration: Configuration, plan: Plan, logs: Path
+) -> AsyncIterator[tuple[GenerationClient, ChaosCluster | None]]:
+    """A cluster in this process, or one of processes if one of them is to be killed."""
+    if not plan.kill:
+        async with LocalCluster(configuration) as local:
+            client = GenerationClient(fixed_address(local.grpc_address), local.access)
+            yield client, None
+            await client.close()
+        return
+    drafters = int(plan.method != "none")
+    cluster = ChaosCluster(configuration, (1,), drafters, 0, logs, seed=0)
+    try:
+        await cluster.start()
+        client = GenerationClient(fixed_address(cluster.doors[0].address))
+        yield client, cluster
+        await client.close()
+        cluster.check()
+    finally:
+        await cluster.stop()
+
+
+async def _translate(
+    client: GenerationClient, plan: Plan, sentence: Sentence, progress: _Progress, outcome: Outcome
+) -> None:
+    message = generation_pb2.GenerateRequest(
+        text=sentence.source, stopping=generation_pb2.StoppingCriteria(max_tokens=plan.most)
+    )
+    if plan.beams > 1:
+        message.best_of = plan.beams
+        message.beam_search.SetInParent()
+    progress.is_begun = True
+    async for response in client.generate(message, TIMEOUT_SECONDS):
+        progress.tokens.extend(response.delta.token_ids)
+        progress.text += response.delta.text
+        outcome.drafted += response.finished.usage.drafted_tokens
+        outcome.accepted += response.finished.usage.accepted_draft_tokens
+    progress.is_done = True
+
+
+async def _kill(
+    cluster: ChaosCluster, kind: str, reached: asyncio.Event, running: Sequence[_Progress], outcome: Outcome
+) -> None:
+    """Kill a process of this kind once enough translations are done."""
+    await reached.wait()
+    victim = next(victim for victim in cluster.victims() if victim.kind == kind)
+    begun = [progress for progress in running if progress.is_begun and not progress.is_done]
+    victim.signal(signal.SIGKILL)
+    outcome.interrupted = len(begun)
+    outcome.with_tokens = sum(bool(progress.tokens) for progress in begun)
+
+
+async def _until_replaced(cluster: ChaosCluster, kind: str) -> None:
+    """Wait until the owner has noticed the loss and a new process serves."""
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        while not cluster.replacements.seconds or not any(victim.kind == kind for victim in cluster.victims()):
+            await asyncio.sleep(0.1)
+            cluster.check()
