@@ -16,6 +16,7 @@ from workers.forward.linear import Int8Kernel, quantize
 from workers.forward.native.attention import KINDS
 from workers.forward.native.build import load_library
 from workers.forward.native.structures import Matrix
+from workers.kv.huge_pages import Arena
 
 
 class PackedLinear:
@@ -79,11 +80,20 @@ class PackedMatrix:
     """The C structure of a matrix, and the tensors that it points to. All are float32 but the weight."""
 
     def __init__(
-        self, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, columns: int
+        self,
+        weight: torch.Tensor,
+        scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        columns: int,
+        arena: Arena | None = None,
     ) -> None:
-        """`weight` `[out, in]` as `stored_as` returns it. `scale` and `bias` are `[out]`, or none."""
+        """`weight` `[out, in]` as `stored_as` returns it. `scale` and `bias` are `[out]`, or none.
+
+        The packed weight lies in `arena`, if there is one.
+        """
         outputs, inputs = weight.shape
-        self.weight = pack_blocks(weight, columns)
+        packed = pack_blocks(weight, columns)
+        self.weight = packed if arena is None else arena.store(packed)
         self._vectors = [None if values is None else pad_rows(values, columns).clone() for values in (scale, bias)]
         self.matrix = Matrix(
             *(KINDS[weight.dtype], inputs, outputs, len(self.weight), self.weight.data_ptr()),

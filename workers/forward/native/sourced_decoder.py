@@ -26,7 +26,7 @@ from workers.forward.native.structures import Norm, SourcedDecoder, SourcedLayer
 from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.forward.replace_linear import decoder_layers
 from workers.kv.groups import KvCacheGroups
-from workers.kv.huge_pages import CACHE_LINE
+from workers.kv.huge_pages import CACHE_LINE, Arena
 from workers.kv.pool import KvPool
 
 _PARTS = {"self_attn", "self_attn_layer_norm", "encoder_attn", "encoder_attn_layer_norm", "fc1", "fc2"}
@@ -68,6 +68,7 @@ class NativeSourcedDecoder:
         """What the C structures point to."""
         decoder = model.decoder
         layers = list(decoder_layers(model))
+        self._arena = Arena(_packed_bytes([*layers, model.lm_head], self._stored, self._columns))
         self._layers = (SourcedLayer * len(layers))(*map(self._pack_layer, layers))
         self._embedding = decoder.embed_tokens.weight.detach().contiguous()
         positions, offset = decoder.embed_positions.weight.detach().float(), decoder.embed_positions.offset
@@ -154,7 +155,7 @@ class NativeSourcedDecoder:
 
     def _matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         own_bias = None if bias is None else bias.detach().float()
-        packed = PackedMatrix(*stored_as(weight, self._stored), own_bias, self._columns)
+        packed = PackedMatrix(*stored_as(weight, self._stored), own_bias, self._columns, self._arena)
         self._kept.append(packed)
         return packed.matrix
 
@@ -164,6 +165,13 @@ class NativeSourcedDecoder:
         values = [part.detach().float().clone() for part in (norm.weight, norm.bias)]
         self._kept += values
         return Norm(*(value.data_ptr() for value in values))
+
+
+def _packed_bytes(parts: Sequence[nn.Module], dtype: torch.dtype, columns: int) -> int:
+    """Enough bytes for the packed linear layers of these parts, each padded to whole blocks and cache lines."""
+    linears = [module for part in parts for module in part.modules() if isinstance(module, nn.Linear)]
+    sizes = [-(-linear.out_features // columns) * columns * linear.in_features for linear in linears]
+    return sum(size * dtype.itemsize + CACHE_LINE for size in sizes)
 
 
 def _head_bias(model: Any) -> torch.Tensor | None:
