@@ -97,7 +97,7 @@ async def _cluster(
             await client.close()
         return
     drafters = int(plan.method != "none")
-    cluster = ChaosCluster(configuration, (1,), drafters, 0, logs, seed=0)
+    cluster = ChaosCluster(configuration, (1,), drafters, 1, logs, seed=0)
     try:
         await cluster.start()
         client = GenerationClient(fixed_address(cluster.doors[0].address))

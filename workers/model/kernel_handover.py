@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from cluster.core.config.sections import PoolSection
+from workers.forward.encoder_decoder.native_decoder import NativeSourcedDecoder, pack_sourced_decoder, sourced_shape
 from workers.forward.linear import Int8Kernel, quantize
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.native.decoder import NativeDecoder, pack_decoder
 from workers.forward.native.decoder_shape import supported_shape
-from workers.forward.native.sourced_decoder import NativeSourcedDecoder, pack_sourced_decoder, sourced_shape
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
