@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -78,13 +79,9 @@ def load_model(
     if section.load_format == "dummy":
         read = partial(_draw, config, dtype, device, tensor_parallel)
     if config.is_encoder_decoder:
-        share = Share(rank, tensor_parallel)
-        origin = target_directory if target_directory is not None and is_distilled(directory) else directory
-        load = partial(_load_encoder_decoder, section, config, device, origin, max_context_len, share)
-        try:
-            return load(read(), native=_may_be_native(section, device, share.ranks))
-        except KernelMismatch:
-            return load(read(), native=False)
+        origin = target_directory or directory if is_distilled(directory) else directory
+        load = partial(_load_encoder_decoder, section, config, device, origin, max_context_len)
+        return _with_kernels_or_modules(load, Share(rank, tensor_parallel), read, section, device)
     module, vocabulary = read()
     vocabulary_size = int(config.get_text_config().vocab_size)
     model = LoadedModel(
@@ -111,6 +108,20 @@ def load_model(
             if native is not None:
                 return replace(model, native=native)
     return _optimized(model, section)
+
+
+def _with_kernels_or_modules(
+    load: Callable[..., LoadedModel],
+    share: Share,
+    read: Callable[[], tuple[PreTrainedModel, torch.Tensor | None]],
+    section: ModelSection,
+    device: torch.device,
+) -> LoadedModel:
+    """Make a model of what is read; read it again for the modules if the kernels compute other logits."""
+    try:
+        return load(share, read(), native=_may_be_native(section, device, share.ranks))
+    except KernelMismatch:
+        return load(share, read(), native=False)
 
 
 def _may_be_native(section: ModelSection, device: torch.device, ranks: int) -> bool:
