@@ -140,7 +140,7 @@ def test_a_step_that_fails_after_reading_a_source_is_repeated(
     sequence = sourced(engine, (8, 8, 8))
     row = VerifyRow(sequence.name, len(sequence.tokens), tuple(sequence.tokens), start=sequence.start)
     with monkeypatch.context() as broken:
-        broken.setattr(engine._runner, "forward", lambda *_: 1 / 0)
+        broken.setattr(engine._runner, "forward", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step(StepBatch((row,)))
     assert verify(engine, row).tokens == tuple(translate(engine, 1, (8, 8, 8)))
