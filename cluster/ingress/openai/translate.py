@@ -120,7 +120,8 @@ def parameter_names(body: Parameters) -> Mapping[str, str]:
             names["max_tokens"] = "max_completion_tokens"
         if body.top_logprobs is not None:
             names["logprobs"] = "top_logprobs"
-    names["thinking.max_tokens"] = names["thinking"] = "thinking_token_budget"
+    if body.thinking_token_budget is not None:
+        names |= dict.fromkeys(("thinking", "thinking.max_tokens"), "thinking_token_budget")
     constraint = body.requested_grammar()
     if constraint is not None:
         names |= dict.fromkeys(("grammar", f"grammar.{constraint[1].kind.value}"), constraint[0])

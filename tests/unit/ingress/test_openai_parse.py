@@ -101,7 +101,7 @@ def test_every_parameter_of_openais_own_client_is_known(schema: type[Parameters]
 
 
 def test_a_boolean_is_not_a_number() -> None:
-    with pytest.raises(UnsupportedParameter, match="priority: False is refused"):
+    with pytest.raises(InvalidRequest, match="priority: False is refused"):
         chat(priority=False)
     with pytest.raises(InvalidRequest, match="n: True is refused"):
         chat(n=True)

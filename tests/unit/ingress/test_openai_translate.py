@@ -144,6 +144,10 @@ def test_errors_of_the_service_are_given_the_names_that_the_client_used() -> Non
         "max_tokens": "max_completion_tokens",
         "logprobs": "top_logprobs",
     }
+    assert parameter_names(chat(thinking_token_budget=3)) == {
+        "thinking": "thinking_token_budget",
+        "thinking.max_tokens": "thinking_token_budget",
+    }
     assert parameter_names(completion(speculation={"max_draft_tokens": 3})) == {
         "max_draft_tokens": "speculation.max_draft_tokens"
     }
