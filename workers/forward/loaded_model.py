@@ -79,6 +79,8 @@ class SourceParts:
     forced_eos_token_id: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     no_repeat_ngram_size: int = 0
+    renormalize_logits: bool = False
+    """Whether log-probabilities are those among the tokens that can be chosen, as beam search then takes them."""
     relative_bias: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Biases of the decoder's self-attention: from key position minus query position `[rows, queries, keys]` to
     `[rows, heads, queries, keys]`."""

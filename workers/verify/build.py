@@ -14,7 +14,7 @@ from workers.kv.pool import KvPool, blocks_that_fit
 from workers.model.fingerprint import fingerprint
 from workers.model.loading import load_model
 from workers.sampling.acceptance import create_rule
-from workers.verify.decider import Decider, LocalDecider
+from workers.verify.decider import Decider, LocalDecider, decider_of_model
 from workers.verify.engine import TargetEngine
 from workers.verify.group_decider import GroupDecider
 
@@ -46,6 +46,7 @@ def build_engine(section: TargetSection, rank: int = 0, method: DraftMethod | No
     pool = KvPool(model.kv_spec, section.kv, blocks)
     name = fingerprint(section, model)
     directory = Path(section.path)
+    decider = decider_of_model(model, decider)
     engine = TargetEngine(model, pool, decider, section.served_name, rule, method, section.evidence, name, directory)
     try:
         engine.warm_up()

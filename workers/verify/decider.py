@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from workers.forward.loaded_model import LoadedModel
 from workers.sampling.context import DecisionContext
 from workers.sampling.decide import Undecidable, decide
 from workers.sampling.distribution import log_distribution
@@ -63,6 +65,44 @@ class LocalDecider:
             index: logits[index] for index, context in enumerate(contexts) if context.sampling.logprobs is not None
         }
         return Decisions(tokens, requested, log_distribution(logits, contexts) if with_distribution else None)
+
+
+class RenormalizingDecider:
+    """Decides as another decider does, and reports log-probabilities among the tokens that can be chosen.
+
+    `transformers` does the same where a generation configuration says `renormalize_logits`: the scores of beams then
+    leave out tokens that are excluded. A chosen token does not depend on it.
+    """
+
+    def __init__(self, decider: Decider) -> None:
+        self._decider = decider
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """See `Decider`."""
+        return self._decider.whole(logits)
+
+    def decide(
+        self, logits: torch.Tensor, contexts: Sequence[DecisionContext], with_distribution: bool = False
+    ) -> Decisions:
+        """See `Decider`."""
+        found = self._decider.decide(logits, contexts, with_distribution)
+        masked = {index: _without(row, contexts[index].excluded_tokens) for index, row in found.logits.items()}
+        return replace(found, logits=masked)
+
+
+def decider_of_model(model: LoadedModel, decider: Decider) -> Decider:
+    """The decider, or one that renormalizes log-probabilities where the model's generation configuration says so."""
+    renormalizes = model.source is not None and model.source.renormalize_logits
+    return RenormalizingDecider(decider) if renormalizes else decider
+
+
+def _without(logits: torch.Tensor, excluded: Sequence[int]) -> torch.Tensor:
+    """A row of logits `[vocabulary]` in which the excluded tokens are −inf."""
+    if not excluded:
+        return logits
+    masked = logits.clone()
+    masked[list(excluded)] = -math.inf
+    return masked
 
 
 def decide_where_possible(count: int, choose: Callable[[list[int]], list[int]]) -> list[int]:

@@ -90,10 +90,16 @@ class BeamSearch:
 
     def _beam(self, slot: int, parent: int | None) -> NewSequence:
         """The running beam `slot` as a sequence of its own."""
+        sampling = self._request.sampling
         request = replace(
             self._request,
             prompt=self._request.prompt + self._state.running[slot].tokens,
-            sampling=SamplingParameters(temperature=0.0, logprobs=self._needed(slot)),
+            sampling=SamplingParameters(
+                temperature=0.0,
+                logprobs=self._needed(slot),
+                bad_words=tuple(word for word in sampling.bad_words if len(word) == 1),
+                no_repeat_ngram_size=sampling.no_repeat_ngram_size,
+            ),
             stopping=StoppingCriteria(max_tokens=1),
             n=1,
             beam=None,

@@ -16,7 +16,7 @@ from cluster.core.request import SamplingParameters, SequenceStart
 from tests.support.engines.engine_sequence import GREEDY, EngineSequence, Propose, no_draft
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
-from workers.verify.decider import LocalDecider
+from workers.verify.decider import LocalDecider, decider_of_model
 from workers.verify.engine import TargetEngine
 
 SOURCE = (5, 17, 33, 8, 60, 41, 41, 9, 2)
@@ -42,7 +42,7 @@ class SourcedModel:
         model = load_model(ModelSection(path=str(self.directory), device="cpu"))
         pool = KvPool(model.kv_spec, KvSection(block_size=4, **section), blocks)
         pool.record_compute(1 << 40, 1 << 40, float(1 << 40), awaited=True)
-        return TargetEngine(model, pool, LocalDecider()), pool
+        return TargetEngine(model, pool, decider_of_model(model, LocalDecider())), pool
 
 
 def greedy_answer(reference: Any, source: Sequence[int], count: int) -> list[int]:

@@ -20,6 +20,8 @@ class GenerationDefaults:
     forced_eos_token_id: int | None
     bad_words: tuple[tuple[int, ...], ...]
     no_repeat_ngram_size: int = 0
+    renormalize_logits: bool = False
+    """Log-probabilities are those among the tokens that can be chosen."""
 
 
 def read_generation_defaults(directory: Path) -> GenerationDefaults:
@@ -40,6 +42,7 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
         forced_eos_token_id=_token(found, "forced_eos_token_id"),
         bad_words=tuple(dict.fromkeys(tuple(map(int, word)) for word in words)),
         no_repeat_ngram_size=_no_repeat_ngram_size(found, directory),
+        renormalize_logits=found.get("renormalize_logits") is True,
     )
 
 

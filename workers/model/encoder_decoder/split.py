@@ -66,6 +66,7 @@ def split_encoder_decoder(
         forced_eos_token_id=defaults.forced_eos_token_id,
         bad_words=defaults.bad_words,
         no_repeat_ngram_size=defaults.no_repeat_ngram_size,
+        renormalize_logits=defaults.renormalize_logits,
         relative_bias=bias,
     )
     return SplitModel(cast(PreTrainedModel, decoder), source, vocabulary_size)
