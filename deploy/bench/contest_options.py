@@ -14,8 +14,7 @@ from deploy.dataclass_options import number_list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContestOptions:
-    """Which competitors answer which prompts, how often, and where. Each option is declared once, with its type,
-    default and help text.
+    """The options that `pilotfish bench race` and `pilotfish bench tasks` share, with type, default and help text.
 
     Raises `ConfigurationError` for a value out of bounds.
     """

@@ -46,7 +46,7 @@ class Outcome:
     interrupted: int = 0
     """Translations that were begun and not ended when the process was killed."""
     with_tokens: int = 0
-    """Those of them of which the client had tokens."""
+    """Interrupted translations of which the client already had tokens."""
 
 
 @dataclass

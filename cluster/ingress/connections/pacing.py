@@ -20,9 +20,9 @@ from cluster.ingress.openai.errors import error_response
 AT_ONCE = 8
 """Requests that are let in together."""
 WINDOW_SECONDS = 0.25
-"""As many may come in this time, in seconds, without a wait."""
+"""No request waits while at most `AT_ONCE` requests arrive in this time, in seconds."""
 LONGEST_PAUSE_SECONDS = 1.0
-"""Longest time until the next requests are let in, in seconds, however late the mark comes back."""
+"""Longest time until the next requests are let in, in seconds, however late the marked request is answered."""
 MOST_WAITING = 512
 """Most requests that wait. Further ones are refused before their bodies are read."""
 _MARK = (b"x-pilotfish-mark", b"1")
@@ -31,10 +31,10 @@ _MARK = (b"x-pilotfish-mark", b"1")
 class PacingMiddleware:
     """An ASGI middleware around the proxy that lets `POST` requests in a few at a time, and the others at once.
 
-    Behind each few it sends a mark the same way, which `MarkMiddleware` answers in the application. When the mark comes
-    back, the requests before it have left all queues on the way, and the next ones are let in. A waiting request holds
-    its connection and nothing else, for at most `MOST_WAITING / AT_ONCE * LONGEST_PAUSE_SECONDS`. Without a flood
-    nothing waits and no mark is sent.
+    After every `AT_ONCE` requests it sends a marked request the same way, which `MarkMiddleware` answers in the
+    application. When its answer comes back, the requests before it have left all queues on the way, and the next ones
+    are let in. A waiting request holds its connection and nothing else, for at most
+    `MOST_WAITING / AT_ONCE * LONGEST_PAUSE_SECONDS`. Without a flood nothing waits and no marked request is sent.
     """
 
     def __init__(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +30,13 @@ class SourcedModel:
     """A saved encoder-decoder model."""
 
     directory: Path
+
+    def with_generation_config(self, directory: Path, **values: object) -> SourcedModel:
+        """A copy of the model in `directory`, whose generation_config.json has these values."""
+        shutil.copytree(self.directory, directory)
+        file = directory / "generation_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | values))
+        return SourcedModel(directory)
 
     def reference(self) -> Any:
         """The model as `transformers` loads it."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,14 +22,6 @@ from workers.model.encoder_decoder.generation_defaults import read_generation_de
 SIZE, COUNT = 2, 24
 
 
-def forbidding(model: SourcedModel, directory: Path, size: object = SIZE) -> SourcedModel:
-    """The same model with another generation configuration."""
-    shutil.copytree(model.directory, directory)
-    file = directory / "generation_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | {"no_repeat_ngram_size": size}))
-    return SourcedModel(directory)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_the_excluded_tokens_are_those_of_transformers(size: int) -> None:
     draw, processor = random.Random(size), NoRepeatNGramLogitsProcessor(size)
@@ -47,7 +37,7 @@ def test_the_excluded_tokens_are_those_of_transformers(size: int) -> None:
 
 
 def test_drafts_change_nothing_and_the_text_is_that_of_transformers(model: SourcedModel, tmp_path: Path) -> None:
-    strict = forbidding(model, tmp_path / "strict")
+    strict = model.with_generation_config(tmp_path / "strict", no_repeat_ngram_size=SIZE)
     engine = strict.engine()
     assert engine.info().no_repeat_ngram_size == SIZE
     sampling = replace(GREEDY, no_repeat_ngram_size=SIZE)
@@ -61,7 +51,7 @@ def test_drafts_change_nothing_and_the_text_is_that_of_transformers(model: Sourc
 
 @pytest.mark.parametrize("width", [1, 4])
 async def test_answers_and_beams_are_those_of_transformers(model: SourcedModel, tmp_path: Path, width: int) -> None:
-    strict = forbidding(model, tmp_path / "strict")
+    strict = model.with_generation_config(tmp_path / "strict", no_repeat_ngram_size=SIZE)
     engine = strict.engine()
     reference, info = strict.reference(), engine.info()
     stops = frequent([by_transformers(reference, info, SOURCE, do_sample=False, eos_token_id=[2])[0]])
@@ -76,6 +66,6 @@ async def test_answers_and_beams_are_those_of_transformers(model: SourcedModel, 
 
 @pytest.mark.parametrize("size", [-1, 5000, "2"])
 def test_a_wrong_size_is_refused_when_the_model_is_loaded(marian: SourcedModel, tmp_path: Path, size: object) -> None:
-    wrong = forbidding(marian, tmp_path / "wrong", size)
+    wrong = marian.with_generation_config(tmp_path / "wrong", no_repeat_ngram_size=size)
     with pytest.raises(ModelLoadError, match=r"no_repeat_ngram_size: .* is refused; it must be an integer from 0"):
         read_generation_defaults(wrong.directory)

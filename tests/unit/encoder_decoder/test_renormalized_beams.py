@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +14,6 @@ from tests.support.fakes.fake_cluster import answers_of
 from tests.unit.encoder_decoder.test_sourced_requests import SOURCES, by_transformers, frequent, request, serving
 
 
-def configured(model: SourcedModel, directory: Path, **values: object) -> SourcedModel:
-    """The same model with another generation configuration."""
-    shutil.copytree(model.directory, directory)
-    file = directory / "generation_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | values))
-    return SourcedModel(directory)
-
-
 @pytest.mark.parametrize("repeats", [0, 2])
 async def test_beams_are_those_of_transformers(model: SourcedModel, tmp_path: Path, repeats: int) -> None:
     plain = model.reference()
@@ -33,8 +23,8 @@ async def test_beams_are_those_of_transformers(model: SourcedModel, tmp_path: Pa
     probable = dict.fromkeys((*written[0], *range(10, 60, 3)))
     bad = [[token] for token in probable if token not in stops]
     values = {"bad_words_ids": bad, "no_repeat_ngram_size": repeats}
-    one = configured(model, tmp_path / "one", renormalize_logits=True, **values)
-    other = configured(model, tmp_path / "other", renormalize_logits=False, **values)
+    one = model.with_generation_config(tmp_path / "one", renormalize_logits=True, **values)
+    other = model.with_generation_config(tmp_path / "other", renormalize_logits=False, **values)
     different = 0
     for kind in (one, other):
         reference, engine = kind.reference(), kind.engine()
