@@ -45,6 +45,8 @@ class ContinuationTree:
     """Probability, per node, that all tokens down to it are accepted."""
     conditionals: tuple[float, ...] = ()
     """Probability, per node, that it is accepted if its parent is."""
+    is_prunable: bool = True
+    """Whether the coordinator may remove nodes of it; see `Proposal`."""
 
 
 def merge(

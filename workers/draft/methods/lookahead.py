@@ -14,8 +14,7 @@ from pydantic import Field
 
 from cluster.core.config.base import Choice, PluginSettings
 from cluster.core.config.sections import DraftSection, TargetSection
-from cluster.core.drafting import DraftBudget, DraftRow, Evidence, EvidenceNeeds, Proposal, RowFault
-from cluster.core.ids import SequenceId
+from cluster.core.drafting import DraftBudget, Evidence, EvidenceNeeds
 from cluster.core.request import SequenceStart
 from cluster.core.tree import ROOT, TokenTree
 from workers.draft.lookup.continuation_tree import Continuation, ContinuationTree
@@ -23,9 +22,8 @@ from workers.draft.lookup.drafter import LookupSession
 from workers.draft.lookup.jacobi_window import JacobiWindow
 from workers.draft.lookup.ngram_pool import NgramPool
 from workers.draft.lookup.reliability import Reliability
+from workers.draft.lookup.sequence_drafter import EstimatingDrafter
 from workers.draft.registry import register
-from workers.draft.sessions import Sessions
-from workers.sampling.context import GREEDY_BELOW
 
 _FIRST_RATE, _NEXT_RATE = 0.4, 0.6
 """Assumed acceptance rates of a candidate's first token (divided by the candidate's rank) and of each further one."""
@@ -79,7 +77,7 @@ class LookaheadSession(LookupSession):
                 self.pool.add(self.tokens[end - size : end])
 
     def learn(self, evidence: Sequence[Evidence]) -> None:
-        """Add the n-grams that the target's decisions complete."""
+        """See `DraftedSession`. Adds the n-grams that the target's decisions complete."""
         for one in evidence:
             for ngram in self.window.observe(one):
                 self.pool.add(ngram)
@@ -93,49 +91,16 @@ class LookaheadSession(LookupSession):
         return tuple(self.tokens[(first + step) % len(self.tokens)] for step in range(self._settings.ngram - 1))
 
 
-class LookaheadDrafter:
+class LookaheadDrafter(EstimatingDrafter[LookaheadSession]):
     """Drafts each row's candidates and window in one tree."""
 
     def __init__(self, settings: LookaheadSettings, draft: DraftSection) -> None:
+        super().__init__(lambda start: LookaheadSession(start, settings), draft)
         self._settings = settings
-        self._max_nodes = draft.max_nodes
-        self._max_depth = draft.max_depth
-        self._reliability = {True: Reliability(), False: Reliability()}
-        self._sessions = Sessions(lambda start: LookaheadSession(start, settings))
-
-    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """See `DraftMethod`."""
-        return tuple(self._propose(row) for row in rows)
-
-    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `DraftMethod`."""
-        self._sessions.release(sequence_ids)
-
-    def _propose(self, row: DraftRow) -> Proposal:
-        session = self._sessions.apply(row)
-        if isinstance(session, RowFault):
-            return Proposal(row.sequence_id, row.base_len, fault=session)
-        reliability = self._reliability[session.start.sampling.temperature < GREEDY_BELOW]
-        session.observe(reliability)
-        session.learn(row.evidence)
-        drafted = session.last_draft(row.budget)
-        if drafted is None:
-            drafted = self._draft(session, row.budget, reliability)
-            session.set_draft(row.budget, drafted)
-        return Proposal(
-            row.sequence_id,
-            row.base_len,
-            drafted.tree,
-            probabilities=drafted.probabilities,
-            is_prunable=_WINDOW_RATE not in drafted.conditionals,
-        )
 
     def _draft(self, session: LookaheadSession, budget: DraftBudget, reliability: Reliability) -> ContinuationTree:
         """Candidates get their share of the nodes, then the window gets as many columns as the rest allows."""
-        nodes = min(budget.max_nodes, self._max_nodes)
-        depth = min(budget.max_depth, self._max_depth, nodes)
-        if depth <= 0:
-            return ContinuationTree()
+        nodes, depth = budget.max_nodes, budget.max_depth
         settings = self._settings
         levels = settings.ngram - 1
         share = max(1, nodes // levels * settings.candidates // (settings.window + settings.candidates))
@@ -158,7 +123,8 @@ def _with_rates(tree: TokenTree, candidate_nodes: int, reliability: Reliability)
         above = 1.0 if parent == ROOT else probabilities[parent]
         conditionals.append(rate)
         probabilities.append(above * reliability.probability(rate))
-    return ContinuationTree(tree, tuple(probabilities), tuple(conditionals))
+    is_prunable = len(tree) <= candidate_nodes
+    return ContinuationTree(tree, tuple(probabilities), tuple(conditionals), is_prunable)
 
 
 @register(

@@ -10,13 +10,13 @@ from pydantic import Field, model_validator
 
 from cluster.core.config.base import PluginSettings
 from cluster.core.config.sections import DraftSection, TargetSection
-from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFault
-from cluster.core.ids import SequenceId
+from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.request import SequenceStart
 from cluster.core.tree import TokenTree
+from workers.draft.lookup.sequence_drafter import SequenceDrafter
 from workers.draft.lookup.suffix_index import SuffixIndex
 from workers.draft.registry import register
-from workers.draft.sessions import Session, Sessions
+from workers.draft.sessions import Session
 
 LOOKS_PER_CANDIDATE = 8
 """Earlier occurrences of one suffix that are examined per requested candidate; most of them are alike."""
@@ -85,36 +85,17 @@ class IndexedSession(Session):
         return tuple(self.tokens[position + step % period] for step in range(length))
 
 
-class NgramDrafter:
+class NgramDrafter(SequenceDrafter[IndexedSession]):
     """Looks up each row's last tokens in the row's own context."""
 
     def __init__(self, settings: NgramSettings, draft: DraftSection) -> None:
+        super().__init__(lambda start: IndexedSession(start, settings.min, settings.max), draft)
         self._candidates = settings.candidates
-        self._max_nodes = draft.max_nodes
-        self._max_depth = draft.max_depth
-        self._sessions = Sessions(lambda start: IndexedSession(start, settings.min, settings.max))
 
-    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """See `DraftMethod`."""
-        return tuple(self._propose(row) for row in rows)
-
-    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `DraftMethod`."""
-        self._sessions.release(sequence_ids)
-
-    def _propose(self, row: DraftRow) -> Proposal:
-        session = self._sessions.apply(row)
-        if isinstance(session, RowFault):
-            return Proposal(row.sequence_id, row.base_len, fault=session)
-        return Proposal(row.sequence_id, row.base_len, self._look_up(session, row.budget))
-
-    def _look_up(self, session: IndexedSession, budget: DraftBudget) -> TokenTree:
-        max_nodes = min(budget.max_nodes, self._max_nodes)
-        max_depth = min(budget.max_depth, self._max_depth, max_nodes)
-        if max_depth == 0:
-            return TokenTree()
-        candidates = session.continuations(self._candidates, max_depth)
-        return TokenTree.from_candidates(candidates, max_nodes)
+    def _proposal(self, session: IndexedSession, row: DraftRow) -> Proposal:
+        budget = self._within(row.budget)
+        candidates = session.continuations(self._candidates, budget.max_depth) if budget.max_depth else ()
+        return Proposal(row.sequence_id, row.base_len, TokenTree.from_candidates(candidates, budget.max_nodes))
 
 
 @register("ngram", NgramSettings, placements=("target", "drafter"))

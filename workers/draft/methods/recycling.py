@@ -16,17 +16,14 @@ from pydantic import Field
 
 from cluster.core.config.base import ModuleSection
 from cluster.core.config.sections import DraftSection, TargetSection
-from cluster.core.drafting import DraftBudget, DraftRow, Evidence, EvidenceNeeds, Proposal, RowFault
-from cluster.core.ids import SequenceId
+from cluster.core.drafting import DraftBudget, Evidence, EvidenceNeeds
 from cluster.core.request import SequenceStart
 from cluster.core.tree import ROOT, TokenTree
 from workers.draft.lookup.continuation_tree import LEAST_PATH_PROBABILITY, ContinuationTree
-from workers.draft.lookup.drafter import DraftedSession
 from workers.draft.lookup.reliability import Reliability
+from workers.draft.lookup.sequence_drafter import DraftedSession, EstimatingDrafter
 from workers.draft.lookup.successor_tables import RankRates, Rows, Successors, SuccessorTables
 from workers.draft.registry import register
-from workers.draft.sessions import Sessions
-from workers.sampling.context import GREEDY_BELOW
 
 
 class RecyclingSettings(ModuleSection):
@@ -55,11 +52,6 @@ class RecyclingSession(DraftedSession):
         return self._tables.of(self.start.cache_salt)
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether the target decodes greedily."""
-        return self.start.sampling.temperature < GREEDY_BELOW
-
-    @property
     def rates(self) -> RankRates:
         """How often the successor of each rank comes next."""
         return self._rates[self.is_greedy]
@@ -76,7 +68,8 @@ class RecyclingSession(DraftedSession):
             table.add(before, token)
 
     def learn(self, evidence: Sequence[Evidence]) -> None:
-        """Store the target's most probable tokens after accepted tokens, and its decisions after the other ones."""
+        """See `DraftedSession`. Stores the target's most probable tokens after accepted tokens, and its
+        decisions after the other ones."""
         table = self.table
         for one in evidence:
             if one.decisions:
@@ -89,44 +82,17 @@ class RecyclingSession(DraftedSession):
                     table.replace(self.tokens[position], best if taken in best else (taken, *best))
 
 
-class RecyclingDrafter:
+class RecyclingDrafter(EstimatingDrafter[RecyclingSession]):
     """Drafts the most probable paths in the table of each row's salt. It is a `DraftMethod`."""
 
     def __init__(self, settings: RecyclingSettings, draft: DraftSection, initial: Rows | None = None) -> None:
         """`initial`: see `SuccessorTables`."""
-        self._max_nodes = draft.max_nodes
-        self._max_depth = draft.max_depth
-        self._reliability = {True: Reliability(), False: Reliability()}
         tables = SuccessorTables(settings.successors, settings.salts, initial)
         rates = {is_greedy: RankRates(settings.successors) for is_greedy in (True, False)}
-        self._sessions = Sessions(lambda start: RecyclingSession(start, tables, rates))
+        super().__init__(lambda start: RecyclingSession(start, tables, rates), draft)
 
-    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """See `DraftMethod`."""
-        return tuple(self._propose(row) for row in rows)
-
-    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `DraftMethod`."""
-        self._sessions.release(sequence_ids)
-
-    def _propose(self, row: DraftRow) -> Proposal:
-        session = self._sessions.apply(row)
-        if isinstance(session, RowFault):
-            return Proposal(row.sequence_id, row.base_len, fault=session)
-        session.observe(self._reliability[session.is_greedy])
-        session.learn(row.evidence)
-        drafted = session.last_draft(row.budget)
-        if drafted is None:
-            drafted = self._draft(session, row.budget)
-            session.set_draft(row.budget, drafted)
-        return Proposal(row.sequence_id, row.base_len, drafted.tree, probabilities=drafted.probabilities)
-
-    def _draft(self, session: RecyclingSession, budget: DraftBudget) -> ContinuationTree:
-        max_nodes = min(budget.max_nodes, self._max_nodes)
-        max_depth = min(budget.max_depth, self._max_depth, max_nodes)
-        if max_depth <= 0:
-            return ContinuationTree()
-        return _best_first(session, max_nodes, max_depth, self._reliability[session.is_greedy])
+    def _draft(self, session: RecyclingSession, budget: DraftBudget, reliability: Reliability) -> ContinuationTree:
+        return _best_first(session, budget.max_nodes, budget.max_depth, reliability)
 
 
 def _best_first(
