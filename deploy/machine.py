@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -13,21 +14,33 @@ from deploy.placement import Resources
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 _QUERY_SECONDS = 10.0
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Devices of the drivers of NVIDIA and AMD, and of both under WSL."""
 
 
 def local_resources() -> Resources:
     """Cores, free memory and visible GPUs. Starts nothing."""
+    gpu_memory = _memory_of_gpus() if _may_have_gpus() else []
+    return Resources(
+        cpus=float(usable_cores(_CONTROL_GROUP)),
+        gpus=len(gpu_memory),
+        memory_bytes=free_memory(),
+        gpu_memory_bytes=min(gpu_memory, default=0),
+    )
+
+
+def _may_have_gpus() -> bool:
+    """Whether a driver of GPUs is loaded. Only Linux tells without torch."""
+    return sys.platform != "linux" or any(Path(device).exists() for device in _GPU_DEVICES)
+
+
+def _memory_of_gpus() -> list[int]:
+    """Free memory of each visible GPU, in bytes."""
     # Importing torch takes seconds, and most commands do not need it.
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpu_memory = [int(torch.cuda.mem_get_info(index)[0]) for index in range(gpus)]
-    return Resources(
-        cpus=float(usable_cores(_CONTROL_GROUP)),
-        gpus=gpus,
-        memory_bytes=free_memory(),
-        gpu_memory_bytes=min(gpu_memory, default=0),
-    )
+    return [int(torch.cuda.mem_get_info(index)[0]) for index in range(gpus)]
 
 
 def free_memory() -> int:

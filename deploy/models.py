@@ -10,6 +10,7 @@ from cluster.core.config.sections import Configuration, DraftSection, ModelSecti
 from cluster.core.errors import ModelLoadError
 from deploy.packaged_drafts import packaged_drafts
 from workers.model.draft_card import is_distilled
+from workers.model.packaged.catalogue import converted_before
 
 COMPILED = "compiled"
 """Folder of the cache for code compiled on this machine."""
@@ -53,6 +54,9 @@ def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgres
     packaged = packaged_drafts().get(section.path)
     if packaged is not None:
         return packaged
+    converted = converted_before(section.path, cache_directory)
+    if converted is not None:
+        return converted
     report(f"finding {section.path} (it is fetched or converted the first time)")
     # Importing torch and transformers takes seconds, and most commands do not need them.
     from workers.model.model_files import resolve_model_directory

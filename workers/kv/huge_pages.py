@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
+from collections.abc import Sequence
 
 import torch
 
@@ -29,12 +31,12 @@ class Arena:
         self._bytes = huge_pages(size)
         self._used = 0
 
-    def store(self, values: torch.Tensor) -> torch.Tensor:
-        """Copy `values` into the arena, aligned to a cache line. Returns the copy."""
-        size = values.numel() * values.itemsize
-        stored = self._bytes[self._used : self._used + size].view(values.dtype).view(values.shape)
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of zeros in the arena, aligned to a cache line."""
+        size = math.prod(shape) * dtype.itemsize
+        taken = self._bytes[self._used : self._used + size].view(dtype).view(*shape)
         self._used += -(-size // CACHE_LINE) * CACHE_LINE
-        return stored.copy_(values)
+        return taken
 
 
 def release_free_memory() -> None:

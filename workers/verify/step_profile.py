@@ -20,6 +20,10 @@ SIZES = (
 )
 """(rows, tokens) of the measured steps: one sequence with trees of several sizes, and several sequences."""
 REPETITIONS = 3
+_NARROW = 8
+"""Wider steps are measured once: they take several times as long, and a target waits for them when it starts."""
+BUDGET_SECONDS = 0.25
+"""Every size is measured once. Further repetitions begin within this time, so that a target is ready sooner."""
 _GREEDY = SamplingParameters(temperature=0.0)
 
 Decide = Callable[[Sequence[ForwardRow], Sequence[DecisionContext]], object]
@@ -34,7 +38,9 @@ def profile_steps(pool: KvPool, decide: Decide) -> tuple[StepSample, ...]:
     samples: list[StepSample] = []
     for rows, tokens in SIZES:
         try:
-            seconds = [_time(pool, decide, rows, tokens // rows) for _ in range(REPETITIONS)]
+            seconds = [
+                _time(pool, decide, rows, tokens // rows) for _ in range(REPETITIONS if tokens <= _NARROW else 1)
+            ]
         except KvPoolExhausted:
             continue
         samples.append(StepSample(rows, tokens, median(seconds)))

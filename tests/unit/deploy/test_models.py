@@ -64,3 +64,10 @@ def test_a_draft_model_that_the_method_does_not_load_is_not_resolved(tmp_path: P
 
     assert found.draft is None
     assert not any("absent" in line for line in looked)
+
+
+def test_a_converted_packaged_model_is_found_without_its_libraries(tmp_path: Path) -> None:
+    written = load_configuration({}, {"target.path": "smollm2-135m-instruct", "draft.method": "none"})
+    converted = model_directory(tmp_path / "smollm2-135m-instruct")
+
+    assert models.resolve_models(written, tmp_path, pytest.fail).target == converted

@@ -41,6 +41,9 @@ class NativeDecoder:
         self._decode = library.pilotfish_decode
         self._decode.argtypes = [ctypes.POINTER(Decoder), ctypes.POINTER(StepHeader), ctypes.POINTER(Pass)]
         self._decode.restype = None
+        self._read_rows = library.pilotfish_rows
+        self._read_rows.argtypes = [ctypes.POINTER(Matrix), ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+        self._read_rows.restype = None
         self._columns = block_columns(library)
         """Outputs per block of a packed matrix: two vector registers of this processor."""
         self._shape = shape
@@ -51,9 +54,13 @@ class NativeDecoder:
         stored = torch.int8 if quantization == "int8" else dtype
         self._arena = Arena(_packed_bytes(model, shape, stored, self._columns))
         self._rotary = model.model.rotary_emb
-        # A copy, because the loaded tensor keeps the whole weight file mapped.
-        self._embedding = model.model.embed_tokens.weight.detach().clone()
-        model.model.embed_tokens.weight = nn.Parameter(self._embedding, requires_grad=False)
+        embedding = model.model.embed_tokens.weight.detach()
+        self._tokens = len(embedding)
+        is_tied = embedding.data_ptr() == model.lm_head.weight.data_ptr() and stored is embedding.dtype
+        # A head that is tied to the embedding serves as its table. Otherwise a copy does: the loaded tensor would keep
+        # the whole weight file mapped.
+        self._embedding = None if is_tied else embedding.clone()
+        model.model.embed_tokens = nn.Identity()
         self._vocabulary = model.lm_head.out_features
         final = self._vector(model.model.norm.weight)
         layers = list(decoder_layers(model))
@@ -69,8 +76,10 @@ class NativeDecoder:
         self._decoder = Decoder(
             *(len(layers), shape.hidden, shape.heads, shape.kv_heads, shape.dim, shape.inner, KINDS[dtype]),
             *(shape.epsilon, shape.scale, self._layers, final, head),
-            *(KINDS[self._embedding.dtype], self._embedding.data_ptr()),
         )
+        if self._embedding is not None:
+            self._decoder.embedding_kind = KINDS[self._embedding.dtype]
+            self._decoder.embedding = self._embedding.data_ptr()
         self._kv_groups: KvCacheGroups | None = None
         self._angles: tuple[torch.Tensor, ...] = ()
         self._scratch = torch.empty(0)
@@ -99,12 +108,13 @@ class NativeDecoder:
             raise RuntimeError("bind a pool before computing")
         step = build_native_step(rows, self._kv_groups)
         ids, indices = np.array(tokens, dtype=np.int64), np.array(selected, dtype=np.int64)
-        if inputs is None and not 0 <= ids.min() <= ids.max() < len(self._embedding):
-            raise IndexError(f"tokens {ids.min()} to {ids.max()}: the model has {len(self._embedding)}")
+        if inputs is None and not 0 <= ids.min() <= ids.max() < self._tokens:
+            raise IndexError(f"tokens {ids.min()} to {ids.max()}: the model has {self._tokens}")
         self._extend_angles(step.end)
         logits = torch.empty((len(indices), self._vocabulary))
         layers = partial.layers or len(self._layers)
         skip = np.array(partial.skipped_parts(len(self._layers)), dtype=np.uint8)
+        inputs = self.embeddings(ids) if inputs is None else inputs
         floats = [None if given is None else given.float().contiguous() for given in (partial.exit_norm, inputs)]
         tapped = np.array(taps, dtype=np.int64)
         hidden = torch.empty((len(ids), len(taps) * self._shape.hidden), dtype=torch.bfloat16) if taps else None
@@ -118,6 +128,14 @@ class NativeDecoder:
         )
         self._decode(ctypes.byref(self._decoder), ctypes.byref(step.header), ctypes.byref(work))
         return PassOutput(logits, hidden)
+
+    def embeddings(self, ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> torch.Tensor | None:
+        """Float32 rows `[tokens, hidden]` of the packed head, if it is tied to the embedding; else `None`."""
+        if self._embedding is not None:
+            return None
+        rows = torch.empty((len(ids), self._shape.hidden))
+        self._read_rows(self._decoder.head, ids.ctypes.data, len(ids), rows.data_ptr())
+        return rows
 
     def _extend_angles(self, length: int) -> None:
         """Extend the rotary cosines and sines, float32 `[positions, dim]`, to at least `length` positions."""
@@ -162,7 +180,7 @@ class NativeDecoder:
         if self._quantization == "int8":
             packed, scales = quantize(packed)
             scale = self._vector(pad_rows(scales.float(), self._columns))
-        packed = self._arena.store(pack_blocks(packed, self._columns))
+        packed = pack_blocks(packed, self._columns, self._arena)
         return Matrix(
             *(KINDS[packed.dtype], inputs, outputs, packed.shape[0], packed.data_ptr(), scale),
             None if bias is None else self._vector(pad_rows(bias, self._columns)),

@@ -92,8 +92,7 @@ class PackedMatrix:
         The packed weight lies in `arena`, if there is one.
         """
         outputs, inputs = weight.shape
-        packed = pack_blocks(weight, columns)
-        self.weight = packed if arena is None else arena.store(packed)
+        self.weight = pack_blocks(weight, columns, arena)
         self._vectors = [None if values is None else pad_rows(values, columns).clone() for values in (scale, bias)]
         self.matrix = Matrix(
             *(KINDS[weight.dtype], inputs, outputs, len(self.weight), self.weight.data_ptr()),
@@ -126,10 +125,25 @@ def pad_rows(values: torch.Tensor, grain: int) -> torch.Tensor:
     return pad(values, widths) if missing else values
 
 
-def pack_blocks(weight: torch.Tensor, columns: int) -> torch.Tensor:
-    """`[out, in]` → `[blocks, in, columns]`, for bfloat16 `[blocks, in / 2, columns, 2]`, as the kernels read."""
-    padded = pad_rows(weight, columns)
-    blocks = padded.reshape(-1, columns, padded.shape[1])  # [blocks, columns, in]
+def pack_blocks(weight: torch.Tensor, columns: int, arena: Arena | None = None) -> torch.Tensor:
+    """`[out, in]` → `[blocks, in, columns]`, for bfloat16 `[blocks, in / 2, columns, 2]`, as the kernels read.
+
+    The result lies in `arena`, if there is one. Missing outputs of the last block are zeros.
+    """
+    outputs, inputs = weight.shape
+    grain = 2 if weight.dtype is torch.bfloat16 else 1
+    shape = (-(-outputs // columns), inputs // grain, columns, *([grain] if grain > 1 else []))
+    packed = torch.empty(shape, dtype=weight.dtype) if arena is None else arena.take(shape, weight.dtype)
+    whole = outputs // columns
+    _transpose_blocks(weight[: whole * columns], packed[:whole])
+    if outputs % columns:
+        _transpose_blocks(pad_rows(weight[whole * columns :], columns), packed[whole:])
+    return packed
+
+
+def _transpose_blocks(weight: torch.Tensor, packed: torch.Tensor) -> None:
+    """Fill whole blocks. A pair of bfloat16 numbers is copied as one of 32 bits, in half the time."""
     if weight.dtype is torch.bfloat16:
-        return blocks.view(*blocks.shape[:2], -1, 2).permute(0, 2, 1, 3).contiguous()
-    return blocks.permute(0, 2, 1).contiguous()
+        weight = weight.clone() if weight.storage_offset() % 2 else weight.contiguous()
+        weight, packed = weight.view(torch.int32), packed.view(torch.int32).squeeze(-1)
+    packed.copy_(weight.reshape(len(packed), packed.shape[2], packed.shape[1]).transpose(1, 2))

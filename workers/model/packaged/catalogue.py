@@ -78,6 +78,14 @@ PACKAGED_MODELS = {
 """Models that `pip` installs, by name."""
 
 
+def converted_before(path: str, cache_directory: Path) -> Path | None:
+    """The directory to which a packaged model was converted at an earlier start; `None` for any other path."""
+    if path not in PACKAGED_MODELS or Path(path).is_dir():
+        return None
+    directory = cache_directory / path
+    return directory if (directory / "config.json").is_file() and any(directory.glob("*.safetensors")) else None
+
+
 def packaged_file(name: str, scratch: Path) -> Path:
     """The file of a packaged model. If it is not one whole file of one package, it is put together in `scratch`.
 

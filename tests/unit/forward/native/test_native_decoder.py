@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedConfig
@@ -247,3 +248,20 @@ def test_a_token_outside_the_vocabulary_is_refused(load: Load) -> None:
 def test_the_kernels_can_be_turned_off(load: Load) -> None:
     assert load("llama", native="off").native is None
     assert load("llama", compile="on").native is None
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+def test_a_tied_embedding_is_read_from_the_packed_head(dtype: str, quantization: str, load: Load) -> None:
+    """Rows of the packed head are those of the table, to the bit; int8 weights are rounded, so the table is kept."""
+    model = load("qwen2", dtype=dtype, quantization=quantization)
+    assert isinstance(model.native, NativeDecoder)
+    table = model.native._embedding
+    assert (table is None) is (quantization == "none")
+    assert load("llama").native._embedding is not None  # it is not tied
+    if table is not None:
+        return
+    whole = load("qwen2", dtype=dtype, native="off").module.get_input_embeddings().weight
+    for ids in ([0], [3, tiny.VOCABULARY - 1, 3], list(range(tiny.VOCABULARY))):
+        rows = model.native.embeddings(np.array(ids, dtype=np.int64))
+        assert rows is not None
+        assert torch.equal(rows, whole[ids].float())
