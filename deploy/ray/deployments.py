@@ -43,7 +43,7 @@ from deploy.ray.node_models import with_local_drafts, with_local_models
 from workers.draft.registry import create
 from workers.serve.configuration import load_configuration
 from workers.serve.logs import set_logging
-from workers.serve.node import node_address, set_threads
+from workers.serve.node import compute_without_interruption, node_address, set_threads
 from workers.serve.rank_actors import RankActors, rank_kinds
 from workers.serve.rank_placement import RankPlacement
 from workers.serve.rank_supervisor import RankSupervisor
@@ -186,6 +186,7 @@ class DraftReplica:
 
     def _load(self) -> DraftMethod:
         if self._configuration.draft.weights is not None:
+            compute_without_interruption()
             set_threads(self._threads)
         return create(self._configuration.draft, self._configuration.target)
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import ray
 from ray._private import ray_constants
+from ray._private.node import Node
 from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
 from ray.exceptions import AuthenticationError
 
@@ -21,36 +24,63 @@ from deploy.network.probe import RAY_METHOD, Demand, probe
 from deploy.placement import Resources
 from deploy.ray.proxy import CALLBACK, CALLBACK_VARIABLE
 from deploy.settings import set_ray_environment
+from workers.serve.node import in_background
 
 _OBJECT_STORE_BYTES = 96 * 2**20
 """Size of Ray's object store. It only holds configurations."""
 _TOKEN_BYTES = 32
+_UNUSED = {
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000",
+    "RAY_SERVE_EVENT_LOOP_MONITORING_INTERVAL_S": "60",
+}
+"""Variables that turn off or slow down what Ray reports of itself. Nobody reads it on a single machine, and its
+processes share the cores of the target."""
 _TOKEN_SOURCES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 def start_local_ray(resources: Resources) -> None:
-    """Start Ray on this machine, without its dashboard, usage reports and worker logs.
+    """Start Ray on this machine, without its dashboard, usage reports, metrics and worker logs.
 
     Its token is drawn, unless the environment has one. Raises `ConfigurationError` if the environment turns
     authentication off.
     """
     set_ray_environment()
+    for variable, value in _UNUSED.items():
+        os.environ.setdefault(variable, value)
     os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)  # inherited by the processes of Serve's proxies
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # inherited by all processes of Ray
     ray_constants.ENABLE_RAY_CLUSTER = False
     if not any(os.environ.get(source) for source in _TOKEN_SOURCES):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(_TOKEN_BYTES)
     _enable_authentication()
-    ray.init(
-        address="local",
-        num_cpus=int(resources.cpus),
-        num_gpus=resources.gpus,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    with _without_monitors(), in_background():
+        ray.init(
+            address="local",
+            num_cpus=int(resources.cpus),
+            num_gpus=resources.gpus,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
     check_ray_authentication()
+
+
+@contextmanager
+def _without_monitors() -> Iterator[None]:
+    """Inside, Ray starts without the processes that publish worker logs to drivers and that start further nodes.
+
+    `ray start` has an option for the former; `ray.init` has none.
+    """
+    kept = Node.start_log_monitor, Node.start_monitor
+    Node.start_log_monitor = Node.start_monitor = lambda _: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Node.start_log_monitor, Node.start_monitor = kept  # type: ignore[method-assign]
 
 
 def join_ray(address: str, *, demands_token: bool) -> None:

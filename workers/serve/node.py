@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 import ray
@@ -18,6 +18,34 @@ def set_threads(threads: int) -> None:
     import torch  # a process that only imports this module starts seconds faster
 
     torch.set_num_threads(threads)
+
+
+def compute_without_interruption() -> None:
+    """Let no process of the background (see `in_background`) take a core from a thread of this process as it wakes.
+
+    Threads that start later inherit this.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError, PermissionError):
+                os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+
+
+@contextmanager
+def in_background() -> Iterator[None]:
+    """Processes that this thread starts inside, and all that they start, do not preempt others when they wake.
+
+    They run when a core is free or when it is their turn (Linux's policy `SCHED_BATCH`).
+    """
+    if not hasattr(os, "SCHED_BATCH"):
+        yield
+        return
+    policy, parameter = os.sched_getscheduler(0), os.sched_getparam(0)
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, parameter)
 
 
 def node_address() -> str:

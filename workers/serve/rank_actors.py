@@ -26,7 +26,7 @@ from workers.draft.registry import create, create_for_worker_rank
 from workers.serve.configuration import load_configuration
 from workers.serve.heartbeat import until_lost
 from workers.serve.logs import set_logging
-from workers.serve.node import free_port, set_threads, use_interface_of
+from workers.serve.node import compute_without_interruption, free_port, set_threads, use_interface_of
 from workers.serve.rank_placement import RankPlacement
 from workers.serve.target_servicer import StepEngine
 from workers.serve.worker_server import WorkerHost, host_target
@@ -104,6 +104,7 @@ class FirstRank:
         from workers.verify.group import DriverRank, join_group
 
         target, draft = configuration.target, configuration.draft
+        compute_without_interruption()
         set_threads(threads)
         if target.tensor_parallel > 1:
             use_interface_of(host)
@@ -139,6 +140,7 @@ class WorkerRank:
         configuration = load_configuration(values)
         target = configuration.target
         set_logging(configuration.log_level, configuration.server.log_format)
+        compute_without_interruption()
         set_threads(threads)
         use_interface_of(host)
         join_group(target, rank, host, rendezvous)

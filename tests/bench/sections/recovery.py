@@ -12,6 +12,7 @@ import signal
 import time
 from itertools import pairwise
 
+from cluster.core.config.sections import TargetSection
 from cluster.ingress.router import Router
 from cluster.ingress.routing import CoordinatorView
 from cluster.wire.generation_client import GenerationClient
@@ -29,6 +30,8 @@ TOKENS_BEFORE = 40
 STREAM_SECONDS = 300.0
 BACK_SECONDS = 120.0
 """Longest time until all processes are back."""
+STANDBY_SECONDS = 10.0
+"""Time for a standby process to load its libraries."""
 CALM_SECONDS = 3.0
 """Pause before the next kill, in seconds: Serve checks the health of a new replica first."""
 
@@ -40,9 +43,20 @@ def run(options: Options) -> None:
     tokens = options.answer_tokens * 4
     with ServeProcess(settings.cache_directory) as process:
         server = process.start(settings.configuration)
+        _await_standby(process, settings.configuration.target)
         victims = ServeVictims(process)
         write(f"processes: {victims.by_role()}; answers of {tokens} tokens")
         asyncio.run(_measure(options, victims, server.grpc_address, tokens))
+
+
+def _await_standby(process: ServeProcess, target: TargetSection) -> None:
+    """Return once the standby ranks have loaded their libraries, if there are any."""
+    until = time.monotonic() + BACK_SECONDS
+    wanted = target.tensor_parallel * (2 if target.standby else 1)
+    while ServeVictims(process).by_role().get("target", 0) < wanted and time.monotonic() < until:
+        time.sleep(CALM_SECONDS)
+    if target.standby:
+        time.sleep(STANDBY_SECONDS)
 
 
 async def _measure(options: Options, victims: ServeVictims, address: str, tokens: int) -> None:
