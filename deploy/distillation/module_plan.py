@@ -23,9 +23,11 @@ from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.files import DraftingModule, stored_tensors
-from workers.model.target_ends import read_tensors
+from workers.model.target_ends import decoder_layer_count, decoder_vocabulary_size, read_tensors
 
 CURVE = "training.png"
+FOR_ENCODER_DECODER = ("heads", "table")
+"""The kinds of modules that serve an encoder-decoder target."""
 _VOCABULARY_SIZE = 8192
 _DEPTHS = {"heads": 4, "block": 5, "table": 8}
 _TRAINED_LAYER_SCALE = 0.2
@@ -36,12 +38,17 @@ _FITTED_ANSWERS = 256
 
 def with_defaults(options: DistillOptions, config: Any) -> DistillOptions:
     """The options with the defaults of their kind for a target of this configuration. Raises `ConfigurationError`."""
-    count = int(config.num_hidden_layers)
+    count = decoder_layer_count(config)
     if options.kind in ("heads", "table", "exit") and options.student_config is not None:
         raise ConfigurationError(f"--student-config: refused for kind {options.kind}; it is for kind layers")
+    if config.is_encoder_decoder and options.kind not in FOR_ENCODER_DECODER:
+        raise ConfigurationError(
+            f"--kind: {options.kind!r} is refused for an encoder-decoder target; it must be layers, "
+            f"{' or '.join(FOR_ENCODER_DECODER)}"
+        )
     if options.on_policy:
         raise ConfigurationError(f"--on-policy: refused for kind {options.kind}; it is for kind layers")
-    size = options.vocabulary_size or min(_VOCABULARY_SIZE, int(config.vocab_size))
+    size = options.vocabulary_size or min(_VOCABULARY_SIZE, decoder_vocabulary_size(config))
     if options.kind == "exit":
         layers: tuple[int, ...] = options.layers or tuple(range(count // 2))
         if not all(0 <= layer < count for layer in layers):

@@ -23,7 +23,8 @@ from deploy.distillation.module_plan import (
     with_defaults,
 )
 from deploy.distillation.options import DistillOptions
-from deploy.models import resolve_models, served_name
+from deploy.distillation.seq2seq import decoder_rows, is_encoder_decoder, read_source_files, translate_all
+from deploy.models import Models, resolve_models, served_name
 from deploy.progress import ProgressReporter
 from deploy.settings import Settings
 from deploy.terminal import notices
@@ -37,6 +38,8 @@ from workers.distill.modules.module_card import ModuleFacts, write_card
 from workers.distill.modules.successors import count_successors
 from workers.distill.modules.tap_cache import TapCache
 from workers.distill.prompts import read_prompts
+from workers.distill.seq2seq.answers import decoder_start
+from workers.distill.seq2seq.student import load_seq2seq_target
 from workers.distill.student import load_target
 from workers.model.draft_card import DraftCard
 from workers.model.draft_shapes import ExitShape, TableShape
@@ -44,6 +47,7 @@ from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.files import DraftingModule, load_ends, make_module, save_drafter
 from workers.model.drafting.table import SuccessorTable
 from workers.model.loading import choose_device
+from workers.model.target_ends import decoder_vocabulary_size
 
 _MAX_STORED_LENGTH = 4096
 """Most tokens of a prompt and its answer whose states are stored. Evaluated prompts are longer than training rows."""
@@ -79,18 +83,11 @@ def run_module(settings: Settings, options: DistillOptions, command_line: str) -
     with notices.status("looking for the target") as status:
         models = resolve_models(settings.configuration, settings.cache_directory, status.update)
     config = AutoConfig.from_pretrained(models.target, trust_remote_code=False).get_text_config()
-    if config.is_encoder_decoder:
-        raise ConfigurationError(
-            f"--kind: {options.kind!r} is refused for an encoder-decoder target; it must be layers"
-        )
-    files = [read_prompts(path) for path in options.prompts]
     options = with_defaults(options, config)
     shape = wanted_shape(options, config)
-    needs_states = options.kind != "table" and not options.search
-    budget = begin_budget(options, is_frozen=False, needs_states=needs_states)
-    data = collect_answers(models.configuration, options, files, budget, is_frozen=False)
+    data, budget = _data(models, options, has_encoder=config.is_encoder_decoder)
     name = served_name(models.configuration)
-    sizes = int(config.vocab_size), int(config.hidden_size)
+    sizes = decoder_vocabulary_size(config), int(config.hidden_size)
     card = DraftCard(name, *sizes, options.layers, options.vocabulary_size, options.kind, options.taps, shape)
     stage = _Run(options, models.target, data, budget, choose_device(options.device, 0))
     made = _make(stage, card)
@@ -115,6 +112,26 @@ def run_module(settings: Settings, options: DistillOptions, command_line: str) -
     notices.print(f"{options.out}: {options.kind} for {name}{''.join(tokens)}")
 
 
+def _data(models: Models, options: DistillOptions, *, has_encoder: bool) -> tuple[DistillData, Budget]:
+    """The target's answers, and the budget of the command, which begins once the prompt files are read."""
+    needs_states = options.kind != "table" and not options.search
+    if not has_encoder:
+        files = [read_prompts(path) for path in options.prompts]
+        budget = begin_budget(options, is_frozen=False, needs_states=needs_states)
+        return collect_answers(models.configuration, options, files, budget, is_frozen=False), budget
+    sources = read_source_files(options)
+    budget = begin_budget(options, is_frozen=False, needs_states=needs_states)
+    target = load_seq2seq_target(models.target, choose_device(options.device, 0))
+    data = translate_all(target, models.target, options, sources, budget, is_frozen=False)
+    return decoder_rows(data, decoder_start(target)), budget
+
+
+def _load_target(stage: _Run) -> Any:
+    """The target as a module of `transformers`."""
+    load = load_seq2seq_target if is_encoder_decoder(stage.target) else load_target
+    return load(stage.target, stage.device)
+
+
 def _device_name(device: torch.device) -> str:
     """The name of the device of a training, for the model card."""
     return torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
@@ -132,7 +149,7 @@ def _make(stage: _Run, card: DraftCard) -> _Made:
         notices.print(f"{count_successors(table, data.train):,} tokens have successors")
         return _Made(card, table, None)
     vocabulary = torch.tensor(draft_vocabulary(options, data, stage.target, card.target_vocabulary_size))
-    model: Any = load_target(stage.target, stage.device)
+    model = _load_target(stage)
     model.to(dtype)
     notes = ""
     if options.search:

@@ -24,6 +24,7 @@ from workers.distill.seq2seq.answers import decoder_start, greedy_answers
 from workers.distill.seq2seq.student import Seq2SeqStudent, load_seq2seq_target, make_seq2seq_student, student_config
 from workers.distill.student import StudentPlan
 from workers.model.loading import choose_device
+from workers.model.target_ends import decoder_vocabulary_size
 
 _ROWS = 32
 """Sources that are translated at once."""
@@ -57,6 +58,26 @@ def prepare_seq2seq(
     """Translate the sources while the budget lasts, and make the student. Raises `ConfigurationError`."""
     student_config(AutoConfig.from_pretrained(directory, trust_remote_code=False), plan)
     target = load_seq2seq_target(directory, choose_device(options.device, 0))
+    data = translate_all(target, directory, options, sources, budget, is_frozen=is_frozen)
+    if options.vocabulary_size is not None:
+        size = decoder_vocabulary_size(target.config)
+        plan = replace(plan, vocabulary=draft_vocabulary(options, data, directory, size))
+    return data, make_seq2seq_student(target, plan, decoder_start(target), options.seed)
+
+
+def translate_all(
+    target: PreTrainedModel,
+    directory: Path,
+    options: DistillOptions,
+    sources: dict[str, tuple[str, ...]],
+    budget: Budget,
+    *,
+    is_frozen: bool,
+) -> DistillData:
+    """Translate the sources that are missing while the budget lasts, and read all answers; their prompts are sources.
+
+    `is_frozen`: the answers to train on stay as they are. Raises `ConfigurationError` without one to train on.
+    """
     tokenizer = Tokenizer.load(directory)
     if not is_frozen:
         tasks = [task for name, texts in sources.items() for task in _tasks(name, texts, tokenizer, options)]
@@ -78,9 +99,16 @@ def prepare_seq2seq(
     )
     if not data.train:
         raise ConfigurationError("answers: needed one to train on, found none; needed more --minutes or prompts")
-    if options.vocabulary_size is not None:
-        plan = replace(plan, vocabulary=draft_vocabulary(options, data, directory, int(target.config.vocab_size)))
-    return data, make_seq2seq_student(target, plan, decoder_start(target), options.seed)
+    return data
+
+
+def decoder_rows(data: DistillData, start: tuple[int, ...]) -> DistillData:
+    """The same answers as the decoder reads them: after its start, with the source apart."""
+
+    def rows(answers: Sequence[Answer]) -> tuple[Answer, ...]:
+        return tuple(replace(answer, prompt=start, source=answer.prompt) for answer in answers)
+
+    return replace(data, train=rows(data.train), held_out=rows(data.held_out), evaluation=rows(data.evaluation))
 
 
 def _tasks(name: str, texts: Sequence[str], tokenizer: Tokenizer, options: DistillOptions) -> list[Answer]:

@@ -40,11 +40,14 @@ class Answer:
     temperature: float
     held_out: bool
     prompt: tuple[int, ...]
-    """Token ids of the conversation before the answer, as the chat template formats it."""
+    """Token ids of the conversation before the answer, as the chat template formats it; for an encoder-decoder target
+    the source, unless `source` has it."""
     answer: tuple[int, ...]
     """Token ids, with the end-of-turn token where the target wrote it."""
     leading: Leading | None = None
     """`None` where only the tokens of the answer are stored."""
+    source: tuple[int, ...] = ()
+    """What the encoder read, if `prompt` is the decoder's start. It is not stored in files."""
 
 
 class AnswerFile:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from cluster.core.errors import ConfigurationError
 from workers.distill.student import Student, config_values
 from workers.model.draft_card import VOCABULARY, WEIGHTS, DraftCard, is_distilled
+from workers.model.target_ends import decoder_vocabulary_size
 
 
 def export(student: Student, directory: Path, target_name: str, card: str, pictures: dict[str, bytes]) -> None:
@@ -73,7 +74,7 @@ def description(student: Student, target_name: str) -> DraftCard:
     config = student.module.config
     return DraftCard(
         target=target_name,
-        target_vocabulary_size=int(config.vocab_size),
+        target_vocabulary_size=decoder_vocabulary_size(config),
         hidden_size=int(config.hidden_size),
         layers=student.layers,
         vocabulary_size=None if student.vocabulary is None else len(student.vocabulary),

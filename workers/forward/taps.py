@@ -1,8 +1,8 @@
 """Taps: hidden states of chosen layers, which drafting methods read.
 
 Tap `l` (0…L) is the residual stream after `l` decoder layers. Tap 0 is what enters layer 0, and tap L is what the last
-layer returns, before the final norm. Hidden states are bfloat16 `[tokens, taps * hidden]`, with the taps of a token in
-the order in which they were asked for.
+layer returns, before the final norm, if there is one. Hidden states are bfloat16 `[tokens, taps * hidden]`, with the
+taps of a token in the order in which they were asked for.
 """
 
 from __future__ import annotations

@@ -76,9 +76,20 @@ def decoder_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     }
 
 
+def decoder_vocabulary_size(config: PreTrainedConfig) -> int:
+    """Number of tokens that a model writes: an encoder may read other ones."""
+    return int(getattr(config, "decoder_vocab_size", None) or config.vocab_size)
+
+
+def decoder_layer_count(config: PreTrainedConfig) -> int:
+    """Number of a model's decoder layers; for encoder-decoder models the common name counts those of the encoder."""
+    names = ("decoder_layers", "num_decoder_layers") if config.is_encoder_decoder else ()
+    return int(next((getattr(config, name) for name in names if hasattr(config, name)), config.num_hidden_layers))
+
+
 def read_shared_with_encoder(target: Path, card: DraftCard) -> dict[str, torch.Tensor]:
     """All tensors of an encoder-decoder target but those of its decoder's layers. Raises `ModelLoadError`."""
-    found = outline(_read_config(target, card))
+    found = outline(read_target_config(target, card))
     tensors = {
         name: values
         for file in sorted(target.glob("*.safetensors"))
@@ -93,7 +104,7 @@ def read_shared_with_encoder(target: Path, card: DraftCard) -> dict[str, torch.T
 
 def read_shared_ends(target: Path, card: DraftCard) -> SharedEnds:
     """Read the parts that a draft with this card shares with its target. Raises `ModelLoadError`."""
-    config = _read_config(target, card)
+    config = read_target_config(target, card)
     found = outline(config)
     ends = [("embedding", found.embedding), ("head", found.head), ("norm", found.norm)]
     tensors: dict[tuple[str, str], torch.Tensor] = {}
@@ -113,7 +124,8 @@ def read_shared_ends(target: Path, card: DraftCard) -> SharedEnds:
     return SharedEnds(found, config, tensors)
 
 
-def _read_config(target: Path, card: DraftCard) -> PreTrainedConfig:
+def read_target_config(target: Path, card: DraftCard) -> PreTrainedConfig:
+    """The configuration of a target. Raises `ModelLoadError` unless it has the sizes that the card names."""
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(target, trust_remote_code=False).get_text_config()
     except (OSError, ValueError, KeyError) as error:
@@ -126,7 +138,7 @@ def check_config(directory: Path, what: str, config: PreTrainedConfig, card: Dra
     """Raise `ModelLoadError` unless a configuration has the sizes that the card names."""
     text = config.get_text_config()
     for field, wanted, found in (
-        ("target_vocabulary_size", card.target_vocabulary_size, text.vocab_size),
+        ("target_vocabulary_size", card.target_vocabulary_size, decoder_vocabulary_size(text)),
         ("hidden_size", card.hidden_size, text.hidden_size),
     ):
         if found != wanted:

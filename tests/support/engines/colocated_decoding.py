@@ -32,16 +32,24 @@ class Decoded:
 
 
 def decode_together(
-    step: Step, requests: Mapping[str, tuple[tuple[int, ...], SamplingParameters]], count: int, budget: DraftBudget
+    step: Step,
+    requests: Mapping[str, tuple[tuple[int, ...], SamplingParameters]],
+    count: int,
+    budget: DraftBudget,
+    sources: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Decoded]:
-    """Decode at least `count` tokens of every request: name → prompt and sampling parameters. Releases nothing."""
+    """Decode at least `count` tokens of every request: name → prompt and sampling parameters. Releases nothing.
+
+    `sources` are what an encoder reads, by the same names.
+    """
+    sources = sources or {}
     found = {name: Decoded(list(prompt), len(prompt)) for name, (prompt, _) in requests.items()}
     rows = [
         VerifyRow(
             SequenceId(name),
             len(prompt),
             prompt,
-            start=SequenceStart(len(prompt), sampling),
+            start=SequenceStart(len(prompt), sampling, source=sources.get(name, ())),
             next_budget=budget,
         )
         for name, (prompt, sampling) in requests.items()

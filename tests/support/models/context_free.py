@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tests.support.models import tiny
 from tests.support.models.drafting_modules import CPU, card_for
+from tests.support.translation.tiny_marian import save_translator
 from workers.model.draft_shapes import Shape
 from workers.model.drafting.files import load_ends, make_module, save_drafter
 
@@ -30,6 +32,28 @@ def save_target(directory: Path, vocabulary_size: int) -> Path:
         embedding[:, 0] = _COMMON
         head = model.lm_head.weight
         head.copy_(0.3 * torch.randn(head.shape, generator=generator))
+    model.save_pretrained(directory)
+    return directory
+
+
+def save_sourced_target(directory: Path, family: str) -> Path:
+    """Save a tiny translator of a family whose decoder ends with the same hidden state everywhere."""
+    save_translator(directory, family)
+    model: Any = AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    embedding, decoder = model.get_decoder().get_input_embeddings().weight, model.get_decoder()
+    with torch.no_grad():
+        embedding.copy_(0.3 * torch.randn(embedding.shape, generator=generator))
+        if family.startswith("t5"):  # only the first component passes the final norm, and it is all that counts
+            for name, parameter in decoder.named_parameters():
+                if name.endswith((".o.weight", ".wo.weight")):
+                    parameter.zero_()
+            embedding.mul_(0.01)[:, 0] = 1 + torch.randperm(len(embedding), generator=generator) / 128
+            decoder.final_layer_norm.weight.zero_()[0] = 12.0 if model.config.scale_decoder_outputs else 1.7
+        else:
+            norm = decoder.layers[-1].final_layer_norm
+            norm.weight.zero_()
+            norm.bias.copy_(torch.randn(norm.bias.shape, generator=generator).bfloat16())
     model.save_pretrained(directory)
     return directory
 

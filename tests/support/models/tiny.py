@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BartConfig,
@@ -185,10 +186,11 @@ def save(directory: Path, config: PreTrainedConfig, seed: int = 0, sharpness: fl
 def blur(source: Path, directory: Path, noise: float, seed: int = 1) -> Path:
     """Save a draft that agrees with `source` often but not always. It has the same weights with relative noise."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    kind = AutoModelForSeq2SeqLM if AutoConfig.from_pretrained(source).is_encoder_decoder else AutoModelForCausalLM
+    model = kind.from_pretrained(source, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() > 1:
+            if parameter.dim() > 1 and parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * parameter.std() * noise)
     model.save_pretrained(directory)
     for file in source.iterdir():

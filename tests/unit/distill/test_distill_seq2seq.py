@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.support.translation.tiny_marian import FRENCH, save_translator
 from workers.distill.answers import Answer, read_answers
 from workers.distill.export import export
 from workers.distill.loop import TrainingPlan
+from workers.distill.modules.tap_cache import TapCache, taps_of
 from workers.distill.seq2seq.answers import decoder_start, greedy_answers
 from workers.distill.seq2seq.student import Seq2SeqStudent, load_seq2seq_target, make_seq2seq_student
 from workers.distill.student import StudentPlan
@@ -26,6 +28,8 @@ from workers.distill.train import Training
 from workers.forward.attention import register
 from workers.model.distilled import load_distilled_draft
 from workers.model.draft_card import read_card
+from workers.model.drafting.files import load_drafter
+from workers.model.drafting.table import SuccessorTable
 
 CPU = torch.device("cpu")
 SOURCES = ((5, 9, 11, 2), (40, 41), (7, 8, 9, 10, 11, 12, 2))
@@ -95,6 +99,36 @@ class TestData:
             assert len(answer.leading.tokens) == len(answer.answer) > 1
         found = torch.cat([torch.from_numpy(answer.leading.log_probabilities[:, 0]) for answer in answers])  # type: ignore[union-attr]
         torch.testing.assert_close(found.float(), expected.max(dim=-1).values, rtol=2e-2, atol=2e-2)
+
+
+class TestHiddenStates:
+    def test_taps_of_a_batch_are_those_of_each_answer_alone(self, target: Any) -> None:
+        start = decoder_start(target)
+        answers = [replace(answer, prompt=start, source=answer.prompt) for answer in answers_of(target)]
+        rows = [(*answer.prompt, *answer.answer) for answer in answers]
+        together = taps_of(target, rows, (0, 3), [answer.source for answer in answers])
+        for answer, row, found in zip(answers, rows, together, strict=True):
+            with torch.inference_mode():
+                states = target(
+                    input_ids=torch.tensor([answer.source]),
+                    decoder_input_ids=torch.tensor([row]),
+                    output_hidden_states=True,
+                ).decoder_hidden_states
+            expected = [states[0][0], states[-1][0]]  # the last one has passed a final norm, where there is one
+            if target.config.model_type != "t5":
+                torch.testing.assert_close(found.float(), torch.cat(expected, dim=1), rtol=2e-2, atol=2e-2)
+            else:
+                norm = target.get_decoder().final_layer_norm
+                torch.testing.assert_close(found[:, :48].float(), expected[0], rtol=2e-2, atol=2e-2)
+                torch.testing.assert_close(norm(found[:, 48:].float()), expected[1], rtol=2e-2, atol=2e-2)
+
+    def test_states_of_another_source_are_computed_anew(self, target: Any, tmp_path: Path) -> None:
+        start = decoder_start(target)
+        answer = replace(answers_of(target)[0], prompt=start, source=SOURCES[0])
+        cache = TapCache(tmp_path, (3,), 48, 64)
+        cache.fill(target, [answer], lambda *_: None)
+        assert cache.has(answer)
+        assert not cache.has(replace(answer, source=SOURCES[1]))
 
 
 class TestStudent:
@@ -202,10 +236,35 @@ def test_the_command_makes_a_draft(command: tuple[Path, list[str]], monkeypatch:
     assert (directory / "draft.work" / "answers.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize("kind", ["heads", "table"])
+def test_the_command_makes_modules(
+    command: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, kind: str, tmp_path: Path
+) -> None:
+    directory, arguments = command
+    without = ("--layers", "2")
+    arguments = [word for word in arguments if word not in without]
+    more = ["--kind", kind, "--depths", "2", "--steps", "60", "--learning-rate", "0.01", "--max-length", "32"]
+    more += ["--work", str(tmp_path / "work"), "--out", str(tmp_path / kind)]
+    assert run(monkeypatch, *arguments, *more, "--evaluate", str(directory / "in.jsonl")) == 0
+    drafter = load_drafter(tmp_path / kind, directory / "target", torch.float32, CPU, kind)
+    text = (tmp_path / kind / "README.md").read_text()
+    assert f"The kind is `{kind}`" in text and "--field fr" in text
+    if kind == "table":
+        assert isinstance(drafter.module, SuccessorTable)
+        assert drafter.module.successors.shape == (96, 2)
+        assert int((drafter.module.successors[:, 0] >= 0).sum()) > 0
+        return
+    assert (drafter.card.taps, drafter.card.vocabulary_size) == ((3,), 40)
+    assert "| in.jsonl |" in text and "| held-out prompts |" in text
+    answers = read_answers(tmp_path / "work" / "answers.jsonl")
+    assert all(answer.prompt for answer in answers)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--kind", "heads"), "--kind: 'heads' is refused for an encoder-decoder target"),
+        (("--kind", "eagle"), "--kind: 'eagle' is refused for an encoder-decoder target; it must be layers, heads or"),
+        (("--kind", "heads", "--taps", "4"), "--taps: [4] is refused; it must be within 0 and 3"),
         (("--on-policy", "0.5"), "--on-policy: refused for an encoder-decoder target"),
         (("--layers", "7"), "layers: 7 is refused; it must be within 0 and 2"),
         (("--field", "de"), "a text under 'de'"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,13 @@ import pytest
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
-from cluster.wire.generation_client import GenerationClient
-from deploy.coordinator_server import fixed_address
-from deploy.local.local_cluster import LocalCluster
-from pilotfish.v1 import common_pb2, generation_pb2
-from tests.support.models import tiny
+from tests.support.models import context_free, drafting_modules, tiny
+from tests.support.translation.answering import MOST, Translated, translate_all
 from tests.support.translation.tiny_marian import FRENCH, marian_tokenizer
 from workers.draft.registry import create
+from workers.model.draft_shapes import HeadsShape
 from workers.serve.configuration import load_configuration
 
-TIMEOUT_SECONDS = 60.0
-MOST = 20
 METHODS: dict[str, dict[str, Any]] = {
     "early_exit": {"layers": 2},
     "lookahead": {"window": 3, "ngram": 3},
@@ -29,7 +24,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "recycling": {},
     "suffix": {},
 }
-Answers = list[tuple[int, ...]]
+TAPS = (2,)
+SHAPE = HeadsShape(depths=3, mix_rank=16, selector_rank=8)
 
 
 @pytest.fixture(scope="module", params=sorted(tiny.ENCODER_DECODER_FAMILIES))
@@ -38,57 +34,35 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return tiny.save(tokenizer, tiny.ENCODER_DECODER_FAMILIES[request.param]())
 
 
-def configure(directory: Path, method: str, settings: dict[str, Any]) -> Configuration:
+def configure(directory: Path, method: str, settings: dict[str, Any], **drafting: Any) -> Configuration:
     target: dict[str, Any] = {"path": str(directory), "device": "cpu", "compile": "off", "served_name": "tiny"}
+    drafting = {"method": method, "controller": "off", "max_nodes": 10, "max_depth": 5, method: settings} | drafting
     return load_configuration(
         {
             "target": target | {"kv": {"pool_bytes": 8 << 20}},
-            "draft": {"method": method, "controller": "off", "max_nodes": 10, "max_depth": 5, method: settings},
+            "draft": drafting | {"timeout_seconds": 30.0},
             "server": {"grpc_port": 0, "http_port": 0},
         }
     )
 
 
-async def answers(configuration: Configuration) -> tuple[Answers, int]:
-    """Greedy and sampled answers to all sentences at once, and the number of drafted tokens."""
-    async with LocalCluster(configuration) as cluster:
-        client = GenerationClient(fixed_address(cluster.grpc_address))
-        drafted = 0
-
-        async def one(text: str, temperature: float, seed: int) -> tuple[int, ...]:
-            nonlocal drafted
-            sampling = common_pb2.SamplingParameters(temperature=temperature, seed=seed)
-            stopping = generation_pb2.StoppingCriteria(max_tokens=MOST, ignore_eos=True)
-            message = generation_pb2.GenerateRequest(text=text, sampling=sampling, stopping=stopping)
-            tokens: list[int] = []
-            async for response in client.generate(message, TIMEOUT_SECONDS):
-                tokens.extend(response.delta.token_ids)
-                drafted += response.finished.usage.drafted_tokens
-            return tuple(tokens)
-
-        requests = product((0.0, 0.9), enumerate(FRENCH))
-        found = await asyncio.gather(*(one(text, temperature, seed) for temperature, (seed, text) in requests))
-        await client.close()
-    return list(found), drafted
-
-
 @pytest.fixture(scope="module")
-def plain(directory: Path) -> Answers:
+def plain(directory: Path) -> Translated:
     """The answers of the target alone."""
-    found, drafted = asyncio.run(answers(configure(directory, "none", {})))
-    assert not drafted
-    assert len(set(found[len(FRENCH) :])) == len(FRENCH)
+    found = asyncio.run(translate_all(configure(directory, "none", {})))
+    assert not found.drafted
+    assert len(set(found.answers[len(FRENCH) :])) == len(FRENCH)
     return found
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
-async def test_drafts_change_no_token(directory: Path, plain: Answers, method: str) -> None:
-    found, drafted = await answers(configure(directory, method, METHODS[method]))
-    assert found == plain
-    assert drafted > 0
+async def test_drafts_change_no_token(directory: Path, plain: Translated, method: str) -> None:
+    found = await translate_all(configure(directory, method, METHODS[method]))
+    assert found.answers == plain.answers
+    assert found.drafted > 0
 
 
-@pytest.mark.parametrize("method", ["block", "blockwise", "eagle", "heads"])
+@pytest.mark.parametrize("method", ["block", "eagle"])
 def test_a_module_for_decoder_only_targets_is_refused_with_the_name_of_its_setting(
     directory: Path, tmp_path: Path, method: str
 ) -> None:
@@ -97,3 +71,41 @@ def test_a_module_for_decoder_only_targets_is_refused_with_the_name_of_its_setti
     )
     with pytest.raises(ConfigurationError, match=f"draft.method: {method} is refused for the encoder-decoder target"):
         create(configuration.draft, configuration.target)
+
+
+@pytest.fixture(scope="module", params=sorted(tiny.ENCODER_DECODER_FAMILIES))
+def same_everywhere(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose distribution depends on nothing, so that heads are always right, or never."""
+    return context_free.save_sourced_target(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(same_everywhere: Path) -> list[tuple[int, ...]]:
+    answers = asyncio.run(translate_all(configure(same_everywhere, "none", {}))).answers
+    assert len({token for answer in answers for token in answer}) > 5
+    return answers
+
+
+@pytest.mark.parametrize("placement", ["target", "drafter"])
+@pytest.mark.parametrize("method", ["heads", "blockwise"])
+async def test_heads_that_know_the_distribution_are_accepted(
+    same_everywhere: Path, expected: list[tuple[int, ...]], tmp_path: Path, method: str, placement: str
+) -> None:
+    """Sampled rows agree only if every depth is ranked with the noise of its own position."""
+    heads = context_free.save_untrained(same_everywhere, tmp_path / "heads", "heads", TAPS, SHAPE)
+    settings = {"path": str(heads), "weights": "float32"}
+    found = await translate_all(configure(same_everywhere, method, settings, placement=placement))
+    assert found.answers == expected
+    assert found.accepted > 0.6 * len(expected) * MOST
+
+
+@pytest.mark.parametrize("method", ["heads", "blockwise"])
+async def test_heads_that_are_never_right_change_no_token(
+    same_everywhere: Path, expected: list[tuple[int, ...]], tmp_path: Path, method: str
+) -> None:
+    written = {token for answer in expected for token in answer}
+    never = [token for token in range(tiny.VOCABULARY) if token not in written]
+    drafting_modules.save(same_everywhere, tmp_path / "heads", "heads", TAPS, never, shape=SHAPE, int8=True)
+    found = await translate_all(configure(same_everywhere, method, {"path": str(tmp_path / "heads")}))
+    assert found.answers == expected
+    assert found.drafted > 0 == found.accepted

@@ -53,7 +53,7 @@ def write_card(facts: ModuleFacts) -> str:
         f"# A draft for {card.target}\n",
         f"The kind is `{card.kind}`: {_METHODS[card.kind]}. It proposes tokens for {card.target} and works with no "
         f"other target. Every token that a client reads is the target's own decision. The draft has "
-        f"{facts.parameters:,} parameters of its own; embedding, final norm and head are the target's.{taps}{size}"
+        f"{facts.parameters:,} parameters of its own; embedding, head and any final norm are the target's.{taps}{size}"
         + (f" It started as {facts.start}." if facts.start else ""),
         "\n## How it was made\n",
         f"```\n{facts.command_line}\n```\n",

@@ -34,7 +34,7 @@ def path_loss(
     candidates = logits.detach()[later].topk(min(CANDIDATES, logits.shape[1]), dim=-1).indices
     previous = ends.embed(batch.tokens[rows[later], places[later] - 1])
     corrected = selector(hidden[later], previous.to(hidden.dtype))
-    scores = (ends.head[candidates].to(corrected.dtype) @ corrected.unsqueeze(-1)).squeeze(-1).float()
+    scores = ends.logits_of(candidates, corrected).float()
     chosen = _choice_loss(scores, candidates, leading[later], log_probabilities[later])
     return total + (chosen * weights[later]).sum() / weights[later].sum()
 
@@ -53,7 +53,7 @@ def accepted(paths: Paths, batch: TapBatch, ends: TargetEnds, selector: Selector
     if selector is not None and hidden.shape[1] > 1:
         previous = ends.embed(batch.tokens[rows, places - 1][:, 1:])
         corrected = selector(paths.hidden[:, 1:], previous.to(paths.hidden.dtype)).to(ends.head.dtype)
-        scores = (ends.head[candidates[:, 1:]] @ corrected.unsqueeze(-1)).squeeze(-1)
+        scores = ends.logits_of(candidates[:, 1:], corrected)
         best[:, 1:] = candidates[:, 1:].gather(-1, scores.argmax(dim=-1, keepdim=True)).squeeze(-1)
     is_right = (ends.tokens_of(best) == batch.tokens[rows, places]) & is_known
     return is_right.long().cumprod(dim=1).sum(dim=1)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer
+from workers.model.target_ends import decoder_layer_count
 
 _BATCH_TOKENS = 2048
 """Tokens of one pass of the target, padding included."""
@@ -76,7 +77,7 @@ class TapCache:
     def has(self, answer: Answer) -> bool:
         """Whether the taps of exactly these tokens are stored."""
         entry = self._entries.get(answer.key)
-        return entry is not None and entry.checksum == _checksum(self._cut(answer))
+        return entry is not None and entry.checksum == self._checksum(answer)
 
     def of(self, answer: Answer) -> Tensor:
         """The taps [tokens, taps x hidden size], bfloat16, of the prompt and the answer, cut to the longest length."""
@@ -94,10 +95,10 @@ class TapCache:
             for batch in _batches(missing, self.max_length):
                 if ends is not None and time.monotonic() >= ends:
                     break
-                tokens = [self._cut(answer) for answer in batch]
-                for answer, states in zip(batch, taps_of(target, tokens, self.taps), strict=True):
+                tokens, sources = [self._cut(answer) for answer in batch], [answer.source for answer in batch]
+                for answer, states in zip(batch, taps_of(target, tokens, self.taps, sources), strict=True):
                     rows.write(states.view(torch.int16).numpy().tobytes())
-                    line = {"key": answer.key, "tokens": len(states), "checksum": _checksum(self._cut(answer))}
+                    line = {"key": answer.key, "tokens": len(states), "checksum": self._checksum(answer)}
                     rows.flush()
                     index.write(json.dumps(line).encode() + b"\n")
                     done += len(states)
@@ -109,19 +110,30 @@ class TapCache:
     def _cut(self, answer: Answer) -> tuple[int, ...]:
         return (*answer.prompt, *answer.answer)[: self.max_length]
 
+    def _checksum(self, answer: Answer) -> int:
+        return zlib.crc32(np.asarray((*answer.source, *self._cut(answer)), np.int32).tobytes())
 
-def taps_of(target: Any, rows: Sequence[Sequence[int]], taps: Sequence[int]) -> list[Tensor]:
-    """The taps of each row, bfloat16 [tokens, taps x hidden size]. `target` is a `transformers` model."""
-    length = max(len(row) for row in rows)
-    device = target.get_input_embeddings().weight.device
-    tokens = torch.zeros((len(rows), length), dtype=torch.long, device=device)
-    for number, row in enumerate(rows):
-        tokens[number, : len(row)] = torch.tensor(row)
+
+def taps_of(
+    target: Any, rows: Sequence[Sequence[int]], taps: Sequence[int], sources: Sequence[Sequence[int]] = ()
+) -> list[Tensor]:
+    """The taps of each row, bfloat16 [tokens, taps x hidden size]. `target` is a `transformers` model.
+
+    `sources` are what the encoder of an encoder-decoder model reads for each row; its taps are those of the decoder.
+    """
+    device = target.get_output_embeddings().weight.device
+    tokens, _ = _padded(rows, device)
     found: dict[int, Tensor] = {}
     hooks = [_capture(target, tap, found) for tap in set(taps)]
     try:
         with torch.inference_mode():
-            target.base_model(input_ids=tokens, use_cache=False)
+            if target.config.is_encoder_decoder:
+                read, mask = _padded(sources, device)
+                states = target.get_encoder()(input_ids=read, attention_mask=mask).last_hidden_state
+                memory = {"encoder_hidden_states": states, "encoder_attention_mask": mask}
+                target.get_decoder()(input_ids=tokens, use_cache=False, **memory)
+            else:
+                target.base_model(input_ids=tokens, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
@@ -131,8 +143,8 @@ def taps_of(target: Any, rows: Sequence[Sequence[int]], taps: Sequence[int]) -> 
 
 def decoder_layers(target: Any) -> nn.ModuleList:
     """The decoder layers of a `transformers` model."""
-    count = int(target.config.num_hidden_layers)
-    for module in target.modules():
+    count = decoder_layer_count(target.config)
+    for module in (target.get_decoder() if target.config.is_encoder_decoder else target).modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ConfigurationError(f"model type {target.config.model_type!r}: its {count} decoder layers were not found")
@@ -167,5 +179,12 @@ def _batches(answers: Sequence[Answer], max_length: int) -> Iterator[list[Answer
             yield batch
 
 
-def _checksum(tokens: Sequence[int]) -> int:
-    return zlib.crc32(np.asarray(tokens, np.int32).tobytes())
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids [rows, length], padded with 0 on the right, and where they are tokens, both int64."""
+    length = max(len(row) for row in rows)
+    tokens = torch.zeros((len(rows), length), dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row)] = torch.tensor(row)
+        mask[number, : len(row)] = 1
+    return tokens.to(device), mask.to(device)

@@ -17,9 +17,7 @@ class BlockwiseSettings(HeadsModuleSettings):
     """The heads; the length of a block is `draft.max_depth`, at most one token for each head."""
 
 
-@register(
-    "blockwise", BlockwiseSettings, needs=heads_needs, placements=("target", "drafter"), for_encoder_decoder=False
-)
+@register("blockwise", BlockwiseSettings, needs=heads_needs, placements=("target", "drafter"))
 def create_blockwise(settings: BlockwiseSettings, draft: DraftSection, target: TargetSection) -> HeadsDrafter:
     """Create the method `blockwise`. Raises `ModelLoadError` and `ConfigurationError`."""
     return create_heads_drafter(settings, draft, target, siblings=1)

@@ -40,7 +40,7 @@ class HeadsSettings(HeadsModuleSettings):
         return tree
 
 
-@register("heads", HeadsSettings, needs=heads_needs, placements=("target", "drafter"), for_encoder_decoder=False)
+@register("heads", HeadsSettings, needs=heads_needs, placements=("target", "drafter"))
 def create_heads(settings: HeadsSettings, draft: DraftSection, target: TargetSection) -> HeadsDrafter:
     """Create the method `heads`. Raises `ModelLoadError` and `ConfigurationError`."""
     if settings.tree == "auto":

@@ -41,7 +41,8 @@ class ParallelHeads:
         self.depths = module.shape.depths
         self.hidden_size = ends.hidden_size
         self.vocabulary_size = len(ends.embedding)
-        self._embedding, self._norm, self._epsilon = ends.embedding, ends.norm.float(), ends.epsilon
+        self._embedding, self._epsilon = ends.embedding, ends.epsilon
+        self._norm = None if ends.norm is None else ends.norm.float()
         make = partial(make_product, weights=weights, directory=target.compile_directory)
         self._mix = None if module.mix is None else _mix_of(module.mix, make)
         self._heads = make(module.weights)
@@ -63,7 +64,9 @@ class ParallelHeads:
         `taps` are the rows' residual streams after the last layer, [hidden size] each, at the position before the last
         token; `contexts` [rows x depths] are those of the decisions at each depth, at most `self.depths`.
         """
-        hidden = rms_norm(torch.stack(tuple(taps)).to(self._embedding.device), self._norm, self._epsilon)
+        hidden = torch.stack(tuple(taps)).to(self._embedding.device).float()
+        if self._norm is not None:
+            hidden = rms_norm(hidden, self._norm, self._epsilon)
         if self._mix is not None:
             inner, outer = self._mix
             hidden = hidden + outer(silu(inner(torch.cat([hidden, self._embedding[list(last)].float()], dim=1))))

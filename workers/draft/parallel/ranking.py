@@ -26,7 +26,7 @@ class PathRanker:
     def __init__(self, ends: TargetEnds, selector: Selector | None, make: MakeProduct, knows_noise: bool) -> None:
         """`knows_noise`: whether the target decides by the shared noise, so that sampled rows are ranked with it."""
         self._shortlist = Shortlist(ends.vocabulary, knows_noise)
-        self._head = make(ends.head)
+        self._head, self._bias = make(ends.head), None if ends.bias is None else ends.bias.float()
         self._selector = None if selector is None else _SelectorTables(ends, selector, make)
 
     def rank(self, hidden: Tensor, contexts: Sequence[DecisionContext], siblings: int) -> list[RankedPaths]:
@@ -36,7 +36,10 @@ class PathRanker:
         below one.
         """
         rows, depths, _ = hidden.shape
-        leading = self._shortlist.leading(self._head(hidden.flatten(0, 1)), contexts, CANDIDATES)
+        logits = self._head(hidden.flatten(0, 1))
+        if self._bias is not None:
+            logits = logits + self._bias
+        leading = self._shortlist.leading(logits, contexts, CANDIDATES)
         scores, columns, totals = (
             part.view(rows, depths, -1) for part in (leading.scores, leading.columns, leading.totals)
         )

@@ -34,7 +34,7 @@ class BlockDrafter(nn.Module):
         self.feature_norm = nn.Parameter(torch.full((size,), ends.embedding_scale()))
         self.layers = nn.ModuleList(DrafterLayer(shape.layer, size, size) for _ in range(shape.layers))
         self.contexts = nn.ModuleList(ContextProjection(shape.layer, taps) for _ in range(shape.layers))
-        self.output_norm = nn.Parameter(ends.norm.detach().float().clone())
+        self.output_norm = nn.Parameter(ends.initial_norm().float())
         self.selector = Selector(size, shape.selector_rank) if shape.selector_rank else None
 
     def context(self, taps: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,7 +31,7 @@ class EagleHead(nn.Module):
             self.entry.weight[:, :size].fill_diagonal_(1.0)
         self.input_norms = nn.Parameter(torch.ones(shape.layers, size))
         self.layers = nn.ModuleList(DrafterLayer(shape.layer, size, size) for _ in range(shape.layers))
-        self.output_norm = nn.Parameter(ends.norm.detach().float().clone())
+        self.output_norm = nn.Parameter(ends.initial_norm().float())
 
     def forward(
         self, features: Tensor, following: Tensor, positions: Tensor, past: tuple[Tensor, Tensor], mask: Tensor

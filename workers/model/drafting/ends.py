@@ -13,12 +13,20 @@ class TargetEnds(nn.Module):
     """The frozen ends of a target. The head may be reduced to the rows of frequent tokens."""
 
     def __init__(
-        self, embedding: Tensor, head: Tensor, norm: Tensor, epsilon: float, vocabulary: Tensor | None
+        self,
+        embedding: Tensor,
+        head: Tensor,
+        norm: Tensor | None,
+        epsilon: float,
+        vocabulary: Tensor | None,
+        bias: Tensor | None = None,
     ) -> None:
+        """`norm` is `None` for a target without a final norm; `bias` [draft vocabulary] is added to its logits."""
         super().__init__()
         self.embedding: Tensor
         self.head: Tensor
-        self.norm: Tensor
+        self.norm: Tensor | None
+        self.bias: Tensor | None
         self.vocabulary: Tensor | None
         self.row_of: Tensor
         self.epsilon = epsilon
@@ -26,6 +34,7 @@ class TargetEnds(nn.Module):
         self.register_buffer("embedding", embedding, persistent=False)  # [target vocabulary, hidden size]
         self.register_buffer("head", head, persistent=False)  # [draft vocabulary, hidden size]
         self.register_buffer("norm", norm, persistent=False)  # [hidden size]
+        self.register_buffer("bias", bias, persistent=False)  # [draft vocabulary]
         self.register_buffer("vocabulary", vocabulary, persistent=False)  # [draft vocabulary], int64, ascending
         self.register_buffer("row_of", _rows(vocabulary, len(embedding)), persistent=False)  # [target vocabulary]
 
@@ -44,12 +53,26 @@ class TargetEnds(nn.Module):
         return self.embedding[tokens]
 
     def normalised(self, hidden: Tensor) -> Tensor:
-        """The target's final RMS norm of a residual stream [..., hidden size], in the data type of the norm."""
+        """The target's final RMS norm of a residual stream [..., hidden size], in the data type of the ends.
+
+        Without a final norm, the residual stream itself.
+        """
+        if self.norm is None:
+            return hidden.to(self.head.dtype)
         return rms_norm(hidden, self.norm, self.epsilon)
+
+    def initial_norm(self) -> Tensor:
+        """Weights [hidden size] that a module's own final norm begins with: the target's, or ones if it has none."""
+        return torch.ones_like(self.head[0]) if self.norm is None else self.norm.detach().clone()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., draft vocabulary] of hidden states [..., hidden size], which are normalised already."""
-        return nn.functional.linear(hidden, self.head)
+        return nn.functional.linear(hidden, self.head, self.bias)
+
+    def logits_of(self, rows: Tensor, hidden: Tensor) -> Tensor:
+        """Logits [..., candidates] of rows of the head [..., candidates] alone, each with its own `hidden`."""
+        found = (self.head[rows].to(hidden.dtype) @ hidden.unsqueeze(-1)).squeeze(-1)
+        return found if self.bias is None else found + self.bias[rows]
 
     def tokens_of(self, rows: Tensor) -> Tensor:
         """The token ids of rows of the head."""

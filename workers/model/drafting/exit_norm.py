@@ -18,7 +18,7 @@ class ExitNorm(nn.Module):
         super().__init__()
         self.shape = shape
         self.epsilon = ends.epsilon
-        weight = ends.norm.detach().clone()
+        weight = ends.initial_norm()
         self.weight: Tensor
         if shape.has_norm:
             self.weight = nn.Parameter(weight)

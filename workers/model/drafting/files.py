@@ -24,7 +24,8 @@ from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.exit_norm import ExitNorm
 from workers.model.drafting.heads import MedusaHeads
 from workers.model.drafting.table import SuccessorTable
-from workers.model.target_ends import read_shared_ends, read_tensors
+from workers.model.encoder_decoder.ends import read_decoder_ends
+from workers.model.target_ends import read_shared_ends, read_target_config, read_tensors
 
 _SCALE = ".scale"
 _LEAST_INT8 = 65536
@@ -91,8 +92,14 @@ def load_ends(
 ) -> TargetEnds:
     """The ends of a target for a draft with this card. `vocabulary` [tokens], int64, reduces the head.
 
-    Raises `ModelLoadError` for a target of other sizes, or whose final norm is not a plain RMS norm.
+    Raises `ModelLoadError` for a target of other sizes, or whose final norm is neither a plain RMS norm nor missing.
     """
+    config = read_target_config(target_directory, card)
+    if config.is_encoder_decoder:
+        found = read_decoder_ends(target_directory, config)
+        return make_ends(
+            found.embedding, found.head, found.norm, found.epsilon, vocabulary, dtype, device, bias=found.bias
+        )
     shared = read_shared_ends(target_directory, card)
     norm = shared.tensors.get(("norm", "weight"))
     if norm is None:
@@ -108,16 +115,26 @@ def load_ends(
 def make_ends(
     embedding: Tensor,
     head: Tensor,
-    norm: Tensor,
+    norm: Tensor | None,
     epsilon: float,
     vocabulary: Tensor | None,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    bias: Tensor | None = None,
 ) -> TargetEnds:
-    """The ends from whole tensors: the head [target vocabulary, hidden size] is reduced here."""
-    rows = head if vocabulary is None else head[vocabulary.to(head.device)]
+    """The ends from whole tensors: head [target vocabulary, hidden size] and bias of the logits are reduced here."""
+
+    def reduced(values: Tensor) -> Tensor:
+        return values if vocabulary is None else values[vocabulary.to(values.device)]
+
     return TargetEnds(
-        embedding.to(device, dtype), rows.to(device, dtype), norm.to(device, dtype), float(epsilon), vocabulary
+        embedding.to(device, dtype),
+        reduced(head).to(device, dtype),
+        None if norm is None else norm.to(device, dtype),
+        float(epsilon),
+        vocabulary,
+        None if bias is None else reduced(bias).to(device, dtype),
     ).to(device)
 
 

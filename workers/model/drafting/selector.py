@@ -51,7 +51,7 @@ def select(
     is kept: the selector distributes it anew among them.
     """
     corrected = selector(hidden, previous)
-    scores: Tensor = (ends.head[rows] @ corrected.unsqueeze(-1)).squeeze(-1).float()
+    scores = ends.logits_of(rows, corrected).float()
     mass = log_probabilities.logsumexp(dim=-1, keepdim=True)
     kept: Tensor = scores.log_softmax(dim=-1) + mass
     return kept
