@@ -63,16 +63,16 @@ def test_answers_to_different_sources_share_nothing(marian: SourcedModel) -> Non
     assert other.open() == 0
 
 
-def test_an_evicted_source_is_read_again(marian: SourcedModel, read: list[tuple[int, ...]]) -> None:
-    engine = marian.engine(blocks=12)
+def test_an_evicted_source_is_read_again(model: SourcedModel, read: list[tuple[int, ...]]) -> None:
+    engine = model.engine(blocks=12)
     plain = translate(engine, 4)
     translate(engine, 4, some_tokens(40, 1))
     assert translate(engine, 4) == plain
     assert read.count(SOURCE) == 2
 
 
-def test_an_evicted_source_comes_back_from_the_host(marian: SourcedModel, read: list[tuple[int, ...]]) -> None:
-    engine = marian.engine(blocks=12, host_bytes=1 << 20)
+def test_an_evicted_source_comes_back_from_the_host(model: SourcedModel, read: list[tuple[int, ...]]) -> None:
+    engine = model.engine(blocks=12, host_bytes=1 << 20)
     plain = translate(engine, 4, sampling=SAMPLED)
     translate(engine, 4, some_tokens(40, 1))
     assert translate(engine, 4, sampling=SAMPLED) == plain

@@ -11,18 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config.sections import KvSection, ModelSection, TargetSection
+from cluster.core.config.sections import EvidenceSection, KvSection, ModelSection, TargetSection
+from cluster.core.drafting import NO_DRAFT, DraftBudget
 from cluster.core.errors import ConfigurationError
+from tests.support.engines.colocated_decoding import decode_together
 from tests.support.engines.engine_sequence import GREEDY, drafts_near, some_tokens
 from tests.support.engines.kept_kernels import KEPT
 from tests.support.engines.rank_processes import start_ranks
 from tests.support.engines.sourced import SAMPLED, SOURCE, translate
-from tests.support.models import tiny
+from tests.support.models import context_free, tiny
+from workers.draft.registry import create
+from workers.model.draft_shapes import HeadsShape
 from workers.model.loading import load_model
+from workers.serve.configuration import load_configuration
 from workers.verify.engine import TargetEngine
 
 RANKS = 2
 SOURCES = (SOURCE, tuple(some_tokens(13, 2)))
+REQUESTS = {"greedy": GREEDY, "sampled": SAMPLED}
+BUDGET = DraftBudget(6, 3)
 
 
 def section(directory: Path, ranks: int) -> TargetSection:
@@ -43,7 +50,26 @@ def answers(engine: TargetEngine) -> list[list[int]]:
     return found
 
 
-def run_rank(rank: int, directories: Sequence[Path], port: int, pipe: Connection) -> None:
+def drafted(
+    directory: Path, ranks: int, rank: int = 0, budget: DraftBudget = BUDGET
+) -> tuple[dict[str, list[int]], int]:
+    """Answers with drafts of heads, and the number of accepted tokens.
+
+    The hidden states are the same on every rank, so each rank may draft for itself.
+    """
+    from workers.verify.build import build_engine
+
+    target = section(directory, ranks).model_copy(update={"evidence": EvidenceSection(taps=(2,))})
+    settings = {"method": "heads", "heads": {"path": str(directory / "heads"), "weights": "float32"}}
+    engine = build_engine(target, rank, create(load_configuration({"draft": settings}).draft, target))
+    requests = {name: (tuple(engine.info().decoder_start), one) for name, one in REQUESTS.items()}
+    found = decode_together(engine.step, requests, 12, budget, dict(zip(REQUESTS, SOURCES, strict=True)))
+    engine.release_all()
+    assert engine.info().kv.blocks_free == engine.info().kv.blocks_total
+    return {name: one.answer[:12] for name, one in found.items()}, sum(one.accepted for one in found.values())
+
+
+def run_rank(rank: int, directories: Sequence[Path], with_heads: Sequence[Path], port: int, pipe: Connection) -> None:
     """Run one rank in its process."""
     import torch
 
@@ -55,6 +81,8 @@ def run_rank(rank: int, directories: Sequence[Path], port: int, pipe: Connection
     for directory in directories:
         engine = build_engine(section(directory, RANKS), rank)
         pipe.send((answers(engine), engine.info().kv.blocks_total))
+    for directory in with_heads:
+        pipe.send(drafted(directory, RANKS, rank))
     leave_group()
     os._exit(0)
 
@@ -64,11 +92,14 @@ def test_ranks_write_what_one_rank_writes(tmp_path: Path) -> None:
 
     families = sorted(tiny.ENCODER_DECODER_FAMILIES)
     directories = [tiny.save(tmp_path / name, tiny.ENCODER_DECODER_FAMILIES[name](vocab_size=95)) for name in families]
+    with_heads = [context_free.save_sourced_target(tmp_path / f"{name}-with-heads", name) for name in families]
+    for directory in with_heads:
+        context_free.save_untrained(directory, directory / "heads", "heads", (2,), HeadsShape(3, 16, 8))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     pipes = [Pipe() for _ in range(RANKS)]
-    processes = start_ranks(run_rank, [(directories, port, theirs) for _, theirs in pipes])
+    processes = start_ranks(run_rank, [(directories, with_heads, port, theirs) for _, theirs in pipes])
     for _, theirs in pipes:
         theirs.close()  # so that this process notices the end of a rank
     try:
@@ -80,6 +111,13 @@ def test_ranks_write_what_one_rank_writes(tmp_path: Path) -> None:
                 found, blocks = ours.recv()
                 assert found == expected, directory.name
                 assert blocks > 1.9 * engine.info().kv.blocks_total  # each block has half of the heads
+        for directory in with_heads:
+            plain, _ = drafted(directory, 1, budget=NO_DRAFT)
+            for ours, _ in pipes:
+                assert ours.poll(60.0)
+                found, accepted = ours.recv()
+                assert found == plain, directory.name
+                assert accepted > 12
     finally:
         for process in processes:
             process.kill()

@@ -101,9 +101,9 @@ async def test_beams_are_those_of_transformers(model: SourcedModel, early: Early
 
 @pytest.mark.parametrize("crashes", [(), (2, 5, 9, 10, 17)], ids=["quiet", "crashes"])
 async def test_samples_and_beams_in_too_little_memory_are_as_alone(
-    marian: SourcedModel, crashes: tuple[int, ...]
+    model: SourcedModel, crashes: tuple[int, ...]
 ) -> None:
-    alone, crowded = EngineTarget(marian.engine()), EngineTarget(marian.engine(blocks=22), crashes)
+    alone, crowded = EngineTarget(model.engine()), EngineTarget(model.engine(blocks=22), crashes)
     info = alone.engine.info()
     requests = [request(info, source, f"s{index}", n=3, seed=index) for index, source in enumerate(SOURCES)]
     requests += [request(info, SOURCE, "beams", n=2, beam=BeamParameters(3))]

@@ -127,8 +127,17 @@ def values(name: str, directories: Directories, **drafting: Any) -> dict[str, An
     }
 
 
-def make_directories(root: Path) -> Directories:
+SOURCED_NAMES = tuple(
+    name
+    for name in (*METHODS.names(), "heads+suffix", "early_exit+ngram")
+    if name != "none" and all(METHODS.get(one).for_encoder_decoder for one in name.split("+"))
+)
+"""The methods for encoder-decoder targets."""
+
+
+def make_directories(root: Path, family: str = "llama") -> Directories:
     """Save the models in subdirectories of `root`."""
-    target = tiny.save(tiny_tokenizer.byte_level(root / "target"), tiny.llama(vocab_size=VOCABULARY))
+    config = (tiny.FAMILIES | tiny.ENCODER_DECODER_FAMILIES)[family](vocab_size=VOCABULARY)
+    target = tiny.save(tiny_tokenizer.byte_level(root / "target"), config)
     (root / "others").mkdir()
     return Directories(target, tiny.blur(target, root / "draft", noise=0.05), root / "others")

@@ -1,0 +1,47 @@
+"""The contract of every drafting method that serves encoder-decoder targets, in a cluster with one of each family."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.unit.draft.contract.methods import SOURCED_NAMES, Directories, cases_of, make_directories
+from tests.unit.draft.contract.test_streams import NEVER_RIGHT, REPEATED, RIGHT, TOKENS, Answer, answer_all, serving
+
+
+@pytest.fixture(scope="module", params=["bart", "marian", "t5"])
+def sourced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Directories:
+    return make_directories(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def plain(sourced: Directories) -> list[tuple[int, ...]]:
+    """The answers of the target alone."""
+
+    async def decode() -> list[Answer]:
+        async with serving("none", sourced) as client:
+            return await answer_all(client)
+
+    answers = [one.tokens for one in asyncio.run(decode())]
+    assert all(tokens == (REPEATED,) * TOKENS for tokens in answers[: len(RIGHT)])
+    assert len(set(answers[len(RIGHT) :])) > len(NEVER_RIGHT)
+    return answers
+
+
+@pytest.mark.parametrize("name", SOURCED_NAMES)
+async def test_drafts_change_no_token(name: str, sourced: Directories, plain: list[tuple[int, ...]]) -> None:
+    """Drafts that are right, drafts that are never right, and usual ones, all at once."""
+    cases = cases_of(name)
+    async with serving(name, sourced) as client:
+        answers = await answer_all(client)
+        without = await answer_all(client, drafts=False)
+    assert [one.tokens for one in answers] == [one.tokens for one in without]
+    assert all(one.drafted == 0 for one in without)
+    assert sum(one.drafted for one in answers) > 0
+    if all(case.is_lossless for case in cases):
+        assert [one.tokens for one in answers] == plain
+    if any(case.is_lossless and case.finds_repetitions for case in cases):
+        assert all(one.accepted > 0 for one in answers[: len(RIGHT)])
+    if name in ("prediction", "ngram"):
+        assert all(one.accepted <= one.drafted // 2 for one in answers[len(RIGHT) :][: len(NEVER_RIGHT)])
