@@ -160,6 +160,7 @@ class TargetEngine:
                     verdicts[entry.row.sequence_id] = verdict
             except BaseException:
                 # Nothing was committed: free the blocks reserved for this step, keep the stored tokens.
+                self._collector.discard()
                 for entry in ready:
                     self._pool.truncate(entry.sequence.table, len(entry.sequence.tokens))
                 raise
@@ -267,19 +268,14 @@ class TargetEngine:
         """
         if not self._evidence.any and self._drafter is None:
             return
+        self._collector.complete(verdicts)
         rows = [(entry, verdict) for entry in ready if (verdict := verdicts[entry.row.sequence_id]).fault is None]
         proposals: dict[SequenceId, Proposal] = {}
         if self._drafter is not None:
             proposals = self._drafter.draft(
                 [
-                    VerifiedRow(
-                        entry.row,
-                        entry.sequence.start,
-                        entry.sequence.tokens,
-                        verdict.tokens[-1:],
-                        verdict.evidence,
-                    )
-                    for entry, verdict in rows
+                    VerifiedRow(one.row, one.sequence.start, one.sequence.tokens, verdict.tokens[-1:], verdict.evidence)
+                    for one, verdict in rows
                 ]
             )
         most_bytes = MAX_SENT_BYTES // max(1, len(rows))

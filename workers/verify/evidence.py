@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
 import torch
 
 from cluster.core.bounds import MAX_MESSAGE_BYTES
 from cluster.core.config.sections import EvidenceSection
 from cluster.core.drafting import Evidence, HiddenStates
+from cluster.core.ids import SequenceId
 from cluster.core.ports import ReadsHiddenStates
-from cluster.core.verification import VerifyRow
+from cluster.core.verification import Verdict, VerifyRow
 from workers.forward.runner import ModelRunner
 from workers.sampling.acceptance import Accepted
+from workers.sampling.most_probable import most_probable
 
 MAX_SENT_BYTES = MAX_MESSAGE_BYTES // 2
 """Most bytes of hidden states that the verdicts of one step bring; the rows share them equally."""
@@ -50,6 +53,8 @@ class EvidenceCollector:
         self._section = section
         self._runner = runner
         self._top = section.top if has_whole_vocabulary else 0
+        self._paths: dict[SequenceId, torch.Tensor] = {}
+        """Logits `[tokens, vocabulary]` along the accepted paths of the last pass, until `complete`."""
         # Several ranks record hidden states together, and only the batch is the same on all of them.
         self._reader = method if has_whole_vocabulary and isinstance(method, ReadsHiddenStates) else None
 
@@ -65,25 +70,44 @@ class EvidenceCollector:
         """Take the evidence of row `index` of the pass; `None` if nothing is asked for.
 
         `decisions` and `logits` `[nodes + 1, vocabulary]` are those at the root and at every node, or empty for a row
-        that decides nothing. Call this before the next pass.
+        that decides nothing. Call this before the next pass. The most probable tokens follow in `complete`.
         """
         if not self._section.any or not self._needs(row):
             return None
-        top: tuple[tuple[int, ...], ...] = ()
-        if self._top and row.decide:
-            path = [0, *(node + 1 for node in accepted.nodes)]
-            best = logits[path].topk(min(self._top, logits.shape[1])).indices
-            top = tuple(tuple(tokens) for tokens in best.tolist())
+        is_drafted = self._is_drafted(row)
+        if self._top and row.decide and is_drafted:
+            self._paths[row.sequence_id] = logits[[0, *(node + 1 for node in accepted.nodes)]]
         return Evidence(
             base_len=row.base_len,
             tree=row.tree,
-            decisions=tuple(decisions) if self._section.decisions else (),
-            top=top,
+            decisions=tuple(decisions) if self._section.decisions and is_drafted else (),
             hidden=None if self._runner.hidden is None else self._hidden(index, row, accepted),
         )
 
+    def complete(self, verdicts: dict[SequenceId, Verdict]) -> None:
+        """Add the most probable tokens to the evidence in the verdicts of the last pass, found for all rows at once."""
+        paths, self._paths = self._paths, {}
+        if not paths:
+            return
+        logits = torch.cat(list(paths.values()))
+        best = iter(most_probable(logits, min(self._top, logits.shape[1])).tolist())
+        for sequence_id, path in paths.items():
+            top = tuple(tuple(tokens) for tokens in islice(best, len(path)))
+            verdict = verdicts[sequence_id]
+            if verdict.evidence is not None:
+                verdicts[sequence_id] = replace(verdict, evidence=replace(verdict.evidence, top=top))
+
+    def discard(self) -> None:
+        """Forget a pass that failed."""
+        self._paths = {}
+
     def _needs(self, row: VerifyRow) -> bool:
-        return self._section.is_sent or row.next_budget.max_depth > 0
+        """Whether the row needs evidence; before its first draft, only hidden states, which are a drafter's context."""
+        return self._is_drafted(row) or (bool(self._section.taps) and row.next_budget.max_depth > 0)
+
+    def _is_drafted(self, row: VerifyRow) -> bool:
+        """Whether all evidence of the row is used: it is drafted for, perhaps by a drafter in another process."""
+        return self._section.is_sent or row.next_budget.max_nodes > 0
 
     def _hidden(self, index: int, row: VerifyRow, accepted: Accepted) -> HiddenStates:
         states = self._runner.hidden_of(index, accepted.nodes)  # [pending + accepted, width] bfloat16

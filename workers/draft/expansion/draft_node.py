@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+from cluster.core.tree import ROOT, TokenTree
 from workers.kv.block_table import BlockTable
 
 
@@ -85,3 +86,24 @@ class DraftNode:
         for node in self.descendants():
             if node.parent is not None:
                 node.path_probability = node.parent.path_probability * node.probability
+
+    def chosen_tree(self, chosen: Collection[DraftNode]) -> tuple[TokenTree, tuple[float, ...]]:
+        """The tree of the chosen nodes below this one, and their path probabilities.
+
+        Each node is followed by its most probable child, so that the most probable path is contiguous. The parent of a
+        chosen node is this node or chosen.
+        """
+        tokens: list[int] = []
+        parents: list[int] = []
+        probabilities: list[float] = []
+        stack = [(self, ROOT)]
+        while stack:
+            node, index = stack.pop()
+            if node is not self:
+                tokens.append(node.token)
+                parents.append(index)
+                probabilities.append(node.path_probability)
+                index = len(tokens) - 1
+            children = (child for child in node.children if child in chosen)
+            stack.extend((child, index) for child in sorted(children, key=lambda child: child.path_probability))
+        return TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities)

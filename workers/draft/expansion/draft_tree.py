@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 
-from cluster.core.tree import ROOT, TokenTree
+from cluster.core.tree import TokenTree
 from workers.draft.expansion.calibration import Calibration
 from workers.draft.expansion.draft_node import DraftNode
 from workers.draft.expansion.expander import BranchMemory, DraftedToken
@@ -153,20 +153,7 @@ class DraftTree:
         Each node is followed by its most probable child, so that the most probable path is contiguous.
         """
         self._mark_proposed(nodes)
-        tokens: list[int] = []
-        parents: list[int] = []
-        probabilities: list[float] = []
-        stack = [(self.root, ROOT)]
-        while stack:
-            node, index = stack.pop()
-            if node is not self.root:
-                tokens.append(node.token)
-                parents.append(index)
-                probabilities.append(node.path_probability)
-                index = len(tokens) - 1
-            proposed = (child for child in node.children if child.is_proposed)
-            stack.extend((child, index) for child in sorted(proposed, key=lambda child: child.path_probability))
-        return TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities)
+        return self.root.chosen_tree(frozenset(nodes))
 
     # --- internals ------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cluster.core.drafting import DraftBudget
-from cluster.core.tree import ROOT, TokenTree
+from cluster.core.tree import TokenTree
 from workers.draft.expansion.calibration import Calibration
 from workers.draft.expansion.draft_node import DraftNode
 from workers.draft.expansion.node_probabilities import estimate_children
@@ -123,18 +123,4 @@ class EagleGrowth:
 
     def tree(self) -> tuple[TokenTree, tuple[float, ...]]:
         """The best nodes and their path probabilities. Each is followed by its most probable child."""
-        chosen = set(self.best())
-        tokens: list[int] = []
-        parents: list[int] = []
-        probabilities: list[float] = []
-        stack = [(self.root, ROOT)]
-        while stack:
-            node, index = stack.pop()
-            if node is not self.root:
-                tokens.append(node.token)
-                parents.append(index)
-                probabilities.append(node.path_probability)
-                index = len(tokens) - 1
-            children = (child for child in node.children if child in chosen)
-            stack.extend((child, index) for child in sorted(children, key=lambda child: child.path_probability))
-        return TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities)
+        return self.root.chosen_tree(frozenset(self.best()))
