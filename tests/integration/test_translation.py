@@ -29,7 +29,7 @@ pytestmark = pytest.mark.weights
 TIMEOUT_SECONDS = 120.0
 MAX_TOKENS = 24
 MODEL = "opus-mt-fr-en"
-DRAFT = packaged_drafts()["opus-mt-fr-en-draft"]
+DRAFT, HEADS = (packaged_drafts()[f"opus-mt-fr-en-{kind}"] for kind in ("draft", "heads"))
 SENTENCES = (
     "Une femme joue de la guitare.",
     "Deux hommes en tenue de chantier regardent une machine.",
@@ -47,6 +47,8 @@ def configure(method: str) -> Configuration:
     if method == "model":
         drafting["timeout_seconds"] = 60.0
         drafting["model"] = {"path": str(DRAFT), "device": "cpu", "kv": {"pool_bytes": 50 << 20}}
+    elif method != "none":
+        drafting[method] = {"path": str(HEADS)} if method in ("heads", "blockwise") else {}
     return load_configuration(
         {
             "target": target,
@@ -78,7 +80,7 @@ def expected(library: Any) -> dict[int, list[tuple[int, ...]]]:
     return found
 
 
-@pytest.fixture(params=["none", "ngram", "model"])
+@pytest.fixture(params=["none", "ngram", "model", "heads", "blockwise"])
 async def client(request: pytest.FixtureRequest, library: Any) -> AsyncIterator[GenerationClient]:
     async with LocalCluster(configure(request.param)) as cluster:
         client = GenerationClient(fixed_address(cluster.grpc_address))
@@ -118,7 +120,7 @@ async def test_tokens_and_texts_are_those_of_transformers(
             assert tokens == wanted, (beams, sentence)
             assert text == library.decode(wanted, skip_special_tokens=True)
             drafted, accepted = drafted + usage.drafted_tokens, accepted + usage.accepted_draft_tokens
-    if request.node.callspec.params["client"] == "model":
+    if request.node.callspec.params["client"] in ("model", "heads", "blockwise"):
         assert 0 < accepted < drafted
 
 

@@ -24,10 +24,14 @@ def test_a_method_without_a_path_loads_the_packaged_draft_of_the_target(method: 
     assert loaded.draft.model_extra[method].path == packaged
 
 
-def test_a_translator_has_a_packaged_draft_of_its_own() -> None:
-    assignments = ["draft.method=model", "target.path=opus-mt-fr-en"]
+@pytest.mark.parametrize(
+    ("method", "packaged"),
+    [("model", "opus-mt-fr-en-draft"), ("heads", "opus-mt-fr-en-heads"), ("blockwise", "opus-mt-fr-en-heads")],
+)
+def test_a_translator_has_packaged_drafts_of_its_own(method: str, packaged: str) -> None:
+    assignments = [f"draft.method={method}", "target.path=opus-mt-fr-en"]
     loaded = load_settings("cpu", assignments, {}).configuration
-    assert loaded.draft.model_extra["model"].path == "opus-mt-fr-en-draft"
+    assert loaded.draft.model_extra[method].path == packaged
 
 
 def test_each_of_several_methods_finds_its_draft() -> None:
