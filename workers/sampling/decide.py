@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ from workers.sampling.device_copy import row_indices
 from workers.sampling.noise import gumbel, gumbel_of
 from workers.sampling.shortlist import shortlists
 from workers.sampling.truncate import truncate
-from workers.sampling.warp import untruncated
+from workers.sampling.warp import is_unchanged, untruncated
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
 """Logits processed at a time. The limit bounds temporary copies, and on a CPU keeps them in cache."""
@@ -40,6 +42,13 @@ def decide(logits: Tensor, contexts: Sequence[DecisionContext]) -> list[int]:
     Among equal scores the lowest token wins. Raises `Undecidable`, which names the rows, and `ValueError` unless there
     is one context per row.
     """
+    largest = _largest(logits, contexts)
+    if largest is not None:
+        undecidable = tuple((largest[0] == -math.inf).nonzero()[0].tolist())
+        if undecidable:
+            raise Undecidable(undecidable)
+        tokens: list[int] = largest[1].tolist()
+        return tokens
     values, ids = _winners(logits, contexts, offset=0)
     return merge_winners(values.unsqueeze(0), ids.unsqueeze(0))
 
@@ -151,3 +160,21 @@ def _winners(logits: Tensor, contexts: Sequence[DecisionContext], offset: int) -
         where = slice(rows.start, rows.stop) if isinstance(rows, range) else row_indices(rows, logits)
         values[where], ids[where] = best.values, columns
     return values, ids + offset
+
+
+def _largest(
+    logits: Tensor, contexts: Sequence[DecisionContext]
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]] | None:
+    """Each row's largest logit and its column, where these decide and no logit is NaN or +inf; `None` elsewhere.
+
+    The logits are read once, and by few calls: after a step on CPU, the code of a call has left the caches.
+    """
+    is_plain = logits.device.type == "cpu" and logits.dtype is torch.float32 and logits.numel() > 0
+    if not is_plain or len(contexts) != len(logits):
+        return None
+    if not all(context.is_greedy and is_unchanged(context) for context in contexts):
+        return None
+    array = logits.detach().numpy()
+    columns = array.argmax(axis=1)  # the first among equals; the first NaN, if there is one
+    values = array[np.arange(len(columns)), columns]
+    return (values, columns) if (values < math.inf).all() else None

@@ -53,7 +53,7 @@ def untruncated(
     if len(contexts) != logits.shape[0]:
         raise ValueError(f"{len(contexts)} contexts for {logits.shape[0]} rows of logits")
     warped = _cleaned(logits)
-    if all(_changes_nothing(context) for context in contexts):
+    if all(is_unchanged(context) for context in contexts):
         return warped
     if warped.data_ptr() == logits.data_ptr():
         warped = warped.clone()
@@ -65,7 +65,8 @@ def untruncated(
     return warped
 
 
-def _changes_nothing(context: DecisionContext) -> bool:
+def is_unchanged(context: DecisionContext) -> bool:
+    """Whether no logits processor applies to a row, so that `warp` returns its logits as they are."""
     sampling = context.sampling
     if sampling.repetition_penalty != 1.0 or _adds(sampling) or sampling.allowed_token_ids or context.excluded_tokens:
         return False

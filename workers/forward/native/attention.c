@@ -25,6 +25,7 @@
 #define CHAINS 2        /* independent partial sums per product */
 #define WIDTH 4         /* vectors of a value that are accumulated together */
 #define QUERIES 48      /* approximate number of query vectors of one KV head per item of work */
+#define LEAST_QUERIES 12 /* items are not divided further: each reads all keys and values */
 #define MOST_VECTORS 64 /* most query heads per KV head */
 #define MOST_DIM 256    /* largest head dimension */
 #define MOST_STATES 256 /* query vectors per item, of all its KV heads */
@@ -42,10 +43,14 @@ typedef struct {
     float most[MOST_STATES];
     ALIGNED Vector total[MOST_STATES];            /* sums of the weights, by lane */
     ALIGNED float weight[GROUP * KEYS];           /* weights of the tile's positions */
-    ALIGNED float keys[MOST_DIM * KEYS];          /* [padded, KEYS] */
+    ALIGNED float keys[MOST_DIM * KEYS];          /* [padded, KEYS], or pairs of bfloat16 numbers [dim / 2, KEYS] */
     ALIGNED float values[KEYS * MOST_DIM];        /* [KEYS, padded], where they cannot be read as they are stored */
-    const float *value[KEYS];                     /* [padded] each */
+    const void *value[KEYS];                      /* [padded] each */
 } Work;
+
+/* How a tile's keys and values lie in the working memory. SINGLE: in single precision. AS_STORED: pairs of bfloat16
+   numbers, and values in the pool, which are widened when they are used; cheaper if one group of query vectors uses them. */
+enum { SINGLE, AS_STORED };
 
 /* NaN and infinity are stored as finite numbers: the next sequence that gets the block may read it, masked. */
 static inline uint16_t finite_bfloat16(uint16_t value)
@@ -75,6 +80,12 @@ static inline uint32_t visible(const Step *step, const Layer *layer, int64_t tok
         if (!layer->window || own - at < layer->window || at < layer->sinks) seen |= 1u << k;
     }
     return seen;
+}
+
+/* The number of a tile's positions up to the last of these. */
+static inline int last_seen(uint32_t seen)
+{
+    return seen ? 32 - __builtin_clz(seen) : 0;
 }
 
 /* The slots of the keys and values of a tile that the token sees; -1 for positions that it does not see. */
@@ -162,21 +173,57 @@ static inline void transpose(const Vector *rows, float *to)
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Transpose the first numbers of LANES keys, `2 * LANES` of each, into their half of the tile: as pairs, which are then
-   separated. */
+/* Transpose the numbers from `from` on of LANES keys, `2 * LANES` of each, into their half of the tile, as pairs. */
 static inline void transpose_pairs(const uint16_t *const *keys, int64_t from, float *to)
 {
     Vector pairs[LANES];
-    ALIGNED float columns[LANES * KEYS];
 #pragma GCC unroll 16
     for (int k = 0; k < LANES; k++) pairs[k] = (Vector)*(const Words *)(keys[k] + from);
-    transpose(pairs, columns);
+    transpose(pairs, to);
+}
+
+static inline Vector even_of_pairs(Words pairs)
+{
+    return (Vector)(pairs << 16);
+}
+
+static inline Vector odd_of_pairs(Words pairs)
+{
+    return (Vector)(pairs & 0xffff0000u);
+}
+
+/* The same in single precision: the pairs are separated. */
+static inline void transpose_and_widen(const uint16_t *const *keys, int64_t from, float *to)
+{
+    ALIGNED float columns[LANES * KEYS];
+    transpose_pairs(keys, from, columns);
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
         const Words column = *(const Words *)(columns + i * KEYS);
-        *(Words *)(to + 2 * i * KEYS) = column << 16;
-        *(Words *)(to + (2 * i + 1) * KEYS) = column & 0xffff0000u;
+        *(Vector *)(to + 2 * i * KEYS) = even_of_pairs(column);
+        *(Vector *)(to + (2 * i + 1) * KEYS) = odd_of_pairs(column);
     }
+}
+
+/* A vector of stored numbers, in single precision. */
+static inline Vector full_float32(const float *from)
+{
+    return *(const Vector *)from;
+}
+
+static inline Vector full_bfloat16(const uint16_t *from)
+{
+#if defined(IS_AVX512)
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+    return (Vector)_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+#elif defined(IS_AVX2)
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+    return (Vector)_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+#else
+    Vector wide;
+    for (int l = 0; l < LANES; l++) wide[l] = widen_bfloat16(from[l]);
+    return wide;
+#endif
 }
 
 /* Makes the compiler keep a vector in a register instead of reading it again for each use. */
@@ -186,9 +233,26 @@ static inline void transpose_pairs(const uint16_t *const *keys, int64_t from, fl
 #define IN_REGISTERS(VECTOR) (void)0
 #endif
 
-/* Add one tile of keys and values to the running softmax of the `count` query vectors `which`. `seen`: the positions
-   that each vector sees, at least one. The order of a vector's sums does not depend on the other vectors. */
-INLINE void accumulate_tile(Work *work, const int64_t *which, const uint32_t *seen, const int count)
+/* A key's part of a tile for `halves` halves of it: its numbers d and d + 1. */
+INLINE void read_keys(const Work *work, int64_t d, const int form, const int halves, Vector even[HALVES], Vector odd[HALVES])
+{
+#pragma GCC unroll 2
+    for (int h = 0; h < halves; h++) {
+        if (form == AS_STORED) {
+            const Words pairs = *(const Words *)(work->keys + d / 2 * KEYS + h * LANES);
+            even[h] = even_of_pairs(pairs), odd[h] = odd_of_pairs(pairs);
+        } else {
+            even[h] = *(const Vector *)(work->keys + d * KEYS + h * LANES);
+            odd[h] = *(const Vector *)(work->keys + (d + 1) * KEYS + h * LANES);
+        }
+        IN_REGISTERS(even[h]);
+        IN_REGISTERS(odd[h]);
+    }
+}
+
+/* The weights of the first `halves` halves of a tile for the `count` query vectors `which`, into `work->weight`. Rescales
+   what the vectors have summed so far. The sum of a product's even numbers and that of its odd ones are independent. */
+INLINE void weigh_tile(Work *work, const int64_t *which, const uint32_t *seen, const int count, const int form, const int halves)
 {
     const int64_t padded = work->padded;
     Vector part[GROUP][CHAINS][HALVES];
@@ -197,17 +261,15 @@ INLINE void accumulate_tile(Work *work, const int64_t *which, const uint32_t *se
 #pragma GCC unroll 2
         for (int c = 0; c < CHAINS; c++) part[g][c][0] = part[g][c][1] = (Vector){0};
     for (int64_t d = 0; d < padded; d += CHAINS) {
-#pragma GCC unroll 2
-        for (int c = 0; c < CHAINS; c++) {
-            const float *key = work->keys + (d + c) * KEYS;
-            Vector first = *(const Vector *)key, second = *(const Vector *)(key + LANES);
-            IN_REGISTERS(first);
-            IN_REGISTERS(second);
+        Vector even[HALVES], odd[HALVES];
+        read_keys(work, d, form, halves, even, odd);
 #pragma GCC unroll 4
-            for (int g = 0; g < count; g++) {
-                const float query = work->query[which[g] * padded + d + c];
-                part[g][c][0] += first * query;
-                part[g][c][1] += second * query;
+        for (int g = 0; g < count; g++) {
+            const float *query = work->query + which[g] * padded + d;
+#pragma GCC unroll 2
+            for (int h = 0; h < halves; h++) {
+                part[g][0][h] += even[h] * query[0];
+                part[g][1][h] += odd[h] * query[1];
             }
         }
     }
@@ -222,44 +284,79 @@ INLINE void accumulate_tile(Work *work, const int64_t *which, const uint32_t *se
         const float tile = most_of_lanes(*(const Vector *)weight, *(const Vector *)(weight + LANES));
         const float most = work->most[v], largest = tile > most ? tile : most;
         const float kept = tile > most ? exponential(most - largest) : 1.0f;
-        for (int k = 0; k < KEYS; k++) weight[k] = exponential(weight[k] - largest);
+        for (int k = 0; k < halves * LANES; k++) weight[k] = exponential(weight[k] - largest);
+        for (int k = halves * LANES; k < KEYS; k++) weight[k] = 0.0f;
         work->most[v] = largest;
         work->total[v] = work->total[v] * kept + (*(const Vector *)weight + *(const Vector *)(weight + LANES));
         if (kept != 1.0f)
             for (int64_t d = 0; d < padded; d += LANES) *(Vector *)(work->sum + v * padded + d) *= kept;
     }
+}
+
+INLINE Vector read_value(const Work *work, int k, int64_t at, const int form)
+{
+    return form == AS_STORED ? full_bfloat16((const uint16_t *)work->value[k] + at)
+                             : full_float32((const float *)work->value[k] + at);
+}
+
+/* Add `width` vectors of the first `keys` weighted values, from number d on, to the sums. */
+INLINE void add_values(Work *work, const int64_t *which, int keys, int64_t d, const int count, const int form, const int width)
+{
+    const int64_t padded = work->padded;
+    Vector sum[GROUP][WIDTH];
+#pragma GCC unroll 4
+    for (int g = 0; g < count; g++)
+#pragma GCC unroll 4
+        for (int w = 0; w < width; w++) sum[g][w] = *(const Vector *)(work->sum + which[g] * padded + d + w * LANES);
+#pragma GCC unroll 1
+    for (int k = 0; k < keys; k++) {
+        Vector value[WIDTH];
+#pragma GCC unroll 4
+        for (int w = 0; w < width; w++) {
+            value[w] = read_value(work, k, d + w * LANES, form);
+            if (form == AS_STORED) IN_REGISTERS(value[w]);
+        }
+#pragma GCC unroll 4
+        for (int g = 0; g < count; g++)
+#pragma GCC unroll 4
+            for (int w = 0; w < width; w++) sum[g][w] += value[w] * work->weight[g * KEYS + k];
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < count; g++)
+#pragma GCC unroll 4
+        for (int w = 0; w < width; w++) *(Vector *)(work->sum + which[g] * padded + d + w * LANES) = sum[g][w];
+}
+
+/* Add the first `keys` keys and values of a tile to the running softmax of the `count` query vectors `which`. `seen`: the
+   positions that each vector sees, at least one, none after the first `keys`. The order of a vector's sums does not depend
+   on the other vectors; a position that it does not see adds zero. */
+INLINE void accumulate_tile(Work *work, const int64_t *which, const uint32_t *seen, int keys, const int count, const int form)
+{
+    const int64_t padded = work->padded;
+    if (keys > LANES) weigh_tile(work, which, seen, count, form, 2);
+    else weigh_tile(work, which, seen, count, form, 1);
     for (int64_t d = 0; d < padded; d += WIDTH * LANES) {
         const int64_t width = (padded - d) / LANES;
-#define ADD(WIDE)                                                                                                      \
-        {                                                                                                              \
-            Vector sum[GROUP][WIDE];                                                                                   \
-            _Pragma("GCC unroll 4") for (int g = 0; g < count; g++)                                                    \
-                _Pragma("GCC unroll 4") for (int w = 0; w < WIDE; w++)                                                 \
-                    sum[g][w] = *(const Vector *)(work->sum + which[g] * padded + d + w * LANES);                      \
-            _Pragma("GCC unroll 1") for (int k = 0; k < KEYS; k++) {                                                   \
-                Vector value[WIDE];                                                                                    \
-                _Pragma("GCC unroll 4") for (int w = 0; w < WIDE; w++)                                                 \
-                    value[w] = *(const Vector *)(work->value[k] + d + w * LANES);                                     \
-                _Pragma("GCC unroll 4") for (int g = 0; g < count; g++)                                                \
-                    _Pragma("GCC unroll 4") for (int w = 0; w < WIDE; w++)                                             \
-                        sum[g][w] += value[w] * work->weight[g * KEYS + k];                                            \
-            }                                                                                                          \
-            _Pragma("GCC unroll 4") for (int g = 0; g < count; g++)                                                    \
-                _Pragma("GCC unroll 4") for (int w = 0; w < WIDE; w++)                                                 \
-                    *(Vector *)(work->sum + which[g] * padded + d + w * LANES) = sum[g][w];                            \
-        }
-        if (width >= 4) ADD(4) else if (width == 3) ADD(3) else if (width == 2) ADD(2) else ADD(1)
-#undef ADD
+        if (width >= 4) add_values(work, which, keys, d, count, form, 4);
+        else if (width == 3) add_values(work, which, keys, d, count, form, 3);
+        else if (width == 2) add_values(work, which, keys, d, count, form, 2);
+        else add_values(work, which, keys, d, count, form, 1);
     }
 }
 
 /* `accumulate_tile` for any number of query vectors. */
-static void accumulate_all(Work *work, const int64_t *which, const uint32_t *seen, int64_t count)
+INLINE void accumulate_form(Work *work, const int64_t *which, const uint32_t *seen, int keys, int64_t count, const int form)
 {
-    for (; count >= GROUP; count -= GROUP, which += GROUP, seen += GROUP) accumulate_tile(work, which, seen, GROUP);
-    if (GROUP > 3 && count == 3) accumulate_tile(work, which, seen, 3);
-    else if (GROUP > 2 && count == 2) accumulate_tile(work, which, seen, 2);
-    else if (count == 1) accumulate_tile(work, which, seen, 1);
+    for (; count >= GROUP; count -= GROUP, which += GROUP, seen += GROUP) accumulate_tile(work, which, seen, keys, GROUP, form);
+    if (GROUP > 3 && count == 3) accumulate_tile(work, which, seen, keys, 3, form);
+    else if (GROUP > 2 && count == 2) accumulate_tile(work, which, seen, keys, 2, form);
+    else if (count == 1) accumulate_tile(work, which, seen, keys, 1, form);
+}
+
+static void accumulate_all(Work *work, const int64_t *which, const uint32_t *seen, int keys, int64_t count, int form)
+{
+    if (form == AS_STORED) accumulate_form(work, which, seen, keys, count, AS_STORED);
+    else accumulate_form(work, which, seen, keys, count, SINGLE);
 }
 
 static inline int64_t tokens_per_item(const Layer *layer)
@@ -282,15 +379,27 @@ static inline int64_t heads_that_fit(const Layer *layer)
     return heads < layer->kv_heads ? heads : layer->kv_heads;
 }
 
+/* The number of tiles of `tokens` tokens. Fills `first`. */
+static int64_t divide_rows(const Step *step, int64_t tokens, int64_t *first)
+{
+    int64_t tiles = 0;
+    for (int64_t row = 0; row < step->rows; row++) {
+        first[row] = tiles;
+        tiles += (step->first_token[row + 1] - step->first_token[row] + tokens - 1) / tokens;
+    }
+    first[step->rows] = tiles;
+    return tiles;
+}
+
 Items pilotfish_items(const Step *step, const Layer *layer, int64_t team, int64_t *first)
 {
-    const int64_t tile = tokens_per_item(layer);
-    Items items = {.first = first};
-    for (int64_t row = 0; row < step->rows; row++) {
-        first[row] = items.tiles;
-        items.tiles += (step->first_token[row + 1] - step->first_token[row] + tile - 1) / tile;
+    const int64_t shared = layer->heads / layer->kv_heads;
+    Items items = {.first = first, .tokens = tokens_per_item(layer)};
+    items.tiles = divide_rows(step, items.tokens, first);
+    while (team > 1 && items.tiles * layer->kv_heads < ITEMS * team && items.tokens * shared > LEAST_QUERIES) {
+        items.tokens = (items.tokens + 1) / 2; /* one tree alone is work for all threads */
+        items.tiles = divide_rows(step, items.tokens, first);
     }
-    first[step->rows] = items.tiles;
     items.heads = team == 1 || items.tiles >= ITEMS * team ? heads_that_fit(layer) : 1;
     items.count = items.tiles * ((layer->kv_heads + items.heads - 1) / items.heads);
     return items;
@@ -299,27 +408,6 @@ Items pilotfish_items(const Step *step, const Layer *layer, int64_t team, int64_
 static inline float query_at(const Layer *layer, int64_t at)
 {
     return layer->query_kind == BFLOAT16 ? widen_bfloat16(((const uint16_t *)layer->query)[at]) : ((const float *)layer->query)[at];
-}
-
-/* A vector of stored numbers, in single precision. */
-static inline Vector full_float32(const float *from)
-{
-    return *(const Vector *)from;
-}
-
-static inline Vector full_bfloat16(const uint16_t *from)
-{
-#if defined(IS_AVX512)
-    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
-    return (Vector)_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-#elif defined(IS_AVX2)
-    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
-    return (Vector)_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
-#else
-    Vector wide;
-    for (int l = 0; l < LANES; l++) wide[l] = widen_bfloat16(from[l]);
-    return wide;
-#endif
 }
 
 #define DEFINE(NAME, TYPE, FINITE)                                                                                     \
@@ -349,35 +437,41 @@ static inline Vector take_##NAME(const TYPE *from, int64_t count)               
                                                                                                                        \
 static const TYPE nothing_##NAME[MOST_DIM];                                                                            \
                                                                                                                        \
-/* One head's keys and values of a tile; zeros where there are none. */                                                \
-static inline void load_##NAME(Work *work, const Layer *layer, int64_t head, const int64_t *slots)                     \
+/* The first `keys` of one head's keys and values of a tile, in the form that suits `vectors` query vectors; zeros where \
+   there are none. */                                                                                                  \
+static inline int load_##NAME(Work *work, const Layer *layer, int64_t head, const int64_t *slots, int keys, int64_t vectors) \
 {                                                                                                                      \
     const int64_t dim = layer->dim, padded = work->padded;                                                             \
     const int is_direct = sizeof(TYPE) == sizeof(float) && dim == padded;                                              \
+    const int form = sizeof(TYPE) < sizeof(float) && dim % (2 * LANES) == 0 && vectors <= GROUP ? AS_STORED : SINGLE;  \
+    const int end = keys > LANES ? KEYS : LANES;                                                                       \
     const TYPE *key[KEYS], *value[KEYS];                                                                               \
-    for (int k = 0; k < KEYS; k++) {                                                                                   \
+    for (int k = 0; k < end; k++) {                                                                                    \
         const int64_t at = (slots[k] * layer->kv_heads + head) * dim;                                                  \
         key[k] = slots[k] < 0 ? nothing_##NAME : (const TYPE *)layer->keys + at;                                       \
         value[k] = slots[k] < 0 ? nothing_##NAME : (const TYPE *)layer->values + at;                                   \
-        work->value[k] = is_direct ? (const float *)value[k] : work->values + k * padded;                              \
+        work->value[k] = is_direct || form == AS_STORED ? (const void *)value[k] : work->values + k * padded;          \
         for (int64_t d = 0; d < dim; d += LINE / (int64_t)sizeof(TYPE)) __builtin_prefetch(value[k] + d, 0, 3);        \
     }                                                                                                                  \
     int64_t done = 0;                                                                                                  \
     for (; sizeof(TYPE) < sizeof(float) && done + 2 * LANES <= dim; done += 2 * LANES)                                 \
-        for (int half = 0; half < KEYS; half += LANES)                                                                 \
-            transpose_pairs((const uint16_t *const *)key + half, done, work->keys + done * KEYS + half);               \
+        for (int half = 0; half < end; half += LANES) {                                                                \
+            const uint16_t *const *of_half = (const uint16_t *const *)key + half;                                      \
+            if (form == AS_STORED) transpose_pairs(of_half, done, work->keys + done / 2 * KEYS + half);                \
+            else transpose_and_widen(of_half, done, work->keys + done * KEYS + half);                                  \
+        }                                                                                                              \
     for (int64_t d = done; d < padded; d += LANES) {                                                                   \
-        for (int half = 0; half < KEYS; half += LANES) {                                                               \
+        for (int half = 0; half < end; half += LANES) {                                                                \
             Vector rows[LANES];                                                                                        \
             _Pragma("GCC unroll 16") for (int k = 0; k < LANES; k++) rows[k] = take_##NAME(key[half + k] + d, dim - d); \
-            transpose(rows, work->keys + d * KEYS + half);                                                                  \
+            transpose(rows, work->keys + d * KEYS + half);                                                             \
         }                                                                                                              \
     }                                                                                                                  \
-    for (int64_t d = 0; d < padded && !is_direct; d += LANES)                                                          \
-        for (int k = 0; k < KEYS; k++)                                                                                 \
+    for (int64_t d = 0; d < padded && !is_direct && form == SINGLE; d += LANES)                                        \
+        for (int k = 0; k < keys; k++)                                                                                 \
             *(Vector *)(work->values + k * padded + d) = take_##NAME(value[k] + d, dim - d);                           \
+    return form;                                                                                                       \
 }                                                                                                                      \
-                                                                                                                       \
 /* The queries of tokens token … token + count - 1, of the heads that share the KV heads head … head + heads - 1. */   \
 static void attend_##NAME(const Step *step, const Layer *layer, int64_t row, int64_t head, int64_t heads, int64_t token, \
                           int64_t count)                                                                               \
@@ -413,16 +507,18 @@ static void attend_##NAME(const Step *step, const Layer *layer, int64_t row, int
         }                                                                                                              \
         const int is_common = first + KEYS <= step->base_len[row]; /* all see the same keys, or none */                \
         int64_t slots[KEYS];                                                                                           \
+        const int keys = last_seen(any);                                                                               \
         if (is_common) locate(step, layer, row, token, first, any, slots);                                             \
         for (int64_t h = 0; h < heads && some; h++) {                                                                  \
             if (is_common) {                                                                                           \
-                load_##NAME(&work, layer, head + h, slots);                                                            \
-                accumulate_all(&work, which, seen, some);                                                                   \
+                const int form = load_##NAME(&work, layer, head + h, slots, keys, some);                               \
+                accumulate_all(&work, which, seen, keys, some, form);                                                  \
             } else                                                                                                     \
                 for (int64_t from = 0; from < some; from += shared) {                                                  \
+                    const int own = last_seen(seen[from]);                                                             \
                     locate(step, layer, row, token + which[from] % vectors / shared, first, seen[from], slots);        \
-                    load_##NAME(&work, layer, head + h, slots);                                                        \
-                    accumulate_all(&work, which + from, seen + from, shared);                                               \
+                    const int form = load_##NAME(&work, layer, head + h, slots, own, shared);                          \
+                    accumulate_all(&work, which + from, seen + from, own, shared, form);                               \
                 }                                                                                                      \
             for (int64_t i = 0; i < some; i++) which[i] += vectors;                                                    \
         }                                                                                                              \
@@ -441,7 +537,7 @@ void pilotfish_item_##NAME(const Step *step, const Layer *layer, const Items *it
     const int64_t heads = layer->kv_heads - head < items->heads ? layer->kv_heads - head : items->heads;               \
     int64_t row = 0;                                                                                                   \
     while (items->first[row + 1] <= tile) row++;                                                                       \
-    const int64_t most = tokens_per_item(layer), token = step->first_token[row] + (tile - items->first[row]) * most;   \
+    const int64_t most = items->tokens, token = step->first_token[row] + (tile - items->first[row]) * most;            \
     const int64_t left = step->first_token[row + 1] - token;                                                           \
     attend_##NAME(step, layer, row, head, heads, token, left < most ? left : most);                                    \
 }                                                                                                                      \

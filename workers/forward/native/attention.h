@@ -31,9 +31,9 @@ typedef struct {
 void pilotfish_store_bfloat16(const Step *step, const Layer *layer, int64_t token);
 void pilotfish_store_float32(const Step *step, const Layer *layer, int64_t token);
 
-/* A layer's work items: tiles of a row's queries times groups of `heads` KV heads. */
+/* A layer's work items: tiles of at most `tokens` tokens of a row times groups of `heads` KV heads. */
 typedef struct {
-    int64_t count, tiles, heads;
+    int64_t count, tiles, heads, tokens;
     const int64_t *first; /* [rows + 1] each row's first tile */
 } Items;
 

@@ -20,9 +20,11 @@
 
 #if REGISTERS == 32
 #define ROWS 12 /* most rows of a tile: their sums, a block's two vectors and a factor fit the registers */
+#define SLOW_ROWS 6 /* rows from which on a tile reads its weights so slowly that they are prefetched to the second level */
 #define EACH_SIZE(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
 #else
 #define ROWS 6
+#define SLOW_ROWS 7 /* none: not measured */
 #define EACH_SIZE(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6)
 #endif
 #define SPINS 4000         /* spins that a thread waits for the others before it yields its core */
@@ -116,10 +118,17 @@ INLINE Prefetch prefetch_plan(const void *weights, int64_t bytes, int64_t stride
                       (stride + tile->readings - 1) / tile->readings};
 }
 
-INLINE void prefetch_next(Prefetch *next)
+/* Prefetch a line, and the next one if the stride has two. With many rows, lines that wait for memory would occupy the few
+   buffers through which the first-level cache reads the second one, and be evicted before they are used. */
+INLINE void prefetch_next(Prefetch *next, const int rows)
 {
-    __builtin_prefetch(next->at, 0, 3);
-    if (next->stride > LINE) __builtin_prefetch(next->at + LINE, 0, 3);
+    if (rows >= SLOW_ROWS) {
+        __builtin_prefetch(next->at, 0, 2);
+        if (next->stride > LINE) __builtin_prefetch(next->at + LINE, 0, 2);
+    } else {
+        __builtin_prefetch(next->at, 0, 3);
+        if (next->stride > LINE) __builtin_prefetch(next->at + LINE, 0, 3);
+    }
     next->at += next->stride;
 }
 
@@ -169,7 +178,7 @@ INLINE void rows_float32(const Matrix *matrix, const void *input, const Tile *ti
     Prefetch next = prefetch_plan(weights, inputs * bytes, bytes, tile);
     Factors x = factors_of(input, tile->row, inputs * (int64_t)sizeof(float));
     for (int64_t k = 0; k < inputs; k++, weights += COLUMNS) {
-        prefetch_next(&next);
+        prefetch_next(&next, rows);
         add_products(&x, rows, *(const Vector *)weights, *(const Vector *)(weights + LANES), sum);
         move_on(&x, rows, sizeof(float));
     }
@@ -225,7 +234,7 @@ INLINE void rows_bfloat16(const Matrix *matrix, const void *input, const Tile *t
     Prefetch next = prefetch_plan(weights, pairs * bytes, bytes, tile);
     Factors x = factors_of(input, tile->row, pairs * (int64_t)sizeof(uint32_t));
     for (int64_t k = 0; k < pairs; k++, weights += COLUMNS) {
-        prefetch_next(&next);
+        prefetch_next(&next, rows);
         const Words first = *(const Words *)weights, second = *(const Words *)(weights + LANES);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
@@ -244,7 +253,7 @@ INLINE void rows_bfloat16(const Matrix *matrix, const void *input, const Tile *t
     Prefetch next = prefetch_plan(weights, inputs / 2 * bytes, bytes, tile);
     Factors x = factors_of(input, tile->row, inputs * (int64_t)sizeof(float));
     for (int64_t k = 0; k < inputs; k += 2, weights += COLUMNS) {
-        prefetch_next(&next);
+        prefetch_next(&next, rows);
         const Words first = *(const Words *)weights, second = *(const Words *)(weights + LANES);
         add_products(&x, rows, (Vector)(first << 16), (Vector)(second << 16), sum); /* of a pair, the lower half is even */
         move_on(&x, rows, sizeof(float));

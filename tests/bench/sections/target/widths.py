@@ -24,6 +24,8 @@ from tests.bench.report import heading, ratios, spread, table, write
 CONTEXT, QUICK_CONTEXT = 128, 16
 """Tokens stored for each sequence that decodes."""
 ROWS, QUICK_ROWS = (1, 2, 4, 8, 16, 32, 64), (1, 8)
+CHAINS, QUICK_CHAINS = (4, 8, 16, 32), (4,)
+"""Tokens of one sequence that are verified in one step."""
 PROMPTS, QUICK_PROMPTS = (128, 512, 1500), (32,)
 VARIANTS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
@@ -44,12 +46,13 @@ def run(options: Options) -> None:
     heading("Widths: one step by its number of tokens")
     torch.set_num_threads(os.cpu_count() or 1)
     rows, prompts = (QUICK_ROWS, QUICK_PROMPTS) if options.quick else (ROWS, PROMPTS)
+    steps = (*((count, 1) for count in rows), *((1, length) for length in (QUICK_CHAINS if options.quick else CHAINS)))
     configuration = options.configuration(f"scheduler.max_sequences={max(rows)}", "scheduler.max_step_tokens=2048")
     bandwidth = ReadBandwidth()
     for name in options.variants or tuple(VARIANTS):
         section = configuration.target.model_copy(update=VARIANTS[name] | {"compile": "off"})
-        reads, times = _measure(options, configuration, section, name, rows, prompts, bandwidth)
-        _report(section, name, reads, times, rows, prompts)
+        reads, times = _measure(options, configuration, section, name, steps, prompts, bandwidth)
+        _report(section, name, reads, times, steps, prompts)
 
 
 def _measure(
@@ -57,7 +60,7 @@ def _measure(
     configuration: Configuration,
     section: TargetSection,
     name: str,
-    rows: tuple[int, ...],
+    steps: tuple[tuple[int, int], ...],
     prompts: tuple[int, ...],
     bandwidth: ReadBandwidth,
 ) -> tuple[list[float], Times]:
@@ -73,10 +76,10 @@ def _measure(
         engines = {native: stack.enter_context(decoding(one, chunk)) for native, one in sections.items()}
         for _ in range(options.repeats):
             reads.append(bandwidth.measure())
-            for count in rows:
+            for count, queries in steps:
                 for native, engine in engines.items():
-                    seconds = _decode(engine, context, count)
-                    times.setdefault((name, native, _decoded(count)), []).append(seconds)
+                    seconds = _decode(engine, context, count, queries)
+                    times.setdefault((name, native, _decoded(count, queries)), []).append(seconds)
             for length in prompts:
                 for native, engine in engines.items():
                     seconds = engine.add("prompt", options.long_prompt(length, 1))
@@ -85,19 +88,19 @@ def _measure(
     return reads, times
 
 
-def _decode(engine: Decoding, context: tuple[int, ...], count: int) -> float:
-    """Median seconds of a step of one token for each of `count` sequences."""
+def _decode(engine: Decoding, context: tuple[int, ...], count: int, queries: int) -> float:
+    """Median seconds of a step of `queries` tokens for each of `count` sequences."""
     for index in range(count):
         engine.add(f"s{index}", (*context[:-1], context[-1] + index))
     for _ in range(WARM_STEPS):
-        engine.step()
-    seconds = statistics.median(engine.step() for _ in range(TIMED_STEPS))
+        engine.step(queries)
+    seconds = statistics.median(engine.step(queries) for _ in range(TIMED_STEPS))
     engine.clear()
     return seconds
 
 
-def _decoded(count: int) -> str:
-    return f"{count} × 1"
+def _decoded(count: int, queries: int) -> str:
+    return f"{count} × {queries}"
 
 
 def _prompt(length: int) -> str:
@@ -109,14 +112,14 @@ def _report(
     name: str,
     reads: list[float],
     times: Times,
-    rows: tuple[int, ...],
+    steps: tuple[tuple[int, int], ...],
     prompts: tuple[int, ...],
 ) -> None:
     size = weight_bytes(section, read_by_a_step=True)
     peak = product_peak(torch.bfloat16 if name == "bfloat16" else torch.float32)
     lines: list[list[str]] = []
     for label, tokens, is_prompt in [
-        *((_decoded(count), count, False) for count in rows),
+        *((_decoded(*step), step[0] * step[1], False) for step in steps),
         *((_prompt(length), length, True) for length in prompts),
     ]:
         ours, theirs = times[name, True, label], times.get((name, False, label), [])
