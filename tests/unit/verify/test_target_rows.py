@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from cluster.core.config.sections import KvSection, ModelSection
 from cluster.core.drafting import RowFaultCode
@@ -17,6 +16,8 @@ from cluster.core.verification import StepBatch, VerifyRow
 from tests.support.engines.engine_rows import PROMPT, SAMPLED, decode, first_row, open_engine, verify
 from tests.support.engines.engine_sequence import GREEDY
 from tests.support.models import tiny
+from workers.forward.loaded_model import LoadedModel
+from workers.forward.native.decoder import NativeDecoder
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.verify.decider import LocalDecider
@@ -102,10 +103,16 @@ def test_two_rows_of_one_sequence_are_refused() -> None:
         StepBatch((first_row("a", PROMPT), first_row("a", PROMPT)))
 
 
-def test_logits_without_a_number_fail_their_own_request(engine: TargetEngine, directory: Path) -> None:
+def load_poisoned(directory: Path) -> LoadedModel:
+    """The model with an embedding of token 50 that is no number."""
     model = load_model(ModelSection(path=str(directory), device="cpu"))
-    with torch.no_grad():
-        model.module.get_input_embeddings().weight[50] = float("nan")
+    assert isinstance(model.native, NativeDecoder) and model.native._embedding is not None
+    model.native._embedding[50] = float("nan")
+    return model
+
+
+def test_logits_without_a_number_fail_their_own_request(engine: TargetEngine, directory: Path) -> None:
+    model = load_poisoned(directory)
     poisoned = TargetEngine(model, KvPool(model.kv_spec, KvSection(block_size=4), blocks=50), LocalDecider())
     bad, good = poisoned.step(StepBatch((first_row("bad", (5, 50)), first_row("good", PROMPT)))).verdicts
     assert bad.fault is not None
@@ -114,9 +121,7 @@ def test_logits_without_a_number_fail_their_own_request(engine: TargetEngine, di
 
 
 def test_nan_in_released_blocks_does_not_reach_later_sequences(directory: Path) -> None:
-    model = load_model(ModelSection(path=str(directory), device="cpu"))
-    with torch.no_grad():
-        model.module.get_input_embeddings().weight[50] = float("nan")
+    model = load_poisoned(directory)
     poisoned = TargetEngine(model, KvPool(model.kv_spec, KvSection(block_size=4), blocks=8), LocalDecider())
     healthy = verify(open_engine(directory), first_row("a", PROMPT)).tokens
     bad = verify(poisoned, first_row("bad", [5, 7, 9, 50] * 8))
