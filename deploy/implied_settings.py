@@ -24,7 +24,7 @@ def with_implied_settings(configuration: Configuration) -> Configuration:
     implies is chosen without it, or if a method cannot draft where `draft.placement` says.
     """
     draft = configuration.draft
-    needs, place = needs_of(draft), placement_of(draft)
+    needs, place = needs_of(draft), placement_of(draft, configuration.target)
     for name in draft.selected("method"):
         sequences = getattr(draft.settings(name, METHODS.get(name).settings), "sequences", None)
         if sequences is not None and sequences < configuration.scheduler.max_sequences:

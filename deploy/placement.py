@@ -149,7 +149,7 @@ def plan(configuration: Configuration, nodes: Sequence[Resources]) -> Placement:
     # Drafters are identical replicas: either each has a GPU or none has.
     draft_device = _device(draft.weights.device, gpus_left // draft.replicas) if draft.weights is not None else "cpu"
 
-    drafters = 0 if placement_of(draft) == "target" else draft.replicas
+    drafters = 0 if placement_of(draft, target) == "target" else draft.replicas
     # The replicas of each role on one node, if they run on CPU.
     targets_here, drafters_here = ceil(target.replicas / hosts), ceil(draft.replicas / draft_hosts)
     ingresses = configuration.server.ingress_replicas

@@ -228,7 +228,7 @@ class Proposer:
     def observe_round(self, rows: Sequence[VerifyRow], drafts: RoundDrafts, seconds: float, step: StepResult) -> None:
         """Learn from a round that took `seconds` seconds.
 
-        Rounds with prompts are left out, because they cannot be compared with others.
+        Rounds that compute prompts or read sources are left out, because they cannot be compared with others.
         """
         controller = self._controller
         if controller is None:
@@ -242,7 +242,7 @@ class Proposer:
             if asked and all(map(self._is_caught_up, asked)):
                 controller.observe_wait(len(asked), max(asked.values()), waited)
             self._caught_up.update(asked)
-        if any(len(row.pending) > 1 for row in rows) or any(verdict.forced for verdict in step.verdicts):
+        if any(len(row.pending) > 1 or not row.start_len for row in rows) or any(one.forced for one in step.verdicts):
             return
         unwaited = max(0.0, seconds - waited)
         committed = sum(len(verdict.tokens) for verdict in step.verdicts)

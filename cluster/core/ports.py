@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from cluster.core.drafting import DraftRow, Proposal
+from cluster.core.drafting import DraftRow, HiddenStates, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
@@ -143,6 +143,23 @@ class DraftsByTarget(Protocol):
 
     def bind(self, target: DraftingTarget) -> None:
         """Use this target from now on. It is called once, before the first proposal. Raises `ConfigurationError`."""
+        ...
+
+
+class SourceStates(Protocol):
+    """What the encoder of a target says of the sources that its sequences read."""
+
+    def of(self, source: Sequence[int], salt: str) -> HiddenStates | None:
+        """The encoder's output for a source with this cache salt; `None` where only keys and values are stored."""
+        ...
+
+
+@runtime_checkable
+class ReadsSourceStates(Protocol):
+    """A `DraftMethod` that reads the output of the target's encoder, if it drafts on the target."""
+
+    def read_sources_from(self, states: SourceStates) -> None:
+        """Use these states from now on. It is called once, before the first proposal."""
         ...
 
 

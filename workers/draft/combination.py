@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from cluster.core.drafting import DraftRow, Proposal, RowFaultCode
 from cluster.core.ids import SequenceId
-from cluster.core.ports import DraftingTarget, DraftMethod, DraftsByTarget
+from cluster.core.ports import DraftingTarget, DraftMethod, DraftsByTarget, ReadsSourceStates, SourceStates
 from workers.draft.idle_work import IdleWork
 from workers.draft.method_value import MethodValue, MissedRows, RoundRate
 from workers.draft.sessions import MOST_SESSIONS
@@ -89,6 +89,12 @@ class Combination:
         """See `ReadsHiddenStates`. A suspended method needs none until shortly before it is asked again."""
         now = self._clock()
         return any(member.reads_hidden and member.value.needs_evidence(now) for member in self._members)
+
+    def read_sources_from(self, states: SourceStates) -> None:
+        """See `ReadsSourceStates`."""
+        for member in self._members:
+            if isinstance(member.method, ReadsSourceStates):
+                member.method.read_sources_from(states)
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
         """See `DraftMethod`. A method that cannot serve a sequence is left out for it."""

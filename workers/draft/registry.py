@@ -46,6 +46,12 @@ class MethodPlugin:
     """Whether the method computes with the target's layers, so that it runs on all ranks of the target."""
     for_encoder_decoder: bool = True
     """Whether the method drafts for encoder-decoder targets."""
+    preferred: Callable[[TargetSection], Placement] | None = None
+    """Computes the preferred place from the target; unset: the first of `placements`."""
+
+    def place(self, target: TargetSection | None) -> Placement:
+        """The preferred place."""
+        return self.placements[0] if self.preferred is None or target is None else self.preferred(target)
 
 
 METHODS: Registry[MethodPlugin] = Registry("draft.method", "workers.draft.methods")
@@ -62,6 +68,7 @@ def register(
     placements: tuple[Placement, ...] = ("drafter", "target"),
     on_every_rank: bool = False,
     for_encoder_decoder: bool = True,
+    preferred: Callable[[TargetSection], Placement] | None = None,
 ) -> Callable[
     [Callable[[SettingsType, DraftSection, TargetSection], MethodType]],
     Callable[[SettingsType, DraftSection, TargetSection], MethodType],
@@ -71,7 +78,7 @@ def register(
     def add(
         create: Callable[[SettingsType, DraftSection, TargetSection], MethodType],
     ) -> Callable[[SettingsType, DraftSection, TargetSection], MethodType]:
-        flags = (on_every_rank, for_encoder_decoder)
+        flags = (on_every_rank, for_encoder_decoder, preferred)
         METHODS.register(name, MethodPlugin(settings, create, target_settings, needs, placements, *flags))
         return create
 
@@ -86,7 +93,7 @@ def create(draft: DraftSection, target: TargetSection) -> DraftMethod:
     """
     selected = _selected(draft)
     refused = [name for name, plugin in selected if not plugin.for_encoder_decoder]
-    if refused and _is_encoder_decoder(Path(target.path)):
+    if refused and is_encoder_decoder(Path(target.path)):
         others = ", ".join(sorted(name for name, plugin in METHODS.items() if plugin.for_encoder_decoder))
         raise ConfigurationError(
             f"draft.method: {refused[0]} is refused for the encoder-decoder target {target.path!r}; it must be one of "
@@ -114,18 +121,18 @@ def needs_of(draft: DraftSection) -> EvidenceNeeds:
     return EvidenceNeeds(taps, max(one.top for one in needs), any(one.decisions for one in needs))
 
 
-def placement_of(draft: DraftSection) -> Placement:
+def placement_of(draft: DraftSection, target: TargetSection | None = None) -> Placement:
     """Where the selected methods draft, with `auto` settled.
 
-    That is on the target if one of them must, or if all prefer it and there are not several drafters.
-
-    Raises `ConfigurationError` if a method cannot draft at the configured place.
+    That is on the target if one of them must, or if all prefer it and there are not several drafters. What a method
+    prefers may depend on the target, if it is given. Raises `ConfigurationError` if a method cannot draft at the
+    configured place.
     """
     selected = _selected(draft)
     if not draft.is_enabled:
         return "drafter"
     if draft.placement == "auto":
-        prefers_target = draft.replicas == 1 and all(plugin.placements[0] == "target" for _, plugin in selected)
+        prefers_target = draft.replicas == 1 and all(plugin.place(target) == "target" for _, plugin in selected)
         place: Placement = "target" if prefers_target or any(_only("target", one) for _, one in selected) else "drafter"
     else:
         place = draft.placement
@@ -139,7 +146,7 @@ def placement_of(draft: DraftSection) -> Placement:
     return place
 
 
-def _is_encoder_decoder(directory: Path) -> bool:
+def is_encoder_decoder(directory: Path) -> bool:
     """Whether the configuration of a model says so; false without a readable one, which loading the model reports."""
     try:
         return bool(json.loads((directory / "config.json").read_text("utf-8")).get("is_encoder_decoder"))

@@ -57,6 +57,7 @@ class EncodedSources:
     indices: tuple[int, ...]
     """Indices of the sources among those that were given, in the order in which `states` holds them."""
     states: torch.Tensor  # [tokens, layers, 2 (key, value), heads, dim]
+    hidden: torch.Tensor  # [tokens, hidden], bfloat16: the encoder's output
 
 
 class SourceReader(Protocol):
@@ -64,6 +65,10 @@ class SourceReader(Protocol):
 
     def encode(self, sources: Sequence[Sequence[int]], device: torch.device) -> Iterator[EncodedSources]:
         """Read the sources, in batches."""
+        ...
+
+    def project(self, hidden: torch.Tensor) -> EncodedSources:
+        """The keys and values of one source of which this encoder's output `[tokens, hidden]` is known."""
         ...
 
 

@@ -15,7 +15,7 @@ from workers.forward.attention import bind
 from workers.forward.cuda_graphs import make_graph_runner
 from workers.forward.encoder_decoder.source_layout import build_native_source_step, build_source_layout
 from workers.forward.layout import RowShape, SourceShape, StepLayout, build_step_layout, slots_of
-from workers.forward.loaded_model import LoadedModel, PassOutput
+from workers.forward.loaded_model import EncodedSources, LoadedModel, PassOutput
 from workers.forward.native.attention import NativeStep, build_native_step, load_kernel
 from workers.forward.partial_pass import WHOLE, PartialPass, only_parts
 from workers.forward.taps import TapRecorder, check_taps
@@ -132,18 +132,30 @@ class ModelRunner:
         """
         if self._model.source is None:
             raise ValueError("the model has no encoder")
-        device, size = self._model.device, self._pool.block_size
-        for batch in self._model.source.encoder.encode([source.tokens for source in sources], device):
-            batched = [sources[index] for index in batch.indices]
-            for layer, placement in enumerate(self._pool.kv_groups.placements):
-                slots = [
-                    slot
-                    for source in batched
-                    for slot in slots_of(source.table.blocks[placement.table], 0, len(source), size)
-                ]
-                self._pool.write(layer, to_device(slots, device), batch.states[:, layer, 0], batch.states[:, layer, 1])
-            for source in batched:
-                store.mark_encoded(source)
+        for batch in self._model.source.encoder.encode([source.tokens for source in sources], self._model.device):
+            self._store_sources([sources[index] for index in batch.indices], batch, store)
+
+    @torch.inference_mode()
+    def store_encoded(self, source: StoredSource, hidden: torch.Tensor, store: SourceStore) -> None:
+        """Store the keys and values of a source whose output `[tokens, hidden]` of an equal encoder is known.
+
+        Raises `ValueError` if the model has no encoder.
+        """
+        if self._model.source is None:
+            raise ValueError("the model has no encoder")
+        self._store_sources([source], self._model.source.encoder.project(hidden.to(self._model.device)), store)
+
+    def _store_sources(self, sources: Sequence[StoredSource], batch: EncodedSources, store: SourceStore) -> None:
+        size, slots = self._pool.block_size, dict[int, torch.Tensor]()
+        states = batch.states.to(self._model.dtype)
+        for layer, placement in enumerate(self._pool.kv_groups.placements):
+            if placement.table not in slots:
+                tables = [(source.table.blocks[placement.table], len(source)) for source in sources]
+                found = [slot for blocks, length in tables for slot in slots_of(blocks, 0, length, size)]
+                slots[placement.table] = to_device(found, self._model.device)
+            self._pool.write(layer, slots[placement.table], states[:, layer, 0], states[:, layer, 1])
+        for source, hidden in zip(sources, batch.hidden.split([len(source) for source in sources]), strict=True):
+            store.mark_encoded(source, hidden)
 
     def hidden_of(self, row: int, nodes: Sequence[int] = ()) -> torch.Tensor:
         """Hidden states of a row of the last pass: its committed tokens, then the path `nodes` of its tree.

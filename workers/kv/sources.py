@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import torch
+
 from workers.kv.block_table import BlockTable
 from workers.kv.pool import KvPool
 
@@ -41,6 +43,8 @@ class StoredSource:
     """Whether the blocks hold the keys and values; before, an encoder must read the source."""
     holders: int = 1
     """Number of sequences that read it."""
+    hidden: torch.Tensor | None = None
+    """The encoder's output, bfloat16 `[tokens, hidden]`. `None` if the store does not keep it, or has not seen it."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -52,6 +56,8 @@ class SourceStore:
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
         self._stored: dict[str, StoredSource] = {}
+        self.keeps_hidden = False
+        """Whether the encoder's output is kept as long as a sequence reads the source."""
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -80,8 +86,13 @@ class SourceStore:
             stored.holders += 1
         return stored
 
-    def mark_encoded(self, source: StoredSource) -> None:
-        """Record that the blocks hold the keys and values of the source."""
+    def stored(self, tokens: Sequence[int], salt: str = "") -> StoredSource | None:
+        """The source, if a sequence reads it."""
+        return self._stored.get(source_salt(salt, tokens, "blocks"))
+
+    def mark_encoded(self, source: StoredSource, hidden: torch.Tensor | None = None) -> None:
+        """Record that the blocks hold the keys and values of the source, and the encoder's output."""
+        source.hidden = hidden if self.keeps_hidden else None
         self._pool.commit(source.table, self._padded(source.tokens))
         source.is_encoded = True
 

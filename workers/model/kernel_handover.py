@@ -6,15 +6,18 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from cluster.core.config.sections import PoolSection
+from workers.forward.encoder_decoder.encoder import SourceEncoder
 from workers.forward.encoder_decoder.native_decoder import NativeSourcedDecoder, pack_sourced_decoder, sourced_shape
+from workers.forward.encoder_decoder.native_encoder import NativeSourceEncoder, pack_source_encoder
 from workers.forward.linear import Int8Kernel, quantize
-from workers.forward.loaded_model import LoadedModel
+from workers.forward.loaded_model import LoadedModel, SourceReader
 from workers.forward.native.decoder import NativeDecoder, pack_decoder
 from workers.forward.native.decoder_shape import supported_shape
 from workers.forward.runner import ForwardRow, ModelRunner
@@ -64,6 +67,40 @@ def try_native_kernels(model: LoadedModel, quantization: str) -> NativeDecoder |
         error,
     )
     raise KernelMismatch
+
+
+def try_native_encoder(model: LoadedModel, reader: SourceEncoder, quantization: str) -> NativeSourceEncoder | None:
+    """Pack the encoder of a model for the kernels. `None` if they do not support it or compute other results.
+
+    The encoder itself stays as it was.
+    """
+    with (
+        _quantized_like_kernels(reader.encoder, quantization),
+        _quantized_like_kernels(reader.projection, quantization),
+    ):
+        expected = _trial_sources(model, reader)
+    native = pack_source_encoder(reader, model.module.config, model.dtype, quantization, model.code_directory)
+    if native is None:
+        return None
+    error = relative_error(_trial_sources(model, native), expected)
+    if error <= _MAX_RELATIVE_ERROR[model.dtype]:
+        return native
+    logger.warning(
+        "%s: the CPU kernels encode other states than the model (relative error %.2g); its encoder uses a slower path",
+        model.name,
+        error,
+    )
+    return None
+
+
+def _trial_sources(model: LoadedModel, reader: SourceReader) -> torch.Tensor:
+    """Keys and values of two short sources, float32 `[tokens, numbers]`."""
+    if model.source is None:
+        raise ValueError("the model has no encoder")
+    size = model.source.vocabulary_size
+    sources = [tuple(index * _STRIDE % size for index in range(1, length)) for length in (_TRIAL_TOKENS, 2)]
+    found = sorted(((batch.indices, batch.states) for batch in reader.encode(sources, model.device)), key=itemgetter(0))
+    return torch.cat([states.flatten(1).float() for _, states in found])
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from cluster.core.drafting import HiddenStates
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftedPath, TargetPart
@@ -20,10 +21,27 @@ from workers.forward.loaded_model import LoadedModel
 from workers.forward.partial_pass import PartialPass
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
+from workers.kv.sources import SourceStore
 from workers.sampling.candidates import candidates
 from workers.sampling.context import Branch, DecisionContext
 from workers.verify.decider import Decider
 from workers.verify.sequence_state import SequenceState
+
+
+class EngineSources:
+    """The encoder's output for the sources of an engine's sequences. It is a `SourceStates`."""
+
+    def __init__(self, sources: SourceStore) -> None:
+        self._sources = sources
+        sources.keeps_hidden = True
+
+    def of(self, source: Sequence[int], salt: str) -> HiddenStates | None:
+        """See `SourceStates`."""
+        stored = self._sources.stored(source, salt)
+        if stored is None or stored.hidden is None:
+            return None
+        states = stored.hidden.cpu().contiguous()
+        return HiddenStates(0, states.shape[1], states.view(torch.uint8).numpy().data.cast("B"))
 
 
 class PartialEngine:

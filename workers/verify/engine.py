@@ -19,7 +19,7 @@ from cluster.core.drafting import Proposal, RowFaultCode
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
-from cluster.core.ports import DraftMethod, DraftsByTarget
+from cluster.core.ports import DraftMethod, DraftsByTarget, ReadsSourceStates
 from cluster.core.request import TokenLogprobs
 from cluster.core.verification import (
     OpenResult,
@@ -40,7 +40,7 @@ from workers.sampling.context import GREEDY_BELOW, DecisionContext
 from workers.sampling.grammar.matcher import GrammarError
 from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 from workers.verify.decider import Decider, Decisions
-from workers.verify.draft_passes import PartialEngine
+from workers.verify.draft_passes import EngineSources, PartialEngine
 from workers.verify.evidence import MAX_SENT_BYTES, EvidenceCollector, resolve_taps, within_bytes
 from workers.verify.grammars import Grammars
 from workers.verify.prompt_logprobs import scored_count, without_prompts
@@ -84,6 +84,8 @@ class TargetEngine:
             self._drafter = ColocatedDrafter(method, raises=computes_here and model.tensor_parallel > 1)
             if isinstance(method, DraftsByTarget):
                 method.bind(PartialEngine(model, pool, self._runner, decider, self._sequences))
+            if isinstance(method, ReadsSourceStates):
+                method.read_sources_from(EngineSources(self._sources))
         self._epoch = secrets.token_hex(8)
         self._profile: tuple[StepSample, ...] = ()
 

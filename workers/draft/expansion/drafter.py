@@ -14,6 +14,7 @@ from cluster.core.config.sections import DraftSection
 from cluster.core.drafting import DraftRow, Proposal, RowFault
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
+from cluster.core.ports import SourceStates
 from workers.draft.expansion.calibration import Calibration
 from workers.draft.expansion.expander import Expander, ReadsSources
 from workers.draft.expansion.pass_cost import PassCost
@@ -98,6 +99,11 @@ class TreeDrafter:
         )
         self._queue.renew([builder.session for builder in builders.values()])
         return proposals
+
+    def read_sources_from(self, states: SourceStates) -> None:
+        """See `ReadsSourceStates`."""
+        if isinstance(self._expander, ReadsSources):
+            self._expander.read_sources_from(states)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """See `DraftMethod`."""

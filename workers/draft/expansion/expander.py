@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from cluster.core.ports import SourceStates
 from cluster.core.request import SequenceStart
 from workers.kv.block_table import BlockTable
 
@@ -103,4 +104,8 @@ class ReadsSources(Protocol):
 
     def open_source(self, start: SequenceStart) -> OpenSource | None:
         """Make room for the source of a sequence; `None` if it has none. Raises `KvPoolExhausted`."""
+        ...
+
+    def read_sources_from(self, states: SourceStates) -> None:
+        """Use the output of the target's encoder instead of reading sources, if the model's encoder is the same."""
         ...

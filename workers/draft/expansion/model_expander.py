@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig
 
 from cluster.core.config.sections import TargetSection
 from cluster.core.errors import ConfigurationError
+from cluster.core.ports import SourceStates
 from cluster.core.request import SequenceStart
 from workers.draft.expansion.expander import DraftedToken, ExpansionRow, OpenSource
 from workers.forward.loaded_model import LoadedModel
@@ -25,13 +27,16 @@ from workers.sampling.context import DecisionContext
 class ModelExpander:
     """Expands nodes by forward passes of a loaded model. `pool` must be truncatable."""
 
-    def __init__(self, model: LoadedModel, pool: KvPool, count: int) -> None:
+    def __init__(self, model: LoadedModel, pool: KvPool, count: int, *, has_target_encoder: bool = False) -> None:
+        """`has_target_encoder` says that the model's encoder is the target's."""
         self._model = model
         self._pool = pool
         self._count = count
         """Number of candidates drafted below each node."""
         self._runner = ModelRunner(model, pool)
         self._sources = None if model.source is None else SourceStore(pool)
+        self._has_target_encoder = has_target_encoder
+        self._states: SourceStates | None = None
 
     @property
     def memory(self) -> KvPool:
@@ -59,6 +64,10 @@ class ModelExpander:
             return None
         return _HeldSource(self._sources, self._sources.acquire(start.source, start.cache_salt))
 
+    def read_sources_from(self, states: SourceStates) -> None:
+        """See `ReadsSources`."""
+        self._states = states if self._has_target_encoder else None
+
     def warm_up(self) -> None:
         """Run passes of the usual shapes, so that the first proposals do not wait for one-time work."""
         self._runner.warm_up()
@@ -81,9 +90,13 @@ class ModelExpander:
         next pass.
         """
         sources = [row.source.stored if isinstance(row.source, _HeldSource) else None for row in rows]
-        unread = dict.fromkeys(source for source in sources if source is not None and not source.is_encoded)
+        unread = {
+            source: row.start
+            for source, row in zip(sources, rows, strict=True)
+            if source is not None and not source.is_encoded
+        }
         if unread and self._sources is not None:
-            self._runner.encode(list(unread), self._sources)
+            self._read(unread, self._sources)
         forward_rows = [
             ForwardRow(row.table, row.tokens, select=(len(row.tokens) - 1,) if row.is_last else (), source=source)
             for row, source in zip(rows, sources, strict=True)
@@ -94,6 +107,19 @@ class ModelExpander:
         return logits, tuple(
             DecisionContext(row.start.sampling, row.table.tokens, row.start.prompt_len) for row in rows if row.is_last
         )
+
+    def _read(self, sources: Mapping[StoredSource, SequenceStart], store: SourceStore) -> None:
+        """Store the keys and values of sources, by the target's states where they are known, else by the encoder."""
+        unknown: list[StoredSource] = []
+        for source, start in sources.items():
+            known = None if self._states is None else self._states.of(start.source, start.cache_salt)
+            if known is None:
+                unknown.append(source)
+            else:
+                states = torch.frombuffer(known.data, dtype=torch.bfloat16).view(len(known), known.width)
+                self._runner.store_encoded(source, states, store)
+        if unknown:
+            self._runner.encode(unknown, store)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from cluster.core.errors import ConfigurationError
 from cluster.core.ports import DraftMethod
 from workers.draft.expansion.drafter import TreeDrafter
 from workers.draft.expansion.settings import ExpansionSettings
-from workers.draft.registry import register
+from workers.draft.registry import Placement, is_encoder_decoder, register
 from workers.sampling.acceptance import RULES, DrawnDrafts
 
 
@@ -37,7 +37,12 @@ class DraftModelSettings(DraftModelSection, ExpansionSettings):
     seed, the text then differs from decoding without drafts; its distribution does not."""
 
 
-@register("model", DraftModelSettings)
+def _preferred(target: TargetSection) -> Placement:
+    """On CPU, a translator's draft takes less time than a call to another process, and reads no source there."""
+    return "target" if target.device != "cuda" and is_encoder_decoder(Path(target.path)) else "drafter"
+
+
+@register("model", DraftModelSettings, preferred=_preferred)
 def create_model(settings: DraftModelSettings, draft: DraftSection, target: TargetSection) -> DraftMethod:
     """Create the method `model`: load the weights and warm up.
 
@@ -47,11 +52,17 @@ def create_model(settings: DraftModelSettings, draft: DraftSection, target: Targ
     from workers.draft.drawing.token_drawer import TokenDrawer
     from workers.draft.expansion.model_expander import ModelExpander, check_vocabularies
     from workers.kv.pool import KvPool
+    from workers.model.draft_card import is_distilled
     from workers.model.loading import load_model
 
     model = load_model(settings, target_directory=Path(target.path))
     target_vocabulary_size = check_vocabularies(model, Path(settings.path), target)
-    expander = ModelExpander(model, KvPool(model.kv_spec, settings.kv, truncatable=True), settings.candidates)
+    expander = ModelExpander(
+        model,
+        KvPool(model.kv_spec, settings.kv, truncatable=True),
+        settings.candidates,
+        has_target_encoder=is_distilled(Path(settings.path)),
+    )
     expander.warm_up()
     drawn = RULES.get(target.acceptance).drawn_drafts
     if settings.distributions == "on" or (settings.distributions == "auto" and drawn != DrawnDrafts.NONE):

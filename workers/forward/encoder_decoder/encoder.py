@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from workers.forward.linear import FastLinear, make_linear_kernel
 from workers.forward.loaded_model import EncodedSources
+from workers.forward.replace_linear import replace_linear_layers
 
 _MOST_PADDED_TOKENS = 2048
 """Most tokens of one pass of the encoder, padding included, apart from a single longer source."""
@@ -16,12 +19,18 @@ _MOST_PADDED_TOKENS = 2048
 class SourceEncoder:
     """Reads sources. It holds the encoder and the projections of its output to keys and values."""
 
-    def __init__(self, encoder: nn.Module, projection: nn.Module, layers: int, heads: int) -> None:
+    def __init__(self, encoder: Any, projection: nn.Module, layers: int, heads: int) -> None:
         """`projection` maps hidden states to the keys and values of all layers: `layers * 2 * heads * dim` numbers."""
         self.encoder = encoder
-        self._projection = projection
-        self._layers = layers
-        self._heads = heads
+        self.projection: Any = projection
+        self.layers = layers
+        self.heads = heads
+
+    def replace_linear_layers(self, quantization: str) -> None:
+        """Replace the linear layers by their fastest form."""
+        replace_linear_layers(self.encoder, quantization)
+        kernel = make_linear_kernel(self.projection.weight, self.projection.bias, quantization)
+        self.projection = FastLinear(kernel, self.projection.out_features)
 
     @torch.inference_mode()
     def encode(self, sources: Sequence[Sequence[int]], device: torch.device) -> Iterator[EncodedSources]:
@@ -34,8 +43,18 @@ class SourceEncoder:
             mask = torch.arange(longest, device=device) < lengths[:, None]  # [sources, tokens]
             padded = len(batch) * longest > sum(map(len, batch))
             hidden = self.encoder(input_ids=tokens, attention_mask=mask.long() if padded else None).last_hidden_state
-            states = self._projection(hidden[mask] if padded else hidden.flatten(0, 1))
-            yield EncodedSources(indices, states.view(len(states), self._layers, 2, self._heads, -1))
+            hidden = hidden[mask] if padded else hidden.flatten(0, 1)
+            yield EncodedSources(indices, self._project(hidden), hidden.bfloat16())
+
+    @torch.inference_mode()
+    def project(self, hidden: torch.Tensor) -> EncodedSources:
+        """See `SourceReader`."""
+        embedding: torch.Tensor = self.encoder.get_input_embeddings().weight
+        return EncodedSources((0,), self._project(hidden.to(embedding.dtype)), hidden.bfloat16())
+
+    def _project(self, hidden: torch.Tensor) -> torch.Tensor:
+        projected: torch.Tensor = self.projection(hidden)
+        return projected.view(len(projected), self.layers, 2, self.heads, -1)
 
 
 def batches(lengths: Sequence[int]) -> list[tuple[int, ...]]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,36 +14,30 @@ import torch
 from torch import nn
 
 from cluster.core.errors import ConfigurationError
+from workers.forward.encoder_decoder.packing import (
+    ACTIVATIONS,
+    SourcedPacker,
+    SourcedShape,
+    WorkBuffers,
+    attention_matrices,
+    parts_with_weights,
+    position_table,
+    shape_of_layer,
+)
 from workers.forward.encoder_decoder.source_layout import build_native_source_step
 from workers.forward.layout import RowShape
 from workers.forward.loaded_model import PassOutput
 from workers.forward.native.attention import KINDS, MOST_DIM, StepHeader, build_native_step
 from workers.forward.native.build import load_library
-from workers.forward.native.packed_linear import PackedMatrix, block_columns, stored_as
-from workers.forward.native.structures import Norm, SourcedDecoder, SourcedLayer, SourcedPass
+from workers.forward.native.structures import SourcedDecoder, SourcedLayer, SourcedPass
 from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.forward.replace_linear import decoder_layers
 from workers.kv.groups import KvCacheGroups
-from workers.kv.huge_pages import CACHE_LINE, Arena
 from workers.kv.pool import KvPool
 
 _PARTS = {"self_attn", "self_attn_layer_norm", "encoder_attn", "encoder_attn_layer_norm", "fc1", "fc2"}
 _PARTS |= {"final_layer_norm"}
 _OUTER_PARTS = {"embed_tokens", "embed_positions", "layers", "layernorm_embedding"}
-_ACTIVATIONS = {"swish": 0, "silu": 0, "relu": 1, "gelu": 2}
-_LINE_FLOATS = CACHE_LINE // 4
-
-
-@dataclass(frozen=True, slots=True)
-class SourcedShape:
-    """The dimensions that all layers share."""
-
-    hidden: int
-    heads: int
-    inner: int
-    activation: int
-    epsilon: float
-    embedding_scale: float
 
 
 class NativeSourcedDecoder:
@@ -61,30 +53,25 @@ class NativeSourcedDecoder:
             ctypes.POINTER(SourcedPass),
         ]
         self._decode.restype = None
-        self._columns = block_columns(library)
         self._shape = shape
-        self._stored = torch.int8 if quantization == "int8" else dtype
-        self._kept: list[PackedMatrix | torch.Tensor] = []
-        """What the C structures point to."""
         decoder = model.decoder
         layers = list(decoder_layers(model))
-        self._arena = Arena(_packed_bytes([*layers, model.lm_head], self._stored, self._columns))
-        self._layers = (SourcedLayer * len(layers))(*map(self._pack_layer, layers))
-        self._embedding = decoder.embed_tokens.weight.detach().contiguous()
-        positions, offset = decoder.embed_positions.weight.detach().float(), decoder.embed_positions.offset
-        self._positions = positions[offset:].contiguous()
+        self._packer = packer = SourcedPacker(library, [*layers, model.lm_head], dtype, quantization)
+        self._layers = (SourcedLayer * len(layers))(*(_pack_layer(packer, layer) for layer in layers))
+        self._embedding = packer.table(decoder.embed_tokens.weight)
         self._vocabulary = int(model.lm_head.weight.shape[0])
         self._decoder = SourcedDecoder(
             *(len(layers), shape.hidden, shape.heads, shape.hidden // shape.heads, shape.inner, KINDS[dtype]),
             *(shape.activation, shape.epsilon, (shape.hidden // shape.heads) ** -0.5, shape.embedding_scale),
-            *(self._layers, self._matrix(model.lm_head.weight, _head_bias(model))),
-            *(KINDS[self._embedding.dtype], self._embedding.data_ptr(), self._positions.data_ptr()),
-            self._norm(getattr(decoder, "layernorm_embedding", None)),
+            *(self._layers, packer.matrix(model.lm_head.weight, _head_bias(model))),
+            *(KINDS[self._embedding.dtype], self._embedding.data_ptr()),
+            *(packer.table(position_table(decoder)).data_ptr(),),
+            packer.norm(getattr(decoder, "layernorm_embedding", None)),
         )
         decoder.layers = nn.ModuleList()
         model.lm_head = nn.Identity()
         self._kv_groups: KvCacheGroups | None = None
-        self._scratch = torch.empty(0)
+        self._buffers = WorkBuffers(shape)
 
     def bind(self, pool: KvPool) -> None:
         """See `NativeForward`."""
@@ -125,53 +112,21 @@ class NativeSourcedDecoder:
         work = SourcedPass(
             *(array.ctypes.data for array in (ids, indices)),
             *(len(indices), logits.data_ptr()),
-            *self._work_buffers(max(len(ids), len(indices))),
+            *self._buffers.addresses(max(len(ids), len(indices))),
             *(partial.layers or len(self._layers), skip.ctypes.data if len(skip) else None),
-            *(tapped.ctypes.data, len(taps), None if hidden is None else hidden.data_ptr()),
+            *(tapped.ctypes.data, len(taps), None if hidden is None else hidden.data_ptr(), None),
         )
         headers = (ctypes.byref(step.header), ctypes.byref(sources.header))
         self._decode(ctypes.byref(self._decoder), *headers, ctypes.byref(work))
         return PassOutput(logits, hidden)
 
-    def _work_buffers(self, tokens: int) -> list[int]:
-        """Addresses of the buffers of `SourcedPass` from `x` on. The next pass reuses them."""
-        hidden, inner = self._shape.hidden, self._shape.inner
-        sizes = [tokens * width for width in (hidden, hidden, inner, inner, 3 * hidden, hidden, hidden)]
-        offsets = [0, *accumulate(-(-size // _LINE_FLOATS) * _LINE_FLOATS for size in sizes)]
-        if offsets[-1] > len(self._scratch):
-            self._scratch = torch.empty(offsets[-1])
-        base = self._scratch.data_ptr()
-        return [base + 4 * offset for offset in offsets[:-1]]
 
-    def _pack_layer(self, layer: Any) -> SourcedLayer:
-        own, source = layer.self_attn, layer.encoder_attn
-        siblings = (own.q_proj, own.k_proj, own.v_proj)
-        bias = None if own.q_proj.bias is None else torch.cat([projection.bias for projection in siblings])
-        pairs = [(torch.cat([projection.weight for projection in siblings]), bias)]
-        linears = (own.out_proj, source.q_proj, source.out_proj, layer.fc1, layer.fc2)
-        pairs += [(linear.weight, linear.bias) for linear in linears]
-        norms = (layer.self_attn_layer_norm, layer.encoder_attn_layer_norm, layer.final_layer_norm)
-        return SourcedLayer(*(self._matrix(*pair) for pair in pairs), *map(self._norm, norms))
-
-    def _matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        own_bias = None if bias is None else bias.detach().float()
-        packed = PackedMatrix(*stored_as(weight, self._stored), own_bias, self._columns, self._arena)
-        self._kept.append(packed)
-        return packed.matrix
-
-    def _norm(self, norm: Any) -> Norm:
-        if norm is None:
-            return Norm(None, None)
-        values = [part.detach().float().clone() for part in (norm.weight, norm.bias)]
-        self._kept += values
-        return Norm(*(value.data_ptr() for value in values))
-
-
-def _packed_bytes(parts: Sequence[nn.Module], dtype: torch.dtype, columns: int) -> int:
-    """Enough bytes for the packed linear layers of these parts, each padded to whole blocks and cache lines."""
-    linears = [module for part in parts for module in part.modules() if isinstance(module, nn.Linear)]
-    sizes = [-(-linear.out_features // columns) * columns * linear.in_features for linear in linears]
-    return sum(size * dtype.itemsize + CACHE_LINE for size in sizes)
+def _pack_layer(packer: SourcedPacker, layer: Any) -> SourcedLayer:
+    source = layer.encoder_attn
+    others = (source.q_proj, source.out_proj, layer.fc1, layer.fc2)
+    matrices = (packer.matrix(linear.weight, linear.bias) for linear in others)
+    norms = (layer.self_attn_layer_norm, layer.encoder_attn_layer_norm, layer.final_layer_norm)
+    return SourcedLayer(*attention_matrices(packer, layer.self_attn), *matrices, *map(packer.norm, norms))
 
 
 def _head_bias(model: Any) -> torch.Tensor | None:
@@ -197,31 +152,19 @@ def sourced_shape(model: Any, dtype: torch.dtype) -> SourcedShape | None:
     The check covers the model's parts, not what they compute. The caller must compare the logits of both.
     """
     decoder, layers = getattr(model, "decoder", None), list(decoder_layers(model))
-    activation = _ACTIVATIONS.get(str(getattr(model.config, "activation_function", "")))
+    activation = ACTIVATIONS.get(str(getattr(model.config, "activation_function", "")))
     children = {name for name, _ in decoder.named_children()} if isinstance(decoder, nn.Module) else set()
     if dtype not in (torch.float32, torch.bfloat16) or activation is None or not children <= _OUTER_PARTS or not layers:
         return None
     if not {"embed_tokens", "embed_positions"} <= children or type(model.lm_head) is not nn.Linear or model.scale:
         return None
-    shapes = {_shape_of(layer, activation, decoder) for layer in layers}
+    shapes = {
+        shape_of_layer(layer, activation, decoder, (layer.encoder_attn.q_proj, layer.encoder_attn.out_proj))
+        if parts_with_weights(layer) == _PARTS
+        else None
+        for layer in layers
+    }
     shape = shapes.pop() if len(shapes) == 1 else None
     if shape is None or shape.hidden % shape.heads or shape.hidden // shape.heads > MOST_DIM:
         return None
     return None if shape.hidden % 2 or shape.inner % 2 else shape
-
-
-def _shape_of(layer: Any, activation: int, decoder: Any) -> SourcedShape | None:
-    parts = {name for name, child in layer.named_children() if any(True for _ in child.parameters())}
-    if parts != _PARTS:
-        return None
-    own, source = layer.self_attn, layer.encoder_attn
-    linears = [getattr(own, name, None) for name in ("q_proj", "k_proj", "v_proj", "out_proj")]
-    linears += [source.q_proj, source.out_proj, layer.fc1, layer.fc2]
-    if any(type(linear) is not nn.Linear for linear in linears) or own.q_proj.in_features != own.q_proj.out_features:
-        return None
-    scales = (getattr(owner, "embed_scale", 1.0) for owner in (decoder, decoder.embed_tokens))
-    scale = next((float(found) for found in scales if float(found) != 1.0), 1.0)
-    heads, hidden = int(own.num_heads), int(own.q_proj.in_features)
-    return SourcedShape(
-        hidden, heads, int(layer.fc1.out_features), activation, float(layer.final_layer_norm.eps), scale
-    )

@@ -1,7 +1,7 @@
-/* All layers of an encoder-decoder model's decoder (Marian, BART) and its head in one call, on CPU.
+/* All layers of an encoder-decoder model's decoder (Marian, BART) and its head in one call, on CPU, or those of its encoder.
 
    Each layer attends to its own tokens, then to the tokens of its row's source, whose keys and values lie in blocks of
-   the same pool, and ends with a feed-forward network. A layer norm (Ba et al. 2016) follows each part. Products,
+   the same pool, and ends with a feed-forward network. An encoder's layer attends to its own tokens only. A layer norm (Ba et al. 2016) follows each part. Products,
    precision and the order of sums are those of decoder.c. */
 
 #include <omp.h>
@@ -51,6 +51,7 @@ typedef struct {
     const int64_t *taps;     /* [tap_count] numbers of layers after which the residual stream is copied */
     int64_t tap_count;
     uint16_t *hidden;        /* [tokens, tap_count, hidden] these copies, rounded to bfloat16 */
+    const int32_t *places;   /* [tokens] rows of the position embeddings, or none: the step's positions */
 } SourcedPass;
 
 enum { SKIP_ATTENTION = 1, SKIP_MLP = 2 };
@@ -94,7 +95,7 @@ static void activate(float *x, int64_t count, int64_t activation)
 static void embed(const SourcedDecoder *decoder, const Step *step, const SourcedPass *pass, int64_t token)
 {
     const int64_t hidden = decoder->hidden, kind = factor_kind(&decoder->layer->qkv);
-    const float *at = decoder->positions + step->position[token] * hidden;
+    const float *at = decoder->positions + (pass->places ? pass->places : step->position)[token] * hidden;
     float *to = pass->x + token * hidden;
     for (int64_t i = 0; i < hidden; i++) {
         const int64_t from = pass->tokens[token] * hidden + i;
@@ -197,7 +198,9 @@ static void copy_taps(const SourcedDecoder *decoder, const SourcedPass *pass, in
     }
 }
 
-/* `sources` has the rows of `step`, and where their sources are stored. */
+/* `sources` has the rows of `step`, and where their sources are stored. Without it, no layer has cross-attention: then
+   these are the layers of an encoder, whose tokens see their whole row if the step says that all are at its end, and the
+   head projects them to keys and values. */
 void pilotfish_decode_sourced(const SourcedDecoder *decoder, const Step *step, const Step *sources, const SourcedPass *pass)
 {
     Barrier barrier = {0};
@@ -216,8 +219,10 @@ void pilotfish_decode_sourced(const SourcedDecoder *decoder, const Step *step, c
             copy_taps(decoder, pass, tokens, l);
             if (!(skip & SKIP_ATTENTION)) attend_own(decoder, own, pass, step, &barrier);
             end_part(decoder, pass, &own->own_norm, tokens, next, &barrier);
-            attend_source(decoder, own, pass, sources, tokens, &barrier);
-            end_part(decoder, pass, &own->source_norm, tokens, next, &barrier);
+            if (sources) {
+                attend_source(decoder, own, pass, sources, tokens, &barrier);
+                end_part(decoder, pass, &own->source_norm, tokens, next, &barrier);
+            }
             if (!(skip & SKIP_MLP)) feed_forward(decoder, own, pass, tokens, &barrier);
             end_part(decoder, pass, &own->final_norm, tokens, next, &barrier);
         }

@@ -94,5 +94,5 @@ class SourcedPass(ctypes.Structure):
         ("layers", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("skip", "taps")),
         ("tap_count", ctypes.c_int64),
-        ("hidden", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("hidden", "places")),
     ]

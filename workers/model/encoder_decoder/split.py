@@ -14,9 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from cluster.core.errors import ConfigurationError
 from workers.forward.encoder_decoder.decoder import SourcedDecoder, take_projections, take_relative_bias
 from workers.forward.encoder_decoder.encoder import SourceEncoder
-from workers.forward.linear import FastLinear, make_linear_kernel
 from workers.forward.loaded_model import SourceParts
-from workers.forward.replace_linear import replace_linear_layers
 from workers.model.encoder_decoder.generation_defaults import read_generation_defaults
 from workers.model.encoder_decoder.shard import Share, shard_decoder
 
@@ -31,6 +29,8 @@ class SplitModel:
     decoder: PreTrainedModel
     """Only called, and asked for its configuration and modules, as the model classes of `transformers` are."""
     source: SourceParts
+    encoder: SourceEncoder
+    """The encoder of `source`."""
     vocabulary_size: int
     """Tokens that the decoder distinguishes."""
 
@@ -40,8 +40,9 @@ def split_encoder_decoder(
 ) -> SplitModel:
     """Take a model of `transformers` apart, and keep this rank's `share` of its decoder.
 
-    The encoder's linear layers are replaced by their fastest form. Raises `ModelLoadError` for a family whose parts
-    have other names than those of T5, Marian and BART, `ConfigurationError` for sizes that the ranks do not divide.
+    The encoder keeps its own linear layers (see `SourceEncoder.replace_linear_layers`). Raises `ModelLoadError` for a
+    family whose parts have other names than those of T5, Marian and BART, `ConfigurationError` for sizes that the ranks
+    do not divide.
     """
     defaults = read_generation_defaults(directory)
     vocabulary_size = int(getattr(model.config, "decoder_vocab_size", None) or model.config.vocab_size)
@@ -55,11 +56,10 @@ def split_encoder_decoder(
     heads = int(getattr(config, "decoder_attention_heads", None) or config.num_attention_heads)
     if share is not None:
         heads = len(range(heads)[share.of(heads, "the number of heads")])
-    joined = _joined(projections, quantization)
     _attend_densely(encoder)
-    replace_linear_layers(encoder, quantization)
+    reader = SourceEncoder(encoder, _joined(projections), len(projections), heads)
     source = SourceParts(
-        encoder=SourceEncoder(encoder, joined, len(projections), heads),
+        encoder=reader,
         decoder_start=defaults.decoder_start,
         max_source_len=context_limit(config) or _DEFAULT_CONTEXT,
         vocabulary_size=int(encoder.get_input_embeddings().weight.shape[0]),
@@ -69,7 +69,7 @@ def split_encoder_decoder(
         renormalize_logits=defaults.renormalize_logits,
         relative_bias=bias,
     )
-    return SplitModel(cast(PreTrainedModel, decoder), source, vocabulary_size)
+    return SplitModel(cast(PreTrainedModel, decoder), source, reader, vocabulary_size)
 
 
 def context_limit(config: PreTrainedConfig) -> int | None:
@@ -89,13 +89,16 @@ def decoder_context_len(config: PreTrainedConfig, wanted: int | None) -> int:
     return wanted or own or _DEFAULT_CONTEXT
 
 
-def _joined(projections: list[tuple[nn.Linear, nn.Linear]], quantization: str) -> nn.Module:
+def _joined(projections: list[tuple[nn.Linear, nn.Linear]]) -> nn.Linear:
     """One product for the keys and values of all layers: layer after layer, keys before values."""
     layers = [projection for pair in projections for projection in pair]
-    weight = torch.cat([layer.weight.detach() for layer in layers])
     has_bias = layers[0].bias is not None
-    bias = torch.cat([layer.bias.detach() for layer in layers]) if has_bias else None
-    return FastLinear(make_linear_kernel(weight, bias, quantization), len(weight))
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    joined = nn.Linear(weight.shape[1], len(weight), bias=has_bias, device="meta")
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    if has_bias:
+        joined.bias = nn.Parameter(torch.cat([layer.bias.detach() for layer in layers]), requires_grad=False)
+    return joined
 
 
 def _attend_densely(encoder: PreTrainedModel) -> None:

@@ -1,0 +1,85 @@
+"""The CPU kernels read sources as the modules do, and each source alike, whatever is read beside it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.core.config.sections import ModelSection
+from tests.support.models import tiny
+from workers.forward.encoder_decoder import native_encoder
+from workers.forward.encoder_decoder.encoder import SourceEncoder
+from workers.forward.encoder_decoder.native_encoder import NativeSourceEncoder
+from workers.forward.loaded_model import EncodedSources, SourceReader
+from workers.model import kernel_handover
+from workers.model.loading import load_model
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+
+SOURCES = [tuple((11 * index + own) % 90 + 3 for index in range(length)) for own, length in enumerate((21, 1, 40, 7))]
+CONFIGS = {
+    "marian": tiny.marian(),
+    "relu": tiny.marian(activation_function="relu", scale_embedding=False),
+    "bart": tiny.bart(activation_function="gelu", scale_embedding=True),
+}
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp(request.param), CONFIGS[request.param])
+
+
+def load(directory: Path, **settings: str) -> SourceReader:
+    model = load_model(ModelSection.model_validate({"path": str(directory), "device": "cpu"} | settings))
+    assert model.source is not None
+    return model.source.encoder
+
+
+def read(reader: SourceReader, sources: list[tuple[int, ...]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The states and the encoder's output of each source."""
+    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for batch in reader.encode(sources, torch.device("cpu")):
+        assert isinstance(batch, EncodedSources)
+        lengths = [len(sources[index]) for index in batch.indices]
+        parts = zip(batch.states.split(lengths), batch.hidden.split(lengths), strict=True)
+        found |= dict(zip(batch.indices, parts, strict=True))
+    return [found[index] for index in range(len(sources))]
+
+
+@pytest.mark.parametrize(
+    ("settings", "bound"),
+    [({}, 1e-5), ({"dtype": "bfloat16"}, 0.03), ({"quantization": "int8"}, 1e-3)],
+    ids=["float32", "bfloat16", "int8"],
+)
+def test_keys_values_and_states_are_those_of_the_modules(
+    directory: Path, settings: dict[str, str], bound: float
+) -> None:
+    kernels, modules = load(directory, **settings), load(directory, native="off", compile="off", **settings)
+    assert isinstance(kernels, NativeSourceEncoder) and isinstance(modules, SourceEncoder)
+    for (found, hidden), (expected, states) in zip(read(kernels, SOURCES), read(modules, SOURCES), strict=True):
+        assert kernel_handover.relative_error(found.flatten(1).float(), expected.flatten(1).float()) < bound
+        assert kernel_handover.relative_error(hidden.float(), states.float()) < 0.02
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_source_is_read_alike_beside_others(directory: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = load(directory, dtype=dtype)
+    together = read(reader, SOURCES)
+    monkeypatch.setattr(native_encoder, "_MOST_TOKENS", 30)
+    in_parts = read(reader, SOURCES)
+    for source, (one, _), (other, _) in zip(SOURCES, together, in_parts, strict=True):
+        alone, _ = read(reader, [source])[0]
+        assert torch.equal(one, alone) and torch.equal(other, alone)
+
+
+def test_tokens_that_the_encoder_does_not_have_are_refused(directory: Path) -> None:
+    with pytest.raises(IndexError, match="the encoder has 96"):
+        read(load(directory), [(3, 96)])
+
+
+def test_an_encoder_whose_results_differ_keeps_its_modules(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(kernel_handover._MAX_RELATIVE_ERROR, torch.float32, 0.0)
+    assert isinstance(load(directory), SourceEncoder)

@@ -1,0 +1,130 @@
+"""Packs the weights of encoder-decoder models for the CPU kernels. See sourced_decoder.c.
+
+Modules of `transformers` have the type `Any`, because only the names of their parts are known here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from workers.forward.native.packed_linear import PackedMatrix, block_columns, stored_as
+from workers.forward.native.structures import Norm
+from workers.kv.huge_pages import CACHE_LINE, Arena
+
+ACTIVATIONS = {"swish": 0, "silu": 0, "relu": 1, "gelu": 2}
+"""Activations of the kernels, by their names in `transformers`."""
+_LINE_FLOATS = CACHE_LINE // 4
+
+
+@dataclass(frozen=True, slots=True)
+class SourcedShape:
+    """The dimensions that all layers of a decoder or an encoder share."""
+
+    hidden: int
+    heads: int
+    inner: int
+    activation: int
+    epsilon: float
+    embedding_scale: float
+
+
+class SourcedPacker:
+    """Packs matrices and norms, and keeps what the C structures point to."""
+
+    def __init__(self, library: ctypes.CDLL, parts: Sequence[nn.Module], dtype: torch.dtype, quantization: str) -> None:
+        """`parts` hold all linear layers that will be packed, and some that may not be."""
+        self._columns = block_columns(library)
+        self._stored = torch.int8 if quantization == "int8" else dtype
+        self._arena = Arena(_packed_bytes(parts, self._stored, self._columns))
+        self._kept: list[PackedMatrix | torch.Tensor] = []
+
+    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        """The C structure of a packed matrix `[out, in]` with a bias `[out]`."""
+        own_bias = None if bias is None else bias.detach().float()
+        packed = PackedMatrix(*stored_as(weight, self._stored), own_bias, self._columns, self._arena)
+        self._kept.append(packed)
+        return packed.matrix
+
+    def norm(self, norm: Any) -> Norm:
+        """The C structure of a layer norm; one without weights for `None`."""
+        if norm is None:
+            return Norm(None, None)
+        values = [part.detach().float().clone() for part in (norm.weight, norm.bias)]
+        self._kept += values
+        return Norm(*(value.data_ptr() for value in values))
+
+    def table(self, values: torch.Tensor) -> torch.Tensor:
+        """A contiguous table that the C structures may point to."""
+        values = values.detach().contiguous()
+        self._kept.append(values)
+        return values
+
+
+class WorkBuffers:
+    """The buffers of `SourcedPass` from `x` to `value`. The next pass reuses them."""
+
+    def __init__(self, shape: SourcedShape) -> None:
+        hidden, inner = shape.hidden, shape.inner
+        self._widths = (hidden, hidden, inner, inner, 3 * hidden, hidden, hidden)
+        self._scratch = torch.empty(0)
+
+    def addresses(self, tokens: int) -> list[int]:
+        """Addresses of the buffers for that many tokens."""
+        sizes = [tokens * width for width in self._widths]
+        offsets = [0, *accumulate(-(-size // _LINE_FLOATS) * _LINE_FLOATS for size in sizes)]
+        if offsets[-1] > len(self._scratch):
+            self._scratch = torch.empty(offsets[-1])
+        base = self._scratch.data_ptr()
+        return [base + 4 * offset for offset in offsets[:-1]]
+
+
+def attention_matrices(packer: SourcedPacker, attention: Any) -> tuple[Any, Any]:
+    """The packed projections of self-attention: queries, keys and values as one matrix, then that of the output."""
+    siblings = (attention.q_proj, attention.k_proj, attention.v_proj)
+    bias = None if siblings[0].bias is None else torch.cat([projection.bias for projection in siblings])
+    qkv = packer.matrix(torch.cat([projection.weight for projection in siblings]), bias)
+    return qkv, packer.matrix(attention.out_proj.weight, attention.out_proj.bias)
+
+
+def position_table(part: Any) -> torch.Tensor:
+    """The position embeddings of a decoder or an encoder, float32 `[positions, hidden]`, that of position 0 first."""
+    offset = int(getattr(part.embed_positions, "offset", 0))
+    positions: torch.Tensor = part.embed_positions.weight.detach().float()[offset:]
+    return positions.contiguous()
+
+
+def shape_of_layer(layer: Any, activation: int, part: Any, others: Sequence[Any] = ()) -> SourcedShape | None:
+    """The shape of a layer of `part`, a decoder or an encoder; `None` if the kernels do not support it.
+
+    `others` are its linear layers besides those of self-attention and of the feed-forward network.
+    """
+    own = layer.self_attn
+    linears = [getattr(own, name, None) for name in ("q_proj", "k_proj", "v_proj", "out_proj")]
+    linears += [*others, layer.fc1, layer.fc2]
+    if any(type(linear) is not nn.Linear for linear in linears) or own.q_proj.in_features != own.q_proj.out_features:
+        return None
+    scales = (getattr(owner, "embed_scale", 1.0) for owner in (part, part.embed_tokens))
+    scale = next((float(found) for found in scales if float(found) != 1.0), 1.0)
+    heads, hidden = int(own.num_heads), int(own.q_proj.in_features)
+    return SourcedShape(
+        hidden, heads, int(layer.fc1.out_features), activation, float(layer.final_layer_norm.eps), scale
+    )
+
+
+def parts_with_weights(layer: Any) -> set[str]:
+    """Names of a layer's parts that have parameters."""
+    return {name for name, child in layer.named_children() if any(True for _ in child.parameters())}
+
+
+def _packed_bytes(parts: Sequence[nn.Module], dtype: torch.dtype, columns: int) -> int:
+    """Enough bytes for the packed linear layers of these parts, each padded to whole blocks and cache lines."""
+    linears = [module for part in parts for module in part.modules() if isinstance(module, nn.Linear)]
+    sizes = [-(-linear.out_features // columns) * columns * linear.in_features for linear in linears]
+    return sum(size * dtype.itemsize + CACHE_LINE for size in sizes)
