@@ -40,12 +40,14 @@ class NativeForward(Protocol):
         taps: Sequence[int] = (),
         partial: PartialPass = WHOLE,
         inputs: torch.Tensor | None = None,
+        leaders: int = 0,
     ) -> PassOutput:
         """Run one step over the bound pool.
 
         `tokens` are the rows' tokens, one row after another; `selected` are the indices of those whose logits are
-        wanted. `inputs` `[tokens, hidden]` enter the first layer instead of the tokens' embeddings. Returns float32
-        logits, and the hidden states of `taps`.
+        wanted. `inputs` `[tokens, hidden]` enter the first layer instead of the tokens' embeddings. With
+        `leaders`, only that many of the largest logits of each token are wanted, and others may be −inf. Returns
+        float32 logits, and the hidden states of `taps`.
         """
         ...
 

@@ -107,6 +107,7 @@ class ModelRunner:
         inputs: torch.Tensor | None = None,
         *,
         taps: bool = True,
+        leaders: int = 0,
     ) -> torch.Tensor:
         """Compute all rows in one pass. Each row's table must have room for `row.end` tokens.
 
@@ -116,11 +117,12 @@ class ModelRunner:
         A `partial` pass stores keys and values of the layers that it computes only. The next whole pass over the same
         positions overwrites them, so such a pass is not committed. It records no hidden states. Give the same object
         each time: each one has its own CUDA graphs. `inputs` `[tokens of all rows with their nodes, hidden]` replace
-        the tokens' embeddings. Without `taps`, no hidden states are returned. Raises `ConfigurationError` if the model
-        has no such parts, `ValueError` for inputs of another shape.
+        the tokens' embeddings. Without `taps`, no hidden states are returned. With `leaders`, only that many of the
+        largest logits of each selected token are wanted, and others may be −inf. Raises `ConfigurationError` if the
+        model has no such parts, `ValueError` for inputs of another shape.
         """
         self._check(rows, partial, inputs)
-        output = self._run(rows, partial, inputs, self._taps if taps and partial is WHOLE else ())
+        output = self._run(rows, partial, inputs, self._taps if taps and partial is WHOLE else (), leaders)
         self.hidden = output.hidden if taps else None  # a CUDA graph records them in any case
         return output.logits[: sum(len(row.select) for row in rows)]
 
@@ -181,7 +183,12 @@ class ModelRunner:
             raise ValueError(f"inputs: the shape {tuple(inputs.shape)} is refused; it must be {expected}")
 
     def _run(
-        self, rows: Sequence[ForwardRow], partial: PartialPass, inputs: torch.Tensor | None, taps: tuple[int, ...]
+        self,
+        rows: Sequence[ForwardRow],
+        partial: PartialPass,
+        inputs: torch.Tensor | None,
+        taps: tuple[int, ...],
+        leaders: int,
     ) -> PassOutput:
         """Run all rows. The output may have more logits than the rows select."""
         device = self._model.device
@@ -196,7 +203,7 @@ class ModelRunner:
             selected = [first - 1]  # some linear kernels reject an input of no rows
         self._shapes = tuple(shapes)
         if self._model.native is not None:
-            return self._model.native.compute(tokens, selected, shapes, taps, partial, inputs)
+            return self._model.native.compute(tokens, selected, shapes, taps, partial, inputs, leaders)
         positions = [position for shape in shapes for position in shape.positions()]
         if self._graphs is not None and inputs is None:
             replayed = self._graphs.run(shapes, tokens, positions, selected, partial)

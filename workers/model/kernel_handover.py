@@ -69,7 +69,16 @@ def try_native_kernels(model: LoadedModel, quantization: str) -> NativeDecoder |
     raise KernelMismatch
 
 
-def try_native_encoder(model: LoadedModel, reader: SourceEncoder, quantization: str) -> NativeSourceEncoder | None:
+def with_fast_encoder(model: LoadedModel, reader: SourceEncoder, quantization: str, *, native: bool) -> LoadedModel:
+    """The model with its encoder `reader` on the CPU kernels if they may and can compute it, else on packed layers."""
+    found = _try_native_encoder(model, reader, quantization) if native else None
+    if found is None or model.source is None:
+        reader.replace_linear_layers(quantization)
+        return model
+    return replace(model, source=replace(model.source, encoder=found))
+
+
+def _try_native_encoder(model: LoadedModel, reader: SourceEncoder, quantization: str) -> NativeSourceEncoder | None:
     """Pack the encoder of a model for the kernels. `None` if they do not support it or compute other results.
 
     The encoder itself stays as it was.

@@ -29,7 +29,7 @@ from workers.model.distilled import load_distilled_draft
 from workers.model.draft_card import is_distilled
 from workers.model.encoder_decoder.shard import Share
 from workers.model.encoder_decoder.split import decoder_context_len, split_encoder_decoder
-from workers.model.kernel_handover import KernelMismatch, try_native_encoder, try_native_kernels
+from workers.model.kernel_handover import KernelMismatch, try_native_kernels, with_fast_encoder
 from workers.model.layer_probe import compile_or_warn, measure_layers
 from workers.model.model_files import end_of_sequence_ids
 
@@ -172,11 +172,7 @@ def _load_encoder_decoder(
         vocabulary=vocabulary,
         source=split.source,
     )
-    native_encoder = try_native_encoder(model, split.encoder, section.quantization) if native else None
-    if native_encoder is None:
-        split.encoder.replace_linear_layers(section.quantization)
-    else:
-        model = replace(model, source=replace(split.source, encoder=native_encoder))
+    model = with_fast_encoder(model, split.encoder, section.quantization, native=native)
     kernels = try_native_kernels(model, section.quantization) if native else None
     return _optimized(model, section) if kernels is None else replace(model, native=kernels)
 

@@ -10,18 +10,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from cluster.core.request import SamplingParameters
 from workers.sampling.context import GREEDY_BELOW, DecisionContext
 from workers.sampling.device_copy import row_indices
+from workers.sampling.leaders import leaders_of
 from workers.sampling.noise import gumbel, gumbel_of
 from workers.sampling.shortlist import shortlists
 from workers.sampling.truncate import truncate
-from workers.sampling.warp import is_unchanged, untruncated
+from workers.sampling.warp import untruncated
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
 """Logits processed at a time. The limit bounds temporary copies, and on a CPU keeps them in cache."""
@@ -44,13 +43,26 @@ def decide(logits: Tensor, contexts: Sequence[DecisionContext]) -> list[int]:
     """
     largest = _largest(logits, contexts)
     if largest is not None:
-        undecidable = tuple((largest[0] == -math.inf).nonzero()[0].tolist())
-        if undecidable:
-            raise Undecidable(undecidable)
-        tokens: list[int] = largest[1].tolist()
-        return tokens
+        return largest
     values, ids = _winners(logits, contexts, offset=0)
     return merge_winners(values.unsqueeze(0), ids.unsqueeze(0))
+
+
+def _largest(logits: Tensor, contexts: Sequence[DecisionContext]) -> list[int] | None:
+    """The tokens of greedy rows whose largest logit decides; `None` if a row needs more than a look at it.
+
+    One look takes a tenth of the time of the general way, which copies the logits and changes some.
+    """
+    if logits.is_cuda or logits.dtype is not torch.float32 or len(contexts) != len(logits) or not logits.numel():
+        return None
+    if not all(context.allowed is None and leaders_of(context.sampling) for context in contexts):
+        return None
+    values = logits.detach().numpy()
+    tokens: list[int] = values.argmax(axis=1).tolist()  # the first among equals, and the first NaN if there is one
+    for row, (token, context) in enumerate(zip(tokens, contexts, strict=True)):
+        if not math.isfinite(values[row, token]) or token in context.excluded_tokens:
+            return None
+    return tokens
 
 
 def is_shardable(sampling: SamplingParameters) -> bool:
@@ -160,21 +172,3 @@ def _winners(logits: Tensor, contexts: Sequence[DecisionContext], offset: int) -
         where = slice(rows.start, rows.stop) if isinstance(rows, range) else row_indices(rows, logits)
         values[where], ids[where] = best.values, columns
     return values, ids + offset
-
-
-def _largest(
-    logits: Tensor, contexts: Sequence[DecisionContext]
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]] | None:
-    """Each row's largest logit and its column, where these decide and no logit is NaN or +inf; `None` elsewhere.
-
-    The logits are read once, and by few calls: after a step on CPU, the code of a call has left the caches.
-    """
-    is_plain = logits.device.type == "cpu" and logits.dtype is torch.float32 and logits.numel() > 0
-    if not is_plain or len(contexts) != len(logits):
-        return None
-    if not all(context.is_greedy and is_unchanged(context) for context in contexts):
-        return None
-    array = logits.detach().numpy()
-    columns = array.argmax(axis=1)  # the first among equals; the first NaN, if there is one
-    values = array[np.arange(len(columns)), columns]
-    return (values, columns) if (values < math.inf).all() else None

@@ -15,7 +15,7 @@ import torch
 from cluster.core.drafting import HiddenStates
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
-from cluster.core.ports import DraftedPath, TargetPart
+from cluster.core.ports import DraftedPath, DraftMethod, DraftsByTarget, ReadsSourceStates, TargetPart
 from cluster.core.request import SamplingParameters
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.partial_pass import PartialPass
@@ -68,6 +68,16 @@ class PartialEngine:
         partial = PartialPass(part.layers, part.skip_attention, part.skip_mlp, norm)
         partial.check(len(model.layers), int(model.module.config.get_text_config().hidden_size), model.device)
         return EngineDraftPasses(self, partial)
+
+
+def connect(method: DraftMethod, target: PartialEngine, sources: SourceStore) -> bool:
+    """Give a drafting method on the target what it uses of it. Returns whether it computes with the target's layers."""
+    if isinstance(method, ReadsSourceStates):
+        method.read_sources_from(EngineSources(sources))
+    if not isinstance(method, DraftsByTarget):
+        return False
+    method.bind(target)
+    return True
 
 
 class EngineDraftPasses:

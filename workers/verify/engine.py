@@ -19,7 +19,7 @@ from cluster.core.drafting import Proposal, RowFaultCode
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
-from cluster.core.ports import DraftMethod, DraftsByTarget, ReadsSourceStates
+from cluster.core.ports import DraftMethod
 from cluster.core.request import TokenLogprobs
 from cluster.core.verification import (
     OpenResult,
@@ -38,9 +38,10 @@ from workers.kv.sources import SourceStore
 from workers.sampling.acceptance import AcceptanceRule, Accepted, RootPosition, create_rule
 from workers.sampling.context import GREEDY_BELOW, DecisionContext
 from workers.sampling.grammar.matcher import GrammarError
+from workers.sampling.leaders import common_leaders
 from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 from workers.verify.decider import Decider, Decisions
-from workers.verify.draft_passes import EngineSources, PartialEngine
+from workers.verify.draft_passes import PartialEngine, connect
 from workers.verify.evidence import MAX_SENT_BYTES, EvidenceCollector, resolve_taps, within_bytes
 from workers.verify.grammars import Grammars
 from workers.verify.prompt_logprobs import scored_count, without_prompts
@@ -66,26 +67,22 @@ class TargetEngine:
         directory: Path | None = None,
     ) -> None:
         """`method` drafts here after each step. `evidence` is what drafters need; `directory` has the tokenizer."""
-        self._fingerprint = fingerprint
-        self._model = model
-        self._pool = pool
+        self._model, self._pool, self._fingerprint = model, pool, fingerprint
         self._evidence = evidence or EvidenceSection()
         self._runner = ModelRunner(model, pool, resolve_taps(self._evidence.taps, len(model.layers)))
         self._collector = EvidenceCollector(self._evidence, self._runner, model.tensor_parallel == 1, method)
         self._decider = decider
         self._rule = rule or create_rule(TargetSection())
+        self._needs_all_logits = self._rule.needs_distribution or self._evidence.top > 0
         self._name = served_name or model.name
         self._sequences: dict[SequenceId, SequenceState] = {}
         self._sources = SourceStore(pool)
         self._grammars = Grammars(directory, model.vocabulary_size, model.eos_token_ids)
         self._drafter: ColocatedDrafter | None = None
         if method is not None:
-            computes_here = isinstance(method, DraftsByTarget)
+            part = PartialEngine(model, pool, self._runner, decider, self._sequences)
+            computes_here = connect(method, part, self._sources)
             self._drafter = ColocatedDrafter(method, raises=computes_here and model.tensor_parallel > 1)
-            if isinstance(method, DraftsByTarget):
-                method.bind(PartialEngine(model, pool, self._runner, decider, self._sequences))
-            if isinstance(method, ReadsSourceStates):
-                method.read_sources_from(EngineSources(self._sources))
         self._epoch = secrets.token_hex(8)
         self._profile: tuple[StepSample, ...] = ()
 
@@ -99,7 +96,7 @@ class TargetEngine:
         self._runner.warm_up()
 
         def decide(rows: Sequence[ForwardRow], contexts: Sequence[DecisionContext]) -> Decisions:
-            return self._decider.decide(self._runner.forward(rows), contexts, self._rule.needs_distribution)
+            return self._decider.decide(self._runner.forward(rows, leaders=1), contexts, self._rule.needs_distribution)
 
         self._profile = profile_steps(self._pool, decide)
 
@@ -220,7 +217,8 @@ class TargetEngine:
         if new := list(dict.fromkeys(source for source in read if not source.is_encoded)):
             self._runner.encode(new, self._sources)
         records = self._collector.records_hidden([entry.row for entry in ready])
-        logits = self._runner.forward([entry.forward for entry in ready], taps=records)
+        leaders = 0 if self._needs_all_logits else common_leaders(entry.sequence.start.sampling for entry in ready)
+        logits = self._runner.forward([entry.forward for entry in ready], taps=records, leaders=leaders)
         contexts = [one for entry in ready for one in entry.contexts()]  # while a GPU computes
         logits, prompts = without_prompts(ready, logits, self._decider)
         decisions = self._decider.decide(logits, contexts, self._rule.needs_distribution)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from cluster.core.drafting import RowFaultCode
 from cluster.core.verification import VerifyRow
@@ -22,9 +23,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     mark = SourceStore.mark_encoded
 
-    def record(store: SourceStore, source: StoredSource) -> None:
+    def record(store: SourceStore, source: StoredSource, hidden: torch.Tensor | None = None) -> None:
         found.append(source.tokens)
-        mark(store, source)
+        mark(store, source, hidden)
 
     monkeypatch.setattr(SourceStore, "mark_encoded", record)
     return found

@@ -235,3 +235,15 @@ def test_a_gpu_makes_the_same_decisions_from_the_same_logits() -> None:
         for row in range(32)
     ]
     assert decide(logits.cuda(), contexts) == decide(logits, contexts)
+
+
+@pytest.mark.parametrize("logits", [[1.0, 3.0, 3.0, 2.0], [1.0, math.nan, 3.0, 2.0], [-math.inf, 0.0, math.inf, 1.0]])
+@pytest.mark.parametrize("bad_words", [(), ((2,),), ((1,), (2,))])
+def test_a_look_at_the_largest_logit_decides_as_the_scores_do(
+    logits: list[float], bad_words: tuple[tuple[int, ...], ...]
+) -> None:
+    context = DecisionContext(SamplingParameters(temperature=0.0, bad_words=bad_words), [5], 1)
+    # A bias of nothing lets the scores decide.
+    other = DecisionContext(replace(context.sampling, logit_bias=((0, 0.0),)), [5], 1)
+    rows = torch.tensor([logits, logits])
+    assert decide(rows, [context, context]) == decide(rows, [other, other])

@@ -29,12 +29,15 @@ from workers.forward.layout import RowShape
 from workers.forward.loaded_model import PassOutput
 from workers.forward.native.attention import KINDS, MOST_DIM, StepHeader, build_native_step
 from workers.forward.native.build import load_library
+from workers.forward.native.screen import MOST_LEADERS, MOST_SCREENED, HeadScreen
 from workers.forward.native.structures import SourcedDecoder, SourcedLayer, SourcedPass
 from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.forward.replace_linear import decoder_layers
 from workers.kv.groups import KvCacheGroups
 from workers.kv.pool import KvPool
 
+_LEAST_SCREENED = 4096
+"""Smallest vocabulary whose head is screened. A smaller head is read in less time than the screen takes."""
 _PARTS = {"self_attn", "self_attn_layer_norm", "encoder_attn", "encoder_attn_layer_norm", "fc1", "fc2"}
 _PARTS |= {"final_layer_norm"}
 _OUTER_PARTS = {"embed_tokens", "embed_positions", "layers", "layernorm_embedding"}
@@ -65,9 +68,13 @@ class NativeSourcedDecoder:
             *(shape.activation, shape.epsilon, (shape.hidden // shape.heads) ** -0.5, shape.embedding_scale),
             *(self._layers, packer.matrix(model.lm_head.weight, _head_bias(model))),
             *(KINDS[self._embedding.dtype], self._embedding.data_ptr()),
-            *(packer.table(position_table(decoder)).data_ptr(),),
+            packer.table(position_table(decoder)).data_ptr(),
             packer.norm(getattr(decoder, "layernorm_embedding", None)),
         )
+        self._screen: HeadScreen | None = None
+        if dtype is torch.float32 and quantization != "int8" and self._vocabulary >= _LEAST_SCREENED:
+            self._screen = HeadScreen(model.lm_head.weight, _head_bias(model), packer.columns)
+            self._decoder.screen = self._screen.address
         decoder.layers = nn.ModuleList()
         model.lm_head = nn.Identity()
         self._kv_groups: KvCacheGroups | None = None
@@ -89,6 +96,7 @@ class NativeSourcedDecoder:
         taps: Sequence[int] = (),
         partial: PartialPass = WHOLE,
         inputs: torch.Tensor | None = None,
+        leaders: int = 0,
     ) -> PassOutput:
         """See `NativeForward`.
 
@@ -116,6 +124,9 @@ class NativeSourcedDecoder:
             *(partial.layers or len(self._layers), skip.ctypes.data if len(skip) else None),
             *(tapped.ctypes.data, len(taps), None if hidden is None else hidden.data_ptr(), None),
         )
+        if self._screen is not None and 0 < leaders <= MOST_LEADERS and len(indices) <= MOST_SCREENED:
+            leading, _buffers = self._screen.leading(leaders, len(indices))
+            work.leading = ctypes.pointer(leading)
         headers = (ctypes.byref(step.header), ctypes.byref(sources.header))
         self._decode(ctypes.byref(self._decoder), *headers, ctypes.byref(work))
         return PassOutput(logits, hidden)

@@ -69,7 +69,7 @@ class NativeSourceEncoder:
             *(shape.activation, shape.epsilon, (shape.hidden // shape.heads) ** -0.5, shape.embedding_scale),
             *(self._layers, self._head),
             *(KINDS[self._embedding.dtype], self._embedding.data_ptr()),
-            *(packer.table(position_table(encoder)).data_ptr(),),
+            packer.table(position_table(encoder)).data_ptr(),
             packer.norm(getattr(encoder, "layernorm_embedding", None)),
         )
         self._buffers = WorkBuffers(shape)

@@ -40,15 +40,16 @@ class SourcedPacker:
 
     def __init__(self, library: ctypes.CDLL, parts: Sequence[nn.Module], dtype: torch.dtype, quantization: str) -> None:
         """`parts` hold all linear layers that will be packed, and some that may not be."""
-        self._columns = block_columns(library)
+        self.columns = block_columns(library)
+        """Outputs per block of a packed matrix."""
         self._stored = torch.int8 if quantization == "int8" else dtype
-        self._arena = Arena(_packed_bytes(parts, self._stored, self._columns))
+        self._arena = Arena(_packed_bytes(parts, self._stored, self.columns))
         self._kept: list[PackedMatrix | torch.Tensor] = []
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         """The C structure of a packed matrix `[out, in]` with a bias `[out]`."""
         own_bias = None if bias is None else bias.detach().float()
-        packed = PackedMatrix(*stored_as(weight, self._stored), own_bias, self._columns, self._arena)
+        packed = PackedMatrix(*stored_as(weight, self._stored), own_bias, self.columns, self._arena)
         self._kept.append(packed)
         return packed.matrix
 

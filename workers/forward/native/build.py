@@ -28,8 +28,8 @@ _FLAGS = [
     *("-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"),
     *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
 ]
-_HEADERS = ("numbers.h", "attention.h", "products.h", "tiles.h")
-_SOURCES = ("attention.c", "products.c", "rows.c", "tiles.c", "decoder.c", "sourced_decoder.c")
+_HEADERS = ("numbers.h", "attention.h", "products.h", "tiles.h", "leading.h")
+_SOURCES = ("attention.c", "products.c", "rows.c", "tiles.c", "decoder.c", "leading.c", "sourced_decoder.c")
 _BUILD_SECONDS = 120.0
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Folder of libraries that were built before, beside the code."""

@@ -102,6 +102,7 @@ class NativeDecoder:
         taps: Sequence[int] = (),
         partial: PartialPass = WHOLE,
         inputs: torch.Tensor | None = None,
+        leaders: int = 0,  # noqa: ARG002 - all logits are computed
     ) -> PassOutput:
         """See `NativeForward`. Raises `IndexError` for a token that the model does not have."""
         if self._kv_groups is None:

@@ -8,6 +8,7 @@
 #include <stddef.h>
 
 #include "attention.h"
+#include "leading.h"
 #include "products.h"
 
 typedef struct {
@@ -33,6 +34,7 @@ typedef struct {
     const void *embedding;  /* [vocabulary, hidden] */
     const float *positions; /* [positions, hidden] */
     Norm embedding_norm;    /* without weights: none */
+    const Screen *screen;   /* of the head, or none */
 } SourcedDecoder;
 
 typedef struct {
@@ -52,6 +54,7 @@ typedef struct {
     int64_t tap_count;
     uint16_t *hidden;        /* [tokens, tap_count, hidden] these copies, rounded to bfloat16 */
     const int32_t *places;   /* [tokens] rows of the position embeddings, or none: the step's positions */
+    Leading *leading;        /* which logits are wanted, or none: all are. Only with a screen */
 } SourcedPass;
 
 enum { SKIP_ATTENTION = 1, SKIP_MLP = 2 };
@@ -232,6 +235,9 @@ void pilotfish_decode_sourced(const SourcedDecoder *decoder, const Step *step, c
         for (int64_t s = 0; s < pass->count; s++)
             put(pass->input, kind, s * hidden, pass->x + pass->selected[s] * hidden, hidden);
         pilotfish_wait_for_all(&barrier);
-        pilotfish_multiply(&decoder->head, pass->input, &to_logits, pass->count, &barrier);
+        if (decoder->screen && pass->leading)
+            pilotfish_multiply_leading(&decoder->head, decoder->screen, pass->input, pass->logits, pass->count, pass->leading, &barrier);
+        else
+            pilotfish_multiply(&decoder->head, pass->input, &to_logits, pass->count, &barrier);
     }
 }

@@ -70,6 +70,22 @@ class SourcedLayer(ctypes.Structure):
     ]
 
 
+class Screen(ctypes.Structure):
+    """A smaller form of a head. See leading.h."""
+
+    _fields_ = [("matrix", Matrix), ("error", ctypes.c_void_p)]
+
+
+class Leading(ctypes.Structure):
+    """Which logits are wanted, and buffers. See leading.h."""
+
+    _fields_ = [
+        ("leaders", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("norms", "bounds", "wanted")),
+        ("count", ctypes.c_int64),
+    ]
+
+
 class SourcedDecoder(ctypes.Structure):
     """The decoder of an encoder-decoder model, and its head. See sourced_decoder.c."""
 
@@ -81,6 +97,7 @@ class SourcedDecoder(ctypes.Structure):
         ("embedding_kind", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("embedding", "positions")),
         ("embedding_norm", Norm),
+        ("screen", ctypes.POINTER(Screen)),
     ]
 
 
@@ -95,4 +112,5 @@ class SourcedPass(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("skip", "taps")),
         ("tap_count", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("hidden", "places")),
+        ("leading", ctypes.POINTER(Leading)),
     ]

@@ -1,0 +1,97 @@
+"""The leading logits of a screened head have the bits of the whole head's, and no leader is missing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.core.config.sections import KvSection, ModelSection
+from cluster.core.request import SamplingParameters
+from tests.support.models import tiny
+from workers.forward.encoder_decoder import native_decoder
+from workers.forward.runner import ForwardRow, ModelRunner
+from workers.kv.pool import KvPool
+from workers.kv.sources import SourceStore
+from workers.model.loading import load_model
+from workers.sampling.leaders import common_leaders, leaders_of
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+
+VOCABULARY = 5003
+GREEDY = SamplingParameters(temperature=0.0)
+
+
+@pytest.fixture(scope="module", params=["marian", "bart"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = {"marian": tiny.marian, "bart": tiny.bart}[request.param](vocab_size=VOCABULARY)
+    return tiny.save(tmp_path_factory.mktemp(request.param), config)
+
+
+def logits(directory: Path, leaders: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
+    """The logits of one token of each of some rows."""
+    model = load_model(ModelSection(path=str(directory), device="cpu"))
+    pool = KvPool(model.kv_spec, KvSection(block_size=4), blocks=200)
+    runner, store = ModelRunner(model, pool), SourceStore(pool)
+    found = []
+    for row in range(rows):
+        source = store.acquire(tuple((17 * (index + row + seed)) % 90 + 3 for index in range(9)), "")
+        if not source.is_encoded:
+            runner.encode([source], store)
+        table = pool.new_table()
+        pool.reserve(table, 3)
+        found.append(ForwardRow(table, (5, 8 + row, 11 + seed), select=(2,), source=source))
+    return runner.forward(found, leaders=leaders).clone()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("leaders", [1, 2, 5])
+def test_leaders_are_those_of_the_whole_head(directory: Path, leaders: int, rows: int) -> None:
+    for seed in range(3):
+        whole, leading = (logits(directory, count, rows, seed) for count in (0, leaders))
+        is_computed = leading > -torch.inf
+        assert torch.equal(leading[is_computed], whole[is_computed])
+        best = whole.topk(leaders, dim=1)
+        assert torch.equal(leading.topk(leaders, dim=1).values, best.values)
+        assert bool(is_computed.gather(1, best.indices).all())
+        assert torch.equal(leading.argmax(dim=1), whole.argmax(dim=1))
+        assert torch.isfinite(whole).all()
+
+
+def test_the_head_is_not_computed_as_a_whole(directory: Path) -> None:
+    assert bool((logits(directory, 1) == -torch.inf).any())
+
+
+def test_many_rows_and_many_leaders_compute_the_whole_head(directory: Path) -> None:
+    assert torch.equal(logits(directory, 9), logits(directory, 0))
+    assert torch.equal(logits(directory, 1, rows=17), logits(directory, 0, rows=17))
+
+
+def test_a_small_vocabulary_has_no_screen(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_decoder, "_LEAST_SCREENED", VOCABULARY + 1)
+    assert torch.isfinite(logits(directory, 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (GREEDY, 1),
+        (SamplingParameters(temperature=0.0, bad_words=((7,), (8, 9))), 3),
+        (SamplingParameters(temperature=0.0, min_tokens=4, end_token_ids=(0, 2)), 3),
+        (SamplingParameters(temperature=0.0, end_token_ids=(0, 2)), 1),
+        (SamplingParameters(temperature=0.7), 0),
+        (SamplingParameters(temperature=0.0, logprobs=0), 0),
+        (SamplingParameters(temperature=0.0, prompt_logprobs=0), 0),
+        (SamplingParameters(temperature=0.0, logit_bias=((3, 1.0),)), 0),
+        (SamplingParameters(temperature=0.0, repetition_penalty=1.1), 0),
+        (SamplingParameters(temperature=0.0, frequency_penalty=0.1), 0),
+        (SamplingParameters(temperature=0.0, allowed_token_ids=(3, 4)), 0),
+        (SamplingParameters(temperature=0.0, no_repeat_ngram_size=3), 0),
+    ],
+)
+def test_what_a_decision_needs(sampling: SamplingParameters, expected: int) -> None:
+    assert leaders_of(sampling) == expected
+    assert common_leaders([sampling, GREEDY]) == expected
+    assert common_leaders([]) == 0

@@ -1,0 +1,66 @@
+"""A screen of a float32 head: its leading logits without reading all of it. See leading.c."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+
+from workers.forward.native.packed_linear import PackedMatrix, pad_rows, stored_as
+from workers.forward.native.structures import Leading, Screen
+from workers.kv.huge_pages import CACHE_LINE, Arena
+
+MOST_LEADERS = 8  # as in leading.h
+MOST_SCREENED = 16
+"""Most rows that are screened. With more of them, products take longer than reading the head does."""
+_CHUNK_ROWS = 8192
+
+
+class HeadScreen:
+    """The int8 form of a head `[out, in]` with its bias `[out]`, and bounds of its errors."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, columns: int) -> None:
+        stored, scale = stored_as(weight, torch.int8)
+        if scale is None:
+            raise ValueError("int8 weights have scales")
+        size = -(-len(weight) // columns) * columns * weight.shape[1]
+        self._packed = PackedMatrix(stored, scale, bias, columns, Arena(size + CACHE_LINE))
+        self._error = pad_rows(_error_bounds(weight, stored, scale, bias), columns).clone()
+        self.structure = Screen(self._packed.matrix, self._error.data_ptr())
+        self._blocks = len(self._packed.weight)
+
+    def leading(self, leaders: int, rows: int) -> tuple[Leading, object]:
+        """The structure that asks for the largest logits of each row, and the buffers that must live as long."""
+        norms, bounds = np.empty(rows, dtype=np.float32), np.empty(2 * rows * self._blocks, dtype=np.float32)
+        wanted = np.empty(self._blocks, dtype=np.int32)
+        buffers = (norms, bounds, wanted)
+        return Leading(leaders, *(buffer.ctypes.data for buffer in buffers), 0), buffers
+
+    @property
+    def address(self) -> ctypes._Pointer[Screen]:
+        """What the C structures point to."""
+        return ctypes.pointer(self.structure)
+
+
+def _error_bounds(
+    weight: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Bounds on |logit - the screen's| ÷ (1 + |input|), float32 `[out]`.
+
+    The quantization adds at most the norm of its error times that of the input (Cauchy-Schwarz). The sums of both
+    products, in single precision and in any order, add the number of inputs times the unit roundoff times the norms of
+    both weights; adding the bias and scaling add a few units of the result.
+    """
+    unit = 2.0**-24
+    found = []
+    for first in range(0, len(weight), _CHUNK_ROWS):
+        part = slice(first, first + _CHUNK_ROWS)
+        exact = weight[part].detach().double()
+        rounded = stored[part].double() * scale[part].double()[:, None]
+        norms = exact.norm(dim=1) + rounded.norm(dim=1)
+        bound = (exact - rounded).norm(dim=1) + 2 * (weight.shape[1] + 8) * unit * norms
+        if bias is not None:
+            bound += 8 * unit * bias[part].detach().double().abs()
+        found.append(bound * 1.0001)
+    return torch.cat(found).float()
