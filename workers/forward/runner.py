@@ -156,8 +156,10 @@ class ModelRunner:
                 found = [slot for blocks, length in tables for slot in slots_of(blocks, 0, length, size)]
                 slots[placement.table] = to_device(found, self._model.device)
             self._pool.write(layer, slots[placement.table], states[:, layer, 0], states[:, layer, 1])
-        for source, hidden in zip(sources, batch.hidden.split([len(source) for source in sources]), strict=True):
-            store.mark_encoded(source, hidden)
+        first = 0
+        for source in sources:
+            store.mark_encoded(source, batch.hidden[first : first + len(source)])
+            first += len(source)
 
     def hidden_of(self, row: int, nodes: Sequence[int] = ()) -> torch.Tensor:
         """Hidden states of a row of the last pass: its committed tokens, then the path `nodes` of its tree.

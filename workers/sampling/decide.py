@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from cluster.core.request import SamplingParameters
-from workers.sampling.context import GREEDY_BELOW, DecisionContext
+from workers.sampling.context import GREEDY_BELOW, DecisionContext, leaders_of
 from workers.sampling.device_copy import row_indices
-from workers.sampling.leaders import leaders_of
 from workers.sampling.noise import gumbel, gumbel_of
 from workers.sampling.shortlist import shortlists
 from workers.sampling.truncate import truncate

@@ -36,9 +36,8 @@ from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
 from workers.sampling.acceptance import AcceptanceRule, Accepted, RootPosition, create_rule
-from workers.sampling.context import GREEDY_BELOW, DecisionContext
+from workers.sampling.context import GREEDY_BELOW, DecisionContext, common_leaders
 from workers.sampling.grammar.matcher import GrammarError
-from workers.sampling.leaders import common_leaders
 from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 from workers.verify.decider import Decider, Decisions
 from workers.verify.draft_passes import PartialEngine, connect

@@ -169,13 +169,14 @@ def sourced_shape(model: Any, dtype: torch.dtype) -> SourcedShape | None:
         return None
     if not {"embed_tokens", "embed_positions"} <= children or type(model.lm_head) is not nn.Linear or model.scale:
         return None
-    shapes = {
-        shape_of_layer(layer, activation, decoder, (layer.encoder_attn.q_proj, layer.encoder_attn.out_proj))
-        if parts_with_weights(layer) == _PARTS
-        else None
-        for layer in layers
-    }
+    shapes = {_shape_of(layer, activation, decoder) for layer in layers}
     shape = shapes.pop() if len(shapes) == 1 else None
     if shape is None or shape.hidden % shape.heads or shape.hidden // shape.heads > MOST_DIM:
         return None
     return None if shape.hidden % 2 or shape.inner % 2 else shape
+
+
+def _shape_of(layer: Any, activation: int, decoder: Any) -> SourcedShape | None:
+    if parts_with_weights(layer) != _PARTS:
+        return None
+    return shape_of_layer(layer, activation, decoder, (layer.encoder_attn.q_proj, layer.encoder_attn.out_proj))

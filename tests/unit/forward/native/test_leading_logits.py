@@ -16,7 +16,7 @@ from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
 from workers.model.loading import load_model
-from workers.sampling.leaders import common_leaders, leaders_of
+from workers.sampling.context import common_leaders, leaders_of
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
