@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from cluster.core.config.sections import ModelSection
-from tests.support.models import tiny
 from workers.forward.encoder_decoder import native_encoder
 from workers.forward.encoder_decoder.encoder import SourceEncoder
 from workers.forward.encoder_decoder.native_encoder import NativeSourceEncoder
@@ -20,16 +19,6 @@ from workers.model.loading import load_model
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 SOURCES = [tuple((11 * index + own) % 90 + 3 for index in range(length)) for own, length in enumerate((21, 1, 40, 7))]
-CONFIGS = {
-    "marian": tiny.marian(),
-    "relu": tiny.marian(activation_function="relu", scale_embedding=False),
-    "bart": tiny.bart(activation_function="gelu", scale_embedding=True),
-}
-
-
-@pytest.fixture(scope="module", params=sorted(CONFIGS))
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp(request.param), CONFIGS[request.param])
 
 
 def load(directory: Path, **settings: str) -> SourceReader:
@@ -55,9 +44,12 @@ def read(reader: SourceReader, sources: list[tuple[int, ...]]) -> list[tuple[tor
     ids=["float32", "bfloat16", "int8"],
 )
 def test_keys_values_and_states_are_those_of_the_modules(
-    directory: Path, settings: dict[str, str], bound: float
+    sourced_directory: Path, settings: dict[str, str], bound: float
 ) -> None:
-    kernels, modules = load(directory, **settings), load(directory, native="off", compile="off", **settings)
+    kernels, modules = (
+        load(sourced_directory, **settings),
+        load(sourced_directory, native="off", compile="off", **settings),
+    )
     assert isinstance(kernels, NativeSourceEncoder) and isinstance(modules, SourceEncoder)
     for (found, hidden), (expected, states) in zip(read(kernels, SOURCES), read(modules, SOURCES), strict=True):
         assert kernel_handover.relative_error(found.flatten(1).float(), expected.flatten(1).float()) < bound
@@ -65,8 +57,10 @@ def test_keys_values_and_states_are_those_of_the_modules(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_source_is_read_alike_beside_others(directory: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = load(directory, dtype=dtype)
+def test_a_source_is_read_alike_beside_others(
+    sourced_directory: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = load(sourced_directory, dtype=dtype)
     together = read(reader, SOURCES)
     monkeypatch.setattr(native_encoder, "_MOST_TOKENS", 30)
     in_parts = read(reader, SOURCES)
@@ -75,11 +69,13 @@ def test_a_source_is_read_alike_beside_others(directory: Path, dtype: str, monke
         assert torch.equal(one, alone) and torch.equal(other, alone)
 
 
-def test_tokens_that_the_encoder_does_not_have_are_refused(directory: Path) -> None:
+def test_tokens_that_the_encoder_does_not_have_are_refused(sourced_directory: Path) -> None:
     with pytest.raises(IndexError, match="the encoder has 96"):
-        read(load(directory), [(3, 96)])
+        read(load(sourced_directory), [(3, 96)])
 
 
-def test_an_encoder_whose_results_differ_keeps_its_modules(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoder_whose_results_differ_keeps_its_modules(
+    sourced_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(kernel_handover._MAX_RELATIVE_ERROR, torch.float32, 0.0)
-    assert isinstance(load(directory), SourceEncoder)
+    assert isinstance(load(sourced_directory), SourceEncoder)

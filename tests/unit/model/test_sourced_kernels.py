@@ -25,16 +25,6 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C co
 
 SOURCE = tuple((11 * index) % 90 + 3 for index in range(21))
 TOKENS = tuple((7 * index) % 90 + 3 for index in range(30))
-CONFIGS = {
-    "marian": tiny.marian(),
-    "relu": tiny.marian(activation_function="relu", scale_embedding=False),
-    "bart": tiny.bart(activation_function="gelu", scale_embedding=True),
-}
-
-
-@pytest.fixture(scope="module", params=sorted(CONFIGS))
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp(request.param), CONFIGS[request.param])
 
 
 def load(directory: Path, **settings: str) -> LoadedModel:
@@ -62,19 +52,22 @@ def run(model: LoadedModel, tree: TokenTree | None = None, partial: PartialPass 
     ids=["float32", "bfloat16", "int8"],
 )
 def test_logits_and_hidden_states_are_those_of_the_modules(
-    directory: Path, settings: dict[str, str], bound: float
+    sourced_directory: Path, settings: dict[str, str], bound: float
 ) -> None:
-    kernels, modules = load(directory, **settings), load(directory, native="off", compile="off", **settings)
+    kernels, modules = (
+        load(sourced_directory, **settings),
+        load(sourced_directory, native="off", compile="off", **settings),
+    )
     assert kernels.native is not None and modules.native is None
     tree = TokenTree((4, 5, 6, 7), (-1, -1, 0, 2))
     assert kernel_handover.relative_error(run(kernels, tree), run(modules, tree)) < bound
 
 
-def test_logits_are_those_of_transformers(directory: Path) -> None:
-    reference = AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32).eval()
+def test_logits_are_those_of_transformers(sourced_directory: Path) -> None:
+    reference = AutoModelForSeq2SeqLM.from_pretrained(sourced_directory, dtype=torch.float32).eval()
     with torch.inference_mode():
         expected = reference(torch.tensor([SOURCE]), decoder_input_ids=torch.tensor([TOKENS])).logits[0]
-    found = run(load(directory))[:, : tiny.VOCABULARY]
+    found = run(load(sourced_directory))[:, : tiny.VOCABULARY]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -83,21 +76,23 @@ def test_logits_are_those_of_transformers(directory: Path) -> None:
     [PartialPass(layers=1), PartialPass(skip_attention=frozenset({0}), skip_mlp=frozenset({1}))],
     ids=["layers", "skipped"],
 )
-def test_parts_of_the_model_are_those_of_the_modules(directory: Path, partial: PartialPass) -> None:
-    found, expected = (run(load(directory, native=native), partial=partial) for native in ("auto", "off"))
+def test_parts_of_the_model_are_those_of_the_modules(sourced_directory: Path, partial: PartialPass) -> None:
+    found, expected = (run(load(sourced_directory, native=native), partial=partial) for native in ("auto", "off"))
     assert kernel_handover.relative_error(found, expected) < 1e-5
 
 
-def test_a_norm_after_a_part_of_the_layers_is_refused(directory: Path) -> None:
+def test_a_norm_after_a_part_of_the_layers_is_refused(sourced_directory: Path) -> None:
     with pytest.raises(ConfigurationError, match="exit_norm is refused"):
-        run(load(directory), partial=PartialPass(layers=1, exit_norm=torch.ones(48)))
+        run(load(sourced_directory), partial=PartialPass(layers=1, exit_norm=torch.ones(48)))
 
 
-def test_a_model_whose_logits_differ_keeps_its_modules(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_logits_differ_keeps_its_modules(
+    sourced_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(kernel_handover._MAX_RELATIVE_ERROR, torch.float32, 0.0)
-    model = load(directory)
+    model = load(sourced_directory)
     assert model.native is None
-    assert kernel_handover.relative_error(run(model), run(load(directory, native="off"))) < 1e-6
+    assert kernel_handover.relative_error(run(model), run(load(sourced_directory, native="off"))) < 1e-6
 
 
 @pytest.mark.parametrize("config", [tiny.t5(), tiny.marian(activation_function="tanh")], ids=["t5", "tanh"])
