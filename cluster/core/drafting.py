@@ -46,7 +46,7 @@ class DraftBudget:
 
 NO_DRAFT = DraftBudget(0, 0)
 EVIDENCE_ONLY = DraftBudget(0, 1)
-"""No draft, but a drafter on the target keeps what the step shows of the row, for a later draft."""
+"""No draft, but a drafter on the target keeps the row's hidden states, if it reads any, as context of a later draft."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class VerifyRow:
     """One per node of the tree, or none; see `Proposal.distributions`."""
     next_budget: DraftBudget = NO_DRAFT
     """Largest draft tree that a drafter on the target proposes after this row, for the next step. With `NO_DRAFT`, the
-    step shows that drafter nothing of the row, and with `EVIDENCE_ONLY` it does."""
+    step shows that drafter nothing of the row, and with `EVIDENCE_ONLY` its hidden states alone."""
 
     @property
     def start_len(self) -> int:

@@ -103,7 +103,7 @@ def translate_all(
 
 
 def decoder_rows(data: DistillData, start: tuple[int, ...]) -> DistillData:
-    """The same answers as the decoder reads them: after its start, with the source apart."""
+    """Return the answers with the decoder's start tokens as the prompt and the tokens of the prompt as the source."""
 
     def rows(answers: Sequence[Answer]) -> tuple[Answer, ...]:
         return tuple(replace(answer, prompt=start, source=answer.prompt) for answer in answers)

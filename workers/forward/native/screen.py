@@ -39,7 +39,7 @@ class HeadScreen:
 
     @property
     def address(self) -> ctypes._Pointer[Screen]:
-        """What the C structures point to."""
+        """A pointer to the structure `Screen`, for other C structures."""
         return ctypes.pointer(self.structure)
 
 

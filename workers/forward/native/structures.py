@@ -71,13 +71,13 @@ class SourcedLayer(ctypes.Structure):
 
 
 class Screen(ctypes.Structure):
-    """A smaller form of a head. See leading.h."""
+    """The C structure of an output head in 8 bits, with a bound of each logit's error; see leading.h."""
 
     _fields_ = [("matrix", Matrix), ("error", ctypes.c_void_p)]
 
 
 class Leading(ctypes.Structure):
-    """Which logits are wanted, and buffers. See leading.h."""
+    """The C structure that asks for the largest logits of each row, with the buffers of that search; see leading.h."""
 
     _fields_ = [
         ("leaders", ctypes.c_int64),

@@ -30,7 +30,7 @@ class TargetEnds(nn.Module):
         self.vocabulary: Tensor | None
         self.row_of: Tensor
         self.epsilon = epsilon
-        """Of the RMS norm."""
+        """The value that the RMS norm before the head adds to the mean of squares before the root."""
         self.register_buffer("embedding", embedding, persistent=False)  # [target vocabulary, hidden size]
         self.register_buffer("head", head, persistent=False)  # [draft vocabulary, hidden size]
         self.register_buffer("norm", norm, persistent=False)  # [hidden size]

@@ -30,7 +30,7 @@ class DecoderEnds:
     norm: torch.Tensor | None
     """[hidden size] Weights of an RMS norm; `None` where the last layer's output goes to the head, as in Marian."""
     epsilon: float
-    """Of the RMS norm."""
+    """The value that the RMS norm `norm` adds to the mean of squares before the root."""
     bias: torch.Tensor | None
     """[tokens] What is added to the logits, float32; `None`: nothing."""
 
