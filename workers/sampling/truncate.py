@@ -37,11 +37,13 @@ def _on_rows(
     rows: Sequence[tuple[int, SamplingParameters]],
     change: Callable[[Tensor, Sequence[SamplingParameters]], None],
 ) -> None:
-    """Apply `change`, which works in place, to these rows alone."""
+    """Apply `change`, which works in place, to these rows alone. A step that only reads prompts has no rows."""
     samplings = [sampling for _, sampling in rows]
+    if not rows:
+        return
     if len(rows) == logits.shape[0]:
         change(logits, samplings)
-    elif rows:
+    else:
         indices = row_indices([row for row, _ in rows], logits)
         part = logits[indices]
         change(part, samplings)

@@ -23,12 +23,16 @@ def set_threads(threads: int) -> None:
 def compute_without_interruption() -> None:
     """Let no process of the background (see `in_background`) take a core from a thread of this process as it wakes.
 
-    Threads that start later inherit this.
+    Where the system permits it, this process also gets the niceness of the process that started it: Ray starts its
+    workers with a niceness of 15. Threads that start later inherit both.
     """
     if hasattr(os, "SCHED_BATCH"):
-        for thread in os.listdir("/proc/self/task"):
+        niceness = os.getpriority(os.PRIO_PROCESS, os.getppid())
+        for thread in map(int, os.listdir("/proc/self/task")):
             with suppress(ProcessLookupError, PermissionError):
-                os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+                if os.getpriority(os.PRIO_PROCESS, thread) > niceness:
+                    os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 @contextmanager

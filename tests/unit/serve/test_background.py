@@ -14,6 +14,26 @@ from workers.serve.node import compute_without_interruption, in_background
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="needs Linux")
 
 _POLICY = "import os; raise SystemExit(os.sched_getscheduler(0))"
+_NICENESS = """
+import os, threading
+from workers.serve.node import compute_without_interruption
+
+os.nice(7)
+resting = threading.Event()
+other = threading.Thread(target=resting.wait)
+other.start()
+try:
+    os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) - 1)
+    wanted = os.getpriority(os.PRIO_PROCESS, os.getppid())
+except PermissionError:
+    wanted = os.getpriority(os.PRIO_PROCESS, 0)
+compute_without_interruption()
+found = {os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir("/proc/self/task")}
+resting.set()
+raise SystemExit(found != {wanted})
+"""
+"""A program with a higher niceness than its parent, as Ray's workers have. It exits with 0 if all of its threads get
+the parent's niceness, where the system permits that."""
 
 
 def policy_of_a_child() -> int:
@@ -45,3 +65,7 @@ def test_a_process_that_computes_leaves_the_background_with_all_its_threads() ->
     left.set()
     other.join()
     assert found == [os.SCHED_BATCH, os.SCHED_OTHER]
+
+
+def test_a_process_that_computes_is_as_nice_as_the_one_that_started_it_if_that_is_permitted() -> None:
+    assert subprocess.run([sys.executable, "-c", _NICENESS], check=False).returncode == 0

@@ -151,6 +151,16 @@ def test_rows_of_one_step_get_their_own_distributions(directory: Path, seen: lis
     torch.testing.assert_close(own, alone, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block", "typical"])
+def test_a_step_may_read_a_part_of_a_prompt_and_decide_nothing(directory: Path, rule: str) -> None:
+    engine, start = engine_with(directory, acceptance=rule), SequenceStart(len(PROMPT), SAMPLED)
+    part = VerifyRow(SequenceId("a"), 5, PROMPT[:5], decide=False, start=start)
+    (read,) = engine.step(StepBatch((part,))).verdicts
+    assert read.fault is None and not read.tokens
+    rest = VerifyRow(SequenceId("a"), len(PROMPT), PROMPT[5:])
+    assert engine.step(StepBatch((rest,))).verdicts[0].tokens == verify(engine, SAMPLED, "b").tokens[:1]
+
+
 def test_a_lossy_rule_makes_the_target_lossy(directory: Path, seen: list[Tensor | None]) -> None:
     assert engine_with(directory).info().is_lossless
     assert not engine_with(directory, acceptance="threshold").info().is_lossless

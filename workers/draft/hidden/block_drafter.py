@@ -23,7 +23,9 @@ from workers.draft.hidden_states import TapReader
 from workers.draft.parallel.paths import PathCalibration, RankedPaths, draft_paths
 from workers.draft.parallel.product import make_product
 from workers.draft.parallel.ranking import PathRanker
+from workers.draft.parallel.shortlist import Shortlist
 from workers.draft.sessions import Sessions
+from workers.forward.native.largest import load_largest
 from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.files import load_drafter
 from workers.model.loading import choose_device
@@ -182,14 +184,16 @@ def load_block_drafter(
     settings: ContextModuleSettings, draft: DraftSection, target: TargetSection, siblings: int
 ) -> BlockTreeDrafter:
     """Load the module of the kind `block`; see `BlockTreeDrafter`. Raises `ModelLoadError` and `ConfigurationError`."""
-    weights = "bfloat16" if settings.weights == "auto" else settings.weights
-    dtype = torch.float32 if weights == "float32" else torch.bfloat16
-    loaded = load_drafter(Path(settings.path), Path(target.path), dtype, choose_device(target.device, 0), kind="block")
+    dtype = torch.float32 if settings.weights == "float32" else torch.bfloat16
+    device = choose_device(target.device, 0)
+    loaded = load_drafter(Path(settings.path), Path(target.path), dtype, device, kind="block")
     if not isinstance(loaded.module, BlockDrafter):
         raise TypeError(f"{type(loaded.module).__name__} is no block drafter")
-    block = BlockPass(loaded.module, loaded.ends, weights, target.compile_directory)
-    make = partial(make_product, weights=weights, directory=target.compile_directory)
-    ranker = PathRanker(loaded.ends, loaded.module.selector, make, knows_noise=target.acceptance == _COUPLED)
+    block = BlockPass(loaded.module, loaded.ends, settings.weights, target.compile_directory)
+    make = partial(make_product, weights=settings.weights, directory=target.compile_directory)
+    largest = load_largest(device, target.compile_directory)
+    shortlist = Shortlist(loaded.ends.vocabulary, knows_noise=target.acceptance == _COUPLED, largest=largest)
+    ranker = PathRanker(loaded.ends, loaded.module.selector, make, shortlist)
     taps = TapReader(module_taps(settings), target, loaded.ends.hidden_size)
     store = ContextStore(settings.store_tokens, dtype)
     return BlockTreeDrafter(block, ranker, taps, draft, siblings, store, settings.sequences)

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from workers.draft.hidden.context_window import ContextRows, ContextShape, ContextWindow
-from workers.draft.hidden.packed_layer import LayerStack, RotaryTable, folded_product, scaled
+from workers.draft.hidden.packed_layer import LayerStack, RotaryTable
+from workers.draft.parallel.product import make_product
 from workers.draft.parallel.settings import Weights
+from workers.forward.native.packed_linear import InputNorm
 from workers.forward.native.window_layers import WindowPiece
 from workers.model.drafting.block import BlockDrafter
-from workers.model.drafting.ends import TargetEnds
+from workers.model.drafting.ends import TargetEnds, rms_norm
 from workers.model.drafting.layer import ContextProjection, DrafterLayer
 
 
@@ -30,11 +32,11 @@ class BlockPass:
         layers = [one for one in module.layers if isinstance(one, DrafterLayer)]
         contexts = [one for one in module.contexts if isinstance(one, ContextProjection)]
         pairs = [weight for one in contexts for weight in (one.k_proj.weight, one.v_proj.weight)]
-        self._context = folded_product(
-            torch.cat([module.fusion.proj.weight, *pairs]), weights, module.fusion.norm.flatten(), directory
-        )
-        norms = torch.cat([torch.ones_like(module.feature_norm), module.feature_norm])
-        self._entry = folded_product(module.entry.weight, weights, norms, directory)
+        size = layer.hidden_size
+        taps = InputNorm(module.fusion.norm.flatten(), layer.norm_epsilon, size)
+        self._context = make_product(torch.cat([module.fusion.proj.weight, *pairs]), weights, directory, taps)
+        feature = InputNorm(module.feature_norm, layer.norm_epsilon, size, plain=size)  # after the embedding
+        self._entry = make_product(module.entry.weight, weights, directory, feature)
         self._slots = module.slots.detach().float()
         self._layers = LayerStack(layers, module.input_norms, weights, directory)
         self._output_norm = module.output_norm.detach().float()
@@ -47,7 +49,7 @@ class BlockPass:
     def context(self, taps: Tensor, positions: Tensor) -> ContextRows:
         """What later blocks need of `taps` [tokens, taps, hidden size] at `positions` [tokens]."""
         shape = self._layer_shape
-        found = self._context(scaled(taps.to(self.device).float(), self._epsilon).flatten(1))
+        found = self._context(taps.to(self.device).float().flatten(1))
         fused, found = found[:, : shape.hidden_size].contiguous(), found[:, shape.hidden_size :]
         found = found.reshape(len(fused), -1, 2, shape.kv_heads, shape.head_width)  # [tokens, layers, 2, …]
         keys = found[:, :, 0].flatten(1, 2)  # [tokens, layers × KV heads, head width]
@@ -68,7 +70,7 @@ class BlockPass:
         features = [window.feature(anchor - 1) for window, anchor in zip(windows, anchors, strict=True)]
         fused = torch.stack([feature for feature in features if feature is not None])
         tokens = self._embedding[list(last)].float()
-        common = self._entry(torch.cat([tokens, scaled(fused, self._epsilon)], dim=-1))
+        common = self._entry(torch.cat([tokens, fused], dim=-1))
         residual = (common.unsqueeze(1) + self._slots).flatten(0, 1)  # [rows × block, hidden size]
         positions = [anchor + slot for anchor in anchors for slot in range(block)]
         pieces = []
@@ -76,4 +78,4 @@ class BlockPass:
             keys, values, begin = window.scratch(anchor, block)
             pieces.append(WindowPiece(keys, values, begin, block, window.seen(anchor, block)))
         residual = self._layers.run(residual, positions, pieces)
-        return (scaled(residual, self._epsilon) * self._output_norm).view(rows, block, -1)
+        return rms_norm(residual, self._output_norm, self._epsilon).view(rows, block, -1)

@@ -22,6 +22,7 @@ from workers.draft.hidden.settings import ContextModuleSettings, module_taps
 from workers.draft.hidden_states import TapReader
 from workers.draft.parallel.shortlist import Shortlist
 from workers.draft.sessions import Sessions
+from workers.forward.native.largest import load_largest
 from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.files import load_drafter
 from workers.model.loading import choose_device
@@ -47,7 +48,7 @@ class EagleTreeDrafter:
         width: int,
         store: ContextStore,
         most_sequences: int,
-        knows_noise: bool,
+        shortlist: Shortlist,
     ) -> None:
         """`siblings` is the number of candidates below one node, `width` the most nodes of one tree in a pass."""
         self._head = head
@@ -55,7 +56,7 @@ class EagleTreeDrafter:
         self._draft = draft
         self._siblings = siblings
         self._width = width
-        self._shortlist = Shortlist(head.vocabulary, knows_noise)
+        self._shortlist = shortlist
         self._calibration = Calibration()
         self._cost = PassCost()
         shape = head.context_shape
@@ -192,5 +193,6 @@ def load_eagle_drafter(
     head = EaglePass(loaded.module, loaded.ends, settings.weights, scratch, target.compile_directory)
     taps = TapReader(module_taps(settings), target, loaded.ends.hidden_size)
     store = ContextStore(settings.store_tokens, dtype)
-    knows_noise = target.acceptance == _COUPLED
-    return EagleTreeDrafter(head, taps, draft, siblings, width, store, settings.sequences, knows_noise)
+    largest = load_largest(device, target.compile_directory)
+    shortlist = Shortlist(head.vocabulary, knows_noise=target.acceptance == _COUPLED, largest=largest)
+    return EagleTreeDrafter(head, taps, draft, siblings, width, store, settings.sequences, shortlist)

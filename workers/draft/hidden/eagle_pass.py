@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from workers.draft.hidden.context_window import ContextShape, ContextWindow
-from workers.draft.hidden.packed_layer import LayerStack, folded_product, scaled
+from workers.draft.hidden.packed_layer import LayerStack
 from workers.draft.parallel.product import make_product
 from workers.draft.parallel.settings import Weights
+from workers.forward.native.packed_linear import InputNorm
 from workers.forward.native.window_layers import WindowPiece
 from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.ends import TargetEnds
@@ -57,24 +58,30 @@ class EaglePass:
         `directory` keeps the compiled CPU kernels.
         """
         shape, layer = module.shape, module.shape.layer
-        self._epsilon = layer.norm_epsilon
         self.vocabulary_size = len(ends.embedding)
         self.vocabulary = ends.vocabulary
         self.device = ends.embedding.device
         self._embedding = ends.embedding
-        self._fuse = folded_product(module.fusion.proj.weight, weights, module.fusion.norm.flatten(), directory)
-        norms = torch.cat([torch.ones_like(module.feature_norm), module.feature_norm])
-        self._entry = folded_product(module.entry.weight, weights, norms, directory)
+        size, epsilon = layer.hidden_size, layer.norm_epsilon
+        taps, feature, output = (
+            InputNorm(*of_input)
+            for of_input in (
+                (module.fusion.norm.flatten(), epsilon, size),
+                (module.feature_norm, epsilon, size, size),  # after the embedding
+                (module.output_norm, epsilon, size),
+            )
+        )
+        self._fuse = make_product(module.fusion.proj.weight, weights, directory, taps)
+        self._entry = make_product(module.entry.weight, weights, directory, feature)
         layers = [one for one in module.layers if isinstance(one, DrafterLayer)]
         self._layers = LayerStack(layers, module.input_norms, weights, directory)
-        self._output_norm = module.output_norm.detach().float()
-        self._head = make_product(ends.head, weights, directory)
+        self._head = make_product(ends.head, weights, directory, output)
         self.context_shape = ContextShape(shape.layers, layer.kv_heads, layer.head_width, 0, layer.window, scratch)
         """What is kept of each position; there is no feature."""
 
     def features(self, taps: Tensor) -> Tensor:
         """Features [tokens, hidden size] of taps [tokens, taps, hidden size]."""
-        return self._fuse(scaled(taps.to(self.device).float(), self._epsilon).flatten(1))
+        return self._fuse(taps.to(self.device).float().flatten(1))
 
     def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
         """Write the keys and values of all pieces. Returns the wanted outputs [wanted, hidden size].
@@ -83,7 +90,7 @@ class EaglePass:
         """
         following = [token for piece in pieces for token in piece.following]
         tokens = self._embedding[following].float()
-        residual = self._entry(torch.cat([tokens, scaled(features, self._epsilon)], dim=-1))
+        residual = self._entry(torch.cat([tokens, features], dim=-1))
         positions = [position for piece in pieces for position in piece.positions]
         outputs = self._layers.run(residual, positions, [piece.window for piece in pieces])
         starts = accumulate((piece.window.count for piece in pieces), initial=0)
@@ -92,4 +99,4 @@ class EaglePass:
 
     def logits(self, outputs: Tensor) -> Tensor:
         """Logits [rows, draft vocabulary] of outputs [rows, hidden size]."""
-        return self._head(scaled(outputs, self._epsilon) * self._output_norm)
+        return self._head(outputs)

@@ -1,7 +1,6 @@
 """The layers of a drafting module for serving, with packed products and merged projections.
 
-On CPU all layers are one call of the kernels. Elsewhere torch computes them: vectors between products are float32, and
-an RMS norm's weights are part of the product after it, so a norm only scales.
+On CPU all layers are one call of the kernels. Elsewhere torch computes them; vectors between products are float32.
 """
 
 from __future__ import annotations
@@ -13,20 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from workers.draft.parallel.product import Product, make_product, stored_type
+from workers.draft.parallel.product import make_product, stored_type
 from workers.draft.parallel.settings import Weights
+from workers.forward.native.packed_linear import InputNorm
 from workers.forward.native.window_layers import LayerWeights, WindowPiece, WindowShape, pack_window_layers
 from workers.model.drafting.layer import DrafterLayer
-
-
-def folded_product(weight: Tensor, weights: Weights, norm: Tensor, directory: str | None = None) -> Product:
-    """The product with `weight` [out, in]. `norm` [in] are the weights of a norm before it."""
-    return make_product(weight.detach().float() * norm.detach().float(), weights, directory)
-
-
-def scaled(x: Tensor, epsilon: float) -> Tensor:
-    """RMS norm over the last dimension, without weights."""
-    return functional.rms_norm(x, (x.shape[-1],), None, epsilon)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +55,7 @@ class LayerStack:
         shape = layers[0].shape
         own = WindowShape(shape.heads, shape.kv_heads, shape.head_width, shape.norm_epsilon, shape.rope_theta)
         given = [_weights_of(layer, norm) for layer, norm in zip(layers, input_norms, strict=True)]
-        self._packed = pack_window_layers(given, own, stored_type(weights), directory)
+        self._packed = pack_window_layers(given, own, stored_type(weights, directory), directory)
         if self._packed is None:
             device = layers[0].q_proj.weight.device
             self._rotary = RotaryTable(shape.head_width, shape.rope_theta, device)
@@ -98,21 +88,23 @@ class _TorchLayer:
 
     def __init__(self, layer: LayerWeights, shape: WindowShape, weights: Weights) -> None:
         self._shape = shape
-        self._joined = folded_product(layer.qkv, weights, layer.input_norm)
+        size = len(layer.input_norm)
+        norms = [InputNorm(norm, shape.epsilon, size) for norm in (layer.input_norm, layer.post_norm)]
+        self._joined = make_product(layer.qkv, weights, None, norms[0])
         self._out, self._down = make_product(layer.out, weights), make_product(layer.down, weights)
-        self._gate_up = folded_product(torch.cat([layer.gate, layer.up]), weights, layer.post_norm)
+        self._gate_up = make_product(torch.cat([layer.gate, layer.up]), weights, None, norms[1])
 
     def project(self, residual: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [tokens, heads, head width], keys and values [tokens, KV heads, head width], rotated."""
         heads, both = self._shape.heads, self._shape.heads + self._shape.kv_heads
-        joined = self._joined(scaled(residual, self._shape.epsilon)).view(len(residual), -1, self._shape.head_width)
+        joined = self._joined(residual).view(len(residual), -1, self._shape.head_width)
         rotated = rotation.apply(joined[:, :both])
         return rotated[:, :heads], rotated[:, heads:], joined[:, both:]
 
     def output(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The residual [tokens, hidden size] after the layer; `attended` [tokens, heads × head width]."""
         residual = residual + self._out(attended)
-        gate, up = self._gate_up(scaled(residual, self._shape.epsilon)).chunk(2, dim=-1)
+        gate, up = self._gate_up(residual).chunk(2, dim=-1)
         return residual + self._down(functional.silu(gate) * up)
 
 

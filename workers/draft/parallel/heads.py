@@ -16,6 +16,8 @@ from workers.draft.parallel.paths import RankedPaths
 from workers.draft.parallel.product import MakeProduct, Product, make_product
 from workers.draft.parallel.ranking import PathRanker
 from workers.draft.parallel.settings import Weights
+from workers.draft.parallel.shortlist import Shortlist
+from workers.forward.native.largest import load_largest
 from workers.model.drafting.ends import rms_norm
 from workers.model.drafting.files import load_drafter
 from workers.model.drafting.heads import MedusaHeads
@@ -46,7 +48,9 @@ class ParallelHeads:
         make = partial(make_product, weights=weights, directory=target.compile_directory)
         self._mix = None if module.mix is None else _mix_of(module.mix, make)
         self._heads = make(module.weights)
-        self._ranker = PathRanker(ends, module.selector, make, knows_noise=target.acceptance == _COUPLED)
+        largest = load_largest(device, target.compile_directory)
+        shortlist = Shortlist(ends.vocabulary, knows_noise=target.acceptance == _COUPLED, largest=largest)
+        self._ranker = PathRanker(ends, module.selector, make, shortlist)
 
     def warm_up(self, siblings: int) -> None:
         """Rank zeros in a few widths, so that the first proposals do not wait for one-time work."""

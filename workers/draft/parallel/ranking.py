@@ -23,9 +23,8 @@ from workers.sampling.device_copy import tensor_on
 class PathRanker:
     """Holds the head and the selector's weights in the form that serving needs."""
 
-    def __init__(self, ends: TargetEnds, selector: Selector | None, make: MakeProduct, knows_noise: bool) -> None:
-        """`knows_noise`: whether the target decides by the shared noise, so that sampled rows are ranked with it."""
-        self._shortlist = Shortlist(ends.vocabulary, knows_noise)
+    def __init__(self, ends: TargetEnds, selector: Selector | None, make: MakeProduct, shortlist: Shortlist) -> None:
+        self._shortlist = shortlist
         self._head, self._bias = make(ends.head), None if ends.bias is None else ends.bias.float()
         self._selector = None if selector is None else _SelectorTables(ends, selector, make)
 

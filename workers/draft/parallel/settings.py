@@ -17,7 +17,8 @@ class HeadsModuleSettings(DraftModuleSection):
     """Heads that were trained for the target."""
 
     weights: Weights = "auto"
-    """Type that the heads' weights are stored in; `auto` is bfloat16, and a GPU stores int8 as bfloat16, too."""
+    """Type that the heads' weights are stored in. `auto` is int8 on a CPU with tile registers (AMX), else bfloat16. A
+    GPU stores int8 as bfloat16, too."""
 
 
 def heads_needs(settings: DraftModuleSection) -> EvidenceNeeds:

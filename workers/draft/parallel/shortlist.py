@@ -13,15 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workers.forward.native.largest import Largest, largest_by_torch
 from workers.sampling.context import DecisionContext
 from workers.sampling.device_copy import tensor_on
 from workers.sampling.noise import gumbel, gumbel_of
-from workers.sampling.warp import untruncated
+from workers.sampling.warp import is_unchanged, untruncated
 
 SHORTLIST = 128
 """Tokens of each row that truncation and noise are computed for: the most probable ones."""
-_BLOCK = 128
-"""Neighbouring logits whose maximum is taken first. It is faster than to search whole rows for a few values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +40,24 @@ class Leading:
 class Shortlist:
     """Finds the best candidates of rows."""
 
-    def __init__(self, vocabulary: Tensor | None, knows_noise: bool) -> None:
+    def __init__(self, vocabulary: Tensor | None, knows_noise: bool, largest: Largest = largest_by_torch) -> None:
         """`vocabulary`, int64 [size], ascending, are the tokens of the logits; `None` means all.
 
         `knows_noise`: whether the target decides by the shared noise, so that sampled rows are ranked with it.
+        `largest` finds the largest logits.
         """
+        self._largest = largest
         self._vocabulary = vocabulary
         self._knows_noise = knows_noise
 
     def leading(self, logits: Tensor, contexts: Sequence[DecisionContext], count: int) -> Leading:
         """The best `count` candidates of each row of logits [rows, size]; there is one context per row."""
-        warped = untruncated(logits, contexts, vocabulary=self._vocabulary)
+        if not all(map(is_unchanged, contexts)):
+            logits = untruncated(logits, contexts, vocabulary=self._vocabulary)
         count = min(count, logits.shape[1])
         are_greedy = all(context.is_greedy for context in contexts)
-        scores, columns = _best(warped, count if are_greedy else min(max(SHORTLIST, count), logits.shape[1]))
-        best = scores[:, :1]
-        totals = best + (warped - best).exp_().sum(dim=1, keepdim=True).log_()
+        wanted = count if are_greedy else min(max(SHORTLIST, count), logits.shape[1])
+        scores, columns, totals = self._largest(logits, wanted)
         if are_greedy:
             return Leading(scores, columns, totals)
         scores = _truncated(scores, totals, contexts)
@@ -82,18 +83,6 @@ class Shortlist:
         if greedy:
             noise[greedy] = 0.0
         return noise
-
-
-def _best(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest values of each row and their columns, the largest first."""
-    rows, size = values.shape
-    if values.is_cuda or size % _BLOCK or size // _BLOCK < 2 * count:
-        return values.topk(count)
-    blocks = values.view(rows, -1, _BLOCK)
-    # The largest values are in the blocks with the largest maxima.
-    chosen = blocks.amax(dim=2).topk(count).indices
-    found, places = blocks.gather(1, chosen.unsqueeze(2).expand(-1, -1, _BLOCK)).flatten(1).topk(count)
-    return found, chosen.gather(1, places // _BLOCK) * _BLOCK + places % _BLOCK
 
 
 def _truncated(scores: Tensor, totals: Tensor, contexts: Sequence[DecisionContext]) -> Tensor:

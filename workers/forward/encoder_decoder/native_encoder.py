@@ -28,6 +28,7 @@ from workers.forward.encoder_decoder.packing import (
 from workers.forward.loaded_model import EncodedSources
 from workers.forward.native.attention import KINDS, MOST_DIM, StepHeader
 from workers.forward.native.build import load_library
+from workers.forward.native.packed_linear import linear_function
 from workers.forward.native.structures import Matrix, Norm, SourcedDecoder, SourcedLayer, SourcedPass
 
 _PARTS = {"self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"}
@@ -52,9 +53,7 @@ class NativeSourceEncoder:
         self._call.argtypes = [ctypes.POINTER(SourcedDecoder), *[ctypes.POINTER(StepHeader)] * 2]
         self._call.argtypes.append(ctypes.POINTER(SourcedPass))
         self._call.restype = None
-        self._multiply = library.pilotfish_linear
-        self._multiply.argtypes = [*[ctypes.c_void_p] * 4, ctypes.c_int64]
-        self._multiply.restype = None
+        self._multiply = linear_function(library)
         self._shape = shape
         self._decoder_layers, self._decoder_heads = reader.layers, reader.heads
         encoder: Any = reader.encoder
@@ -92,7 +91,7 @@ class NativeSourceEncoder:
         x = hidden.float().contiguous()
         projected, narrow = torch.empty((len(x), self._width)), torch.empty(x.shape, dtype=torch.bfloat16)
         head = ctypes.addressof(self._head)
-        self._multiply(head, x.data_ptr(), narrow.data_ptr(), projected.data_ptr(), len(x))
+        self._multiply(head, None, x.data_ptr(), narrow.data_ptr(), projected.data_ptr(), len(x))
         return EncodedSources((0,), self._by_layer(projected), hidden.bfloat16())
 
     def _by_layer(self, projected: torch.Tensor) -> torch.Tensor:

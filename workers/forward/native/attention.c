@@ -88,6 +88,24 @@ static inline int last_seen(uint32_t seen)
     return seen ? 32 - __builtin_clz(seen) : 0;
 }
 
+/* Prefetch the keys and values of a row's committed positions first … end - 1, of all heads, to the second-level cache: the
+   processor's own prefetcher follows a block, but not a row from block to block. */
+static void prefetch_positions(const Step *step, const Layer *layer, int64_t row, int64_t first, int64_t end, int64_t number_bytes)
+{
+    const int64_t size = step->block_size, bytes = layer->kv_heads * layer->dim * number_bytes;
+    const int32_t *blocks = step->blocks + (layer->table * step->rows + row) * step->most_blocks;
+    end = end < step->base_len[row] ? end : step->base_len[row];
+    for (int64_t at = first, some; at < end; at += some) {
+        const int64_t within = at % size, from = (blocks[at / size] * size + within) * bytes;
+        some = size - within < end - at ? size - within : end - at;
+        if (blocks[at / size] < 0) continue; /* it left the window */
+        for (int64_t byte = 0; byte < some * bytes; byte += LINE) {
+            __builtin_prefetch((const char *)layer->keys + from + byte, 0, 2);
+            __builtin_prefetch((const char *)layer->values + from + byte, 0, 2);
+        }
+    }
+}
+
 /* The slots of the keys and values of a tile that the token sees; -1 for positions that it does not see. */
 static void locate(const Step *step, const Layer *layer, int64_t row, int64_t token, int64_t first, uint32_t seen, int64_t *slots)
 {
@@ -509,6 +527,7 @@ static void attend_##NAME(const Step *step, const Layer *layer, int64_t row, int
         int64_t slots[KEYS];                                                                                           \
         const int keys = last_seen(any);                                                                               \
         if (is_common) locate(step, layer, row, token, first, any, slots);                                             \
+        prefetch_positions(step, layer, row, first ? first + KEYS : 0, first + 2 * KEYS, sizeof(TYPE));                \
         for (int64_t h = 0; h < heads && some; h++) {                                                                  \
             if (is_common) {                                                                                           \
                 const int form = load_##NAME(&work, layer, head + h, slots, keys, some);                               \

@@ -196,23 +196,39 @@ static void embed(const Decoder *decoder, const Pass *pass, int64_t token)
         memcpy(to, (const float *)decoder->embedding + from, (size_t)hidden * sizeof *to);
 }
 
-/* One product: x [rows, inputs] → to [rows, outputs]. `narrow` [rows, inputs] receives x as bfloat16 if the product
-   multiplies bfloat16; else it is not used. */
-void pilotfish_linear(const Matrix *matrix, const float *x, uint16_t *narrow, float *to, int64_t rows)
+/* RMS norms of the inputs of a product: from input `plain` on, each `group` of neighbours is normalised by itself. */
+typedef struct {
+    int64_t plain, group; /* inputs - plain is a multiple of group */
+    float epsilon;
+    const float *weight; /* [inputs - plain] */
+} InputNorm;
+
+static void prepare_input(const float *x, const InputNorm *norm, int64_t inputs, void *input, int64_t kind, int64_t at)
+{
+    const int64_t plain = norm ? norm->plain : inputs;
+    put(input, kind, at, x, plain);
+    for (int64_t first = plain; first < inputs; first += norm->group)
+        normalise(x + first, norm->weight + first - plain, norm->group, norm->epsilon, input, kind, at + first);
+}
+
+/* One product: x [rows, inputs] → to [rows, outputs], with a norm of the inputs or none. `input` [rows, inputs] receives
+   what is multiplied, in its type. */
+void pilotfish_linear(const Matrix *matrix, const InputNorm *norm, const float *x, void *input, float *to, int64_t rows)
 {
     const int64_t inputs = matrix->inputs, kind = factor_kind(matrix);
+    const int has_input = norm || kind == BFLOAT16;
     const Output output = {STORE, to, NULL, matrix->outputs, kind};
     Barrier barrier = {0};
 #pragma omp parallel
     {
 #pragma omp single
         barrier.team = omp_get_num_threads();
-        if (kind == BFLOAT16) {
+        if (has_input) {
 #pragma omp for schedule(static) nowait
-            for (int64_t r = 0; r < rows; r++) put(narrow, BFLOAT16, r * inputs, x + r * inputs, inputs);
+            for (int64_t r = 0; r < rows; r++) prepare_input(x + r * inputs, norm, inputs, input, kind, r * inputs);
             pilotfish_wait_for_all(&barrier);
         }
-        pilotfish_multiply(matrix, kind == BFLOAT16 ? (const void *)narrow : x, &output, rows, &barrier);
+        pilotfish_multiply(matrix, has_input ? input : x, &output, rows, &barrier);
     }
 }
 

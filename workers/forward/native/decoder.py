@@ -20,7 +20,14 @@ from workers.forward.loaded_model import PassOutput
 from workers.forward.native.attention import KINDS, StepHeader, build_native_step
 from workers.forward.native.build import load_library
 from workers.forward.native.decoder_shape import DecoderShape, head_norms
-from workers.forward.native.packed_linear import block_columns, interleave, pack_blocks, pad_rows
+from workers.forward.native.packed_linear import (
+    INT8_TILES,
+    block_columns,
+    interleave,
+    is_on_tiles,
+    pack_blocks,
+    pad_rows,
+)
 from workers.forward.native.structures import Decoder, DecoderLayer, Matrix, Pass
 from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.forward.replace_linear import decoder_layers
@@ -38,6 +45,7 @@ class NativeDecoder:
     def __init__(
         self, model: Any, shape: DecoderShape, library: ctypes.CDLL, dtype: torch.dtype, quantization: str
     ) -> None:
+        self._library = library
         self._decode = library.pilotfish_decode
         self._decode.argtypes = [ctypes.POINTER(Decoder), ctypes.POINTER(StepHeader), ctypes.POINTER(Pass)]
         self._decode.restype = None
@@ -181,9 +189,17 @@ class NativeDecoder:
         if self._quantization == "int8":
             packed, scales = quantize(packed)
             scale = self._vector(pad_rows(scales.float(), self._columns))
-        packed = pack_blocks(packed, self._columns, self._arena)
+        on_tiles = is_on_tiles(self._library, packed.dtype, inputs)
+        packed = pack_blocks(packed, self._columns, self._arena, on_tiles=on_tiles)
         return Matrix(
-            *(KINDS[packed.dtype], inputs, outputs, packed.shape[0], packed.data_ptr(), scale),
+            *(
+                INT8_TILES if on_tiles else KINDS[packed.dtype],
+                inputs,
+                outputs,
+                packed.shape[0],
+                packed.data_ptr(),
+                scale,
+            ),
             None if bias is None else self._vector(pad_rows(bias, self._columns)),
         )
 

@@ -24,11 +24,15 @@
 #endif
 #define LINE 64     /* bytes of a cache line */
 
+#if defined(IS_AVX512)
+#include <immintrin.h>
+#endif
+
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
-enum { FLOAT32, BFLOAT16, INT8 }; /* kinds of numbers */
+enum { FLOAT32, BFLOAT16, INT8, INT8_TILES }; /* kinds of numbers; INT8_TILES is INT8 in the order of tile registers */
 
 /* e^x for x <= 0, within two units in the last place; very small results become 0. */
 static inline float exponential(float x)
@@ -48,6 +52,30 @@ static inline float exponential(float x)
     float power;
     memcpy(&power, &bits, sizeof power);
     return x < -87.0f ? 0.0f : p * power;
+}
+
+/* The same for a vector, bit for bit. */
+static inline Vector exponentials(Vector x)
+{
+#if defined(IS_AVX512)
+    const __m512 least = _mm512_set1_ps(-87.0f), bounded = _mm512_max_ps(least, (__m512)x);
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(bounded, _mm512_set1_ps(1.44269504f)), 4);
+    __m512 r = _mm512_fmadd_ps(n, _mm512_set1_ps(-0.693359375f), bounded);
+    r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, least, _CMP_NLT_UQ);
+    return (Vector)_mm512_maskz_scalef_ps(counts, p, n); /* p * 2^n */
+#else
+    Vector power;
+    for (int l = 0; l < LANES; l++) power[l] = exponential(x[l]);
+    return power;
+#endif
 }
 
 static inline float widen_bfloat16(uint16_t value)

@@ -7,16 +7,50 @@ float32 rows, rounds them as it needs, and returns float32 rows, in one call.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear, pad, rms_norm
 
 from workers.forward.linear import Int8Kernel, quantize
 from workers.forward.native.attention import KINDS
 from workers.forward.native.build import load_library
 from workers.forward.native.structures import Matrix
 from workers.kv.huge_pages import Arena
+
+INT8_TILES = 3
+"""The kind of int8 weights in the order of tile registers; see products.h."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputNorm:
+    """RMS norms of a product's inputs: each group of neighbours is normalised by itself."""
+
+    weight: torch.Tensor
+    """[inputs - plain], a whole number of groups."""
+    epsilon: float
+    group: int
+    """Inputs of a group."""
+    plain: int = 0
+    """Number of first inputs that are not normalised."""
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` `[rows, inputs]` normalised without the weights; the first `plain` inputs stay as they are."""
+        groups = x[:, self.plain :].reshape(len(x), -1, self.group)
+        return torch.cat([x[:, : self.plain], rms_norm(groups, (self.group,), None, self.epsilon).flatten(1)], dim=1)
+
+    def folded(self, weight: torch.Tensor) -> torch.Tensor:
+        """`weight` `[out, in]` times the norm's weights, float32, for a product of inputs from `scaled`."""
+        return weight.detach().float() * pad(self.weight.detach().float(), (self.plain, 0), value=1.0)
+
+
+class _InputNorm(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("plain", "group")),
+        ("epsilon", ctypes.c_float),
+        ("weight", ctypes.c_void_p),
+    ]
 
 
 class PackedLinear:
@@ -34,24 +68,32 @@ class PackedLinear:
         dtype: torch.dtype = torch.bfloat16,
         bias: torch.Tensor | None = None,
         directory: str | None = None,
+        norm: InputNorm | None = None,
     ) -> None:
+        """`norm`, if there is one, is applied to the rows first."""
         if dtype not in KINDS or weight.device.type != "cpu":
             raise ValueError(f"weights of {dtype} on {weight.device} are refused; only {[*KINDS]} on CPU are packed")
         self.outputs, self.inputs = weight.shape
-        self._weight, self._scale = stored_as(weight, dtype)
         self._bias = None if bias is None else bias.detach().float()
         self._library = None if dtype is torch.bfloat16 and self.inputs % 2 else load_library(directory)
-        if self._library is not None:
-            self._bind(self._library)
+        self._norm = norm
+        if self._library is None:
+            self._weight, self._scale = stored_as(weight if norm is None else norm.folded(weight), dtype)
+        else:
+            self._bind(weight, dtype, self._library)
 
-    def _bind(self, library: ctypes.CDLL) -> None:
-        self._packed = PackedMatrix(self._weight, self._scale, self._bias, block_columns(library))
-        self._weight = self._packed.weight
+    def _bind(self, weight: torch.Tensor, dtype: torch.dtype, library: ctypes.CDLL) -> None:
+        self._packed = pack_matrix(weight, dtype, library, self._bias)
         self._address = ctypes.addressof(self._packed.matrix)
-        self._narrow = torch.empty(self.inputs, dtype=torch.bfloat16)
-        self._multiply = library.pilotfish_linear
-        self._multiply.argtypes = [*[ctypes.c_void_p] * 4, ctypes.c_int64]
-        self._multiply.restype = None
+        self._input = torch.empty(0)
+        """What is multiplied: the rows after the norm and rounding."""
+        self._norm_address: int | None = None
+        if self._norm is not None:
+            norm = self._norm
+            self._norm_weight = norm.weight.detach().float().clone()
+            self._structure = _InputNorm(norm.plain, norm.group, norm.epsilon, self._norm_weight.data_ptr())
+            self._norm_address = ctypes.addressof(self._structure)
+        self._multiply = linear_function(library)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x` float32 `[rows, in]` → float32 `[rows, out]`. Raises `ValueError` for another shape or dtype."""
@@ -64,16 +106,29 @@ class PackedLinear:
         x = x.contiguous()
         rows = len(x)
         product = torch.empty((rows, self.outputs))
-        if self._narrow.numel() < x.numel():
-            self._narrow = torch.empty(x.numel(), dtype=torch.bfloat16)
-        self._multiply(self._address, x.data_ptr(), self._narrow.data_ptr(), product.data_ptr(), rows)
+        if self._input.numel() < x.numel():
+            self._input = torch.empty(x.numel())
+        addresses = (x.data_ptr(), self._input.data_ptr(), product.data_ptr())
+        self._multiply(self._address, self._norm_address, *addresses, rows)
         return product
 
     def _multiply_with_torch(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self._norm is None else self._norm.scaled(x)
         if self._scale is not None:
             return Int8Kernel(self._weight, self._scale, self._bias).multiply(x)
         product = linear(x.to(self._weight.dtype), self._weight).float()
         return product if self._bias is None else product + self._bias
+
+
+def linear_function(library: ctypes.CDLL) -> Callable[..., None]:
+    """The C function `pilotfish_linear`: addresses of matrix, norm or `None`, rows, buffer and product, then the rows.
+
+    The buffer holds the rows after the norm, float32, or rounded to bfloat16 for weights of that type.
+    """
+    function = library.pilotfish_linear
+    function.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int64]
+    function.restype = None
+    return function
 
 
 class PackedMatrix:
@@ -86,18 +141,39 @@ class PackedMatrix:
         bias: torch.Tensor | None,
         columns: int,
         arena: Arena | None = None,
+        *,
+        on_tiles: bool = False,
     ) -> None:
         """`weight` `[out, in]` as `stored_as` returns it. `scale` and `bias` are `[out]`, or none.
 
-        The packed weight lies in `arena`, if there is one.
+        The packed weight lies in `arena`, if there is one. `on_tiles`: see `pack_matrix`.
         """
         outputs, inputs = weight.shape
-        self.weight = pack_blocks(weight, columns, arena)
+        self.weight = pack_blocks(weight, columns, arena, on_tiles=on_tiles)
         self._vectors = [None if values is None else pad_rows(values, columns).clone() for values in (scale, bias)]
         self.matrix = Matrix(
-            *(KINDS[weight.dtype], inputs, outputs, len(self.weight), self.weight.data_ptr()),
-            *(None if values is None else values.data_ptr() for values in self._vectors),
+            *(INT8_TILES if on_tiles else KINDS[weight.dtype], inputs, outputs, len(self.weight)),
+            *(self.weight.data_ptr(), *(None if values is None else values.data_ptr() for values in self._vectors)),
         )
+
+
+def has_int8_tiles(directory: str | None) -> bool:
+    """Whether int8 weights are multiplied on tile registers (AMX): few rows then take half the time of bfloat16."""
+    library = load_library(directory)
+    return library is not None and is_on_tiles(library, torch.int8, 64)
+
+
+def pack_matrix(
+    weight: torch.Tensor, dtype: torch.dtype, library: ctypes.CDLL, bias: torch.Tensor | None = None
+) -> PackedMatrix:
+    """Weights `[out, in]` in this dtype. int8 weights are multiplied on tile registers (AMX) where there are some."""
+    on_tiles = is_on_tiles(library, dtype, weight.shape[1])
+    return PackedMatrix(*stored_as(weight, dtype), bias, block_columns(library), on_tiles=on_tiles)
+
+
+def is_on_tiles(library: ctypes.CDLL, dtype: torch.dtype, inputs: int) -> bool:
+    """Whether weights `[out, inputs]` of this dtype are packed for int8 products on tile registers (AMX)."""
+    return dtype is torch.int8 and bool(library.pilotfish_on_tiles(ctypes.byref(Matrix(INT8_TILES, inputs))))
 
 
 def stored_as(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -125,13 +201,17 @@ def pad_rows(values: torch.Tensor, grain: int) -> torch.Tensor:
     return pad(values, widths) if missing else values
 
 
-def pack_blocks(weight: torch.Tensor, columns: int, arena: Arena | None = None) -> torch.Tensor:
-    """`[out, in]` → `[blocks, in, columns]`, for bfloat16 `[blocks, in / 2, columns, 2]`, as the kernels read.
+def pack_blocks(
+    weight: torch.Tensor, columns: int, arena: Arena | None = None, *, on_tiles: bool = False
+) -> torch.Tensor:
+    """`[out, in]` → `[blocks, in, columns]`, as the kernels read.
+
+    For bfloat16 it is `[blocks, in / 2, columns, 2]`, for int8 `on_tiles` `[blocks, in / 4, columns, 4]`.
 
     The result lies in `arena`, if there is one. Missing outputs of the last block are zeros.
     """
     outputs, inputs = weight.shape
-    grain = 2 if weight.dtype is torch.bfloat16 else 1
+    grain = 4 if on_tiles else 2 if weight.dtype is torch.bfloat16 else 1
     shape = (-(-outputs // columns), inputs // grain, columns, *([grain] if grain > 1 else []))
     packed = torch.empty(shape, dtype=weight.dtype) if arena is None else arena.take(shape, weight.dtype)
     whole = outputs // columns
@@ -142,8 +222,8 @@ def pack_blocks(weight: torch.Tensor, columns: int, arena: Arena | None = None) 
 
 
 def _transpose_blocks(weight: torch.Tensor, packed: torch.Tensor) -> None:
-    """Fill whole blocks. A pair of bfloat16 numbers is copied as one of 32 bits, in half the time."""
-    if weight.dtype is torch.bfloat16:
-        weight = weight.clone() if weight.storage_offset() % 2 else weight.contiguous()
+    """Fill whole blocks. Two bfloat16 numbers, or four int8 numbers, are copied as one of 32 bits, in less time."""
+    if packed.dim() == 4:
+        weight = weight.clone() if weight.storage_offset() % packed.shape[3] else weight.contiguous()
         weight, packed = weight.view(torch.int32), packed.view(torch.int32).squeeze(-1)
     packed.copy_(weight.reshape(len(packed), packed.shape[2], packed.shape[1]).transpose(1, 2))

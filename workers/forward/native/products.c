@@ -46,10 +46,11 @@ void pilotfish_wait_for_all(Barrier *barrier)
 
 /* --- after a product ------------------------------------------------------------------------- */
 
-static inline float sigmoid_weighted(float x)
+static inline Vector sigmoid_weighted(Vector x)
 {
-    const float small = exponential(x < 0 ? x : -x); /* e^-|x| */
-    return x * (x < 0 ? small : 1.0f) / (1.0f + small);
+    const Words is_negative = (Words)(x < 0.0f), one = (Words)(Vector){0} + 0x3f800000u;
+    const Vector small = exponentials((Vector)((Words)x | 0x80000000u)); /* e^-|x| */
+    return x * (Vector)(((Words)small & is_negative) | (one & ~is_negative)) / (small + 1.0f);
 }
 
 /* Apply the operations after a product to one row of a block. */
@@ -65,13 +66,15 @@ INLINE void finish(const Matrix *matrix, const Output *output, int64_t block, in
         second += *(const Vector *)(matrix->bias + at + LANES);
     }
     if (output->after == GATE) {
-        float value[LANES], up[LANES];
-        memcpy(value, &first, sizeof first);
-        memcpy(up, &second, sizeof second);
-        for (int c = 0; c < LANES; c++) value[c] = sigmoid_weighted(value[c]) * up[c];
+        const Vector gated = sigmoid_weighted(first) * second;
         const int64_t from = at / 2, left = output->width - from, to = row * output->width + from;
-        if (left >= LANES) put(output->input, output->kind, to, value, LANES);
-        else if (left > 0) put(output->input, output->kind, to, value, left);
+        if (left >= LANES && output->kind == BFLOAT16) *(Halves *)((uint16_t *)output->input + to) = narrow_bfloat16s(gated);
+        else if (left >= LANES) *(Vector *)((float *)output->input + to) = gated;
+        else if (left > 0) {
+            float value[LANES];
+            memcpy(value, &gated, sizeof gated);
+            put(output->input, output->kind, to, value, left);
+        }
         return;
     }
     float *to = output->to + row * output->width + at;
@@ -318,8 +321,31 @@ static void multiply_block(const Matrix *matrix, const void *input, const Output
     }
 }
 
+/* This thread's share of a product with int8 weights on tiles. Each thread splits the rows for itself. */
+static void multiply_split(const Matrix *matrix, const float *input, const Output *output, int64_t rows, int64_t team)
+{
+    const int64_t inputs = matrix->inputs, fitting = CHUNK / (2 * inputs), most = fitting > TILE_GROUP / 2 ? fitting : TILE_GROUP / 2;
+    const int64_t chunks = (rows + most - 1) / most, size = (rows + chunks - 1) / chunks;
+    const int64_t items = chunks * matrix->blocks, thread = omp_get_thread_num(), end = items * (thread + 1) / team;
+    int8_t numbers[2 * size * inputs] __attribute__((aligned(LINE)));
+    float steps[size];
+    const SplitRows split = {numbers, steps};
+    for (int64_t item = items * thread / team, known = -1; item < end; item++) {
+        const int64_t chunk = item / matrix->blocks, row = rows * chunk / chunks, some = rows * (chunk + 1) / chunks - row;
+        if (chunk != known) pilotfish_split_rows(input + row * inputs, some, inputs, &split);
+        known = chunk;
+        pilotfish_multiply_split(matrix, &split, output, item % matrix->blocks, row, some);
+    }
+}
+
 void pilotfish_multiply(const Matrix *matrix, const void *input, const Output *output, int64_t rows, Barrier *barrier)
 {
+    if (matrix->kind == INT8_TILES) {
+        if (rows) multiply_split(matrix, input, output, rows, barrier->team);
+        pilotfish_leave_tiles();
+        pilotfish_wait_for_all(barrier);
+        return;
+    }
     const int64_t size = factor_kind(matrix) == BFLOAT16 ? sizeof(uint16_t) : sizeof(float);
     const int64_t grain = pilotfish_on_tiles(matrix) ? TILE_GROUP : ROWS;
     const int64_t fitting = CHUNK / (matrix->inputs * size), most = fitting > grain ? fitting : grain;

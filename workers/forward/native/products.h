@@ -17,11 +17,12 @@
 #define COLUMNS (2 * LANES) /* outputs of a block: two vectors */
 #define INLINE static inline __attribute__((always_inline))
 
-/* A packed matrix: blocks of COLUMNS outputs, each [inputs, COLUMNS] (bfloat16: [inputs / 2, COLUMNS, 2]). */
+/* A packed matrix: blocks of COLUMNS outputs, each [inputs, COLUMNS] (BFLOAT16: [inputs / 2, COLUMNS, 2], INT8_TILES:
+   [inputs / 4, COLUMNS, 4]). */
 typedef struct {
     int64_t kind, inputs, outputs, blocks; /* the last block is padded with zeros */
     const void *weights;
-    const float *scale; /* [blocks * COLUMNS] for INT8 */
+    const float *scale; /* [blocks * COLUMNS] for INT8 and INT8_TILES */
     const float *bias;  /* [blocks * COLUMNS], or none */
 } Matrix;
 

@@ -1,8 +1,12 @@
-/* Products of bfloat16 numbers on the tile registers of AMX.
+/* Products of bfloat16 and int8 numbers on the tile registers of AMX.
 
    A tile register holds 16 rows of 64 bytes. One instruction multiplies 16 rows of 32 activations with 32 inputs of 16
    outputs. An output is summed over 32 inputs, the even ones and the odd ones by themselves; these two sums are added,
    and then added to the sum of the inputs before. The order does not depend on the number of rows.
+
+   int8 weights need activations in int8. One number of 8 bits is too coarse, so an activation is the sum of two, and
+   each row of activations two rows of a tile. Sums of integers are exact. Few rows take half the time of bfloat16, since
+   half as many bytes are read; many rows take as long.
 
    Tiles are used after a trial on the processor itself shows that they compute what the same code computes on
    emulated registers. */
@@ -21,9 +25,13 @@
 #define TILE_ROWS 16
 #define TILE_BYTES 64                          /* bytes of a row */
 #define INPUTS 32                              /* inputs of a step: the bfloat16 numbers of a row */
+#define INT8_INPUTS TILE_BYTES
+#define FINE 254.0f                            /* fine steps of a coarse one; the fine number is at most 127, too */
+#define MOST_SPLIT 8192                        /* inputs of an INT8_TILES matrix: rows are split on the stack */
 #define HALF (TILE_BYTES / (int)sizeof(float)) /* outputs of a tile */
 #define OUTPUTS (2 * HALF)                     /* outputs of a block that tiles can multiply */
-#define AHEAD 8192                             /* bytes of weights to prefetch */
+#define NEAR 2048                              /* bytes of weights to prefetch to the first-level cache */
+#define FAR 8192                               /* the same to the second level, where two tiles of rows leave the first no room */
 
 /* Numbers of the registers. */
 enum { SUMS = 0, ROWS_OF_INPUTS = 4, WEIGHTS = 6 };
@@ -60,6 +68,17 @@ static void store_emulated(const Emulated *tiles, int from, void *to, int64_t st
     for (int r = 0; r < tiles->rows[from]; r++) memcpy((char *)to + r * stride, tiles->data[from][r], TILE_BYTES);
 }
 
+static void multiply_int8_emulated(Emulated *tiles, int to, int rows, int weights)
+{
+    for (int r = 0; r < tiles->rows[to]; r++) {
+        const int8_t *x = (const int8_t *)tiles->data[rows][r];
+        int32_t *sums = (int32_t *)tiles->data[to][r];
+        for (int output = 0; output < HALF; output++)
+            for (int k = 0; k < INT8_INPUTS; k++)
+                sums[output] += x[k] * ((const int8_t *)tiles->data[weights][k / 4])[4 * output + k % 4];
+    }
+}
+
 static void multiply_emulated(Emulated *tiles, int to, int rows, int weights)
 {
     for (int r = 0; r < tiles->rows[to]; r++) {
@@ -94,7 +113,9 @@ static void multiply_emulated(Emulated *tiles, int to, int rows, int weights)
     } while (0)
 #define MULTIPLY(TO, X, W)                                                                                             \
     do {                                                                                                               \
-        if (emulated) multiply_emulated(emulated, TO, X, W);                                                           \
+        if (emulated && is_int8) multiply_int8_emulated(emulated, TO, X, W);                                           \
+        else if (emulated) multiply_emulated(emulated, TO, X, W);                                                      \
+        else if (is_int8) REAL("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(TO), "i"(X), "i"(W));                      \
         else REAL("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(TO), "i"(X), "i"(W));                                 \
     } while (0)
 
@@ -115,12 +136,13 @@ static void configure(Emulated *emulated, int first, int second)
 
 /* --- products -------------------------------------------------------------------------------- */
 
-/* At most TILE_GROUP rows of inputs [rows, inputs] times a block's weights → sums [rows, OUTPUTS]. */
-INLINE void multiply_group(Emulated *emulated, const uint16_t *x, int64_t inputs, const uint16_t *weights, int rows,
-                           int is_first_reading, float *sums)
+/* At most TILE_GROUP rows of inputs [rows, row_bytes] times a block's weights → sums [rows, OUTPUTS], float or int32_t. */
+INLINE void multiply_group(Emulated *emulated, const int is_int8, const void *input, int64_t row_bytes, const void *matrix,
+                           int rows, int is_first_reading, void *sums)
 {
     const int first = rows < TILE_ROWS ? rows : TILE_ROWS, second = rows - first;
-    const int64_t row_bytes = inputs * (int64_t)sizeof *x, pair_bytes = 2 * TILE_BYTES;
+    const int64_t stride = 2 * TILE_BYTES;
+    const char *x = input, *weights = matrix;
     configure(emulated, first, second);
     CLEAR(SUMS);
     CLEAR(SUMS + 1);
@@ -128,33 +150,45 @@ INLINE void multiply_group(Emulated *emulated, const uint16_t *x, int64_t inputs
         CLEAR(SUMS + 2);
         CLEAR(SUMS + 3);
     }
-    for (int64_t k = 0; k < inputs; k += INPUTS, weights += INPUTS * OUTPUTS) {
-        if (is_first_reading)
-            for (int line = 0; line < INPUTS; line++) __builtin_prefetch((const char *)weights + AHEAD + line * LINE, 0, 3);
-        LOAD(WEIGHTS, weights, pair_bytes);
+    for (int64_t k = 0; k < row_bytes; k += TILE_BYTES, weights += TILE_ROWS * stride) {
+        for (int line = 0; is_first_reading && line < 2 * TILE_ROWS; line++) {
+            if (second) __builtin_prefetch(weights + FAR + line * LINE, 0, 2);
+            __builtin_prefetch(weights + NEAR + line * LINE, 0, 3);
+        }
+        LOAD(WEIGHTS, weights, stride);
         LOAD(ROWS_OF_INPUTS, x + k, row_bytes);
         MULTIPLY(SUMS, ROWS_OF_INPUTS, WEIGHTS);
-        LOAD(WEIGHTS + 1, weights + 2 * HALF, pair_bytes);
+        LOAD(WEIGHTS + 1, weights + TILE_BYTES, stride);
         MULTIPLY(SUMS + 1, ROWS_OF_INPUTS, WEIGHTS + 1);
         if (second) {
-            LOAD(ROWS_OF_INPUTS + 1, x + TILE_ROWS * inputs + k, row_bytes);
+            LOAD(ROWS_OF_INPUTS + 1, x + TILE_ROWS * row_bytes + k, row_bytes);
             MULTIPLY(SUMS + 2, ROWS_OF_INPUTS + 1, WEIGHTS);
             MULTIPLY(SUMS + 3, ROWS_OF_INPUTS + 1, WEIGHTS + 1);
         }
     }
-    const int64_t sums_bytes = OUTPUTS * (int64_t)sizeof *sums;
-    SAVE(SUMS, sums, sums_bytes);
-    SAVE(SUMS + 1, sums + HALF, sums_bytes);
+    char *to = sums; /* [rows, 2, TILE_BYTES] */
+    SAVE(SUMS, to, stride);
+    SAVE(SUMS + 1, to + TILE_BYTES, stride);
     if (second) {
-        SAVE(SUMS + 2, sums + TILE_ROWS * OUTPUTS, sums_bytes);
-        SAVE(SUMS + 3, sums + TILE_ROWS * OUTPUTS + HALF, sums_bytes);
+        SAVE(SUMS + 2, to + TILE_ROWS * stride, stride);
+        SAVE(SUMS + 3, to + TILE_ROWS * stride + TILE_BYTES, stride);
     }
 }
 
 int pilotfish_on_tiles(const Matrix *matrix)
 {
-    return is_enabled && matrix->kind == BFLOAT16 && matrix->inputs % INPUTS == 0;
+    if (!is_enabled) return 0;
+    if (matrix->kind == INT8_TILES) return matrix->inputs % INT8_INPUTS == 0 && matrix->inputs <= MOST_SPLIT;
+    return matrix->kind == BFLOAT16 && matrix->inputs % INPUTS == 0;
 }
+
+#ifdef EMULATE_TILES
+#define WITH_TILES(...)                                                                                                \
+    Emulated tiles;                                                                                                    \
+    multiply_group(&tiles, __VA_ARGS__)
+#else
+#define WITH_TILES(...) multiply_group(NULL, __VA_ARGS__)
+#endif
 
 void pilotfish_multiply_on_tiles(const Matrix *matrix, const void *input, const Output *output, int64_t block, int64_t row,
                                  int64_t rows)
@@ -165,12 +199,51 @@ void pilotfish_multiply_on_tiles(const Matrix *matrix, const void *input, const 
     for (int64_t done = 0; done < rows; done += TILE_GROUP) {
         const int some = (int)(rows - done < TILE_GROUP ? rows - done : TILE_GROUP);
         const uint16_t *x = (const uint16_t *)input + (row + done) * inputs;
-#ifdef EMULATE_TILES
-        Emulated tiles;
-        multiply_group(&tiles, x, inputs, weights, some, done == 0, sums);
-#else
-        multiply_group(NULL, x, inputs, weights, some, done == 0, sums);
-#endif
+        WITH_TILES(0, x, inputs * (int64_t)sizeof *x, weights, some, done == 0, sums);
+        pilotfish_finish(matrix, output, block, row + done, sums, some);
+    }
+}
+
+void pilotfish_split_rows(const float *x, int64_t rows, int64_t inputs, const SplitRows *to)
+{
+    for (int64_t r = 0; r < rows; r++, x += inputs) {
+        int8_t *coarse = to->numbers + 2 * r * inputs, *fine = coarse + inputs;
+        float lanes[LANES] = {0}, zeros[LANES] = {0}, most = 0.0f, zero = 0.0f;
+        for (int64_t i = 0; i < inputs; i += LANES) /* INT8_INPUTS is a multiple of it */
+            for (int l = 0; l < LANES; l++) {
+                lanes[l] = fabsf(x[i + l]) > lanes[l] ? fabsf(x[i + l]) : lanes[l];
+                zeros[l] += x[i + l] * 0.0f; /* NaN from the first NaN or infinity on */
+            }
+        for (int l = 0; l < LANES; l++) most = lanes[l] > most ? lanes[l] : most, zero += zeros[l];
+        if (zero != 0.0f) { /* no integers: all sums of the row are NaN */
+            memset(coarse, 0, 2 * (size_t)inputs);
+            to->steps[r] = NAN;
+            continue;
+        }
+        const float step = most / 127.0f, factor = step > 0.0f ? 1.0f / step : 0.0f;
+        to->steps[r] = factor < INFINITY ? step : 0.0f;
+        for (int64_t i = 0; i < inputs; i++) {
+            const float value = factor < INFINITY ? x[i] * factor : 0.0f, whole = rintf(value);
+            coarse[i] = (int8_t)(int32_t)whole;
+            fine[i] = (int8_t)(int32_t)rintf((value - whole) * FINE);
+        }
+    }
+}
+
+void pilotfish_multiply_split(const Matrix *matrix, const SplitRows *input, const Output *output, int64_t block, int64_t row,
+                              int64_t rows)
+{
+    enum { MOST = TILE_GROUP / 2 };
+    const int64_t inputs = matrix->inputs;
+    const int8_t *weights = (const int8_t *)matrix->weights + block * inputs * OUTPUTS;
+    int32_t whole[TILE_GROUP * OUTPUTS];
+    float sums[MOST * OUTPUTS];
+    for (int64_t done = 0; done < rows; done += MOST) {
+        const int some = (int)(rows - done < MOST ? rows - done : MOST);
+        WITH_TILES(1, input->numbers + 2 * done * inputs, inputs, weights, 2 * some, done == 0, whole);
+        for (int r = 0; r < some; r++)
+            for (int c = 0; c < OUTPUTS; c++)
+                sums[r * OUTPUTS + c] = ((float)whole[2 * r * OUTPUTS + c] + (float)whole[(2 * r + 1) * OUTPUTS + c] / FINE) * input->steps[done + r];
         pilotfish_finish(matrix, output, block, row + done, sums, some);
     }
 }
@@ -185,13 +258,13 @@ void pilotfish_leave_tiles(void)
 /* --- whether the processor has them ---------------------------------------------------------- */
 
 #if HAS_TILES && !defined(EMULATE_TILES)
-enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18, BIT_BFLOAT16 = 22, BIT_TILES = 24, BIT_XSAVE = 27 };
+enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18, BIT_BFLOAT16 = 22, BIT_TILES = 24, BIT_INT8 = 25, BIT_XSAVE = 27 };
 
 static int is_permitted(void)
 {
     uint32_t a, b, c, d, low, high;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !((c >> BIT_XSAVE) & 1)) return 0;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !((d >> BIT_BFLOAT16) & (d >> BIT_TILES) & 1)) return 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !((d >> BIT_BFLOAT16) & (d >> BIT_TILES) & (d >> BIT_INT8) & 1)) return 0;
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0)); /* what the system saves of each thread */
     if (((low >> 17) & 3) != 3) return 0;
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
@@ -209,12 +282,15 @@ static int is_right(int rows)
     for (int i = 0; i < WIDTH * OUTPUTS; i++)
         weights[i] = narrow_bfloat16((float)((state = state * 1664525u + 1013904223u) >> 16) / 32768.0f - 1.0f);
     Emulated tiles;
-    multiply_group(&tiles, x, WIDTH, weights, rows, 0, expected);
-    multiply_group(NULL, x, WIDTH, weights, rows, 0, found);
+    int32_t whole[2][TILE_GROUP * OUTPUTS]; /* the same bytes as int8 numbers */
+    multiply_group(&tiles, 0, x, sizeof x[0] * WIDTH, weights, rows, 0, expected);
+    multiply_group(NULL, 0, x, sizeof x[0] * WIDTH, weights, rows, 0, found);
+    multiply_group(&tiles, 1, x, sizeof x[0] * WIDTH, weights, rows, 0, whole[0]);
+    multiply_group(NULL, 1, x, sizeof x[0] * WIDTH, weights, rows, 0, whole[1]);
     pilotfish_leave_tiles();
     for (int i = 0; i < rows * OUTPUTS; i++)
         if (!(fabsf(found[i] - expected[i]) <= 1e-4f)) return 0; /* sums are below 100 */
-    return 1;
+    return memcmp(whole[0], whole[1], sizeof whole[0][0] * OUTPUTS * rows) == 0;
 }
 #endif
 

@@ -14,6 +14,18 @@ int pilotfish_on_tiles(const Matrix *matrix);
 void pilotfish_multiply_on_tiles(const Matrix *matrix, const void *input, const Output *output, int64_t block, int64_t row,
                                  int64_t rows);
 
+/* Rows of FLOAT32 inputs as sums of two int8 numbers each: x = step * (coarse + fine / FINE). */
+typedef struct {
+    int8_t *numbers; /* [rows, 2, inputs] coarse, fine */
+    float *steps;    /* [rows] */
+} SplitRows;
+
+void pilotfish_split_rows(const float *x, int64_t rows, int64_t inputs, const SplitRows *to);
+
+/* The same for an INT8_TILES matrix, and rows that were split. */
+void pilotfish_multiply_split(const Matrix *matrix, const SplitRows *input, const Output *output, int64_t block, int64_t row,
+                              int64_t rows);
+
 /* Free this thread's tile registers, so that the system need not save them. */
 void pilotfish_leave_tiles(void);
 

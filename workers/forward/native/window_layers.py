@@ -14,7 +14,7 @@ import torch
 
 from workers.forward.native.attention import KINDS
 from workers.forward.native.build import load_library
-from workers.forward.native.packed_linear import PackedMatrix, block_columns, interleave, stored_as
+from workers.forward.native.packed_linear import PackedMatrix, block_columns, interleave, pack_matrix
 from workers.forward.native.structures import Decoder, DecoderLayer
 
 _LEAST_ANGLES = 1024
@@ -93,7 +93,7 @@ class WindowLayers:
         self._dtype = dtype
         self._inner, self._hidden = layers[0].gate.shape
         self._kept: list[PackedMatrix | torch.Tensor] = []
-        self._layers = (DecoderLayer * len(layers))(*(self._packed(one, block_columns(library)) for one in layers))
+        self._layers = (DecoderLayer * len(layers))(*(self._packed(one, library) for one in layers))
         sizes = (self._hidden, shape.heads, shape.kv_heads, shape.head_width, self._inner)
         self._decoder = Decoder(
             *(len(layers), *sizes, KINDS[torch.float32], shape.epsilon, shape.head_width**-0.5, self._layers)
@@ -135,12 +135,9 @@ class WindowLayers:
         self._compute(ctypes.byref(self._decoder), ctypes.byref(work))
         return found
 
-    def _packed(self, layer: LayerWeights, columns: int) -> DecoderLayer:
-        gate_up = interleave(layer.gate, layer.up, columns)
-        matrices = [
-            PackedMatrix(*stored_as(matrix, self._dtype), None, columns)
-            for matrix in (layer.qkv, layer.out, gate_up, layer.down)
-        ]
+    def _packed(self, layer: LayerWeights, library: ctypes.CDLL) -> DecoderLayer:
+        gate_up = interleave(layer.gate, layer.up, block_columns(library))
+        matrices = [pack_matrix(matrix, self._dtype, library) for matrix in (layer.qkv, layer.out, gate_up, layer.down)]
         norms = [norm.detach().float().clone() for norm in (layer.input_norm, layer.post_norm)]
         self._kept += [*matrices, *norms]
         return DecoderLayer(*(packed.matrix for packed in matrices), *(norm.data_ptr() for norm in norms))

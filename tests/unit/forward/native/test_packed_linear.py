@@ -10,7 +10,7 @@ import torch
 
 from workers.forward.linear import quantize
 from workers.forward.native import build, packed_linear
-from workers.forward.native.packed_linear import PackedLinear
+from workers.forward.native.packed_linear import InputNorm, PackedLinear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 SHAPES = ((64, 48), (1, 2), (99, 84), (33, 250))
@@ -69,6 +69,21 @@ def test_without_a_compiler_torch_multiplies(dtype: torch.dtype, code: Path, mon
     check(dtype, code)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_inputs_are_normalised_group_by_group(
+    dtype: torch.dtype, has_kernels: bool, code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_kernels:
+        monkeypatch.setattr(packed_linear, "load_library", lambda _: None)
+    weight, norm, x = values(40, 96), InputNorm(values(64), 1e-5, 32, plain=32), 3.0 * values(7, 96)
+    groups = torch.nn.functional.rms_norm(x[:, 32:].view(7, 2, 32), (32,), None, 1e-5).flatten(1) * norm.weight
+    wanted = torch.cat([x[:, :32], groups], dim=1) @ weight.T
+    found = PackedLinear(weight, dtype, None, str(code), norm).multiply(x)
+    error = (found - wanted).norm() / wanted.norm()
+    assert error < (1e-5 if dtype is torch.float32 else 1e-2)
+
+
 def check_rows(packed: PackedLinear, x: torch.Tensor) -> None:
     """Rows beside the edges of tiles and chunks, and all narrow products, have the bits of the whole product."""
     together = packed.multiply(x)
@@ -82,7 +97,9 @@ def check_rows(packed: PackedLinear, x: torch.Tensor) -> None:
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_bit_of_a_row_depends_on_the_other_rows(dtype: torch.dtype, code: Path) -> None:
-    check_rows(PackedLinear(values(99, 84), dtype, directory=str(code)), values(1700, 84))  # several chunks of rows
+    for inputs in (84, 128):  # the latter fill tile registers
+        packed = PackedLinear(values(99, inputs), dtype, directory=str(code))
+        check_rows(packed, values(1700, inputs))  # several chunks of rows
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -95,12 +112,34 @@ def test_tile_registers_multiply_as_torch_does(tmp_path: Path, monkeypatch: pyte
     assert library.pilotfish_use_tiles() == 1
     for outputs, inputs in ((33, 256), (99, 32), (40, 84)):  # the last has inputs that fill no register
         weight, bias = values(outputs, inputs), values(outputs)
-        packed = PackedLinear(weight, torch.bfloat16, bias, str(tmp_path))
-        x = values(70, inputs).bfloat16().float()
-        for rows in (1, 16, 17, 31, 32, 33, 70):
-            wanted = expected(weight, bias, torch.bfloat16, x[:rows])
-            torch.testing.assert_close(packed.multiply(x[:rows]), wanted, rtol=1e-4, atol=1e-4)
-        check_rows(packed, values(70, inputs))
+        for dtype, tolerance in ((torch.bfloat16, 1e-4), (torch.int8, 2e-3)):  # rows are split into two int8 numbers
+            packed = PackedLinear(weight, dtype, bias, str(tmp_path))
+            x = values(70, inputs).bfloat16().float()
+            for rows in (1, 16, 17, 31, 32, 33, 70):
+                wanted = expected(weight, bias, dtype, x[:rows])
+                torch.testing.assert_close(packed.multiply(x[:rows]), wanted, rtol=tolerance, atol=tolerance)
+            check_rows(packed, values(70, inputs))
+        zeros = torch.zeros(3, inputs)
+        assert torch.equal(PackedLinear(weight, torch.int8, bias, str(tmp_path)).multiply(zeros), bias.expand(3, -1))
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("emulated", [False, True])
+def test_an_input_that_is_no_number_leaves_no_number_in_its_row_only(
+    emulated: bool, code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a broken model's tokens would look like decisions. 64 inputs fit tile registers."""
+    if emulated:
+        flags = ["-O2", "-fPIC", "-fopenmp", "-DLANES=16", "-DREGISTERS=32", "-DEMULATE_TILES"]
+        monkeypatch.setattr(build, "_FLAGS", flags)
+    packed = PackedLinear(values(33, 64), torch.int8, None, str(tmp_path if emulated else code))
+    x = values(3, 64)
+    whole = packed.multiply(x)
+    for broken in (torch.nan, torch.inf, -torch.inf):
+        x[1, 5] = broken
+        found = packed.multiply(x)
+        assert not found[1].isfinite().any()
+        assert torch.equal(found[[0, 2]], whole[[0, 2]])
 
 
 def test_an_odd_number_of_inputs_is_multiplied(code: Path) -> None:
