@@ -80,9 +80,14 @@ class BeamSearch:
 
     def _refused(self, slot: int) -> frozenset[int]:
         """Tokens that would complete a forbidden token sequence or repeat an n-gram after one beam."""
-        sampling, tokens = self._request.sampling, self._state.running[slot].tokens
-        found = {word[-1] for word in sampling.bad_words if tokens[len(tokens) - len(word) + 1 :] == word[:-1]}
-        return sampling.repeated_ngram_ends(self._request.prompt + tokens) | found
+        tokens = self._request.prompt + self._state.running[slot].tokens
+        return self._request.sampling.repeated_ngram_ends(tokens) | self._ends_of_bad_words(slot)
+
+    def _ends_of_bad_words(self, slot: int) -> frozenset[int]:
+        """The last tokens of the forbidden token sequences whose other tokens end one beam."""
+        tokens = self._state.running[slot].tokens
+        words = self._request.sampling.bad_words
+        return frozenset(word[-1] for word in words if tokens[len(tokens) - len(word) + 1 :] == word[:-1])
 
     def _needed(self, slot: int) -> int:
         """How many alternatives the search needs of one beam: some of them may be refused."""
@@ -97,7 +102,8 @@ class BeamSearch:
             sampling=SamplingParameters(
                 temperature=0.0,
                 logprobs=self._needed(slot),
-                bad_words=tuple(word for word in sampling.bad_words if len(word) == 1),
+                # The beam's tokens are the prompt here, and bad words are looked for in the answer alone.
+                bad_words=tuple((token,) for token in sorted(self._ends_of_bad_words(slot))),
                 no_repeat_ngram_size=sampling.no_repeat_ngram_size,
             ),
             stopping=StoppingCriteria(max_tokens=1),
