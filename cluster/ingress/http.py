@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 
 from fastapi import FastAPI, Request, Response
@@ -113,7 +114,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         middleware=[
-            Middleware(MarkMiddleware),
+            Middleware(MarkMiddleware, refused=partial(metrics.refused, "http")),
             *cors(cors_origins),
             Middleware(RequestIdMiddleware, adds_header=adds_request_id),
             Middleware(ObservabilityMiddleware, metrics=metrics, clock=time.monotonic, tracer=tracer),

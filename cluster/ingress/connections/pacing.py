@@ -26,6 +26,8 @@ LONGEST_PAUSE_SECONDS = 1.0
 MOST_WAITING = 512
 """Most requests that wait. Further ones are refused before their bodies are read."""
 _MARK = (b"x-pilotfish-mark", b"1")
+_REFUSED = "pacing_refused"
+"""Entry in the state of a mark's scope: number of requests refused since the last mark. Clients cannot set it."""
 
 
 class PacingMiddleware:
@@ -33,8 +35,10 @@ class PacingMiddleware:
 
     After every `AT_ONCE` requests it sends a marked request the same way, which `MarkMiddleware` answers in the
     application. When its answer comes back, the requests before it have left all queues on the way, and the next ones
-    are let in. A waiting request holds its connection and nothing else, for at most
-    `MOST_WAITING / AT_ONCE * LONGEST_PAUSE_SECONDS`. Without a flood nothing waits and no marked request is sent.
+    are let in. It also says how many requests were refused here, so that the application counts them; requests are
+    refused only while others wait, so a marked request follows. A waiting request holds its connection and nothing
+    else, for at most `MOST_WAITING / AT_ONCE * LONGEST_PAUSE_SECONDS`. Without a flood nothing waits and no marked
+    request is sent.
     """
 
     def __init__(
@@ -47,12 +51,14 @@ class PacingMiddleware:
         self._pacing: asyncio.Task[None] | None = None
         self._window = 0.0
         self._entered = 0
+        self._refused = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the app at once, when it is the request's turn, or not at all."""
         if scope["type"] != "http" or scope["method"] != "POST" or self._enters():
             await self._app(scope, receive, send)
         elif len(self._waiting) >= self._most_waiting:
+            self._refused += 1
             error = error_response(Overloaded(f"{self._most_waiting} requests wait already to be read"))
             await Response(error.body(), error.status, error.headers, "application/json")(scope, receive, send)
         else:
@@ -89,21 +95,28 @@ class PacingMiddleware:
 
     async def _pass_mark(self, scope: Scope) -> None:
         """Send a mark to the application of the request with this scope, and wait until it comes back."""
-        mark = {**scope, "method": "GET", "headers": [_MARK], "query_string": b"", "state": {}}
+        state, self._refused = {_REFUSED: self._refused}, 0
+        mark = {**scope, "method": "GET", "headers": [_MARK], "query_string": b"", "state": state}
         passing: asyncio.Future[None] = asyncio.ensure_future(self._app(mark, _Empty(), _ignore))
         passing.add_done_callback(_take_error)
         await asyncio.wait({passing}, timeout=LONGEST_PAUSE_SECONDS)
 
 
 class MarkMiddleware:
-    """An ASGI middleware of the application that answers the marks of `PacingMiddleware`, with status 204."""
+    """An ASGI middleware of the application that answers the marks of `PacingMiddleware`, with status 204.
 
-    def __init__(self, app: ASGIApp) -> None:
+    It passes the name of the error and the number of requests that were refused with it to `refused`.
+    """
+
+    def __init__(self, app: ASGIApp, refused: Callable[[str, int], None]) -> None:
         self._app = app
+        self._note_refused = refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a mark, or run the app."""
         is_mark = scope["type"] == "http" and _MARK in scope["headers"]
+        if is_mark and (count := scope.get("state", {}).get(_REFUSED, 0)):
+            self._note_refused(Overloaded.__name__, count)
         await (Response(status_code=204) if is_mark else self._app)(scope, receive, send)
 
 

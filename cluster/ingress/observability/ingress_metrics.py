@@ -45,9 +45,9 @@ class IngressMetrics:
         self._requests.labels(*labels).inc()
         self._seconds.labels(*labels).observe(seconds)
 
-    def refused(self, api: str, reason: str) -> None:
-        """Count a request over `http` or `grpc` that was refused or ended with an error."""
-        self._refusals.labels(api, reason).inc()
+    def refused(self, api: str, reason: str, count: int = 1) -> None:
+        """Count requests over `http` or `grpc` that were refused or ended with an error."""
+        self._refusals.labels(api, reason).inc(count)
 
     def refused_over_grpc(self, error: Exception) -> None:
         """Count a call of the gRPC API that ended with an error."""

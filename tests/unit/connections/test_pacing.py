@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
@@ -17,10 +18,11 @@ class Flood:
         self.started: list[str] = []
         self.sent: list[Message] = []
         self.marks = 0
+        self.refused: list[tuple[str, int]] = []
         self.now = 100.0
         self.answers_marks = asyncio.Event()
         self.answers_marks.set()
-        self._app = MarkMiddleware(self._run)
+        self._app = MarkMiddleware(self._run, lambda reason, count: self.refused.append((reason, count)))
         self.app = PacingMiddleware(self._chain, most_waiting, lambda: self.now)
 
     async def _chain(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -31,7 +33,7 @@ class Flood:
             assert (await receive())["body"] == b""
             await self.answers_marks.wait()
             self.marks += 1
-        await self._app(scope, receive, send)
+        await self._app(copy.deepcopy(scope), receive, send)  # the application runs in another process
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.started.append(scope["method"])
@@ -45,6 +47,14 @@ class Flood:
 
         scope = {"type": "http", "method": method, "root_path": "", "headers": []}
         return [asyncio.create_task(self.app(dict(scope), nothing, note)) for _ in range(count)]
+
+
+async def _no_body() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}
+
+
+async def _ignore(_: Message) -> None:
+    pass
 
 
 async def turns(count: int = 20) -> None:
@@ -96,6 +106,27 @@ async def test_more_than_may_wait_are_refused_at_once() -> None:
     flood.answers_marks.set()
     await asyncio.gather(*tasks)
     assert flood.started == ["POST"] * (AT_ONCE + 4)
+
+
+async def test_the_application_counts_what_was_refused_before_it() -> None:
+    flood = Flood(most_waiting=AT_ONCE + 1)
+    flood.answers_marks.clear()
+    tasks = flood.send("POST", 2 * AT_ONCE + 4)
+    await turns()
+    tasks += flood.send("POST", 2)
+    await turns()
+    flood.answers_marks.set()
+    await asyncio.gather(*tasks)
+    assert flood.marks == 2
+    assert sum(count for _, count in flood.refused) == 5
+    assert {reason for reason, _ in flood.refused} == {"Overloaded"}
+
+
+async def test_a_client_that_sends_a_mark_counts_nothing() -> None:
+    flood = Flood()
+    scope = {"type": "http", "method": "GET", "headers": [(b"x-pilotfish-mark", b"1"), (b"pacing_refused", b"7")]}
+    await flood.app({**scope, "root_path": "", "state": {}}, _no_body, _ignore)
+    assert (flood.marks, flood.refused) == (1, [])
 
 
 async def test_a_request_that_was_given_up_does_not_stop_the_others() -> None:
