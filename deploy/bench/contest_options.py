@@ -19,7 +19,7 @@ class ContestOptions:
     Raises `ConfigurationError` for a value out of bounds.
     """
 
-    POSITIVE: ClassVar[tuple[str, ...]] = ("repeats", "together", "devices")
+    POSITIVE: ClassVar[tuple[str, ...]] = ("repeats", "together", "devices", "peer_seconds")
     """Options that must be at least 1."""
     WITH_URL: ClassVar[tuple[str, ...]] = ("plain_url",)
     """Options that mean something only with `url`."""
@@ -60,6 +60,13 @@ class ContestOptions:
         ),
     ] = ()
     peers: Annotated[bool, typer.Option(help="Run the decoding methods of transformers on the same prompts.")] = True
+    peer_seconds: Annotated[
+        int,
+        typer.Option(
+            help="Longest time of one method of transformers for one task, in seconds. A slower one is left out there, "
+            "with the reason."
+        ),
+    ] = 600
     repeats: Annotated[int, typer.Option(help="Repetitions of each measurement.")] = 1
     together: Annotated[
         int,

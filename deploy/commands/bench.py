@@ -75,8 +75,8 @@ def tasks(options: EvaluationOptions, config: ConfigOption = None, assignments: 
     from deploy.bench.evaluation.report import markdown
     from deploy.bench.measuring.competitors import BenchSettings
 
-    evaluation = run(options, BenchSettings(config, tuple(assignments or ())))
-    output.print(markdown(evaluation), markup=False)
+    for evaluation in run(options, BenchSettings(config, tuple(assignments or ()))):
+        output.print(markdown(evaluation), markup=False)
 
 
 @bench.command()

@@ -16,7 +16,7 @@ from cluster.ingress.text.tokenizer import Tokenizer
 from deploy.bench.agreement.options import AgreementOptions
 from deploy.bench.agreement.positions import compare
 from deploy.bench.agreement.prediction import RoundTimes
-from deploy.bench.agreement.report import AgreementReport, Measured, markdown
+from deploy.bench.agreement.report import ANSWERS, AgreementReport, Measured, markdown
 from deploy.bench.contestants.answers import BenchAnswer, BenchPass, BenchPrompt, BenchTasks
 from deploy.bench.contestants.model_kind import is_encoder_decoder
 from deploy.bench.contestants.peers import load_assistant, load_target
@@ -76,7 +76,7 @@ def run(options: AgreementOptions, settings_source: BenchSettings) -> AgreementR
             ((*prompt.tokens, *answer.tokens), len(prompt.tokens))
             for prompt, answer in zip(prompts, answered.plain[0].answers, strict=True)
         ]
-        report.sources["the target's answers"] = compare(model, assistant, own, options.temperature)
+        report.sources[ANSWERS] = compare(model, assistant, own, options.temperature)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "agreement.md").write_text(markdown(report), encoding="utf-8")

@@ -25,6 +25,11 @@ _PREDICTION_NOTE = (
     "Speed-up: τ × a plain round ÷ a round with drafts, both without prompts and as measured with the configured "
     "tree; smaller trees take less time."
 )
+_MEASURED_NOTE = (
+    "Predicted: the best of the trees above that fit, on the target's answers. The measured tree has no fixed shape."
+)
+ANSWERS = "the target's answers"
+"""The name of what the target wrote, among the sources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ def markdown(report: AgreementReport) -> str:
     parts = [f"# Agreement of two models\n\n{report.title}", _agreement_table(report), _AGREEMENT_NOTE]
     parts += [_prediction_table(report), _PREDICTION_NOTE]
     if report.measured is not None:
-        parts.append(_measured_table(report, report.measured))
+        parts += [_measured_table(report, report.measured), _MEASURED_NOTE]
     return "\n\n".join(parts) + "\n"
 
 
@@ -89,6 +94,10 @@ def _agreement_table(report: AgreementReport) -> str:
     return markdown_table(columns, rows)
 
 
+def _fits(report: AgreementReport, tree: TreeShape) -> bool:
+    return tree.nodes <= report.max_nodes and tree.depth <= report.max_depth
+
+
 def _prediction_table(report: AgreementReport) -> str:
     times = None if report.measured is None else report.measured.times
     rows: list[list[str]] = []
@@ -96,18 +105,21 @@ def _prediction_table(report: AgreementReport) -> str:
         for tree in _TREES:
             tau = tau_on_texts(found.ranks, tree)
             independent = tau_of_rate(found.share_within(tree.width), tree.depth)
-            fits = tree.nodes <= report.max_nodes and tree.depth <= report.max_depth
-            speedup = number(times.speedup(tau)) if times is not None and fits else UNKNOWN
+            speedup = number(times.speedup(tau)) if times is not None and _fits(report, tree) else UNKNOWN
             rows.append([name, str(tree), str(tree.nodes), number(tau), number(independent), speedup])
     return markdown_table(("on", "tree", "nodes", "τ, rounds", "τ, independent", "predicted speed-up"), rows)
 
 
 def _measured_table(report: AgreementReport, found: Measured) -> str:
-    times = found.times
+    times, answers = found.times, report.sources.get(ANSWERS)
+    taus = [tau_on_texts(answers.ranks, tree) for tree in _TREES if _fits(report, tree)] if answers is not None else []
+    predicted = max(taus, default=None)
     rows = [
         [
             f"at most {report.max_nodes} nodes, {report.max_depth} deep",
+            number(predicted),
             number(found.tau),
+            number(None if predicted is None else times.speedup(predicted)),
             number(found.token_speedup),
             number(found.speedup),
             found.exactness,
@@ -115,7 +127,8 @@ def _measured_table(report: AgreementReport, found: Measured) -> str:
         ]
     ]
     columns = (
-        *("measured", "τ", "speed-up without prompts", "speed-up with prompts", "equal / explained / wrong"),
+        *("tree", "predicted τ", "measured τ", "predicted speed-up", "measured speed-up without prompts"),
+        *("measured speed-up with prompts", "equal / explained / wrong"),
         *("plain round, ms", "round with drafts, ms", "of which wait for drafts, ms"),
     )
     return markdown_table(columns, rows)

@@ -7,6 +7,7 @@ models have the type `Any`, because the annotations of `transformers` do not cov
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ModelLoadError, WorkerUnavailable
 from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, PassRequest, RequestOptions
+from workers.forward.attention import register
 from workers.model.distilled import load_distilled_draft
 from workers.model.draft_card import is_distilled
 
@@ -68,7 +70,16 @@ class _Clock:
 class TransformersPeer:
     """One decoding method of `transformers`."""
 
-    def __init__(self, model: Any, method: str, assistant: Any = None, options: RequestOptions = _NO_CHANGE) -> None:
+    def __init__(
+        self,
+        model: Any,
+        method: str,
+        assistant: Any = None,
+        options: RequestOptions = _NO_CHANGE,
+        most_seconds: float = math.inf,
+    ) -> None:
+        """A pass that would take longer than about `most_seconds` is refused."""
+        self._most_seconds = most_seconds
         self._model = model
         self._method = method
         self._options = options
@@ -84,7 +95,7 @@ class TransformersPeer:
     async def answer(self, request: PassRequest) -> BenchPass:
         """See `Contestant`. Several requests run as one batch, padded on the left.
 
-        Raises `WorkerUnavailable` for a batch that the method cannot run.
+        Raises `WorkerUnavailable` for a batch that the method cannot run, and once the pass takes too long.
         """
         if request.batch > 1 and self._method != GENERATE:
             raise WorkerUnavailable(_NO_BATCH)
@@ -98,6 +109,11 @@ class TransformersPeer:
         answers: list[BenchAnswer] = []
         passes = 0
         for first in range(0, len(request.prompts), request.batch):
+            if first and time.perf_counter() - begun > self._most_seconds:
+                raise WorkerUnavailable(
+                    f"transformers: {first} of {len(request.prompts)} prompts took longer than --peer-seconds "
+                    f"({self._most_seconds:g})"
+                )
             prompts = [prompt.tokens for prompt in request.prompts[first : first + request.batch]]
             try:
                 answers += self._answer(prompts, request, request.seed + first)
@@ -199,12 +215,16 @@ def load_assistant(directory: Path, target: Path, model: Any) -> Any:
     if not is_distilled(directory):
         assistant: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=model.dtype)
         return assistant.to(model.device).eval().requires_grad_(False)
+    register()  # it is loaded with the project's attention, and changed below
     draft = load_distilled_draft(directory, target, config, model.dtype, model.device)
     draft.module.set_attn_implementation("sdpa")
     if draft.vocabulary is not None:
-        head = draft.module.get_output_embeddings()
-        size = int(config.get_text_config().vocab_size)
-        draft.module.set_output_embeddings(_WholeVocabulary(head, draft.vocabulary.to(model.device), size))
+        size, module = int(config.get_text_config().vocab_size), draft.module
+        head = _WholeVocabulary(module.get_output_embeddings(), draft.vocabulary.to(model.device), size)
+        offsets = getattr(module, "final_logits_bias", None)  # [1, reduced] of BART and MarianMT
+        if offsets is not None:
+            module.final_logits_bias = head.spread(offsets, 0.0)
+        module.set_output_embeddings(head)
     draft.module.generation_config.eos_token_id = model.generation_config.eos_token_id
     return draft.module.eval().requires_grad_(False)
 
@@ -220,8 +240,11 @@ class _WholeVocabulary(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of all tokens, `[…, size]`."""
-        reduced: torch.Tensor = self.head(hidden)
-        spread = reduced.new_full((*reduced.shape[:-1], self._size), float("-inf"))
+        return self.spread(self.head(hidden), -math.inf)
+
+    def spread(self, reduced: torch.Tensor, missing: float) -> torch.Tensor:
+        """Values `[…, reduced]` at their tokens, `[…, size]`, and `missing` at all others."""
+        spread = reduced.new_full((*reduced.shape[:-1], self._size), missing)
         spread[..., self._vocabulary] = reduced
         return spread
 

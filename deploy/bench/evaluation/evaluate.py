@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from deploy.bench.evaluation.report import markdown
 from deploy.bench.evaluation.roofline import roofline
 from deploy.bench.evaluation.suite import read_suite, with_prompts
 from deploy.bench.evaluation.tasks.task import Task
+from deploy.bench.evaluation.tasks.translation import TASK as TRANSLATION_TASKS
 from deploy.bench.measuring.competitors import BenchSettings, Competitor, draft_model_directory, find_competitors
 from deploy.bench.measuring.costs import configuration_cost
 from deploy.bench.measuring.meter import ResourceMeter
@@ -50,13 +51,36 @@ class _Schedule:
     max_tokens: int
 
 
-def run(options: EvaluationOptions, settings_source: BenchSettings) -> Evaluation:
-    """Run the evaluation and write `tasks.json`, `tasks.md` and the plots into `options.out`.
+def run(options: EvaluationOptions, settings_source: BenchSettings) -> tuple[Evaluation, ...]:
+    """Run the evaluation of each target and write `tasks.json`, `tasks.md` and the plots into its directory.
 
     Raises `PilotfishError`.
     """
     transformers_logging.disable_progress_bar()
-    return _run_endpoints(options) if options.url else _run_clusters(options, settings_source)
+    if options.url:
+        return (_run_endpoints(options),)
+    return tuple(_run_clusters(part, settings) for part, settings in by_target(options, settings_source))
+
+
+def by_target(
+    options: EvaluationOptions, settings_source: BenchSettings
+) -> tuple[tuple[EvaluationOptions, BenchSettings], ...]:
+    """The options and the settings of each target: that of the settings, then `options.translator`."""
+    if not options.translator:
+        return ((options, settings_source),)
+    names = options.task_names
+    others = tuple(name for name in names if not name.startswith(TRANSLATION_TASKS))
+    found: list[tuple[EvaluationOptions, BenchSettings]] = []
+    if others or (not names and (options.correction or options.spec_bench or options.arithmetic or options.code)):
+        own = replace(options, translator="", translation=None, tasks=",".join(others))
+        found.append((own, settings_source))
+    if not names or len(others) < len(names):
+        translating = replace(options, translator="", correction=None, spec_bench=None, arithmetic=None, code=None)
+        tasks = ",".join(name for name in names if name not in others)
+        translating = replace(translating, tasks=tasks, out=options.out / "translation")
+        assignments = (*settings_source.assignments, f"target.path={options.translator}")
+        found.append((translating, BenchSettings(settings_source.config, assignments)))
+    return tuple(found)
 
 
 def _run_clusters(options: EvaluationOptions, settings_source: BenchSettings) -> Evaluation:
@@ -80,7 +104,8 @@ def _run_clusters(options: EvaluationOptions, settings_source: BenchSettings) ->
     with ProgressReporter(notices, "tasks") as report:
         session = _session(options, evaluation, prompts, report, len(competitors) + len(peers))
         find_draft = partial(draft_model_directory, settings_source)
-        asyncio.run(bench_clusters(session, plain, competitors, peers, find_draft, together=options.together))
+        clusters = partial(bench_clusters, together=options.together, peer_seconds=options.peer_seconds)
+        asyncio.run(clusters(session, plain, competitors, peers, find_draft))
     write(evaluation, options.out)
     return evaluation
 

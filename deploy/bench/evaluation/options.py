@@ -26,6 +26,14 @@ class EvaluationOptions(ContestOptions):
         Path | None, typer.Option(help="JSONL with one sentence in several languages per line, as in Multi30k.")
     ] = None
     languages: Annotated[str, typer.Option(metavar="PAIR", help="Source and target of the translation.")] = "fr-en"
+    translator: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="Another target, for --translation alone: a directory, hub id or packaged name. Its results are in "
+            "the directory `translation` of --out. Unset: target.path of the settings.",
+        ),
+    ] = ""
     correction: Annotated[
         Path | None, typer.Option(help="JSONL with `source` and `references` per line, as in JFLEG.")
     ] = None
@@ -70,6 +78,8 @@ class EvaluationOptions(ContestOptions):
         ContestOptions.__post_init__(self)
         if not any(getattr(self, name) for name in _FILES):
             raise ConfigurationError(f"needed at least one of {', '.join(map(flag, _FILES))}, found none")
+        if self.translator and (self.translation is None or self.url):
+            raise ConfigurationError("--translator: needed with --translation and without --url, found otherwise")
         if self.max_tokens < 0:
             self._refuse("max_tokens", "it must be at least 0")
         languages(self.languages)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -45,10 +46,12 @@ async def bench_clusters(
     find_draft: Callable[[], Path] | None = None,
     *,
     together: int = 1,
+    peer_seconds: float = math.inf,
 ) -> None:
     """Measure clusters in this process, then the methods `peers` of `transformers`.
 
     `find_draft` finds the draft model of assisted generation. `together` competitors are held in memory at a time.
+    A peer that takes longer than `peer_seconds` for one pass through a task has no row there.
     Raises `PilotfishError` if plain decoding cannot start.
     """
     async with _plain_cluster(plain) as baseline:
@@ -59,7 +62,7 @@ async def bench_clusters(
             for peer in peers:
                 session.skip(peer.name, "memory does not hold the target twice")
         elif peers:
-            await _bench_peers(session, plain, peers, baseline, find_draft)
+            await _bench_peers(session, plain, peers, baseline, find_draft, peer_seconds)
 
 
 def groups(competitors: Sequence[Competitor], together: int) -> list[list[Competitor]]:
@@ -119,6 +122,7 @@ async def _bench_peers(
     peers: Sequence[Peer],
     baseline: LocalContestant,
     find_draft: Callable[[], Path] | None,
+    most_seconds: float,
 ) -> None:
     """Measure the decoding methods of `transformers`, with one copy of the target.
 
@@ -142,7 +146,8 @@ async def _bench_peers(
             if peer.method != GENERATE:
                 own = replace(own, target_flops=0.0)  # it does not tell how many tokens it drafted
             entry = Entry(peer.name, "peer", (), own, baseline=request.name)
-            started.append(Started(entry, TransformersPeer(model, peer.method, assistant, request), judge))
+            contestant = TransformersPeer(model, peer.method, assistant, request, most_seconds)
+            started.append(Started(entry, contestant, judge))
         if started:
             await session.measure(started, baseline.with_options(request))
 

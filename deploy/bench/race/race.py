@@ -50,7 +50,8 @@ def _run_clusters(options: RaceOptions, settings_source: BenchSettings) -> Bench
     with ProgressReporter(notices, "race") as report:
         session = _session(options, tasks, results, report, len(competitors) + len(peers))
         find_draft = partial(draft_model_directory, settings_source)
-        asyncio.run(bench_clusters(session, plain, competitors, peers, find_draft, together=options.together))
+        clusters = partial(bench_clusters, together=options.together, peer_seconds=options.peer_seconds)
+        asyncio.run(clusters(session, plain, competitors, peers, find_draft))
     write(results, options.out)
     return results
 

@@ -83,11 +83,12 @@ def test_a_speedup_needs_tau_above_the_ratio_of_the_rounds() -> None:
 
 
 def test_the_report_has_predictions_beside_measurements() -> None:
-    report = AgreementReport("two models", 7, 7, 1.0, {"texts": compare(TARGET, DRAFT, [((0, 1, 2, 2), 1)])})
-    assert "| texts | chain of 4 | 4 | 1.50 |" in markdown(report) and "| measured |" not in markdown(report)
+    compared = compare(TARGET, DRAFT, [((0, 1, 2, 2), 1)])
+    report = AgreementReport("two models", 7, 7, 1.0, {"texts": compared, "the target's answers": compared})
+    assert "| texts | chain of 4 | 4 | 1.50 |" in markdown(report) and "measured τ" not in markdown(report)
     report.measured = Measured(RoundTimes(0.01, 0.02, 0.004), 1.4, 0.7, 0.75, "3 / 0 / 0")
     text = markdown(report)
-    assert "| at most 7 nodes, 7 deep | 1.40 | 0.75 | 0.70 | 3 / 0 / 0 | 10.00 | 20.00 | 4.00 |" in text
+    assert "| at most 7 nodes, 7 deep | 3.00 | 1.40 | 1.50 | 0.75 | 0.70 | 3 / 0 / 0 | 10.00 | 20.00 | 4.00 |" in text
     assert "| texts | chain of 4 | 4 | 1.50 | 1.49 | 0.75 |" in text
     assert json.loads(report.to_json())["measured"]["tau"] == 1.4
 

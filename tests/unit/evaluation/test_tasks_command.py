@@ -16,6 +16,7 @@ from deploy.bench.evaluation.options import EvaluationOptions
 from deploy.bench.measuring.competitors import BenchSettings
 from deploy.local.local_cluster import LocalCluster
 from tests.support.models import tiny, tiny_tokenizer
+from tests.support.translation.tiny_marian import ENGLISH, FRENCH, save_translator
 from tests.unit.evaluation.support import write_jsonl
 
 SETTINGS = ("target.device=cpu", "target.compile=off", "target.kv.pool_bytes=4194304", "draft.controller=off")
@@ -67,6 +68,22 @@ def test_methods_beams_and_peers_run_tasks_with_references(
     assert "## translation fr-en, batch 1" in text and "## correction, batch 1" in text and "## Cost" in text
 
 
+def test_a_translator_of_its_own_translates_and_the_target_does_the_other_tasks(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, translator = tmp_path / "out", save_translator(tmp_path / "translator", "marian")
+    rows = [{"fr": french, "en": english} for french, english in zip(FRENCH, ENGLISH, strict=True)]
+    arguments = ["tasks", "--translation", str(write_jsonl(tmp_path, *rows, name="translation.jsonl"))]
+    arguments += ["--translator", str(translator), "--correction", str(write_jsonl(tmp_path, *CORRECTION))]
+    arguments += ["--out", str(out), "--max-tokens", "8", "--methods", "ngram"]
+    assert command(monkeypatch, target, *arguments) == 0
+    for directory, task in ((out, "correction"), (out / "translation", "translation fr-en")):
+        found: dict[str, Any] = json.loads((directory / "tasks.json").read_text(encoding="utf-8"))
+        competitors = {quality["competitor"] for quality in found["quality"]}
+        assert competitors >= {"plain", "ngram", "transformers: generate"}
+        assert {cell["cell"]["task"] for cell in found["cells"]} == {task}
+
+
 def test_prompts_in_the_prefix_cache_are_stored_before_the_measurements(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +113,7 @@ async def test_a_server_is_scored_beside_another_one(target: Path, tmp_path: Pat
             model=target.name,
             send_prediction=True,
         )
-        found = await asyncio.to_thread(run, options, settings)
+        (found,) = await asyncio.to_thread(run, options, settings)
     quality = found.quality.of(one.http_url, found.results.cells[0].cell)
     assert quality is not None and quality.differing == 0 and quality.chrf_to_plain == 100
     assert found.results.cells[0].passes[0].answers[0].prompt_tokens > 0

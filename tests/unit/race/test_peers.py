@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from cluster.core.config.sections import Configuration, TargetSection
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.request import SamplingParameters
 from deploy.bench.contestants.answers import BenchPass, BenchPrompt, PassRequest
-from deploy.bench.contestants.peers import ASSISTED, GENERATE, PROMPT_LOOKUP, TransformersPeer, load_target
+from deploy.bench.contestants.peers import (
+    ASSISTED,
+    GENERATE,
+    PROMPT_LOOKUP,
+    TransformersPeer,
+    load_assistant,
+    load_target,
+)
 from deploy.bench.measuring.measures import committed_per_step
 from tests.support.models import tiny
 from tests.support.models.plain_generation import write_alone
+from workers.distill.export import export
+from workers.distill.seq2seq.answers import decoder_start
+from workers.distill.seq2seq.student import load_seq2seq_target, make_seq2seq_student
+from workers.distill.student import StudentPlan
 
 PROMPTS = ((5, 6, 7, 8, 5, 6, 7, 8, 5, 6), (9, 10, 11))
 TOKENS = 12
@@ -25,10 +38,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tmp_path_factory.mktemp("peer") / "target", tiny.llama())
 
 
-async def answers(directory: Path, method: str, batch: int) -> BenchPass:
+async def answers(directory: Path, method: str, batch: int, most_seconds: float = math.inf) -> BenchPass:
     model = load_target(Configuration(target=TargetSection(path=str(directory), device="cpu")))
     assistant = load_target(Configuration(target=TargetSection(path=str(directory), device="cpu")))
-    peer = TransformersPeer(model, method, assistant)
+    peer = TransformersPeer(model, method, assistant, most_seconds=most_seconds)
     return await peer.answer(PassRequest(tuple(BenchPrompt(p, "") for p in PROMPTS), batch, 0.0, 0, TOKENS))
 
 
@@ -58,3 +71,23 @@ async def test_a_perfect_assistant_saves_passes_of_the_target(directory: Path) -
 async def test_drafts_for_several_sequences_are_refused(directory: Path, method: str) -> None:
     with pytest.raises(WorkerUnavailable, match="one sequence at a time"):
         await answers(directory, method, 2)
+
+
+async def test_a_pass_that_takes_too_long_is_refused(directory: Path) -> None:
+    with pytest.raises(WorkerUnavailable, match=r"1 of 2 prompts took longer than --peer-seconds \(1e-09\)"):
+        await answers(directory, GENERATE, 1, 1e-9)
+
+
+@pytest.mark.parametrize("family", ["marian", "bart", "t5"])
+async def test_a_translators_draft_with_a_reduced_vocabulary_assists(family: str, tmp_path: Path) -> None:
+    directory = tiny.save(tmp_path / "target", tiny.ENCODER_DECODER_FAMILIES[family]())
+    layers = load_seq2seq_target(directory, torch.device("cpu"))
+    plan = StudentPlan((0, 1), vocabulary=tuple(range(0, tiny.VOCABULARY, 2)))
+    student = make_seq2seq_student(layers, plan, decoder_start(layers), 0)
+    export(student, tmp_path / "draft", directory.name, "", {})
+    model = load_target(Configuration(target=TargetSection(path=str(directory), device="cpu")))
+    assistant = load_assistant(tmp_path / "draft", directory, model)
+    request = PassRequest(tuple(BenchPrompt(p, "") for p in PROMPTS), 1, 0.0, 0, TOKENS)
+    alone = await TransformersPeer(model, GENERATE).answer(request)
+    assisted = await TransformersPeer(model, ASSISTED, assistant).answer(request)
+    assert [answer.tokens for answer in assisted.answers] == [answer.tokens for answer in alone.answers]

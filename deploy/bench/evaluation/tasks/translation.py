@@ -11,6 +11,8 @@ from deploy.bench.evaluation.tasks.metrics import bleu_and_chrf
 from deploy.bench.evaluation.tasks.task import Example, Scores, Task
 
 OPTION = "--translation"
+TASK = "translation "
+"""Beginning of the names of these tasks, before the languages."""
 MAX_TOKENS = 96
 _LANGUAGES = {"cs": "Czech", "de": "German", "en": "English", "fr": "French"}
 NOTE = "BLEU and chrF: sacrebleu with its defaults, over the whole corpus."
@@ -34,7 +36,7 @@ def read_translation(file: Path, pair: str, most: int) -> Task:
         Example(f"{instruction}\n\n{row.text(source)}", row.text(source), (row.text(goal),))
         for row in read_rows(OPTION, file, most)
     )
-    return Task(f"translation {pair}", examples, MAX_TOKENS, score_translation, (NOTE,))
+    return Task(f"{TASK}{pair}", examples, MAX_TOKENS, score_translation, (NOTE,))
 
 
 def score_translation(examples: Sequence[Example], answers: Sequence[str]) -> Scores:
