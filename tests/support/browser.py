@@ -13,7 +13,7 @@ import pytest
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Page
 
-WAIT_MS = 20_000
+WAIT_MS = 60_000
 """Longest wait for something on the page, in milliseconds. Nothing takes nearly as long."""
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 

@@ -1,11 +1,12 @@
 """`make translations`: real translations equal those of `transformers`, token for token, with every method.
 
     python -m tests.translations FILE [--model opus-mt-fr-en] [--sentences 300] [--methods none,model,ngram,suffix]
-        [--beams 1,4] [--at-once 1,16] [--kill target,draft] [--kept FILE] [--json FILE]
+        [--beams 1,4] [--at-once 1,16] [--kill target,draft] [--placement auto] [--kept FILE] [--json FILE]
 
 FILE has one JSON object per line with a field for each language, as Multi30k. Each method translates greedily, and by
 beams without drafts. With `--kill`, a process of that role is killed in the middle of each run. Exits with 1 if a token
-or a text differs, if no draft is accepted, or if a kill interrupts no translation.
+or a text differs, if no draft is accepted, if a kill interrupts no translation, or if no draft is accepted before the
+kill of a target or after it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from cluster.core.config.sections import Configuration
 from deploy.bench.evaluation.tasks.metrics import bleu_and_chrf
+from deploy.implied_settings import with_implied_settings
 from deploy.models import resolve_models
 from deploy.packaged_drafts import packaged_drafts
 from deploy.settings import load_settings
@@ -53,7 +55,9 @@ def main() -> None:
         expected = reference.answers(sentences, plan.beams, _show)
         begun = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="pilotfish-translations-") as logs:
-            outcome = asyncio.run(translate(configure(options.model, plan), plan, sentences, Path(logs)))
+            outcome = asyncio.run(
+                translate(configure(options.model, plan, options.placement), plan, sentences, Path(logs))
+            )
         row = describe(plan, sentences, expected, outcome)
         row["seconds"] = round(time.perf_counter() - begun, 1)
         problems = problems_of(plan, expected, outcome)
@@ -76,6 +80,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--beams", default="1,4", help="numbers of beams; beams are not drafted for")
     parser.add_argument("--at-once", default="1,16", help="numbers of translations at once")
     parser.add_argument("--kill", default="", help="processes to kill: target, draft; empty: none")
+    parser.add_argument("--placement", default="auto", help="draft.placement; `--kill draft` needs a drafter")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch")
     parser.add_argument("--kept", type=Path, help="file that keeps the translations of transformers between runs")
     parser.add_argument("--json", type=Path, help="file that the results are appended to")
@@ -100,7 +105,7 @@ def packaged_draft(model: str) -> Path | None:
     return packaged_drafts().get(f"{model}-draft")
 
 
-def configure(model: str, plan: Plan) -> Configuration:
+def configure(model: str, plan: Plan, placement: str) -> Configuration:
     """The cluster of a run, in float32. The controller does not turn drafts off."""
     settings: dict[str, Any] = {
         "target.path": model,
@@ -114,14 +119,15 @@ def configure(model: str, plan: Plan) -> Configuration:
         "server.http_port": 0,
         "scheduler.max_sequences": 4 * plan.at_once * plan.beams,
     }
-    if plan.kill and plan.method != "none":
-        settings["draft.placement"] = "drafter"
+    if plan.method != "none":
+        settings["draft.placement"] = "drafter" if plan.kill == "draft" else placement
     draft = packaged_draft(model)
     if plan.method == "model" and draft is not None:
         settings |= {"draft.timeout_seconds": 60.0, "draft.model.path": str(draft), "draft.model.device": "cpu"}
         settings["draft.model.kv.pool_bytes"] = 100 << 20
     found = load_settings(None, [f"{name}={value}" for name, value in settings.items()])
-    return resolve_models(found.configuration, found.cache_directory, lambda _: None).configuration
+    resolved = resolve_models(found.configuration, found.cache_directory, lambda _: None).configuration
+    return with_implied_settings(resolved)
 
 
 def describe(plan: Plan, sentences: Sequence[Sentence], expected: Sequence[Answer], outcome: Outcome) -> dict[str, Any]:
@@ -143,6 +149,9 @@ def describe(plan: Plan, sentences: Sequence[Sentence], expected: Sequence[Answe
         "lost": outcome.reasons,
         "interrupted": outcome.interrupted,
         "interrupted with tokens": outcome.with_tokens,
+        "interrupted with accepted drafts": outcome.with_drafts,
+        "accepted before the kill": outcome.accepted_before,
+        "accepted after it": outcome.accepted_after,
     }
 
 
@@ -159,6 +168,10 @@ def problems_of(plan: Plan, expected: Sequence[Answer], outcome: Outcome) -> lis
         problems.append(f"the lost processes are {outcome.reasons}, not one {plan.kill}")
     if plan.kill and not (outcome.with_tokens if plan.beams == 1 else outcome.interrupted):
         problems.append("the kill interrupted no translation")
+    if plan.kill == "target" and plan.method != "none" and not (outcome.accepted_before and outcome.accepted_after):
+        problems.append(
+            f"{outcome.accepted_before} drafted tokens were accepted before the kill, {outcome.accepted_after} after it"
+        )
     return problems
 
 

@@ -19,6 +19,7 @@ from tests.translations.reference import Answer
 from tests.translations.sentences import Sentence
 
 TIMEOUT_SECONDS = 500.0
+_POLL_SECONDS, _GLANCE_SECONDS = 0.02, 0.001
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,12 @@ class Outcome:
     """Translations that were begun and not ended when the process was killed."""
     with_tokens: int = 0
     """Interrupted translations of which the client already had tokens."""
+    with_drafts: int = 0
+    """Interrupted translations of which the client already had accepted draft tokens."""
+    accepted_before: int = 0
+    """Accepted draft tokens that the client had when the process was killed."""
+    accepted_after: int = 0
+    """Accepted draft tokens that came once a new process served."""
 
 
 @dataclass
@@ -55,6 +62,7 @@ class _Progress:
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
+    accepted: int = 0
     is_begun: bool = False
     is_done: bool = False
 
@@ -75,11 +83,10 @@ async def translate(configuration: Configuration, plan: Plan, sentences: Sequenc
         killing = None if cluster is None else asyncio.create_task(_kill(cluster, plan.kill, reached, running, outcome))
         await asyncio.gather(*map(one, sentences, running))
         if killing is not None and cluster is not None:
-            if not killing.done():
+            if not outcome.interrupted:
                 killing.cancel()
                 raise RuntimeError("all translations ended before a process was killed")
-            await killing
-            await _until_replaced(cluster, plan.kill)
+            outcome.accepted_after = sum(progress.accepted for progress in running) - await killing
             outcome.reasons = list(cluster.replacements.reasons)
     outcome.answers = [Answer(tuple(progress.tokens), progress.text) for progress in running]
     return outcome
@@ -96,7 +103,8 @@ async def _cluster(
             yield client, None
             await client.close()
         return
-    drafters = int(plan.method != "none")
+    draft = configuration.draft
+    drafters = int(draft.is_enabled and not draft.is_colocated)
     cluster = ChaosCluster(configuration, (1,), drafters, 1, logs, seed=0)
     try:
         await cluster.start()
@@ -121,6 +129,7 @@ async def _translate(
     async for response in client.generate(message, TIMEOUT_SECONDS):
         progress.tokens.extend(response.delta.token_ids)
         progress.text += response.delta.text
+        progress.accepted += response.delta.accepted_draft_tokens
         outcome.drafted += response.finished.usage.drafted_tokens
         outcome.accepted += response.finished.usage.accepted_draft_tokens
     progress.is_done = True
@@ -128,19 +137,27 @@ async def _translate(
 
 async def _kill(
     cluster: ChaosCluster, kind: str, reached: asyncio.Event, running: Sequence[_Progress], outcome: Outcome
-) -> None:
-    """Kill a process of this kind once enough translations are done."""
+) -> int:
+    """Kill a process of this kind once enough translations are done, and wait until a new one serves.
+
+    It is killed while the client has accepted draft tokens of a translation that goes on, if that happens before the
+    last third. Returns how many accepted draft tokens the client had when the new process served.
+    """
     await reached.wait()
+    while not any(progress.accepted and not progress.is_done for progress in running):
+        if sum(progress.is_done for progress in running) > 2 * len(running) // 3:
+            break
+        await asyncio.sleep(_GLANCE_SECONDS)
     victim = next(victim for victim in cluster.victims() if victim.kind == kind)
     begun = [progress for progress in running if progress.is_begun and not progress.is_done]
     victim.signal(signal.SIGKILL)
     outcome.interrupted = len(begun)
     outcome.with_tokens = sum(bool(progress.tokens) for progress in begun)
-
-
-async def _until_replaced(cluster: ChaosCluster, kind: str) -> None:
-    """Wait until the owner has noticed the loss and a new process serves."""
+    outcome.with_drafts = sum(bool(progress.accepted) for progress in begun)
+    accepted = outcome.accepted_before = sum(progress.accepted for progress in running)
     async with asyncio.timeout(TIMEOUT_SECONDS):
-        while not cluster.replacements.seconds or not any(victim.kind == kind for victim in cluster.victims()):
-            await asyncio.sleep(0.1)
+        while not cluster.replacements.seconds:
+            accepted = sum(progress.accepted for progress in running)
+            await asyncio.sleep(_POLL_SECONDS)
             cluster.check()
+    return accepted

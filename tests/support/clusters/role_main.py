@@ -36,7 +36,7 @@ from cluster.wire.server import WireServer
 from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import GENERATION_SERVICE, OPERATIONS_SERVICE, CoordinatorServer, fixed_address
 from pilotfish.v1 import generation_pb2_grpc, operations_pb2_grpc
-from workers.draft.registry import create
+from workers.draft.registry import create, create_for_worker_rank
 from workers.serve.configuration import load_configuration
 from workers.serve.worker_server import WorkerHost, host_draft, host_target
 from workers.verify.build import build_engine
@@ -55,7 +55,7 @@ class RoleSpec:
 
     kind: RoleKind
     configuration: str
-    """The configuration as JSON. Model paths are local directories."""
+    """The configuration as JSON, with what drafting on the target implies. Model paths are local directories."""
     rank: int = 0
     rendezvous: int = 0
     """Port at which the ranks of a target meet."""
@@ -135,7 +135,9 @@ async def _start_target(role: RoleSpec, configuration: Configuration, stack: Asy
     target = configuration.target
     if target.tensor_parallel > 1:
         await asyncio.to_thread(join_group, target, 0, LOOPBACK, role.rendezvous)
-    engine = await asyncio.to_thread(build_engine, target)
+    draft = configuration.draft
+    method = await asyncio.to_thread(create, draft, target) if draft.is_colocated else None
+    engine = await asyncio.to_thread(build_engine, target, method=method)
     driver = DriverRank(engine) if target.tensor_parallel > 1 else None
     hosting = host_target(LOOPBACK, driver or engine, hang_seconds=target.step_timeout_seconds)
     host = await stack.enter_async_context(hosting)
@@ -157,7 +159,8 @@ async def _start_rank(role: RoleSpec, configuration: Configuration, stack: Async
     def run() -> None:
         join_group(target, role.rank, LOOPBACK, role.rendezvous)
         try:
-            run_worker_rank(build_engine(target, role.rank))
+            method = create_for_worker_rank(configuration.draft, target)
+            run_worker_rank(build_engine(target, role.rank, method))
         finally:
             leave_group()
 
