@@ -39,6 +39,9 @@ class Service:
     cancelled: int = 0
     produced: dict[str, int] = field(default_factory=dict)
     timeouts: list[float] = field(default_factory=list)
+    waiting: int = 0
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    """Lets the calls named "together" begin to count."""
 
     async def generate(self, message: generation_pb2.GenerateRequest, seconds: float) -> Responses:
         self.begun += 1
@@ -48,6 +51,9 @@ class Service:
                 raise InvalidRequest("temperature", 9, "between 0 and 2")
             if message.request_id == "full":
                 raise Overloaded("full", 3.0)
+            if message.request_id == "together":
+                self.waiting += 1
+                await self.gate.wait()
             for index in range(message.max_draft_tokens):
                 self.produced[message.request_id] = index + 1
                 yield response(index)
@@ -115,7 +121,16 @@ async def test_every_call_receives_its_own_responses_in_order() -> None:
         counts = [0, 1, 5, 3 * WINDOW, 40, 41]
         answers = await asyncio.gather(*(read_all(it.client, request(f"r{n}", n)) for n in counts))
     assert answers == [list(range(n)) for n in counts]
-    assert len(it.messages) < sum(it.messages) / 2, "events of several calls share messages"
+
+
+async def test_events_of_several_calls_at_once_share_a_message() -> None:
+    async with served() as it:
+        calls = [asyncio.create_task(read_all(it.client, request("together", 1))) for _ in range(5)]
+        while it.service.waiting < 5:
+            await asyncio.sleep(0.01)
+        it.service.gate.set()
+        assert await asyncio.gather(*calls) == [[0]] * 5
+    assert it.messages[0] == 5
 
 
 async def test_errors_arrive_as_they_were_raised_and_touch_no_other_call() -> None:
