@@ -55,7 +55,7 @@ class ForwardRow:
     @property
     def end(self) -> int:
         """Length to reserve before the forward pass."""
-        return self.shape.end
+        return self.table.stored_len + self.uncommitted + len(self.tokens) + len(self.tree)
 
 
 class ModelRunner:
@@ -255,7 +255,6 @@ class ModelRunner:
             self._paged.layout = self._paged.source_layout = None
         return PassOutput(output.logits[0], recorder.hidden())
 
-    @torch.inference_mode()
     def commit(self, row: ForwardRow, nodes: Sequence[int] = ()) -> None:
         """Commit the row's tokens and the accepted path `nodes`, and free the blocks of the rest of the tree.
 
@@ -265,5 +264,6 @@ class ModelRunner:
         if row.uncommitted:
             raise ValueError(f"a row after {row.uncommitted} uncommitted positions cannot be committed")
         if any(node != depth for depth, node in enumerate(nodes)):
-            self._pool.move(row.table, row.table.stored_len + len(row.tokens), nodes)
+            with torch.inference_mode():
+                self._pool.move(row.table, row.table.stored_len + len(row.tokens), nodes)
         self._pool.commit(row.table, (*row.tokens, *(row.tree.tokens[node] for node in nodes)))

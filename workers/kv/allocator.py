@@ -56,6 +56,7 @@ class BlockAllocator:
         self.layout = layout
         self._groups: list[KvGroup] = [group for group in layout.groups for _ in range(group.tables)]
         """The group of each table."""
+        self._windowed = [(table, group) for table, group in enumerate(self._groups) if group.window is not None]
         self._free = [BlockId(block) for block in reversed(range(blocks_total))]
         self._references = [0] * blocks_total
         self._index = PrefixIndex() if prefix_cache else None
@@ -86,11 +87,12 @@ class BlockAllocator:
         Returns the copies that must be made first. Raises `KvPoolExhausted` and changes nothing if the pool has too few
         free blocks.
         """
-        first_written = table.stored_len // self.block_size
+        first_written, needed = table.stored_len // self.block_size, self._blocks_for(length)
         written = [(blocks, index) for blocks in table.blocks for index in range(first_written, len(blocks))]
         shared = [(blocks, index) for blocks, index in written if self._references[blocks[index]] > 1]
-        missing = [max(0, self._blocks_for(length) - len(blocks)) for blocks in table.blocks]
-        self._check_free(len(shared) + sum(missing), length)
+        missing = [(blocks, needed - len(blocks)) for blocks in table.blocks if needed > len(blocks)]
+        if shared or missing:
+            self._check_free(len(shared) + sum(count for _, count in missing), length)
         copies = []
         for blocks, index in shared:
             source, destination = blocks[index], self._allocate()
@@ -99,7 +101,7 @@ class BlockAllocator:
             copies.append(BlockCopy(source, destination))
         for blocks, index in written:
             self._uncache(blocks[index])
-        for blocks, count in zip(table.blocks, missing, strict=True):
+        for blocks, count in missing:
             blocks.extend(self._allocate() for _ in range(count))
         return tuple(copies)
 
@@ -109,7 +111,8 @@ class BlockAllocator:
         table.tokens.extend(tokens)
         self._cache(table)
         size = self.block_size
-        for group, blocks in zip(self._groups, table.blocks, strict=True):
+        for table_index, group in self._windowed:
+            blocks = table.blocks[table_index]
             start = max(group.first_needed(before) // size, -(-group.sinks // size))
             for index in range(start, min(group.first_needed(table.stored_len) // size, len(blocks))):
                 self._release_block(blocks[index])

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,28 +42,33 @@ def decide(logits: Tensor, contexts: Sequence[DecisionContext]) -> list[int]:
     Among equal scores the lowest token wins. Raises `Undecidable`, which names the rows, and `ValueError` unless there
     is one context per row.
     """
-    largest = _largest(logits, contexts)
-    if largest is not None:
-        return largest
+    if len(contexts) != len(logits):
+        raise ValueError(f"{len(contexts)} contexts for {len(logits)} rows of logits")
+    if all(context.allowed is None and leaders_of(context.sampling) for context in contexts):
+        tokens = largest(logits)
+        if tokens is not None and not any(map(_is_excluded, tokens, contexts)):
+            return tokens
     values, ids = _winners(logits, contexts, offset=0)
     return merge_winners(values.unsqueeze(0), ids.unsqueeze(0))
 
 
-def _largest(logits: Tensor, contexts: Sequence[DecisionContext]) -> list[int] | None:
-    """The tokens of greedy rows whose largest logit decides; `None` if a row needs more than a look at it.
+def _is_excluded(token: int, context: DecisionContext) -> bool:
+    return token in context.excluded_tokens
 
-    One look takes a tenth of the time of the general way, which copies the logits and changes some.
+
+def largest(logits: Tensor) -> list[int] | None:
+    """The token of the largest logit in each row of logits [n, vocab]; among equal ones the lowest.
+
+    One look takes a tenth of the time of the general way, which copies the logits and changes some. Returns `None` if a
+    row needs the general way, because its largest logit is not finite, and for logits that are not float32 on a CPU.
     """
-    if logits.is_cuda or logits.dtype is not torch.float32 or len(contexts) != len(logits) or not logits.numel():
-        return None
-    if not all(context.allowed is None and leaders_of(context.sampling) for context in contexts):
+    if logits.is_cuda or logits.dtype is not torch.float32 or not logits.numel():
         return None
     values = logits.detach().numpy()
-    tokens: list[int] = values.argmax(axis=1).tolist()  # the first among equals, and the first NaN if there is one
-    for row, (token, context) in enumerate(zip(tokens, contexts, strict=True)):
-        if not math.isfinite(values[row, token]) or token in context.excluded_tokens:
-            return None
-    return tokens
+    tokens = values.argmax(axis=1)  # the first among equals, and the first NaN if there is one
+    if not np.isfinite(values[np.arange(len(tokens)), tokens]).all():
+        return None
+    return cast("list[int]", tokens.tolist())
 
 
 def is_shardable(sampling: SamplingParameters) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from workers.forward.loaded_model import LoadedModel
 from workers.sampling.context import DecisionContext
-from workers.sampling.decide import Undecidable, decide
+from workers.sampling.decide import Undecidable, decide, largest
 from workers.sampling.distribution import log_distribution
 
 
@@ -40,6 +40,13 @@ class Decider(Protocol):
         """
         ...
 
+    def largest(self, logits: torch.Tensor) -> list[int] | None:
+        """Decide where the largest logit of each row of `logits` decides, which is so where `leaders_of` is 1.
+
+        `None` if `decide` must. All ranks return tokens, or none does.
+        """
+        ...
+
     def whole(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Return `[rows, vocabulary]` from all ranks' parts of rows of logits; `None` on all ranks but the first."""
         ...
@@ -47,6 +54,10 @@ class Decider(Protocol):
 
 class LocalDecider:
     """Decides on a rank whose logits cover the whole vocabulary."""
+
+    def largest(self, logits: torch.Tensor) -> list[int] | None:
+        """See `Decider`."""
+        return largest(logits)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor | None:
         """See `Decider`."""
@@ -76,6 +87,10 @@ class RenormalizingDecider:
 
     def __init__(self, decider: Decider) -> None:
         self._decider = decider
+
+    def largest(self, logits: torch.Tensor) -> list[int] | None:
+        """See `Decider`."""
+        return self._decider.largest(logits)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor | None:
         """See `Decider`."""

@@ -218,9 +218,8 @@ class TargetEngine:
         records = self._collector.records_hidden([entry.row for entry in ready])
         leaders = 0 if self._needs_all_logits else common_leaders(entry.sequence.start.sampling for entry in ready)
         logits = self._runner.forward([entry.forward for entry in ready], taps=records, leaders=leaders)
-        contexts = [one for entry in ready for one in entry.contexts()]  # while a GPU computes
         logits, prompts = without_prompts(ready, logits, self._decider)
-        decisions = self._decider.decide(logits, contexts, self._rule.needs_distribution)
+        decisions = self._decide(ready, logits, leaders)
         verdicts: list[Verdict] = []
         first = 0
         for index, entry in enumerate(ready):
@@ -228,6 +227,14 @@ class TargetEngine:
             verdicts.append(self._accept(index, entry, decisions, indices, logits, prompts[index]))
             first = indices.stop
         return verdicts
+
+    def _decide(self, ready: Sequence[ReadyRow], logits: torch.Tensor, leaders: int) -> Decisions:
+        """Decide at every root and node, from the logits `[decisions, vocabulary]`; `leaders`: see `common_leaders`."""
+        tokens = self._decider.largest(logits) if leaders == 1 else None
+        if tokens is not None:
+            return Decisions(tokens, {})
+        contexts = [one for entry in ready for one in entry.contexts()]
+        return self._decider.decide(logits, contexts, self._rule.needs_distribution)
 
     def _accept(
         self,
@@ -241,22 +248,32 @@ class TargetEngine:
         """Accept a path of the row's tree and commit it. `indices` are those of the row's decisions."""
         row, sequence = entry.row, entry.sequence
         own = slice(indices.start, indices.stop)
-        accepted = Accepted(nodes=(), tokens=())
+        accepted, tokens = Accepted(nodes=(), tokens=()), decisions.tokens[own]
         logprobs: tuple[TokenLogprobs, ...] = ()
         if row.decide:
             sampling, vocabulary = sequence.start.sampling, self._model.vocabulary_size
             root = RootPosition(sampling.seed, row.base_len, vocabulary, sampling.temperature < GREEDY_BELOW)
             distribution = None if decisions.log_probabilities is None else decisions.log_probabilities[own]
-            accepted = self._rule.accept(row.tree, decisions.tokens[own], root, distribution, row.distributions)
+            accepted = self._rule.accept(row.tree, tokens, root, distribution, row.distributions)
             if -1 in accepted.tokens:
                 self._pool.truncate(sequence.table, stored := len(sequence.tokens))
                 return fault_verdict(row, RowFaultCode.INVALID, UNDECIDABLE, stored)
             accepted = accepted.until(sampling.end_token_ids)
             logprobs = path_logprobs(decisions, indices, accepted, sampling)
-        evidence = self._collector.collect(index, row, accepted, decisions.tokens[own], logits[own])
+        evidence = None
+        if self._evidence.any:
+            evidence = self._collector.collect(index, row, accepted, tokens, logits[own])
         self._runner.commit(entry.forward, accepted.nodes)
-        verdict = Verdict(row.sequence_id, row.base_len, accepted.tokens, len(row.tree), logprobs, None, evidence)
-        verdict = replace(verdict, prompt_logprobs=prompt, forced=self._grammars.forced(sequence, accepted.tokens))
+        verdict = Verdict(
+            row.sequence_id,
+            row.base_len,
+            accepted.tokens,
+            len(row.tree),
+            logprobs,
+            evidence=evidence,
+            prompt_logprobs=prompt,
+            forced=self._grammars.forced(sequence, accepted.tokens),
+        )
         sequence.last_row, sequence.last_verdict = row, verdict
         return verdict
 

@@ -52,6 +52,10 @@ class GroupDecider:
                     requested[index] = decided.logits[position]
         return Decisions(tokens, requested)
 
+    def largest(self, logits: torch.Tensor) -> list[int] | None:  # noqa: ARG002 - part of the interface
+        """See `Decider`. The ranks compare their largest logits in `decide`."""
+        return None
+
     def whole(self, logits: torch.Tensor) -> torch.Tensor | None:
         """See `Decider`."""
         gathered = self._gather(self._padded(logits))

@@ -35,7 +35,8 @@ def without_prompts(
     """
     scores = [entry.scored for entry in ready]
     if not any(scores):
-        return logits, [_score(entry, logits[:0]) for entry in ready]
+        waiting = [entry.sequence.prompt_end is not None for entry in ready]
+        return logits, [_score(entry, logits[:0]) if waits else () for entry, waits in zip(ready, waiting, strict=True)]
     decided: list[int] = []
     scored: list[int] = []
     first = 0
