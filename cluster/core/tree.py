@@ -73,7 +73,7 @@ class TokenTree:
     @property
     def is_chain(self) -> bool:
         """Whether every node is the child of the one before it."""
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+        return self.parents == tuple(range(ROOT, len(self.parents) - 1))
 
     def depths(self) -> tuple[int, ...]:
         """Return the depth `[n]` of each node. Children of the root have depth 1."""

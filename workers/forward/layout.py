@@ -137,7 +137,11 @@ def build_step_layout(
 
 def slots_of(blocks: Sequence[BlockId], start: int, end: int, size: int) -> list[int]:
     """Flat indices (block * block_size + offset) of positions `start … end - 1`."""
-    return [blocks[position // size] * size + position % size for position in range(start, end)]
+    slots: list[int] = []
+    for index in range(start // size, -(-end // size)):
+        shift = (blocks[index] - index) * size  # from a position in this block to its slot
+        slots.extend(range(max(start, index * size) + shift, min(end, (index + 1) * size) + shift))
+    return slots
 
 
 def blocks_read(row: RowShape, window: AttentionWindow, size: int) -> tuple[int, int, int]:

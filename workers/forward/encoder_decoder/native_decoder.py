@@ -6,10 +6,10 @@ Modules of `transformers` have the type `Any`, because only the names of their p
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -27,7 +27,7 @@ from workers.forward.encoder_decoder.packing import (
 from workers.forward.encoder_decoder.source_layout import build_native_source_step
 from workers.forward.layout import RowShape
 from workers.forward.loaded_model import PassOutput
-from workers.forward.native.attention import KINDS, MOST_DIM, StepHeader, build_native_step
+from workers.forward.native.attention import KINDS, MOST_DIM, StepHeader, address, build_native_step
 from workers.forward.native.build import load_library
 from workers.forward.native.screen import MOST_LEADERS, MOST_SCREENED, HeadScreen
 from workers.forward.native.structures import SourcedDecoder, SourcedLayer, SourcedPass
@@ -110,19 +110,17 @@ class NativeSourcedDecoder:
         if inputs is not None:
             raise ConfigurationError("inputs are refused: the decoder of an encoder-decoder model reads tokens")
         step, sources = build_native_step(rows, self._kv_groups), build_native_source_step(rows, self._kv_groups)
-        ids, indices = np.array(tokens, dtype=np.int64), np.array(selected, dtype=np.int64)
-        if not 0 <= ids.min() <= ids.max() < len(self._embedding):
-            raise IndexError(f"tokens {ids.min()} to {ids.max()}: the model has {len(self._embedding)}")
+        if not 0 <= min(tokens) <= max(tokens) < len(self._embedding):
+            raise IndexError(f"tokens {min(tokens)} to {max(tokens)}: the model has {len(self._embedding)}")
+        ids, indices, tapped = array("q", tokens), array("q", selected), array("q", taps)
         logits = torch.empty((len(indices), self._vocabulary))
-        skip = np.array(partial.skipped_parts(len(self._layers)), dtype=np.uint8)
-        tapped = np.array(taps, dtype=np.int64)
+        skip = array("B", partial.skipped_parts(len(self._layers)))
         hidden = torch.empty((len(ids), len(taps) * self._shape.hidden), dtype=torch.bfloat16) if taps else None
         work = SourcedPass(
-            *(array.ctypes.data for array in (ids, indices)),
-            *(len(indices), logits.data_ptr()),
+            *(address(ids), address(indices), len(indices), logits.data_ptr()),
             *self._buffers.addresses(max(len(ids), len(indices))),
-            *(partial.layers or len(self._layers), skip.ctypes.data if len(skip) else None),
-            *(tapped.ctypes.data, len(taps), None if hidden is None else hidden.data_ptr(), None),
+            *(partial.layers or len(self._layers), address(skip) if skip else None),
+            *(address(tapped), len(taps), None if hidden is None else hidden.data_ptr(), None),
         )
         if self._screen is not None and 0 < leaders <= MOST_LEADERS and len(indices) <= MOST_SCREENED:
             leading, _buffers = self._screen.leading(leaders, len(indices))

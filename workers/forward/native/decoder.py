@@ -6,18 +6,18 @@ Modules of `transformers` have the type `Any`, because only the names of their p
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from workers.forward.layout import RowShape
 from workers.forward.linear import quantize
 from workers.forward.loaded_model import PassOutput
-from workers.forward.native.attention import KINDS, StepHeader, build_native_step
+from workers.forward.native.attention import KINDS, StepHeader, address, build_native_step
 from workers.forward.native.build import load_library
 from workers.forward.native.decoder_shape import DecoderShape, head_norms
 from workers.forward.native.packed_linear import (
@@ -116,34 +116,32 @@ class NativeDecoder:
         if self._kv_groups is None:
             raise RuntimeError("bind a pool before computing")
         step = build_native_step(rows, self._kv_groups)
-        ids, indices = np.array(tokens, dtype=np.int64), np.array(selected, dtype=np.int64)
-        if inputs is None and not 0 <= ids.min() <= ids.max() < self._tokens:
-            raise IndexError(f"tokens {ids.min()} to {ids.max()}: the model has {self._tokens}")
+        if inputs is None and not 0 <= min(tokens) <= max(tokens) < self._tokens:
+            raise IndexError(f"tokens {min(tokens)} to {max(tokens)}: the model has {self._tokens}")
+        ids, indices, tapped = array("q", tokens), array("q", selected), array("q", taps)
         self._extend_angles(step.end)
         logits = torch.empty((len(indices), self._vocabulary))
         layers = partial.layers or len(self._layers)
-        skip = np.array(partial.skipped_parts(len(self._layers)), dtype=np.uint8)
-        inputs = self.embeddings(ids) if inputs is None else inputs
-        floats = [None if given is None else given.float().contiguous() for given in (partial.exit_norm, inputs)]
-        tapped = np.array(taps, dtype=np.int64)
+        skip = array("B", partial.skipped_parts(len(self._layers)))
+        exit_norm = None if partial.exit_norm is None else partial.exit_norm.float().contiguous()
+        inputs = self.embeddings(ids) if inputs is None else inputs.float().contiguous()
         hidden = torch.empty((len(ids), len(taps) * self._shape.hidden), dtype=torch.bfloat16) if taps else None
         work = Pass(
-            *(array.ctypes.data for array in (ids, indices)),
-            *(len(indices), logits.data_ptr()),
+            *(address(ids), address(indices), len(indices), logits.data_ptr()),
             *self._work_buffers(len(ids), len(indices)),
-            *(layers, skip.ctypes.data if len(skip) else None),
-            *(None if given is None else given.data_ptr() for given in floats),
-            *(tapped.ctypes.data, len(taps), None if hidden is None else hidden.data_ptr()),
+            *(layers, address(skip) if skip else None),
+            *(None if given is None else given.data_ptr() for given in (exit_norm, inputs)),
+            *(address(tapped), len(taps), None if hidden is None else hidden.data_ptr()),
         )
         self._decode(ctypes.byref(self._decoder), ctypes.byref(step.header), ctypes.byref(work))
         return PassOutput(logits, hidden)
 
-    def embeddings(self, ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> torch.Tensor | None:
+    def embeddings(self, ids: array[int]) -> torch.Tensor | None:
         """Float32 rows `[tokens, hidden]` of the packed head, if it is tied to the embedding; else `None`."""
         if self._embedding is not None:
             return None
         rows = torch.empty((len(ids), self._shape.hidden))
-        self._read_rows(self._decoder.head, ids.ctypes.data, len(ids), rows.data_ptr())
+        self._read_rows(self._decoder.head, address(ids), len(ids), rows.data_ptr())
         return rows
 
     def _extend_angles(self, length: int) -> None:
