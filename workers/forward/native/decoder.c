@@ -34,7 +34,7 @@ typedef struct {
     const float *final_norm;
     Matrix head;
     int64_t embedding_kind;
-    const void *embedding; /* [vocabulary, hidden] */
+    const void *embedding; /* [vocabulary, hidden], or none: the rows of the head */
     const float *cos, *sin; /* [positions, dim] */
 } Decoder;
 
@@ -190,6 +190,8 @@ static void embed(const Decoder *decoder, const Pass *pass, int64_t token)
     float *to = pass->x + token * hidden;
     if (pass->inputs)
         memcpy(to, pass->inputs + token * hidden, (size_t)hidden * sizeof *to);
+    else if (!decoder->embedding)
+        pilotfish_row(&decoder->head, pass->tokens[token], to);
     else if (decoder->embedding_kind == BFLOAT16)
         for (int64_t i = 0; i < hidden; i++) to[i] = widen_bfloat16(((const uint16_t *)decoder->embedding)[from + i]);
     else

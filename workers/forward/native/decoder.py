@@ -49,9 +49,6 @@ class NativeDecoder:
         self._decode = library.pilotfish_decode
         self._decode.argtypes = [ctypes.POINTER(Decoder), ctypes.POINTER(StepHeader), ctypes.POINTER(Pass)]
         self._decode.restype = None
-        self._read_rows = library.pilotfish_rows
-        self._read_rows.argtypes = [ctypes.POINTER(Matrix), ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-        self._read_rows.restype = None
         self._columns = block_columns(library)
         """Outputs per block of a packed matrix: two vector registers of this processor."""
         self._shape = shape
@@ -124,7 +121,7 @@ class NativeDecoder:
         layers = partial.layers or len(self._layers)
         skip = array("B", partial.skipped_parts(len(self._layers)))
         exit_norm = None if partial.exit_norm is None else partial.exit_norm.float().contiguous()
-        inputs = self.embeddings(ids) if inputs is None else inputs.float().contiguous()
+        inputs = None if inputs is None else inputs.float().contiguous()
         hidden = torch.empty((len(ids), len(taps) * self._shape.hidden), dtype=torch.bfloat16) if taps else None
         work = Pass(
             *(address(ids), address(indices), len(indices), logits.data_ptr()),
@@ -135,14 +132,6 @@ class NativeDecoder:
         )
         self._decode(ctypes.byref(self._decoder), ctypes.byref(step.header), ctypes.byref(work))
         return PassOutput(logits, hidden)
-
-    def embeddings(self, ids: array[int]) -> torch.Tensor | None:
-        """Float32 rows `[tokens, hidden]` of the packed head, if it is tied to the embedding; else `None`."""
-        if self._embedding is not None:
-            return None
-        rows = torch.empty((len(ids), self._shape.hidden))
-        self._read_rows(self._decoder.head, address(ids), len(ids), rows.data_ptr())
-        return rows
 
     def _extend_angles(self, length: int) -> None:
         """Extend the rotary cosines and sines, float32 `[positions, dim]`, to at least `length` positions."""

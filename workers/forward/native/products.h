@@ -54,6 +54,9 @@ static inline int64_t factor_kind(const Matrix *matrix)
 /* Compute this thread's share of a product of `rows` rows, then wait for all threads. */
 void pilotfish_multiply(const Matrix *matrix, const void *input, const Output *output, int64_t rows, Barrier *barrier);
 
+/* Write row `id` of a packed FLOAT32 or BFLOAT16 matrix to `to` [inputs]. */
+void pilotfish_row(const Matrix *matrix, int64_t id, float *to);
+
 /* Apply the operations after a product to `rows` rows of a block: sums are [rows, COLUMNS]. */
 void pilotfish_finish(const Matrix *matrix, const Output *output, int64_t block, int64_t row, const float *sums, int64_t rows);
 
