@@ -13,6 +13,7 @@ from workers.forward.loaded_model import LoadedModel
 from workers.sampling.context import DecisionContext
 from workers.sampling.decide import Undecidable, decide, largest
 from workers.sampling.distribution import log_distribution
+from workers.verify.sequence_state import ReadyRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,19 @@ def _without(logits: torch.Tensor, excluded: Sequence[int]) -> torch.Tensor:
     masked = logits.clone()
     masked[list(excluded)] = -math.inf
     return masked
+
+
+def decide_rows(
+    decider: Decider, ready: Sequence[ReadyRow], logits: torch.Tensor, leaders: int, with_distribution: bool
+) -> Decisions:
+    """Decide at the root and at every node of each row, from logits `[decisions, vocabulary (this rank's part)]`.
+
+    `leaders` is what `common_leaders` returned for the rows. Where it is 1, the largest logit decides, and nothing else
+    is looked at.
+    """
+    if leaders == 1 and (tokens := decider.largest(logits)) is not None:
+        return Decisions(tokens, {})
+    return decider.decide(logits, [context for row in ready for context in row.contexts()], with_distribution)
 
 
 def decide_where_possible(count: int, choose: Callable[[list[int]], list[int]]) -> list[int]:

@@ -39,7 +39,7 @@ from workers.sampling.acceptance import AcceptanceRule, Accepted, RootPosition, 
 from workers.sampling.context import GREEDY_BELOW, DecisionContext, common_leaders
 from workers.sampling.grammar.matcher import GrammarError
 from workers.verify.colocated import ColocatedDrafter, VerifiedRow
-from workers.verify.decider import Decider, Decisions
+from workers.verify.decider import Decider, Decisions, decide_rows
 from workers.verify.draft_passes import PartialEngine, connect
 from workers.verify.evidence import MAX_SENT_BYTES, EvidenceCollector, resolve_taps, within_bytes
 from workers.verify.grammars import Grammars
@@ -179,8 +179,8 @@ class TargetEngine:
         if problem := row_problem(row, self._model.vocabulary_size, self._model.max_context_len):
             return fault_verdict(row, RowFaultCode.INVALID, problem)
         sequence = self._sequences.get(row.sequence_id)
-        if sequence is not None and row == sequence.last_row and sequence.last_verdict is not None:
-            return sequence.last_verdict  # messages are idempotent
+        if sequence is not None and (verdict := sequence.repeated(row)) is not None:
+            return verdict
         if row.start is not None and row.start_len == 0:
             source = self._sources.share(row.start.source, row.start.cache_salt)
             self.release([row.sequence_id])
@@ -219,7 +219,7 @@ class TargetEngine:
         leaders = 0 if self._needs_all_logits else common_leaders(entry.sequence.start.sampling for entry in ready)
         logits = self._runner.forward([entry.forward for entry in ready], taps=records, leaders=leaders)
         logits, prompts = without_prompts(ready, logits, self._decider)
-        decisions = self._decide(ready, logits, leaders)
+        decisions = decide_rows(self._decider, ready, logits, leaders, self._rule.needs_distribution)
         verdicts: list[Verdict] = []
         first = 0
         for index, entry in enumerate(ready):
@@ -227,14 +227,6 @@ class TargetEngine:
             verdicts.append(self._accept(index, entry, decisions, indices, logits, prompts[index]))
             first = indices.stop
         return verdicts
-
-    def _decide(self, ready: Sequence[ReadyRow], logits: torch.Tensor, leaders: int) -> Decisions:
-        """Decide at every root and node, from the logits `[decisions, vocabulary]`; `leaders`: see `common_leaders`."""
-        tokens = self._decider.largest(logits) if leaders == 1 else None
-        if tokens is not None:
-            return Decisions(tokens, {})
-        contexts = [one for entry in ready for one in entry.contexts()]
-        return self._decider.decide(logits, contexts, self._rule.needs_distribution)
 
     def _accept(
         self,
@@ -248,8 +240,8 @@ class TargetEngine:
         """Accept a path of the row's tree and commit it. `indices` are those of the row's decisions."""
         row, sequence = entry.row, entry.sequence
         own = slice(indices.start, indices.stop)
-        accepted, tokens = Accepted(nodes=(), tokens=()), decisions.tokens[own]
         logprobs: tuple[TokenLogprobs, ...] = ()
+        accepted, tokens = Accepted(nodes=(), tokens=()), decisions.tokens[own]
         if row.decide:
             sampling, vocabulary = sequence.start.sampling, self._model.vocabulary_size
             root = RootPosition(sampling.seed, row.base_len, vocabulary, sampling.temperature < GREEDY_BELOW)
@@ -260,19 +252,11 @@ class TargetEngine:
                 return fault_verdict(row, RowFaultCode.INVALID, UNDECIDABLE, stored)
             accepted = accepted.until(sampling.end_token_ids)
             logprobs = path_logprobs(decisions, indices, accepted, sampling)
-        evidence = None
-        if self._evidence.any:
-            evidence = self._collector.collect(index, row, accepted, tokens, logits[own])
+        taken = self._collector.collect(index, row, accepted, tokens, logits[own]) if self._evidence.any else None
         self._runner.commit(entry.forward, accepted.nodes)
+        forced, drafted = self._grammars.forced(sequence, accepted.tokens), len(row.tree)
         verdict = Verdict(
-            row.sequence_id,
-            row.base_len,
-            accepted.tokens,
-            len(row.tree),
-            logprobs,
-            evidence=evidence,
-            prompt_logprobs=prompt,
-            forced=self._grammars.forced(sequence, accepted.tokens),
+            row.sequence_id, row.base_len, accepted.tokens, drafted, logprobs, None, taken, None, prompt, forced
         )
         sequence.last_row, sequence.last_verdict = row, verdict
         return verdict

@@ -37,6 +37,10 @@ class SequenceState:
         """The tokens whose KV is stored."""
         return self.table.tokens
 
+    def repeated(self, row: VerifyRow) -> Verdict | None:
+        """The verdict on this row if it was computed last, so that its tokens are stored: messages are idempotent."""
+        return self.last_verdict if row.start_len < len(self.tokens) and row == self.last_row else None
+
 
 def sequence_salt(start: SequenceStart) -> str:
     """The salt of the sequence's own keys and values, which depend on its source too."""
