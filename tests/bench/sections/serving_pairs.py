@@ -20,7 +20,8 @@ from tests.bench.report import heading, ratios, spread, table, write
 BATCHES, QUICK_BATCHES = (4, 8, 16), (4,)
 PLAIN = "none"
 METHODS = ("model",)
-"""Drafting methods that are compared with plain decoding, unless `--variants` names others."""
+"""Drafting methods that are compared with plain decoding, unless `--variants` names others. `suffix+recycling` means
+both in one tree."""
 DTYPE = "bfloat16"
 ROUNDS = 2
 """Prompts of a measurement, for each request in flight."""
@@ -60,7 +61,8 @@ def run(options: Options) -> None:
 
 def assignments(options: Options, method: str) -> list[str]:
     """The settings of one cluster: defaults except for the dtype, the drafting method and the draft model."""
-    chosen = [f"target.dtype={DTYPE}", f"draft.method={method}"]
+    methods = f"draft.methods=[{method.replace('+', ',')}]" if "+" in method else f"draft.method={method}"
+    chosen = [f"target.dtype={DTYPE}", methods]
     if method == "model":
         chosen += [f"draft.model.path={options.draft or SHIPPED}", f"draft.model.dtype={DTYPE}"]
     return [*chosen, *options.assignments]

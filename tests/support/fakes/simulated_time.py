@@ -160,6 +160,34 @@ class TimedDrafter(FakeDrafter):
         return int.from_bytes(digest, "little") / 2**32
 
 
+class DraftingTarget(TimedTarget):
+    """A timed target that drafts after each step for the rows whose `next_budget` asks for it."""
+
+    def __init__(self, step_time: StepTime, model: DrafterModel) -> None:
+        super().__init__(step_time)
+        self.drafter = TimedDrafter(self, model)
+
+    async def step(self, batch: StepBatch) -> StepResult:
+        """See `Target`."""
+        result, model = await super().step(batch), self.drafter.model
+        verdicts = list(result.verdicts)
+        asked = [index for index, row in enumerate(batch.rows) if row.next_budget.max_nodes and verdicts[index].tokens]
+        for index in asked:
+            row, stored = batch.rows[index], self.stored[batch.rows[index].sequence_id]
+            tokens = (*stored.tokens, verdicts[index].tokens[-1])
+            draft = DraftRow(row.sequence_id, len(tokens), tokens, row.next_budget)
+            proposal = Proposal(
+                row.sequence_id, len(tokens), self.drafter.draft(stored.start.sampling, list(tokens), draft)
+            )
+            verdicts[index] = replace(verdicts[index], proposal=proposal)
+        if not asked:
+            return result
+        deepest = max(batch.rows[index].next_budget.max_depth for index in asked)
+        seconds = model.call_seconds + model.row_seconds * len(asked) + model.depth_seconds * deepest
+        await asyncio.sleep(seconds)
+        return replace(result, verdicts=tuple(verdicts), draft_seconds=seconds)
+
+
 class PrefillingDrafter(TimedDrafter):
     """A timed drafter that also takes `token_seconds` for each new token of a sequence."""
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
-from tests.support.fakes.simulated_time import DrafterModel, StepTime, cpu_step, gpu_step, simulate, tokens_per_second
+from tests.support.fakes.simulated_time import (
+    DrafterModel,
+    DraftingTarget,
+    SimulatedCluster,
+    StepTime,
+    cpu_step,
+    equal_requests,
+    gpu_step,
+    simulate,
+    tokens_per_second,
+)
 
 NEVER_SLOWER = 0.97
 
@@ -71,3 +82,28 @@ def test_a_good_drafter_is_nearly_as_fast_as_with_the_best_fixed_length(
 def test_the_first_answers_have_drafts(batch: int) -> None:
     speed = simulate(tokens_per_second(gpu_step, GOOD["is quick"], batch, 60))
     assert speed >= 1.4 * plain(gpu_step, batch, 60)
+
+
+ACCEPTANCES = (0.45, 0.45, 0.2, 0.2, 0.2, 0.2, 0.35, 0.35, 0.65, 0.65, 0.25, 0.25)
+"""Acceptance of one answer after another: kinds of text for which the same drafter pays and does not pay."""
+
+
+@pytest.mark.parametrize("depth_seconds", [0.0, 0.0003, 0.0006])
+def test_drafts_on_the_target_are_used_for_the_answers_for_which_they_pay(depth_seconds: float) -> None:
+    async def each_answer(settings: dict[str, object]) -> list[float]:
+        model = DrafterModel(0.0, call_seconds=0.001, depth_seconds=depth_seconds)
+        target = DraftingTarget(cpu_step, model)
+        cluster = SimulatedCluster([], target, draft__max_nodes=7, draft__max_depth=7, **settings)
+        seconds = []
+        async with cluster.coordinator:
+            for index, acceptance in enumerate(ACCEPTANCES):
+                target.drafter.model = replace(model, acceptance=acceptance)
+                seconds.append(await cluster.serve(equal_requests(1, 128, f"{index}-")))
+        return seconds
+
+    on_target: dict[str, object] = {"draft__method": "ngram", "draft__placement": "target"}
+    without = simulate(each_answer({"draft__method": "none"}))
+    always = simulate(each_answer(on_target | {"draft__controller": "off"}))
+    chosen = simulate(each_answer(on_target))
+    assert sum(chosen) <= sum(map(min, without, always)) / NEVER_SLOWER
+    assert sum(chosen) < 0.95 * sum(without)
