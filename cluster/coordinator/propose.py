@@ -83,6 +83,7 @@ class Proposer:
         self._caught_up: set[SequenceId] = set()
         """Sequences that the target has drafted for before. A first draft also computes what came before it."""
         self._deciding: frozenset[SequenceId] = frozenset()
+        self._present: frozenset[SequenceId] = frozenset()
         self._expected_rows = 1
 
     def start(self, info: TargetInfo) -> None:
@@ -113,6 +114,10 @@ class Proposer:
         unfinished = [live for live in sequences if live.sequence.finish is None]
         deciding = [live for live in unfinished if live.sequence.missing == 1]
         ids = frozenset([live.id for live in deciding])
+        present = frozenset([live.id for live in unfinished])
+        if len(present) == 1 and present != self._present:
+            controller.renew()
+        self._present = present
         if self._probes is not None and not ids <= self._deciding:
             self._probes.expect_new_sequences()
         # Sequences that wait or prefill decide soon, so they count: trees that pay only until then are not started.
@@ -243,6 +248,7 @@ class Proposer:
                 controller.observe_wait(len(asked), max(asked.values()), waited)
             self._caught_up.update(asked)
         if any(len(row.pending) > 1 or not row.start_len for row in rows) or any(one.forced for one in step.verdicts):
+            controller.observe_lost(len(rows), waited)
             return
         unwaited = max(0.0, seconds - waited)
         committed = sum(len(verdict.tokens) for verdict in step.verdicts)

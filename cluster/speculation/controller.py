@@ -44,6 +44,8 @@ MIN_PATIENCE_SECONDS = 0.01
 """Shortest bound on the wait for proposals, in seconds."""
 EVIDENCE_ROUNDS = 16
 """Rounds before a first draft in which a drafter on the target is shown the steps, so that it knows a context."""
+TRIAL_SIZINGS = 2
+"""How often a sequence that begins alone gets first drafts although those before it had no gain from drafts."""
 _LEARNED_TREES = 8
 """Most trees per round that the controller learns from, spread over the sequences, to bound the time that it takes."""
 
@@ -80,6 +82,7 @@ class SpeculationController:
         self._pruned_rounds = 0
         self._is_suspended = False
         self._expects_no_gain = True
+        self._trial_sizings = 0
 
     def start(self, profile: Iterable[StepSample]) -> None:
         """Start with the step durations that the target measured during warm-up."""
@@ -90,6 +93,15 @@ class SpeculationController:
         self._acceptance.forget(sequence_ids)
 
     # --- before proposals: sizes ---
+
+    def renew(self) -> None:
+        """Try drafts anew for a sequence that begins alone, unless earlier tries have lost too much time.
+
+        Texts differ: drafts that did not pay for the last answer may pay for this one.
+        """
+        if self.is_idle and self._propose_latency.has_samples and self._speedup.renew(1):
+            self._is_suspended = self._expects_no_gain = False
+            self._trial_sizings = TRIAL_SIZINGS
 
     @property
     def is_idle(self) -> bool:
@@ -121,7 +133,8 @@ class SpeculationController:
         Call it once per round.
         """
         self._sizing_rounds_left -= 1
-        self._is_suspended = bool(self._budgets) and self._speedup.suspends(rows)
+        is_paused = self._speedup.suspends(rows)
+        self._is_suspended = bool(self._budgets) and is_paused
         if not self._budgets or self._is_suspended:
             return {}
         self._drafted_rounds += 1
@@ -173,6 +186,10 @@ class SpeculationController:
         self._latest = sizes
         start, stop = (START_SPEEDUP, STOP_SPEEDUP) if rows > 1 else (START_SPEEDUP_ALONE, STOP_SPEEDUP_ALONE)
         self._expects_no_gain = sizes.speedup < (start if self._expects_no_gain else stop)
+        trials, self._trial_sizings = self._trial_sizings, max(0, self._trial_sizings - 1)
+        if self._expects_no_gain and trials and rows == 1 and not self._acceptance.knows(requests[0].sequence.id):
+            self._expects_no_gain = False
+            return dict.fromkeys(self._ids(requests), self._first_draft)
         if self._expects_no_gain:
             return {}
         if rows == 1 and self._speedup.pays(rows):
@@ -241,6 +258,10 @@ class SpeculationController:
             self._speedup.observe_drafted(rows, seconds + waited, committed)
         else:
             self._speedup.observe_plain(rows, seconds)
+
+    def observe_lost(self, rows: int, seconds: float) -> None:
+        """Add time that drafting took in a round that is left out, in seconds."""
+        self._speedup.observe_lost(rows, seconds)
 
     def observe_wait(self, rows: int, depth: int, seconds: float) -> None:
         """Add a wait for the proposals of `rows` sequences whose deepest budget was `depth`."""

@@ -48,6 +48,11 @@ class AcceptanceEstimator:
         for sequence_id in sequence_ids:
             self._sequences.pop(sequence_id, None)
 
+    def knows(self, sequence_id: SequenceId) -> bool:
+        """Whether a sequence's own history counts at least as much as that of all others."""
+        sequence = self._sequences.get(sequence_id)
+        return sequence is not None and sum(sequence.curve.weights[:1]) >= _PRIOR_TREES
+
     def forecast(self, request: DraftRequest) -> DraftForecast:
         """Forecast the tree of up to `request.budget` that the drafter will propose for this sequence."""
         most = request.budget

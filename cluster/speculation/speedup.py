@@ -55,6 +55,8 @@ class _RoundSums:
     """Rounds for which speculation stays suspended."""
     next_pause: int = FIRST_PAUSE
     """How many rounds the next suspension lasts."""
+    owed: float = 0.0
+    """Rounds without drafts after which the time lost by rounds with drafts is at most `LOSS_SHARE` of all time."""
 
     @property
     def speedup(self) -> float:
@@ -72,6 +74,17 @@ class _RoundSums:
     def decayed_rounds(self) -> float:
         """Number of rounds with drafts as the decayed sums count them."""
         return (1 - _DECAY**self.rounds) / (1 - _DECAY)
+
+    def owe(self, seconds: float, rounds: float) -> None:
+        """Count `seconds` that committed what `rounds` rounds without drafts commit."""
+        if self.plain_rounds:
+            lost = seconds * self.plain_rounds / self.plain_seconds - rounds
+            self.owed = max(0.0, self.owed + lost / LOSS_SHARE)
+
+    def forget_drafted(self) -> None:
+        """Forget the rounds with drafts."""
+        self.seconds = self.tokens = self.rows = 0.0
+        self.rounds = 0
 
 
 class SpeedupTracker:
@@ -96,6 +109,24 @@ class SpeedupTracker:
         longest = max((other.pause for bucket, other in self._sums.items() if bucket <= bucket_of(rows)), default=0)
         return 0 < longest <= rounds
 
+    def renew(self, rows: int) -> bool:
+        """End a suspension for `rows` rows and forget earlier rounds with drafts, if no time is owed.
+
+        Call it when other sequences begin, because drafts may pay for them. Returns whether no time is owed.
+        """
+        covered = [other for bucket, other in self._sums.items() if bucket <= bucket_of(rows)]
+        if any(other.owed > 0.0 for other in covered):
+            return False
+        for other in covered:
+            if other.pause or not self.pays(rows):
+                other.pause = 0
+                other.forget_drafted()
+        return True
+
+    def observe_lost(self, rows: int, seconds: float) -> None:
+        """Add time that drafts took outside of the rounds that are compared, in seconds."""
+        self._of(rows).owe(seconds, 0.0)
+
     def pays(self, rows: int) -> bool:
         """Whether recent rounds with drafts were faster than rounds without."""
         sums = self._of(rows)
@@ -107,6 +138,7 @@ class SpeedupTracker:
         sums = self._of(rows)
         sums.plain_seconds = sums.plain_seconds * _DECAY + seconds
         sums.plain_rounds = sums.plain_rounds * _DECAY + 1
+        sums.owed = max(0.0, sums.owed - 1)
 
     def observe_drafted(self, rows: int, seconds: float, tokens: int) -> None:
         """Add a round with drafts and without prompts.
@@ -120,6 +152,7 @@ class SpeedupTracker:
         sums.rounds += 1
         if sums.plain_rounds < MIN_PLAIN_ROUNDS:
             return
+        sums.owe(seconds, tokens / rows)
         speedup = sums.speedup
         least = _MIN_SPEEDUP if rows > 1 else _MIN_SPEEDUP_ALONE
         if (sums.rounds >= _SURE_ROUNDS and speedup < least) or (
@@ -127,8 +160,7 @@ class SpeedupTracker:
         ):
             sums.pause = max(sums.next_pause, math.ceil(sums.lost_rounds / LOSS_SHARE))
             sums.next_pause = min(2 * sums.next_pause, MAX_PAUSE)
-            sums.seconds = sums.tokens = sums.rows = 0.0
-            sums.rounds = 0
+            sums.forget_drafted()
         elif sums.rounds >= _SURE_ROUNDS:
             sums.next_pause = FIRST_PAUSE
 

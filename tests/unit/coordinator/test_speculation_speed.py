@@ -106,4 +106,5 @@ def test_drafts_on_the_target_are_used_for_the_answers_for_which_they_pay(depth_
     always = simulate(each_answer(on_target | {"draft__controller": "off"}))
     chosen = simulate(each_answer(on_target))
     assert sum(chosen) <= sum(map(min, without, always)) / NEVER_SLOWER
-    assert sum(chosen) < 0.95 * sum(without)
+    best = ACCEPTANCES.index(max(ACCEPTANCES))
+    assert chosen[best] < 0.8 * without[best]

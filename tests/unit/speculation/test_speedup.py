@@ -87,3 +87,27 @@ def test_a_suspension_covers_larger_batches_and_not_smaller_ones() -> None:
     assert not tracker.suspends(1)
     assert tracker.suspends(8)
     assert tracker.suspends(16)
+
+
+def test_a_suspension_ends_for_other_sequences_once_its_lost_time_is_made_up_for() -> None:
+    tracker = SpeedupTracker()
+    tracker.observe_plain(1, 0.02)
+    while not tracker.suspends(1):
+        tracker.observe_drafted(1, 0.0225, 1)
+    lost_rounds = 6 * 0.125  # until the loss is clear
+    assert not tracker.renew(1)
+    for _ in range(int(lost_rounds / LOSS_SHARE) + 1):
+        tracker.observe_plain(1, 0.02)
+    assert tracker.suspends(1)  # the pause is longer
+    assert tracker.renew(1)
+    assert not tracker.suspends(1)
+
+
+def test_time_lost_beside_compared_rounds_is_owed_and_gains_make_up_for_it() -> None:
+    tracker = SpeedupTracker()
+    tracker.observe_plain(1, 0.02)
+    assert tracker.renew(1)
+    tracker.observe_lost(1, 0.02)
+    assert not tracker.renew(1)
+    tracker.observe_drafted(1, 0.02, 2)  # one round saved
+    assert tracker.renew(1)
