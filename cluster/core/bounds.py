@@ -125,7 +125,8 @@ def tokens(
 ) -> tuple[int, ...]:
     """Return `least … most` token ids below `vocabulary_size`; name the first id that is not."""
     count(field, values, least, most)
-    if values and not (min(values) >= 0 and max(values) < vocabulary_size):
-        for index, value in enumerate(values):
+    found = tuple(values)  # once: each look at a repeated field of a message costs as much
+    if found and not (min(found) >= 0 and max(found) < vocabulary_size):
+        for index, value in enumerate(found):
             integer(f"{field}[{index}]", value, 0, vocabulary_size - 1)
-    return tuple(values)
+    return found

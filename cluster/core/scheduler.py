@@ -231,6 +231,8 @@ class _StepAllocation:
 
     def _take(self, view: SequenceView, wanted: int) -> int:
         """Take up to `wanted` tokens and the blocks that they need. Returns the number taken."""
+        if wanted <= 0:
+            return 0
         layout = self._state.layout
         end = view.stored_len + self.pending(view)
         taken = max(0, min(wanted, self.tokens, layout.max_length(end, self.blocks) - end))

@@ -39,6 +39,7 @@ from cluster.wire.codec.proposal import (
     encode_proposal,
 )
 from cluster.wire.codec.target_info import decode_occupancy, encode_occupancy
+from pilotfish.v1 import common_pb2
 from pilotfish.v1 import target_pb2 as pb
 
 
@@ -116,7 +117,7 @@ def encode_step_batch(batch: StepBatch, client: str = "") -> pb.TargetServiceSte
                 sequence_id=row.sequence_id,
                 base_len=row.base_len,
                 pending=row.pending,
-                tree=encode_tree(row.tree),
+                tree=encode_tree(row.tree) if row.tree else None,
                 decide=row.decide,
                 start=encode_start(row.start) if row.start is not None else None,
                 distributions=encode_distributions(row.distributions),
@@ -205,17 +206,13 @@ def decode_step_result(message: pb.TargetServiceStepResponse) -> StepResult:
 def _decode_verdict(verdict: pb.Verdict, field: str) -> Verdict:
     drafted = bounds.integer(f"{field}.drafted", verdict.drafted, 0, bounds.MAX_TREE_NODES)
     tokens = bounds.tokens(f"{field}.tokens", verdict.tokens, 0, drafted + 1)
-    if verdict.logprobs:
-        bounds.count(f"{field}.logprobs", verdict.logprobs, len(tokens), len(tokens))
     return Verdict(
         sequence_id=decode_id(f"{field}.sequence_id", verdict.sequence_id),
         base_len=bounds.integer(f"{field}.base_len", verdict.base_len, 1, bounds.MAX_TOKENS),
         tokens=tokens,
         drafted=drafted,
-        logprobs=tuple(
-            decode_logprobs(entry, f"{field}.logprobs[{index}]") for index, entry in enumerate(verdict.logprobs)
-        ),
-        prompt_logprobs=_decode_prompt_logprobs(verdict, f"{field}.prompt_logprobs"),
+        logprobs=_decode_logprobs(verdict.logprobs, f"{field}.logprobs", len(tokens), len(tokens)),
+        prompt_logprobs=_decode_logprobs(verdict.prompt_logprobs, f"{field}.prompt_logprobs", 0, verdict.base_len),
         fault=decode_fault(verdict.fault, f"{field}.fault") if verdict.HasField("fault") else None,
         evidence=decode_evidence(verdict.evidence, f"{field}.evidence") if verdict.HasField("evidence") else None,
         proposal=decode_proposal(verdict.proposal, f"{field}.proposal") if verdict.HasField("proposal") else None,
@@ -223,6 +220,11 @@ def _decode_verdict(verdict: pb.Verdict, field: str) -> Verdict:
     )
 
 
-def _decode_prompt_logprobs(verdict: pb.Verdict, field: str) -> tuple[TokenLogprobs, ...]:
-    bounds.count(field, verdict.prompt_logprobs, 0, verdict.base_len)
-    return tuple(decode_logprobs(entry, f"{field}[{index}]") for index, entry in enumerate(verdict.prompt_logprobs))
+def _decode_logprobs(
+    entries: Sequence[common_pb2.TokenLogprobs], field: str, least: int, most: int
+) -> tuple[TokenLogprobs, ...]:
+    """Decode no entries, or between `least` and `most`. Raises `InvalidRequest`."""
+    if not entries:
+        return ()
+    bounds.count(field, entries, least, most)
+    return tuple(decode_logprobs(entry, f"{field}[{index}]") for index, entry in enumerate(entries))
