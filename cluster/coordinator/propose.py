@@ -83,7 +83,6 @@ class Proposer:
         self._caught_up: set[SequenceId] = set()
         """Sequences that the target has drafted for before. A first draft also computes what came before it."""
         self._deciding: frozenset[SequenceId] = frozenset()
-        self._present: frozenset[SequenceId] = frozenset()
         self._expected_rows = 1
 
     def start(self, info: TargetInfo) -> None:
@@ -114,10 +113,7 @@ class Proposer:
         unfinished = [live for live in sequences if live.sequence.finish is None]
         deciding = [live for live in unfinished if live.sequence.missing == 1]
         ids = frozenset([live.id for live in deciding])
-        present = frozenset([live.id for live in unfinished])
-        if len(present) == 1 and present != self._present:
-            controller.renew()
-        self._present = present
+        controller.meet(live.id for live in unfinished)
         if self._probes is not None and not ids <= self._deciding:
             self._probes.expect_new_sequences()
         # Sequences that wait or prefill decide soon, so they count: trees that pay only until then are not started.
@@ -193,8 +189,7 @@ class Proposer:
             return {}
         controller = self._controller
         starts = controller is None or controller.starts_with_drafts(len(plan.rows))
-        wanted: dict[SequenceId, DraftBudget] = {}
-        shown: dict[SequenceId, DraftBudget] = {}
+        wanted, shown = dict[SequenceId, DraftBudget](), dict[SequenceId, DraftBudget]()
         is_active = starts or not (controller is None or controller.is_idle)
         is_near = self._drafts_are_near(len(plan.rows))
         for row in plan.rows:

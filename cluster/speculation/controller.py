@@ -83,6 +83,7 @@ class SpeculationController:
         self._is_suspended = False
         self._expects_no_gain = True
         self._trial_sizings = 0
+        self._present: frozenset[SequenceId] = frozenset()
 
     def start(self, profile: Iterable[StepSample]) -> None:
         """Start with the step durations that the target measured during warm-up."""
@@ -94,12 +95,14 @@ class SpeculationController:
 
     # --- before proposals: sizes ---
 
-    def renew(self) -> None:
-        """Try drafts anew for a sequence that begins alone, unless earlier tries have lost too much time.
+    def meet(self, sequence_ids: Iterable[SequenceId]) -> None:
+        """Tell which sequences run or wait. One that begins alone has drafts again, unless earlier tries owe time.
 
         Texts differ: drafts that did not pay for the last answer may pay for this one.
         """
-        if self.is_idle and self._propose_latency.has_samples and self._speedup.renew(1):
+        before, self._present = self._present, frozenset(sequence_ids)
+        begins_alone = len(self._present) == 1 and self._present != before
+        if begins_alone and self.is_idle and self._propose_latency.has_samples and self._speedup.renew(1):
             self._is_suspended = self._expects_no_gain = False
             self._trial_sizings = TRIAL_SIZINGS
 
