@@ -214,7 +214,7 @@ class _StepAllocation:
 
     def add_tree(self, view: SequenceView, largest: DraftBudget, nodes: int) -> None:
         """Give the sequence a tree of up to `nodes` nodes, as far as tokens and blocks allow."""
-        nodes = self._take(view, nodes)
+        nodes = self._take(view, nodes) if nodes > 0 else 0
         self._forced[view.id] = min(nodes, self.forced(view))
         if drafted := min(nodes, largest.max_nodes):
             self._drafts[view.id] = DraftBudget(drafted, min(drafted, largest.max_depth))
@@ -231,8 +231,6 @@ class _StepAllocation:
 
     def _take(self, view: SequenceView, wanted: int) -> int:
         """Take up to `wanted` tokens and the blocks that they need. Returns the number taken."""
-        if wanted <= 0:
-            return 0
         layout = self._state.layout
         end = view.stored_len + self.pending(view)
         taken = max(0, min(wanted, self.tokens, layout.max_length(end, self.blocks) - end))
