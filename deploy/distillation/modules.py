@@ -41,12 +41,12 @@ from workers.distill.prompts import read_prompts
 from workers.distill.seq2seq.answers import decoder_start
 from workers.distill.seq2seq.student import load_seq2seq_target
 from workers.distill.student import load_target
+from workers.model.devices import choose_device
 from workers.model.draft_card import DraftCard
 from workers.model.draft_shapes import ExitShape, TableShape
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.files import DraftingModule, load_ends, make_module, save_drafter
 from workers.model.drafting.table import SuccessorTable
-from workers.model.loading import choose_device
 from workers.model.target_ends import decoder_vocabulary_size
 
 _MAX_STORED_LENGTH = 4096

@@ -31,7 +31,7 @@ from workers.distill.student import (
     make_student,
 )
 from workers.distill.train import Training
-from workers.model.loading import choose_device
+from workers.model.devices import choose_device
 
 CURVE = "training.png"
 _MAX_EVALUATED_LENGTH = 4096

@@ -23,7 +23,7 @@ from workers.distill.answers import Answer, AnswerFile, read_answers
 from workers.distill.seq2seq.answers import decoder_start, greedy_answers
 from workers.distill.seq2seq.student import Seq2SeqStudent, load_seq2seq_target, make_seq2seq_student, student_config
 from workers.distill.student import StudentPlan
-from workers.model.loading import choose_device
+from workers.model.devices import choose_device
 from workers.model.target_ends import decoder_vocabulary_size
 
 _ROWS = 32

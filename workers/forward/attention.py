@@ -18,7 +18,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from cluster.core.errors import ModelLoadError
 from workers.forward.layout import RowGroup, StepLayout
@@ -207,6 +206,8 @@ define(
 
 def register() -> None:
     """Register the function with `transformers` as `ATTENTION_NAME`."""
+    from transformers import AttentionInterface  # only a process that loads modules needs it
+
     AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
 
 

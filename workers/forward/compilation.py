@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from cluster.core.config.sections import ModelSection
 from workers.forward.replace_linear import decoder_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def should_compile(section: ModelSection) -> bool:

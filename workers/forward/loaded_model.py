@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from transformers import PreTrainedModel
 
 from workers.forward.layout import RowShape
 from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.kv.pool import KvPool
 from workers.kv.spec import KvCacheSpec, LayerShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,8 +100,11 @@ class LoadedModel:
     """A language model whose decoder's self-attention is paged."""
 
     module: PreTrainedModel
+    """An empty module if the weights were read from a file of packed ones."""
     name: str
     layers: tuple[LayerShape, ...]
+    hidden_size: int
+    """Width of the residual stream."""
     vocabulary_size: int
     """Tokens in the whole vocabulary."""
     vocabulary_offset: int

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from workers.forward.linear import FastLinear, make_linear_kernel, merge_linears
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Projections of the same input, which become one product.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
@@ -55,11 +56,19 @@ def _outer_lists(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or isinstance(module, Conv1D)
+    return type(module) is nn.Linear or _is_transposed(module)
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D  # a process that finds packed weights starts seconds faster
+
+    return isinstance(module, Conv1D)
 
 
 def _style(module: nn.Module, path: str, plan: dict[str, str]) -> str | None:
     """`whole`, or how the layer is sharded; `None` for a sharding that is not supported here."""
+    from torch.distributed.tensor import DTensor  # takes most of a second, as do the other imports in functions here
+
     if not isinstance(module.weight, DTensor):
         return "whole"
     style = plan.get(re.sub(r"\d+", "*", path.removeprefix(".")))
@@ -93,6 +102,8 @@ def _replace(layer: nn.Module, style: str, quantization: str) -> FastLinear:
 
 def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     """This rank's weight `[out, in]` and bias `[out]`."""
+    from torch.distributed.tensor import DTensor
+
     weight, bias = (
         value.to_local() if isinstance(value, DTensor) else value
         for value in (layer.weight, getattr(layer, "bias", None))
@@ -100,6 +111,4 @@ def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     if not isinstance(weight, torch.Tensor):
         raise TypeError(f"{type(layer).__name__} has no weight")
     weight = weight.detach()
-    return weight.t() if isinstance(layer, Conv1D) else weight, bias.detach() if isinstance(
-        bias, torch.Tensor
-    ) else None
+    return weight.t() if _is_transposed(layer) else weight, bias.detach() if isinstance(bias, torch.Tensor) else None

@@ -178,7 +178,7 @@ class ModelRunner:
     def _check(self, rows: Sequence[ForwardRow], partial: PartialPass, inputs: torch.Tensor | None) -> None:
         if partial is WHOLE and inputs is None:
             return
-        hidden = int(self._model.module.config.get_text_config().hidden_size)
+        hidden = self._model.hidden_size
         partial.check(len(self._model.layers), hidden, self._model.device)
         expected = sum(len(row.tokens) + len(row.tree) for row in rows), hidden
         if inputs is not None and inputs.shape != expected:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from cluster.core.errors import ConfigurationError
 from workers.forward.replace_linear import decoder_layers
@@ -41,6 +40,8 @@ class TapRecorder:
 
         Under tensor parallelism the residual stream is the same on every rank, so each rank records all of it.
         """
+        from torch.distributed.tensor import DTensor  # a process without modules starts sooner
+
         layers = list(decoder_layers(module))
 
         def record(tap: int, values: torch.Tensor) -> None:

@@ -31,6 +31,11 @@ class Arena:
         self._bytes = huge_pages(size)
         self._used = 0
 
+    @property
+    def taken(self) -> torch.Tensor:
+        """The bytes that were handed out."""
+        return self._bytes[: self._used]
+
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of zeros in the arena, aligned to a cache line."""
         size = math.prod(shape) * dtype.itemsize

@@ -18,7 +18,8 @@ from workers.forward.encoder_decoder.native_decoder import NativeSourcedDecoder,
 from workers.forward.encoder_decoder.native_encoder import NativeSourceEncoder, pack_source_encoder
 from workers.forward.linear import Int8Kernel, quantize
 from workers.forward.loaded_model import LoadedModel, SourceReader
-from workers.forward.native.decoder import NativeDecoder, pack_decoder
+from workers.forward.native.decoder import NativeDecoder
+from workers.forward.native.decoder_packing import pack_decoder
 from workers.forward.native.decoder_shape import supported_shape
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool

@@ -25,6 +25,7 @@ from workers.forward.compilation import should_compile
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.replace_linear import replace_linear_layers
 from workers.model.device_mesh import ranks_on
+from workers.model.devices import choose_device, may_be_native
 from workers.model.distilled import load_distilled_draft
 from workers.model.draft_card import is_distilled
 from workers.model.encoder_decoder.shard import Share
@@ -88,6 +89,7 @@ def load_model(
         module=module,
         name=directory.name,
         layers=measure_layers(module, device),
+        hidden_size=int(config.get_text_config().hidden_size),
         vocabulary_size=vocabulary_size,
         vocabulary_offset=_first_token(vocabulary_size, rank, tensor_parallel),
         max_context_len=_context_len(config, max_context_len),
@@ -99,7 +101,7 @@ def load_model(
         uses_cuda_graphs=device.type == "cuda" and section.compile != "off",
         vocabulary=vocabulary,
     )
-    if _may_be_native(section, device, tensor_parallel):
+    if may_be_native(section, device, tensor_parallel):
         try:
             native = try_native_kernels(model, section.quantization)
         except KernelMismatch:
@@ -119,14 +121,9 @@ def _with_kernels_or_modules(
 ) -> LoadedModel:
     """Make a model of what is read; read it again for the modules if the kernels compute other logits."""
     try:
-        return load(share, read(), native=_may_be_native(section, device, share.ranks))
+        return load(share, read(), native=may_be_native(section, device, share.ranks))
     except KernelMismatch:
         return load(share, read(), native=False)
-
-
-def _may_be_native(section: ModelSection, device: torch.device, ranks: int) -> bool:
-    """Whether the CPU kernels may compute the layers."""
-    return section.native == "auto" and section.compile != "on" and device.type == "cpu" and ranks == 1
 
 
 def _optimized(model: LoadedModel, section: ModelSection) -> LoadedModel:
@@ -161,6 +158,7 @@ def _load_encoder_decoder(
         module=split.decoder,
         name=Path(section.path).name,
         layers=measure_layers(split.decoder, device),
+        hidden_size=int(config.get_text_config().hidden_size),
         vocabulary_size=vocabulary_size,
         vocabulary_offset=_first_token(vocabulary_size, share.rank, share.ranks),
         max_context_len=decoder_context_len(config.get_text_config(), max_context_len),
@@ -245,16 +243,6 @@ def _missing_library(directory: Path, config: PreTrainedConfig, error: ImportErr
         f"model directory {str(directory)!r}: its weights are quantized as {method!r} and the library for them is "
         f"missing; {remedy}, or give the model with plain weights"
     )
-
-
-def choose_device(wanted: str, rank: int) -> torch.device:
-    """The device of a rank. Raises `ConfigurationError` if CUDA is configured and absent."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigurationError("device: cuda is refused; torch finds no CUDA device")
-    # Ray shows each rank only its own GPUs. A rank that sees all GPUs takes the one of its number.
-    return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def check_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:

@@ -66,7 +66,7 @@ class PartialEngine:
         model = self.model
         norm = torch.tensor(part.exit_norm, dtype=torch.float32, device=model.device) if part.exit_norm else None
         partial = PartialPass(part.layers, part.skip_attention, part.skip_mlp, norm)
-        partial.check(len(model.layers), int(model.module.config.get_text_config().hidden_size), model.device)
+        partial.check(len(model.layers), model.hidden_size, model.device)
         return EngineDraftPasses(self, partial)
 
 

@@ -32,7 +32,7 @@ from cluster.wire.codec.target import (
     step_batch_from_bytes,
     step_batch_to_bytes,
 )
-from workers.model.loading import choose_device
+from workers.model.devices import choose_device
 from workers.verify.engine import TargetEngine
 
 logger = logging.getLogger(__name__)

@@ -26,9 +26,9 @@ from workers.draft.parallel.ranking import PathRanker
 from workers.draft.parallel.shortlist import Shortlist
 from workers.draft.sessions import Sessions
 from workers.forward.native.largest import load_largest
+from workers.model.devices import choose_device
 from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.files import load_drafter
-from workers.model.loading import choose_device
 from workers.sampling.context import Branch, DecisionContext
 
 _COUPLED = "coupled"

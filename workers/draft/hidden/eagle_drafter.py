@@ -23,9 +23,9 @@ from workers.draft.hidden_states import TapReader
 from workers.draft.parallel.shortlist import Shortlist
 from workers.draft.sessions import Sessions
 from workers.forward.native.largest import load_largest
+from workers.model.devices import choose_device
 from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.files import load_drafter
-from workers.model.loading import choose_device
 
 _COUPLED = "coupled"
 _LEAST_SCRATCH = 64

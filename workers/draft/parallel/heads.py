@@ -18,11 +18,11 @@ from workers.draft.parallel.ranking import PathRanker
 from workers.draft.parallel.settings import Weights
 from workers.draft.parallel.shortlist import Shortlist
 from workers.forward.native.largest import load_largest
+from workers.model.devices import choose_device
 from workers.model.drafting.ends import rms_norm
 from workers.model.drafting.files import load_drafter
 from workers.model.drafting.heads import MedusaHeads
 from workers.model.drafting.selector import Selector
-from workers.model.loading import choose_device
 from workers.sampling.context import DecisionContext
 
 _COUPLED = "coupled"
