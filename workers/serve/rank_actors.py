@@ -264,6 +264,7 @@ def rank_kinds(tensor_parallel: int) -> tuple[type, ...]:
 
 
 def _load_libraries() -> None:
+    import workers.model.loading
     import workers.verify.build
     import workers.verify.group  # noqa: F401
 

@@ -10,9 +10,10 @@ from torch import distributed
 from cluster.core.config.sections import TargetSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.ports import DraftMethod
+from workers.forward.loaded_model import LoadedModel
 from workers.kv.pool import KvPool, blocks_that_fit
 from workers.model.fingerprint import fingerprint
-from workers.model.loading import load_model
+from workers.model.packed_weights.store import keep_packed, read_packed
 from workers.sampling.acceptance import create_rule
 from workers.verify.decider import Decider, LocalDecider, decider_of_model
 from workers.verify.engine import TargetEngine
@@ -31,9 +32,7 @@ def build_engine(section: TargetSection, rank: int = 0, method: DraftMethod | No
             f"target.acceptance: {section.acceptance} is refused with target.tensor_parallel: "
             f"{section.tensor_parallel}; it needs the probabilities of the whole vocabulary, and each rank has its part"
         )
-    model = load_model(
-        section, rank=rank, tensor_parallel=section.tensor_parallel, max_context_len=section.max_context_len
-    )
+    model = _load(section, rank)
     if model.source is not None and section.kv.window is not None:
         raise ConfigurationError(
             f"target.kv.window: {section.kv.window} is refused; it must be unset for an encoder-decoder model"
@@ -54,6 +53,20 @@ def build_engine(section: TargetSection, rank: int = 0, method: DraftMethod | No
         engine.close()
         raise
     return engine
+
+
+def _load(section: TargetSection, rank: int) -> LoadedModel:
+    """The target's packed weights if they are kept, else its model, whose packed weights are then kept."""
+    packed = read_packed(section)
+    if packed is not None:
+        return packed
+    from workers.model.loading import load_model  # imports transformers, which takes seconds
+
+    model = load_model(
+        section, rank=rank, tensor_parallel=section.tensor_parallel, max_context_len=section.max_context_len
+    )
+    keep_packed(section, model)
+    return model
 
 
 def _fewest_of_all_ranks(blocks: int) -> int:

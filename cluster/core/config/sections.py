@@ -116,6 +116,8 @@ class TargetSection(ModelSection, PluginHost):
     """Longest wait for a step, in seconds. Then its sequences are sent again, and a worker that hangs is replaced."""
     standby: bool = False
     """Whether each rank has a standby process with its libraries, so that a lost target serves sooner. Not for GPUs."""
+    packed_bytes: Annotated[int, Field(ge=0)] = 4 << 30
+    """Most bytes of weights that `compile_directory` keeps as the CPU kernels read them, for a quick start."""
     kv: KvSection = KvSection()
     """The KV cache on each rank."""
     evidence: EvidenceSection = EvidenceSection()
@@ -215,10 +217,8 @@ class DraftSection(PluginHost):
 
     def with_weights(self, **changes: object) -> DraftSection:
         """Return a copy with changed fields of `weights`, or this section if the method has no model."""
-        weights, name = self.weights, self.weights_method
-        if weights is None or name is None:
-            return self
-        return self.model_copy(update={name: weights.model_copy(update=changes)})
+        weights, name = self.weights, self.weights_method or ""
+        return self if weights is None else self.model_copy(update={name: weights.model_copy(update=changes)})
 
     @property
     def weights_method(self) -> str | None:

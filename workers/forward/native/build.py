@@ -67,6 +67,20 @@ def load_library(directory: str | None) -> ctypes.CDLL | None:
         return None
 
 
+@cache
+def kernel_identity(directory: str | None) -> str | None:
+    """A hash of all that the kernels' results depend on: the library, its tile registers, and the processor.
+
+    Returns `None` without a library. Raises `OSError` if the library's file cannot be read.
+    """
+    library = load_library(directory)
+    if library is None:
+        return None
+    tiles = str(library.pilotfish_use_tiles()).encode()
+    parts = (Path(library._name).name.encode(), tiles, _processor())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
+
+
 def _load(file: Path) -> ctypes.CDLL:
     """Load a library, and let it use the processor's tile registers (AMX) if a trial there succeeds."""
     library = ctypes.CDLL(str(file))
