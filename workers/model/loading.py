@@ -69,8 +69,7 @@ def load_model(
         raise ConfigurationError(
             "quantization: int8 is refused on CUDA; it is for CPU, where its kernels are. On CUDA it must be none"
         )
-    dtype = _DTYPES[section.dtype]
-    config = _load_config(directory)
+    dtype, config = _DTYPES[section.dtype], _load_config(directory)
     if tensor_parallel > 1:
         check_divisible(config, tensor_parallel)
     register()

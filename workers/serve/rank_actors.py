@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,13 +20,14 @@ from ray.exceptions import RayError
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError, TargetUnavailable
+from cluster.core.verification import StepSample
 from cluster.wire.peer_access import PeerAccess
 from workers.draft.registry import create, create_for_worker_rank
 from workers.serve.configuration import load_configuration
 from workers.serve.heartbeat import until_lost
 from workers.serve.logs import set_logging
 from workers.serve.node import compute_without_interruption, free_port, set_threads, use_interface_of
-from workers.serve.rank_placement import RankPlacement
+from workers.serve.rank_placement import RankGroup, RankPlacement
 from workers.serve.target_servicer import StepEngine
 from workers.serve.worker_server import WorkerHost, host_target
 
@@ -50,6 +50,7 @@ class FirstRank:
         self._driver: DriverRank | None = None
         self._engine: StepEngine | None = None
         self._server: WorkerHost | None = None
+        self._profile: tuple[StepSample, ...] = ()
         self._is_stopped = asyncio.Event()
 
     def process_id(self) -> int:
@@ -60,15 +61,18 @@ class FirstRank:
         """Load the libraries that `start` needs."""
         await asyncio.to_thread(_load_libraries)
 
-    async def start(
-        self, values: Mapping[str, Any], threads: int, host: str, rendezvous: int, access: PeerAccess
-    ) -> str:
+    def step_profile(self) -> tuple[StepSample, ...]:
+        """How long steps take. Empty until the engine is warmed up."""
+        return self._profile
+
+    async def start(self, group: RankGroup, access: PeerAccess) -> str:
         """Load the model and listen. Returns the address. Raises `ConfigurationError`, `ModelLoadError`."""
-        configuration = load_configuration(values)
+        configuration = load_configuration(group.values)
         set_logging(configuration.log_level, configuration.server.log_format)
-        engine = await asyncio.to_thread(self._load, configuration, threads, host, rendezvous)
+        engine = await asyncio.to_thread(self._load, configuration, group)
+        self._profile = engine.info().profile
         self._server = host_target(
-            host,
+            group.host,
             engine,
             access,
             lease_seconds=configuration.cluster.lease_seconds,
@@ -99,18 +103,18 @@ class FirstRank:
         elif self._engine is not None:  # it may be loaded without being hosted
             await asyncio.to_thread(self._engine.close)
 
-    def _load(self, configuration: Configuration, threads: int, host: str, rendezvous: int) -> StepEngine:
+    def _load(self, configuration: Configuration, group: RankGroup) -> StepEngine:
         from workers.verify.build import build_engine
         from workers.verify.group import DriverRank, join_group
 
         target, draft = configuration.target, configuration.draft
         compute_without_interruption()
-        set_threads(threads)
+        set_threads(group.threads)
         if target.tensor_parallel > 1:
-            use_interface_of(host)
-            join_group(target, 0, host, rendezvous)
+            use_interface_of(group.host)
+            join_group(target, 0, group.host, group.rendezvous)
         method = create(draft, target) if draft.is_colocated else None
-        engine = self._engine = build_engine(target, method=method)
+        engine = self._engine = build_engine(target, method=method, profile=group.profile)
         if target.tensor_parallel > 1:
             self._engine = self._driver = DriverRank(engine)
         return self._engine
@@ -127,7 +131,7 @@ class WorkerRank:
         """Load the libraries that `run` needs."""
         _load_libraries()
 
-    def run(self, values: Mapping[str, Any], threads: int, rank: int, host: str, rendezvous: int) -> None:
+    def run(self, group: RankGroup, rank: int) -> None:
         """Join the group, load this rank's part, and run the driver rank's commands until the stop command.
 
         Drafting methods that compute with the target's layers run on this rank, too.
@@ -137,16 +141,16 @@ class WorkerRank:
         from workers.verify.build import build_engine
         from workers.verify.group import join_group, leave_group, run_worker_rank
 
-        configuration = load_configuration(values)
+        configuration = load_configuration(group.values)
         target = configuration.target
         set_logging(configuration.log_level, configuration.server.log_format)
         compute_without_interruption()
-        set_threads(threads)
-        use_interface_of(host)
-        join_group(target, rank, host, rendezvous)
+        set_threads(group.threads)
+        use_interface_of(group.host)
+        join_group(target, rank, group.host, group.rendezvous)
         try:
             method = create_for_worker_rank(configuration.draft, target)
-            run_worker_rank(build_engine(target, rank, method))
+            run_worker_rank(build_engine(target, rank, method, group.profile))
         finally:
             leave_group()
 
@@ -181,15 +185,15 @@ class RankActors:
 
     async def start(self) -> str:
         """Start all ranks. Returns the address of `TargetService`. Raises the error of the rank that failed."""
-        rendezvous = free_port(self._host)
-        arguments = (self._values, self._threads)
+        profile = self._placement.step_profile
+        group = RankGroup(self._values, self._threads, self._host, free_port(self._host), profile)
         self._actors = self._placement.take()
         first = self._actors[0]
         self._process_ids = [None] * self._size
         identified = asyncio.gather(*(self._identify(rank) for rank in range(self._size)), return_exceptions=True)
-        starting = _future(first.start.remote(*arguments, self._host, rendezvous, self._access))
+        starting = _future(first.start.remote(group, self._access))
         for rank in range(1, self._size):
-            running = self._actors[rank].run.remote(*arguments, rank, self._host, rendezvous)
+            running = self._actors[rank].run.remote(group, rank)
             self._running[_future(running)] = rank
         # A worker rank may end while the driver rank waits for it to join: raise instead of waiting for ever.
         awaited: list[asyncio.Future[Any]] = [starting, *self._running]
@@ -205,6 +209,7 @@ class RankActors:
                 raise cause from None
             raise TargetUnavailable(f"rank 0 of {self._size} did not start: {cause}") from None
         await identified
+        self._placement.step_profile = await _future(first.step_profile.remote())
         self._running[_future(first.run.remote())] = 0
         self._placement.prepare()
         return address

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -17,11 +18,28 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.core.errors import TargetUnavailable
+from cluster.core.verification import StepSample
 
 logger = logging.getLogger(__name__)
 
 _MOST_CALLS = 4
 """Calls that one rank answers at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """What all ranks of a target are started with."""
+
+    values: Mapping[str, Any]
+    """The configuration."""
+    threads: int
+    """Intra-op threads of each rank."""
+    host: str
+    """Address at which rank 0 listens."""
+    rendezvous: int
+    """Port of the store in which the ranks find each other."""
+    profile: tuple[StepSample, ...] = ()
+    """What ranks before these measured as they warmed up; empty at the first start."""
 
 
 class RankPlacement:
@@ -37,6 +55,8 @@ class RankPlacement:
         self._environment = dict(environment)
         self._wants_standby = standby
         self._standby: list[Any] = []  # Ray's types do not know the methods of actors
+        self.step_profile: tuple[StepSample, ...] = ()
+        """What the first ranks measured as they warmed up. Ranks that start later do not measure it again."""
 
     def take(self) -> list[Any]:
         """Actors of all ranks: the standby ones if there are any, else new ones. Raises `TargetUnavailable`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from torch import distributed
 from cluster.core.config.sections import TargetSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.ports import DraftMethod
+from cluster.core.verification import StepSample
 from workers.forward.loaded_model import LoadedModel
 from workers.kv.pool import KvPool, blocks_that_fit
 from workers.model.fingerprint import fingerprint
@@ -20,9 +22,11 @@ from workers.verify.engine import TargetEngine
 from workers.verify.group_decider import GroupDecider
 
 
-def build_engine(section: TargetSection, rank: int = 0, method: DraftMethod | None = None) -> TargetEngine:
+def build_engine(
+    section: TargetSection, rank: int = 0, method: DraftMethod | None = None, profile: Sequence[StepSample] = ()
+) -> TargetEngine:
     """Load this rank's part of the target and warm it up. With several ranks, call `join_group` on each of them first.
-    `method` drafts on this rank after each step.
+    `method` drafts on this rank after each step. `profile` is what an earlier warm-up measured, the same on all ranks.
 
     Raises `ModelLoadError`, `ConfigurationError`.
     """
@@ -48,7 +52,7 @@ def build_engine(section: TargetSection, rank: int = 0, method: DraftMethod | No
     decider = decider_of_model(model, decider)
     engine = TargetEngine(model, pool, decider, section.served_name, rule, method, section.evidence, name, directory)
     try:
-        engine.warm_up()
+        engine.warm_up(profile)
     except BaseException:
         engine.close()
         raise

@@ -90,9 +90,12 @@ class TargetEngine:
         info = describe_target(self._model, self._pool, self._name, is_lossless=self._rule.is_lossless)
         return replace(info, epoch=self._epoch, profile=self._profile, fingerprint=self._fingerprint)
 
-    def warm_up(self) -> None:
-        """Compile kernels, capture CUDA graphs, and measure how long steps take. Call this on all ranks."""
+    def warm_up(self, profile: Sequence[StepSample] = ()) -> None:
+        """Compile kernels, capture CUDA graphs, and measure how long steps take unless given. Call this on all ranks."""
         self._runner.warm_up()
+        self._profile = tuple(profile)
+        if profile:
+            return
 
         def decide(rows: Sequence[ForwardRow], contexts: Sequence[DecisionContext]) -> Decisions:
             return self._decider.decide(self._runner.forward(rows, leaders=1), contexts, self._rule.needs_distribution)

@@ -14,6 +14,7 @@ from tests.support.fakes.echo_workers import EchoEngine, entries
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.serve import rank_actors
+from workers.serve.rank_placement import RankGroup
 from workers.serve.worker_server import host_target
 from workers.verify.decider import LocalDecider
 from workers.verify.engine import TargetEngine
@@ -53,7 +54,7 @@ async def test_a_driver_rank_closes_its_engine_when_it_stops(
     values = {"target": {"path": str(directory), "device": "cpu", "kv": kv}, "log_level": "warning"}
     rank = rank_actors.FirstRank()
     with pytest.raises(ConfigurationError) if host == "256.0.0.1" else nullcontext():
-        await rank.start(values, 1, host, 0, OPEN)
+        await rank.start(RankGroup(values, 1, host, 0), OPEN)
     assert entries(tmp_path)
     await rank.stop()
     assert not entries(tmp_path)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.core.config.sections import TargetSection
+from cluster.core.verification import StepSample
 from cluster.speculation.latency import LatencyModel
 from tests.support.models import tiny
 from workers.kv.pool import KvPool
@@ -20,6 +21,14 @@ def engine_with(directory: Path, blocks: int) -> TargetEngine:
     section = TargetSection(path=str(tiny.save(directory, tiny.llama())), device="cpu")
     model = load_model(section)
     return TargetEngine(model, KvPool(model.kv_spec, section.kv, blocks), LocalDecider())
+
+
+def test_warm_up_takes_over_what_was_measured_before(tmp_path: Path) -> None:
+    engine = engine_with(tmp_path, 200)
+    before = (StepSample(1, 1, 0.25),)
+    engine.warm_up(before)
+    assert engine.info().profile == before
+    engine.close()
 
 
 @pytest.mark.parametrize(("blocks", "sizes"), [(200, SIZES), (4, tuple(size for size in SIZES if size[0] == 1))])
