@@ -15,7 +15,7 @@ from cluster.core.verification import StepSample
 from workers.forward.loaded_model import LoadedModel
 from workers.kv.pool import KvPool, blocks_that_fit
 from workers.model.fingerprint import fingerprint
-from workers.model.packed_weights.store import keep_packed, read_packed
+from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
 from workers.sampling.acceptance import create_rule
 from workers.verify.decider import Decider, LocalDecider, decider_of_model
 from workers.verify.engine import TargetEngine
@@ -61,7 +61,8 @@ def build_engine(
 
 def _load(section: TargetSection, rank: int) -> LoadedModel:
     """The target's packed weights if they are kept, else its model, whose packed weights are then kept."""
-    packed = read_packed(section)
+    file = packed_file(section)
+    packed = None if file is None else read_packed(section, file)
     if packed is not None:
         return packed
     from workers.model.loading import load_model  # imports transformers, which takes seconds
@@ -69,7 +70,8 @@ def _load(section: TargetSection, rank: int) -> LoadedModel:
     model = load_model(
         section, rank=rank, tensor_parallel=section.tensor_parallel, max_context_len=section.max_context_len
     )
-    keep_packed(section, model)
+    if file is not None:
+        keep_packed(section, file, model)
     return model
 
 

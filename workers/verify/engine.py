@@ -91,7 +91,7 @@ class TargetEngine:
         return replace(info, epoch=self._epoch, profile=self._profile, fingerprint=self._fingerprint)
 
     def warm_up(self, profile: Sequence[StepSample] = ()) -> None:
-        """Compile kernels, capture CUDA graphs, and measure how long steps take unless given. Call this on all ranks."""
+        """Compile kernels, capture CUDA graphs, and measure the time of steps unless given. Call this on all ranks."""
         self._runner.warm_up()
         self._profile = tuple(profile)
         if profile:

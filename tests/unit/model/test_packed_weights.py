@@ -21,7 +21,7 @@ from workers.model.loading import load_model
 from workers.model.packed_weights import store
 from workers.model.packed_weights.decoder_regions import plain_angles
 from workers.model.packed_weights.region_file import PARTIAL, read_regions, write_regions
-from workers.model.packed_weights.store import keep_packed, read_packed
+from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
@@ -59,11 +59,17 @@ def section_of(directory: Path, code: Path, **settings: object) -> TargetSection
 
 def keep(section: TargetSection) -> LoadedModel:
     """Load the target with `transformers`, and wait until its packed weights are kept."""
+    file = packed_file(section)
     model = load_model(section, max_context_len=section.max_context_len)
-    writer = keep_packed(section, model)
+    writer = None if file is None else keep_packed(section, file, model)
     if writer is not None:
         writer.join()
     return model
+
+
+def read(section: TargetSection) -> LoadedModel | None:
+    file = packed_file(section)
+    return None if file is None else read_packed(section, file)
 
 
 def files(section: TargetSection) -> list[Path]:
@@ -84,9 +90,9 @@ def test_packed_weights_compute_the_same_bits(
     name: str, dtype: str, quantization: str, code: Path, tmp_path: Path
 ) -> None:
     section = section_of(tiny.save(tmp_path, MODELS[name]), code, dtype=dtype, quantization=quantization)
-    assert read_packed(section) is None
+    assert read(section) is None
     model = keep(section)
-    found = read_packed(section)
+    found = read(section)
     assert found is not None
     assert torch.equal(logits_of(found), logits_of(model))
     for field in ("name", "layers", "hidden_size", "vocabulary_size", "max_context_len", "eos_token_ids", "dtype"):
@@ -97,9 +103,9 @@ def test_packed_weights_compute_the_same_bits(
 def test_a_bound_of_the_context_has_a_file_of_its_own(section: TargetSection) -> None:
     keep(section)
     shorter = section.model_copy(update={"max_context_len": 24})
-    assert read_packed(shorter) is None
+    assert read(shorter) is None
     keep(shorter)
-    found = read_packed(shorter)
+    found = read(shorter)
     assert found is not None and found.max_context_len == 24
 
 
@@ -112,10 +118,10 @@ def test_a_damaged_file_is_refused_and_written_again(
     content = bytearray(file.read_bytes())
     content[place] ^= 64
     file.write_bytes(content)
-    assert read_packed(section) is None
+    assert read(section) is None
     assert "refused" in caplog.text
     keep(section)
-    assert read_packed(section) is not None
+    assert read(section) is not None
 
 
 @pytest.mark.parametrize("size", [0, 10, 60, 4000, -1])
@@ -123,7 +129,7 @@ def test_a_truncated_file_is_refused(size: int, section: TargetSection) -> None:
     keep(section)
     (file,) = files(section)
     file.write_bytes(file.read_bytes()[:size])
-    assert read_packed(section) is None
+    assert read(section) is None
 
 
 def test_a_file_of_another_model_is_refused(section: TargetSection, tmp_path: Path, code: Path) -> None:
@@ -133,14 +139,14 @@ def test_a_file_of_another_model_is_refused(section: TargetSection, tmp_path: Pa
     keep(other)
     (foreign,) = set(files(section)) - {file}
     shutil.copyfile(foreign, file)
-    assert read_packed(section) is None
+    assert read(section) is None
 
 
 def test_a_file_that_others_may_write_is_refused(section: TargetSection) -> None:
     keep(section)
     (file,) = files(section)
     file.chmod(0o666)
-    assert read_packed(section) is None
+    assert read(section) is None
 
 
 def test_a_link_is_refused(section: TargetSection, tmp_path: Path) -> None:
@@ -148,24 +154,37 @@ def test_a_link_is_refused(section: TargetSection, tmp_path: Path) -> None:
     (file,) = files(section)
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
-    assert read_packed(section) is None
+    assert read(section) is None
 
 
 def test_changed_weights_are_packed_anew(section: TargetSection) -> None:
     keep(section)
     tiny.save(Path(section.path), tiny.llama(), seed=5)
-    assert read_packed(section) is None
+    assert read(section) is None
+
+
+def test_weights_that_are_edited_in_place_are_packed_anew(section: TargetSection) -> None:
+    """The edit is in no sampled place, and the file gets its old time back."""
+    keep(section)
+    weights = Path(section.path, "model.safetensors")
+    before = weights.stat()
+    with weights.open("r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        opened.write(b"\x3c")
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert weights.stat().st_mtime_ns == before.st_mtime_ns
+    assert read(section) is None
 
 
 def test_other_kernels_or_other_code_pack_anew(section: TargetSection, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(section)
     with monkeypatch.context() as patch:
         patch.setattr(store, "kernel_identity", lambda _: "of another processor")
-        assert read_packed(section) is None
+        assert read(section) is None
     with monkeypatch.context() as patch:
         patch.setattr(store, "_code_digest", lambda: "of other code")
-        assert read_packed(section) is None
-    assert read_packed(section) is not None
+        assert read(section) is None
+    assert read(section) is not None
 
 
 def test_files_that_were_used_last_are_kept_within_the_bound(
@@ -183,9 +202,9 @@ def test_files_that_were_used_last_are_kept_within_the_bound(
         keep(one)
         (new,) = set(files(section)) - before
         os.utime(new, (new.stat().st_mtime - age,) * 2)
-    assert read_packed(bounded[0]) is not None  # it is used, so the other one is the oldest now
+    assert read(bounded[0]) is not None  # it is used, so the other one is the oldest now
     keep(bounded[2])
-    assert [read_packed(one) is not None for one in bounded] == [True, False, True]
+    assert [read(one) is not None for one in bounded] == [True, False, True]
 
 
 def test_nothing_is_kept_without_room(section: TargetSection) -> None:
@@ -197,7 +216,7 @@ def test_nothing_is_kept_without_room(section: TargetSection) -> None:
 def test_a_directory_that_cannot_be_written_is_no_error(section: TargetSection, code: Path) -> None:
     (code / store.FOLDER).write_bytes(b"")
     keep(section)
-    assert read_packed(section) is None
+    assert read(section) is None
     (code / store.FOLDER).unlink()
 
 

@@ -138,7 +138,7 @@ def test_a_prefix_is_searched_again_when_loading_fails_after_an_eviction(
 def test_an_engine_that_fails_during_warm_up_leaves_no_files(
     full: ModelCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(engine: TargetEngine) -> None:
+    def fail(engine: TargetEngine, profile: object) -> None:
         assert list(tmp_path.iterdir())
         raise ZeroDivisionError
 

@@ -69,15 +69,18 @@ def load_library(directory: str | None) -> ctypes.CDLL | None:
 
 @cache
 def kernel_identity(directory: str | None) -> str | None:
-    """A hash of all that the kernels' results depend on: the library, its tile registers, and the processor.
+    """A hash of all that the kernels' results depend on: the library's bytes, its tile registers, and the processor.
 
-    Returns `None` without a library. Raises `OSError` if the library's file cannot be read.
+    Returns `None` without a library, or if its file is gone.
     """
     library = load_library(directory)
     if library is None:
         return None
-    tiles = str(library.pilotfish_use_tiles()).encode()
-    parts = (Path(library._name).name.encode(), tiles, _processor())
+    try:
+        code = Path(library._name).read_bytes()  # another compiler builds other code of the same name
+    except OSError:
+        return None
+    parts = (code, str(library.pilotfish_use_tiles()).encode(), _processor())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 

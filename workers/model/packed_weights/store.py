@@ -48,10 +48,38 @@ _ABANDONED_SECONDS = 3600.0
 """Age of a partial file whose writer is taken to be gone."""
 
 
-def read_packed(section: TargetSection) -> LoadedModel | None:
-    """The target from its file of packed weights; `None` if there is none that fits. Raises `ModelLoadError`."""
-    file = _file(section)
-    if file is None or not file.exists():
+def packed_file(section: TargetSection) -> Path | None:
+    """Where the target's packed weights are kept; `None` for a target that the CPU kernels do not compute alone.
+
+    Raises `ModelLoadError`, `ConfigurationError`.
+    """
+    directory = Path(section.path)
+    if not directory.is_dir() or section.compile_directory is None or not section.packed_bytes:
+        return None
+    if section.load_format != "auto":
+        return None
+    if section.tensor_parallel > 1 or section.dtype not in DTYPES or is_distilled(directory):
+        return None
+    if not may_be_native(section, choose_device(section.device, 0), section.tensor_parallel):
+        return None
+    kernels = kernel_identity(section.compile_directory)
+    if kernels is None:
+        return None
+    # Nobody can set the time of a status change (`ctime`), so weights that are edited in place are noticed.
+    states = [(one.name, one.stat()) for one in sorted(directory.iterdir()) if one.suffix in (".safetensors", ".json")]
+    parts = [
+        weights_digest(directory),
+        [(name, status.st_size, status.st_mtime_ns, status.st_ctime_ns) for name, status in states],
+        section.model_dump(mode="json", include={"dtype", "quantization", "max_context_len"}),
+        [kernels, _code_digest(), torch.__version__, version("transformers")],
+    ]
+    key = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return Path(section.compile_directory) / FOLDER / f"{key}{_SUFFIX}"
+
+
+def read_packed(section: TargetSection, file: Path) -> LoadedModel | None:
+    """The target from `file`, its `packed_file`; `None` if there is none, or if it is damaged."""
+    if not file.exists():
         return None
     begun = time.perf_counter()
     found = read_regions(file, file.stem)
@@ -84,16 +112,14 @@ def read_packed(section: TargetSection) -> LoadedModel | None:
     return model
 
 
-def keep_packed(section: TargetSection, model: LoadedModel) -> threading.Thread | None:
+def keep_packed(section: TargetSection, file: Path, model: LoadedModel) -> threading.Thread | None:
     """Write the weights of a model that passed its trial, in a thread. Returns it, or `None` if nothing is written.
 
-    An error is logged: without the file, the next start packs the weights again.
+    `file` is the target's `packed_file` from before the model was loaded: a model that changed meanwhile has another
+    one. An error is logged: without the file, the next start packs the weights again.
     """
     native = model.native
     if not isinstance(native, NativeDecoder) or model.vocabulary is not None:
-        return None
-    file = _file(section)
-    if file is None:
         return None
     writer = threading.Thread(target=_write, args=(file, section.packed_bytes, native, model), name="packed-weights")
     writer.start()
@@ -145,29 +171,6 @@ def _make_room(file: Path, size: int, most_bytes: int) -> bool:
             other.unlink(missing_ok=True)
             total -= taken
     return True
-
-
-def _file(section: TargetSection) -> Path | None:
-    """Where the target's packed weights are kept; `None` for a target that the CPU kernels do not compute alone."""
-    directory = Path(section.path)
-    if section.compile_directory is None or not section.packed_bytes or section.load_format != "auto":
-        return None
-    if section.tensor_parallel > 1 or section.dtype not in DTYPES or is_distilled(directory):
-        return None
-    if not may_be_native(section, choose_device(section.device, 0), section.tensor_parallel):
-        return None
-    kernels = kernel_identity(section.compile_directory)
-    if kernels is None:
-        return None
-    weights = sorted(directory.glob("*.safetensors"))
-    parts = [
-        weights_digest(directory),
-        [(weight.name, weight.stat().st_size, weight.stat().st_mtime_ns) for weight in weights],
-        section.model_dump(mode="json", include={"dtype", "quantization", "max_context_len"}),
-        [kernels, _code_digest(), torch.__version__, version("transformers")],
-    ]
-    key = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
-    return Path(section.compile_directory) / FOLDER / f"{key}{_SUFFIX}"
 
 
 @cache
