@@ -55,6 +55,7 @@ class NativeDecoder:
 
     def __init__(self, packed: PackedDecoder, library: ctypes.CDLL) -> None:
         self.packed = packed
+        self._library = library
         self._decode = library.pilotfish_decode
         self._decode.argtypes = [ctypes.POINTER(Decoder), ctypes.POINTER(StepHeader), ctypes.POINTER(Pass)]
         self._decode.restype = None
