@@ -36,7 +36,9 @@ def build_engine(
             f"target.acceptance: {section.acceptance} is refused with target.tensor_parallel: "
             f"{section.tensor_parallel}; it needs the probabilities of the whole vocabulary, and each rank has its part"
         )
-    model = _load(section, rank)
+    file = packed_file(section)
+    packed = None if file is None else read_packed(section, file)
+    model = packed or _load(section, rank)
     if model.source is not None and section.kv.window is not None:
         raise ConfigurationError(
             f"target.kv.window: {section.kv.window} is refused; it must be unset for an encoder-decoder model"
@@ -56,23 +58,18 @@ def build_engine(
     except BaseException:
         engine.close()
         raise
+    if file is not None and packed is None:
+        keep_packed(section, file, model)  # after the warm-up, whose times it would lengthen
     return engine
 
 
 def _load(section: TargetSection, rank: int) -> LoadedModel:
-    """The target's packed weights if they are kept, else its model, whose packed weights are then kept."""
-    file = packed_file(section)
-    packed = None if file is None else read_packed(section, file)
-    if packed is not None:
-        return packed
+    """This rank's part of the target, from the files of its model."""
     from workers.model.loading import load_model  # imports transformers, which takes seconds
 
-    model = load_model(
+    return load_model(
         section, rank=rank, tensor_parallel=section.tensor_parallel, max_context_len=section.max_context_len
     )
-    if file is not None:
-        keep_packed(section, file, model)
-    return model
 
 
 def _fewest_of_all_ranks(blocks: int) -> int:
