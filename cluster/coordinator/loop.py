@@ -141,7 +141,7 @@ class Loop:
             try:
                 self.release_ended()
                 timer = RoundTimer(self._clock)
-                wanted = self._proposer.size_trees(self._table.sequences())
+                wanted = self._proposer.size_trees(self._planner.candidates())
                 plan = await self._planner.plan(wanted)
                 if plan.rows:
                     await self._round(plan, timer)

@@ -78,6 +78,10 @@ class Planner:
             latest = max(self._table.running.values(), key=lambda live: live.order)
             await self._preempt((latest.id,))
 
+    def candidates(self) -> list[LiveSequence]:
+        """The sequences that may have a row in the next step: the running ones, and the first of those that wait."""
+        return [*self._table.running.values(), *self._table.waiting(self._limits.max_sequences)]
+
     def open_ids(self) -> list[SequenceId]:
         """The live sequences of which the target may hold KV."""
         return [live.id for live in self._table.sequences() if live.is_open]

@@ -22,6 +22,7 @@ from tests.bench.report import write
 SECTIONS = {
     "step": "the time of a target step against the time to read its weights once",
     "round": "where the time of a round goes inside `pilotfish serve`, against the step alone",
+    "loop": "a round without its step, of 1 to 256 rows, while none and 10,000 requests wait",
     "widths": "a step of 1 to 1,500 tokens: kernels against modules, reading the weights, the peak of products",
     "device": "random weights in the shapes of large models: batches, drafts, recorded graphs, prompts",
     "throughput": "plain decoding at batch 8 and 32, against transformers generate",

@@ -24,6 +24,7 @@ class RequestTable:
         self._slots = 0
         self._running: dict[SequenceId, LiveSequence] = {}
         self._new: dict[SequenceId, LiveSequence] = {}
+        self._new_in_order: list[tuple[tuple[int, int, int], SequenceId]] = []  # a heap; some have left `_new`
         self._resuming: dict[SequenceId, LiveSequence] = {}
         self._finished: dict[SequenceId, LiveSequence] = {}
         self._to_release: list[LiveSequence] = []
@@ -95,7 +96,11 @@ class RequestTable:
             request.mark_forked()
         for live in started:
             request.add(live)
-            (self._new if live.parent is None else self._resuming)[live.id] = live
+            if live.parent is None:
+                self._new[live.id] = live
+                heapq.heappush(self._new_in_order, (live.order, live.id))
+            else:
+                self._resuming[live.id] = live
 
     def queued(self) -> Iterator[QueuedRequest]:
         """Yield all live requests in order of arrival, for the choice of what a full queue refuses."""
@@ -159,7 +164,22 @@ class RequestTable:
     def waiting(self, most_new: int) -> Iterator[LiveSequence]:
         """Yield the waiting sequences: all preempted ones, then the first `most_new` new ones."""
         yield from self._resuming.values()
-        yield from heapq.nsmallest(most_new, self._new.values(), key=lambda live: live.order)
+        yield from self._first_new(most_new)
+
+    def _first_new(self, most: int) -> list[LiveSequence]:
+        """The first `most` new sequences, in time that hardly grows with the number that wait."""
+        heap = self._new_in_order
+        if len(heap) > 2 * len(self._new) + 64:
+            heap[:] = [(live.order, live.id) for live in self._new.values()]
+            heapq.heapify(heap)
+        first: list[tuple[tuple[int, int, int], SequenceId]] = []
+        while heap and len(first) < most:
+            entry = heapq.heappop(heap)
+            if entry[1] in self._new:
+                first.append(entry)
+        for entry in first:
+            heapq.heappush(heap, entry)
+        return [self._new[sequence_id] for _, sequence_id in first]
 
     def _drop(self, sequences: list[LiveSequence]) -> None:
         for live in sequences:

@@ -37,7 +37,9 @@ class FairQueue:
 
     def leave(self, flow: str) -> FairQueue:
         """Return the queue after the last waiting sequence of a flow has left without a start."""
-        return replace(self, used={name: used for name, used in self.used.items() if name != flow})
+        used = dict(self.used)
+        used.pop(flow, None)
+        return replace(self, used=used)
 
     def start(self, turn: int, cost: int, flows: int) -> FairQueue:
         """Return the queue after a sequence has started, while sequences of `flows` flows waited.

@@ -17,7 +17,7 @@ from tests.bench.agreement import Agreement, agreement
 from tests.bench.options import Options
 from tests.bench.processes import clusters
 from tests.bench.processes.role_process import Role, running_role
-from tests.bench.sections import overlap, speculation
+from tests.bench.sections import loop, overlap, speculation
 from tests.bench.sections.target import device
 from tests.support.models import tiny, tiny_tokenizer
 from tests.unit.bench.test_task_prompts import write_prompts
@@ -123,4 +123,13 @@ def test_the_device_section_runs_without_a_gpu(
     device.run(options.parse(SECTIONS, ["--quick"])[1])
     shown = capsys.readouterr().out
     for words in ("| small | eager | 1 | 0 |", "| small | compiled, recorded | 8 | 4 |", "| small | eager | 64 |"):
+        assert words in shown
+
+
+def test_the_loop_section_measures_rounds_with_and_without_requests_that_wait(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    loop.run(options.parse(SECTIONS, ["--quick"])[1])
+    shown = capsys.readouterr().out
+    for words in ("| 1 | 0 |", "| 8 | 100 |"):
         assert words in shown

@@ -1,0 +1,115 @@
+"""Measures what a round costs beside the target's step: coordinator, messages and gRPC, over a target that only waits.
+
+The target answers over a real socket after a fixed time, in this process, so both ends of the wire count. What is left
+of a round is the coordinator's loop and the wire. Its readers take every token. Requests that wait must cost nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from cluster.coordinator.coordinator import Coordinator
+from cluster.coordinator.metrics import Metrics
+from cluster.core.ids import RequestId
+from cluster.core.kv import KvLayout, KvOccupancy
+from cluster.core.request import GenerationRequest, SamplingParameters, StoppingCriteria
+from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo, Verdict
+from tests.bench.options import Options
+from tests.bench.report import heading, spread, table, write
+from tests.support.fakes.echo_workers import EchoEngine, target_at
+from workers.serve.target_servicer import TargetServicer
+
+BATCHES, QUICK_BATCHES = (1, 8, 64, 256), (1, 8)
+WAITING, QUICK_WAITING = (0, 10_000), (0, 100)
+STEP_SECONDS = 0.02
+"""Time of a step, about that of SmolLM2-135M on two cores."""
+WARM_UP, ROUNDS, QUICK_ROUNDS = 20, 100, 10
+GOAL_SECONDS, GOAL_ROW_SECONDS = 0.3e-3, 10e-6
+"""What a round may cost beside its step, and what each of its rows adds."""
+_CONTEXT, _BLOCK = 4096, 16
+_KV = KvOccupancy(1_000_000, 900_000)
+
+
+class WaitingEngine(EchoEngine):
+    """Echoes each row's last token after `STEP_SECONDS`, and records when steps end and how long they take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[float] = []
+        self.seconds: list[float] = []
+
+    def step(self, batch: StepBatch) -> StepResult:
+        begun = time.perf_counter()
+        time.sleep(STEP_SECONDS)
+        self.sizes.append(len(batch.rows))
+        verdicts = tuple(
+            Verdict(row.sequence_id, row.base_len, row.pending[-1:] if row.decide else ()) for row in batch.rows
+        )
+        self.ends.append(time.perf_counter())
+        self.seconds.append(self.ends[-1] - begun)
+        return StepResult(verdicts, _KV, self.seconds[-1], 0.0)
+
+    def open(self, rows: Sequence[OpenRow]) -> OpenResult:
+        return OpenResult((0,) * len(rows), _KV)
+
+    def info(self) -> TargetInfo:
+        return TargetInfo("echo", 700, _CONTEXT, KvLayout(_BLOCK), _KV, (2,), 1, "float32", "e")
+
+
+def run(options: Options) -> None:
+    """Measure and report."""
+    batches = options.batches or (QUICK_BATCHES if options.quick else BATCHES)
+    heading("Loop and wire: a round over a target that only waits")
+    write(f"steps of {STEP_SECONDS * 1e3:.0f} ms")
+    rows = []
+    for batch in batches:
+        for waiting in QUICK_WAITING if options.quick else WAITING:
+            found = [asyncio.run(_beside_step(options, batch, waiting)) for _ in range(options.repeats)]
+            goal = GOAL_SECONDS + GOAL_ROW_SECONDS * batch
+            rows.append([str(batch), f"{waiting:,}", spread([1e3 * one for one in found]), f"{1e3 * goal:.2f}"])
+    table(["rows", "requests that wait", "round without its step, ms", "goal, ms"], rows)
+
+
+async def _beside_step(options: Options, batch: int, waiting: int) -> float:
+    """Mean seconds of a round of `batch` rows without its step, while `waiting` further requests wait."""
+    rounds = QUICK_ROUNDS if options.quick else ROUNDS
+    engine = WaitingEngine()
+    configuration = options.configuration(
+        "draft.method=none",
+        f"scheduler.max_sequences={batch}",
+        f"scheduler.max_step_tokens={max(256, 8 * batch)}",
+        "scheduler.max_waiting=100000",
+    )
+    async with (
+        target_at(TargetServicer(engine)) as target,
+        Coordinator(target, [], configuration, Metrics()) as coordinator,
+    ):
+        readers = [asyncio.create_task(_read(coordinator, index)) for index in range(batch)]
+        await _until(lambda: len(engine.sizes) >= WARM_UP and engine.sizes[-1] == batch)
+        readers += [asyncio.create_task(_read(coordinator, batch + index)) for index in range(waiting)]
+        await asyncio.sleep(20 * STEP_SECONDS + waiting * 2e-4)  # until all of them wait
+        first = len(engine.ends)
+        await _until(lambda: len(engine.ends) > first + rounds)
+        if set(engine.sizes[first : first + rounds]) != {batch}:
+            raise RuntimeError(f"steps had {sorted(set(engine.sizes[first:]))} rows instead of {batch}")
+        whole = engine.ends[first + rounds] - engine.ends[first]
+        steps = sum(engine.seconds[first + 1 : first + rounds + 1])
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+    return (whole - steps) / rounds
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - the engine's thread has no event
+        await asyncio.sleep(STEP_SECONDS)
+
+
+async def _read(coordinator: Coordinator, index: int) -> None:
+    """Read an answer that does not end while it is measured."""
+    sampling, stopping = SamplingParameters(temperature=0.0), StoppingCriteria(max_tokens=_CONTEXT - 8)
+    request = GenerationRequest(RequestId(f"r{index}"), (5, 6, 7, 8), sampling, stopping, None, "", 1, None)
+    async for _ in coordinator.generate(request):
+        pass

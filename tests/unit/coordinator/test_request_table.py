@@ -1,0 +1,34 @@
+"""The order of sequences that wait, and what it costs to look at the first of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from cluster.coordinator.requests.live_request import LiveRequest
+from cluster.coordinator.requests.parallel_sampling import ParallelSampling
+from cluster.coordinator.requests.request_table import RequestTable
+from tests.support.fakes.fake_cluster import request
+
+
+def live_request(index: int, priority: int, clients: int) -> LiveRequest:
+    wanted = replace(request(f"r{index}"), client=f"c{index % clients}", priority=priority)
+    return LiveRequest(wanted, ParallelSampling(wanted), index, 0.0)
+
+
+def test_the_first_that_wait_are_the_same_however_requests_come_start_and_leave() -> None:
+    draw = random.Random(5)
+    table, live = RequestTable(), list[LiveRequest]()
+    for index in range(600):
+        live.append(live_request(index, draw.randrange(3), clients=7))
+        table.add(live[-1])
+        while draw.random() < 0.45 and live:
+            table.remove(live.pop(draw.randrange(len(live))))
+        if draw.random() < 0.2 and (first := next(table.waiting(1), None)) is not None:
+            table.admit(first.id, 0.0)
+        waiting = [one for one in table.sequences() if one.id not in table.running]
+        expected = sorted(waiting, key=lambda one: one.order)
+        most = draw.randrange(1, 40)
+        assert [one.id for one in table.waiting(most)] == [one.id for one in expected[:most]]
+        assert len(table._new_in_order) <= 2 * len(expected) + 65
+    assert len(expected) > 40
