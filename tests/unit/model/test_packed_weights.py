@@ -277,3 +277,17 @@ def test_a_target_with_packed_weights_starts_without_transformers(section: Targe
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_model_that_was_exchanged_while_it_was_loaded_is_not_kept(tmp_path: Path, code: Path) -> None:
+    first = tiny.save(tmp_path / "first", tiny.llama())
+    second = tiny.save(tmp_path / "second", tiny.llama(intermediate_size=96))
+    link = tmp_path / "current"
+    link.symlink_to(first)
+    section = section_of(link, code)
+    file = packed_file(section)
+    assert file is not None
+    model = load_model(section, max_context_len=section.max_context_len)
+    link.unlink()
+    link.symlink_to(second)
+    assert keep_packed(section, file, model) is None

@@ -65,10 +65,15 @@ def packed_file(section: TargetSection) -> Path | None:
     kernels = kernel_identity(section.compile_directory)
     if kernels is None:
         return None
-    # Nobody can set the time of a status change (`ctime`), so weights that are edited in place are noticed.
-    states = [(one.name, one.stat()) for one in sorted(directory.iterdir()) if one.suffix in (".safetensors", ".json")]
+    try:
+        # Nobody can set the time of a status change (`ctime`), so weights that are edited in place are noticed.
+        files = [one for one in sorted(directory.iterdir()) if one.suffix in (".safetensors", ".json")]
+        states = [(one.name, one.stat()) for one in files]
+        weights = weights_digest(directory)
+    except OSError:  # loading the model says what is wrong, if it needs the file
+        return None
     parts = [
-        weights_digest(directory),
+        weights,
         [(name, status.st_size, status.st_mtime_ns, status.st_ctime_ns) for name, status in states],
         section.model_dump(mode="json", include={"dtype", "quantization", "max_context_len"}),
         [kernels, _code_digest(), torch.__version__, version("transformers")],
@@ -79,11 +84,9 @@ def packed_file(section: TargetSection) -> Path | None:
 
 def read_packed(section: TargetSection, file: Path) -> LoadedModel | None:
     """The target from `file`, its `packed_file`; `None` if there is none, or if it is damaged."""
-    if not file.exists():
-        return None
     begun = time.perf_counter()
     found = read_regions(file, file.stem)
-    library = load_library(section.compile_directory)
+    library = None if found is None else load_library(section.compile_directory)
     if found is None or library is None:
         return None
     content, memory = found
@@ -115,11 +118,11 @@ def read_packed(section: TargetSection, file: Path) -> LoadedModel | None:
 def keep_packed(section: TargetSection, file: Path, model: LoadedModel) -> threading.Thread | None:
     """Write the weights of a model that passed its trial, in a thread. Returns it, or `None` if nothing is written.
 
-    `file` is the target's `packed_file` from before the model was loaded: a model that changed meanwhile has another
-    one. An error is logged: without the file, the next start packs the weights again.
+    `file` is the target's `packed_file` from before the model was loaded. A model that changed meanwhile, perhaps by
+    another link to it, is not kept. An error is logged: without the file, the next start packs the weights again.
     """
     native = model.native
-    if not isinstance(native, NativeDecoder) or model.vocabulary is not None:
+    if not isinstance(native, NativeDecoder) or model.vocabulary is not None or packed_file(section) != file:
         return None
     writer = threading.Thread(target=_write, args=(file, section.packed_bytes, native, model), name="packed-weights")
     writer.start()
@@ -163,14 +166,14 @@ def _make_room(file: Path, size: int, most_bytes: int) -> bool:
             status = other.stat()
             if other.suffix == PARTIAL and time.time() - status.st_mtime > _ABANDONED_SECONDS:
                 other.unlink()
-            elif other.suffix == _SUFFIX and other != file:
+            elif other.suffix in (_SUFFIX, PARTIAL) and other != file:
                 others.append((status.st_mtime, status.st_size, other))
     total = size + sum(taken for _, taken, _ in others)
     for _, taken, other in sorted(others):
-        if total > most_bytes:
+        if total > most_bytes and other.suffix == _SUFFIX:
             other.unlink(missing_ok=True)
             total -= taken
-    return True
+    return total <= most_bytes
 
 
 @cache
