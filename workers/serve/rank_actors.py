@@ -50,7 +50,6 @@ class FirstRank:
         self._driver: DriverRank | None = None
         self._engine: StepEngine | None = None
         self._server: WorkerHost | None = None
-        self._profile: tuple[StepSample, ...] = ()
         self._is_stopped = asyncio.Event()
 
     def process_id(self) -> int:
@@ -61,16 +60,14 @@ class FirstRank:
         """Load the libraries that `start` needs."""
         await asyncio.to_thread(_load_libraries)
 
-    def step_profile(self) -> tuple[StepSample, ...]:
-        """How long steps take. Empty until the engine is warmed up."""
-        return self._profile
+    async def start(self, group: RankGroup, access: PeerAccess) -> tuple[str, tuple[StepSample, ...]]:
+        """Load the model and listen. Returns the address, and how long steps take.
 
-    async def start(self, group: RankGroup, access: PeerAccess) -> str:
-        """Load the model and listen. Returns the address. Raises `ConfigurationError`, `ModelLoadError`."""
+        Raises `ConfigurationError`, `ModelLoadError`.
+        """
         configuration = load_configuration(group.values)
         set_logging(configuration.log_level, configuration.server.log_format)
         engine = await asyncio.to_thread(self._load, configuration, group)
-        self._profile = engine.info().profile
         self._server = host_target(
             group.host,
             engine,
@@ -79,7 +76,7 @@ class FirstRank:
             hang_seconds=configuration.target.step_timeout_seconds,
         )
         await self._server.start()
-        return self._server.address
+        return self._server.address, engine.info().profile
 
     async def run(self) -> None:
         """Return after `stop()`. Raises `WorkerUnavailable` once this rank can compute no more."""
@@ -202,17 +199,16 @@ class RankActors:
         if not done:  # a rank is frozen, or one waits for ever for another
             raise TargetUnavailable(f"the ranks have not started within {self._start_seconds:g} s")
         try:
-            address = str(await starting)
+            address, self._placement.step_profile = await starting
         except RayError as error:
             cause = _cause(error)
             if isinstance(cause, PilotfishError):
                 raise cause from None
             raise TargetUnavailable(f"rank 0 of {self._size} did not start: {cause}") from None
         await identified
-        self._placement.step_profile = await _future(first.step_profile.remote())
         self._running[_future(first.run.remote())] = 0
         self._placement.prepare()
-        return address
+        return str(address)
 
     async def ended(self) -> str:
         """Return once any rank has ended or is frozen, with the reason. The ranks cannot compute from then on."""
