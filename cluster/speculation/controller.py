@@ -101,7 +101,7 @@ class SpeculationController:
         Texts differ: drafts that did not pay for the last answer may pay for this one.
         """
         before, self._present = self._present, frozenset(sequence_ids)
-        begins_alone = len(self._present) == 1 and self._present != before
+        begins_alone = len(self._present) == 1 and self._present.isdisjoint(before)
         if begins_alone and self.is_idle and self._propose_latency.has_samples and self._speedup.renew(1):
             self._is_suspended = self._expects_no_gain = False
             self._trial_sizings = TRIAL_SIZINGS

@@ -77,7 +77,7 @@ class _RoundSums:
 
     def owe(self, seconds: float, rounds: float) -> None:
         """Count `seconds` that committed what `rounds` rounds without drafts commit."""
-        if self.plain_rounds:
+        if self.plain_seconds > 0.0:
             lost = seconds * self.plain_rounds / self.plain_seconds - rounds
             self.owed = max(0.0, self.owed + lost / LOSS_SHARE)
 
