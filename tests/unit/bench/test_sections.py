@@ -17,7 +17,8 @@ from tests.bench.agreement import Agreement, agreement
 from tests.bench.options import Options
 from tests.bench.processes import clusters
 from tests.bench.processes.role_process import Role, running_role
-from tests.bench.sections import loop, overlap, speculation
+from tests.bench.sections import overlap, speculation
+from tests.bench.sections.coordinator import loop
 from tests.bench.sections.target import device
 from tests.support.models import tiny, tiny_tokenizer
 from tests.unit.bench.test_task_prompts import write_prompts
