@@ -49,7 +49,7 @@ class AcceptanceEstimator:
             self._sequences.pop(sequence_id, None)
 
     def knows(self, sequence_id: SequenceId) -> bool:
-        """Whether a sequence's own history counts at least as much as that of all others."""
+        """Whether forecasts for a sequence depend on its own drafts at least as much as on those of all others."""
         sequence = self._sequences.get(sequence_id)
         return sequence is not None and sum(sequence.curve.weights[:1]) >= _PRIOR_TREES
 

@@ -76,7 +76,7 @@ class _RoundSums:
         return (1 - _DECAY**self.rounds) / (1 - _DECAY)
 
     def owe(self, seconds: float, rounds: float) -> None:
-        """Count `seconds` that committed what `rounds` rounds without drafts commit."""
+        """Add `seconds` of work with drafts, for which plain decoding would have needed `rounds` rounds, to `owed`."""
         if self.plain_seconds > 0.0:
             lost = seconds * self.plain_rounds / self.plain_seconds - rounds
             self.owed = max(0.0, self.owed + lost / LOSS_SHARE)

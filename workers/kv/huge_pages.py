@@ -33,7 +33,7 @@ class Arena:
 
     @property
     def taken(self) -> torch.Tensor:
-        """The bytes that were handed out."""
+        """The bytes of this memory that were handed out so far, uint8 `[bytes]`."""
         return self._bytes[: self._used]
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -31,7 +31,7 @@ class RankGroup:
     """What all ranks of a target are started with."""
 
     values: Mapping[str, Any]
-    """The configuration."""
+    """The settings of the cluster, by section."""
     threads: int
     """Intra-op threads of each rank."""
     host: str

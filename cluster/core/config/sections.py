@@ -117,7 +117,7 @@ class TargetSection(ModelSection, PluginHost):
     standby: bool = False
     """Whether each rank has a standby process with its libraries, so that a lost target serves sooner. Not for GPUs."""
     packed_bytes: Annotated[int, Field(ge=0)] = 4 << 30
-    """Most bytes of weights that `compile_directory` keeps as the CPU kernels read them, for a quick start."""
+    """Most bytes of weights that `compile_directory` keeps as the CPU kernels read them, for quick starts; 0: none."""
     kv: KvSection = KvSection()
     """The KV cache on each rank."""
     evidence: EvidenceSection = EvidenceSection()

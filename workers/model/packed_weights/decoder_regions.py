@@ -40,7 +40,10 @@ class RotaryAngles:
 
 
 def plain_angles(rotary: Any, context_len: int) -> RotaryAngles | None:
-    """The same angles as those of `rotary`; `None` unless they are equal, bit for bit, at all positions."""
+    """Return rotary angles that equal those of the module `rotary`, bit for bit, at all positions below `context_len`.
+
+    Returns `None` if any of them differs.
+    """
     frequencies = getattr(rotary, "inv_freq", None)
     if not isinstance(frequencies, torch.Tensor):
         return None
@@ -55,7 +58,7 @@ def plain_angles(rotary: Any, context_len: int) -> RotaryAngles | None:
 
 
 def to_regions(packed: PackedDecoder, angles: RotaryAngles) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """The JSON and the memory of a packed decoder with these angles."""
+    """Return a packed decoder, with its rotary angles, as JSON content and memory regions."""
     embedding = packed.embedding
     regions = [*packed.memory, angles.frequencies, *([] if embedding is None else [embedding])]
     offsets = _Offsets(regions)
@@ -81,7 +84,10 @@ def to_regions(packed: PackedDecoder, angles: RotaryAngles) -> tuple[dict[str, A
 
 
 def from_regions(content: dict[str, Any], memory: torch.Tensor) -> PackedDecoder:
-    """The decoder in `memory`, all regions one after another. Raises `ValueError`, `KeyError`, `TypeError`."""
+    """Return the packed decoder whose regions lie one after another in `memory`, uint8 `[bytes]`.
+
+    Raises `ValueError`, `KeyError`, `TypeError` for wrong content.
+    """
     shape = DecoderShape(**content["shape"])
     places = _Places(memory)
     layers = (DecoderLayer * len(content["layers"]))()
@@ -113,7 +119,7 @@ def from_regions(content: dict[str, Any], memory: torch.Tensor) -> PackedDecoder
 
 
 class _Offsets:
-    """From addresses in regions to offsets in a file of them."""
+    """Turns addresses in memory regions into offsets in a file of these regions."""
 
     def __init__(self, regions: Sequence[torch.Tensor]) -> None:
         offset, found = 0, []
@@ -137,7 +143,7 @@ class _Offsets:
 
 
 class _Places:
-    """From offsets to addresses and tensors in memory."""
+    """Turns offsets in a file of regions into addresses and tensors in the memory that holds them."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
