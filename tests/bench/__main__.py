@@ -29,6 +29,7 @@ SECTIONS = {
     "prefix": "cost of a token with and without stored keys and values; a prompt asked twice",
     "routing": "two replicas and requests with shared beginnings: routed against round robin",
     "latency": "between tokens while long prompts arrive, with max_prompt_tokens and without",
+    "start": "from the command `pilotfish serve` to its first answer, warm, by stage; CPU time by process",
     "memory": "peak of the target's process; start to ready, cold and warm",
     "ranks": "tensor parallelism on CPU: three ranks against one rank with the same cores",
     "serving": "the whole cluster, with and without drafts",

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.bench.processes.staged_serve import PREFIX
 from workers.serve.node import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,8 +27,10 @@ READY = " is ready at "
 class ServeCommand:
     """Runs `pilotfish serve` inside `with`. Raises `RuntimeError` with its last output when it does not start."""
 
-    def __init__(self, config: str | None, assignments: Sequence[str]) -> None:
+    def __init__(self, config: str | None, assignments: Sequence[str], module: str = "deploy.cli") -> None:
+        """`module` runs the command line; another one than `deploy.cli` may print what `stages` reads."""
         self._config = config
+        self._module = module
         self._assignments = tuple(assignments)
         self.grpc_address = ""
         self.http_url = ""
@@ -35,7 +38,7 @@ class ServeCommand:
     def __enter__(self) -> Self:
         port, http_port = free_port(LOOPBACK), free_port(LOOPBACK)
         self.grpc_address, self.http_url = f"{LOOPBACK}:{port}", f"http://{LOOPBACK}:{http_port}"
-        command = [sys.executable, "-m", "deploy.cli", "serve"]
+        command = [sys.executable, "-m", self._module, "serve"]
         command += ["--config", self._config] if self._config is not None else []
         for assignment in (*self._assignments, f"server.grpc_port={port}", f"server.http_port={http_port}"):
             command += ["--set", assignment]
@@ -52,6 +55,12 @@ class ServeCommand:
     def pid(self) -> int:
         """The process id of the command. All processes of the cluster descend from it."""
         return self._process.pid
+
+    @property
+    def stages(self) -> list[tuple[str, float]]:
+        """The stages of the start, in order, with their times since the epoch, as `staged_serve` prints them."""
+        lines = (line.split(maxsplit=2) for line in self._printed().splitlines() if line.startswith(PREFIX))
+        return [(name, float(seconds)) for _, seconds, name in lines]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import httpx
 import psutil
@@ -29,14 +30,14 @@ def histograms(url: str) -> dict[str, tuple[float, float]]:
     return {name: (values.get("sum", 0.0), values.get("count", 0.0)) for name, values in found.items()}
 
 
-def cpu_seconds(pid: int) -> dict[str, float]:
-    """CPU seconds of all processes of the cluster so far, by role."""
+def cpu_seconds(pid: int, roles: Mapping[str, str] = ROLES) -> dict[str, float]:
+    """CPU seconds of all processes of the cluster so far, by role, without the process `pid` that started them."""
     used: dict[str, float] = defaultdict(float)
     for process in psutil.Process(pid).children(recursive=True):
         try:
             title, times = " ".join(process.cmdline()), process.cpu_times()
         except psutil.Error:  # it has ended
             continue
-        role = next((name for start, name in ROLES.items() if title.startswith(start)), "Ray")
+        role = next((name for start, name in roles.items() if title.startswith(start)), "Ray")
         used[role] += times.user + times.system
     return used
