@@ -6,41 +6,40 @@ Exit codes: 2 for an error in the configuration or the request, 1 for other erro
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated, NoReturn
 
 import typer
 
 from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishError
-from deploy.commands.bench import bench
-from deploy.commands.client.chat import chat
-from deploy.commands.client.complete import complete
-from deploy.commands.client.top import top
-from deploy.commands.demo import demo
-from deploy.commands.distill import distill
-from deploy.commands.doctor import doctor
-from deploy.commands.generate import generate
-from deploy.commands.plan import plan_command
-from deploy.commands.prepare import prepare
-from deploy.commands.run_batch import run_batch
-from deploy.commands.serve import serve
-from deploy.commands.simulate import simulate
-from deploy.commands.translate import translate
 from deploy.signals import Interrupted
 from deploy.terminal import notify, output
 
-cli = typer.Typer(
-    name="pilotfish",
-    help="Serve a large language model with speculative decoding. By default, the text is exactly the model's own.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+_COMMANDS = {
+    "plan": "plan:plan_command",
+    "prepare": "prepare:prepare",
+    "serve": "serve:serve",
+    "generate": "generate:generate",
+    "chat": "client.chat:chat",
+    "complete": "client.complete:complete",
+    "translate": "translate:translate",
+    "run-batch": "run_batch:run_batch",
+    "top": "client.top:top",
+    "demo": "demo:demo",
+    "distill": "distill:distill",
+    "doctor": "doctor:doctor",
+    "bench": "bench:bench",
+    "simulate": "simulate:simulate",
+}
+"""The commands, by name: the module in `deploy.commands`, and the function or the group of commands in it."""
 
 
 def main() -> NoReturn:
     """Run the command line. This is the `pilotfish` console script."""
     try:
-        cli(standalone_mode=True)
+        command_line(sys.argv[1:])(standalone_mode=True)
     except PilotfishError as error:
         for line in str(error).splitlines():
             notify(f"pilotfish: {line}")
@@ -56,7 +55,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@cli.callback()
 def common_options(
     version_wanted: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
@@ -65,11 +63,26 @@ def common_options(
     """Options that every command accepts."""
 
 
-cli.command("plan")(plan_command)
-for command in (prepare, serve, generate, chat, complete, translate, run_batch, top, demo, distill, doctor):
-    cli.command()(command)
-cli.add_typer(bench, name="bench")
-cli.add_typer(simulate, name="simulate")
+def command_line(arguments: Sequence[str]) -> typer.Typer:
+    """The command line with the command that the arguments begin with, or with all if they begin otherwise.
+
+    The modules of all commands take a second to import.
+    """
+    cli = typer.Typer(
+        name="pilotfish",
+        help="Serve a large language model with speculative decoding. By default, the text is exactly the model's own.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+    )
+    cli.callback()(common_options)
+    for name in [one for one in arguments[:1] if one in _COMMANDS] or _COMMANDS:
+        module, _, attribute = _COMMANDS[name].partition(":")
+        command = getattr(import_module(f"deploy.commands.{module}"), attribute)
+        if isinstance(command, typer.Typer):
+            cli.add_typer(command, name=name)
+        else:
+            cli.command(name)(command)
+    return cli
 
 
 if __name__ == "__main__":

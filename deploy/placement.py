@@ -73,6 +73,15 @@ class RolePlacement:
     node_resource: str | None = None
     """Custom Ray resource of the nodes that the role runs on; `None`: any node."""
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of the role's processes."""
+        if self.device != "cpu" or self.role not in ("target", "draft"):
+            return {}
+        # Target and drafters share cores: threads that spin while they wait would slow each other down.
+        # torch.set_num_threads does not reach threads that start later, and Ray sets one OpenMP thread for them.
+        return {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(self.threads)}
+
 
 @dataclass(frozen=True, slots=True)
 class Group:

@@ -104,7 +104,7 @@ def bind(
         ray_actor_options=actor_options(placement.coordinator),
         **_supervision(configuration),
         **number_of_replicas(target.replicas, target.autoscaling),
-    )(TargetReplica).bind(values, version, placement.target.threads, environment(placement.target), worker_host, access)
+    )(TargetReplica).bind(values, version, placement.target.threads, placement.target.environment, worker_host, access)
     others = [targets]
     if not draft.is_colocated:
         # A drafter reads settings of the target, such as its weights, but computes on its own device.
@@ -137,26 +137,14 @@ def actor_options(role: RolePlacement) -> dict[str, Any]:
     """Ray's options for a replica that claims the role's first bundle."""
     claims = role.bundles[0].claims()
     options: dict[str, Any] = {"num_cpus": claims["CPU"], "num_gpus": claims.get("GPU", 0)}
-    variables = environment(role)
-    if variables:
-        options["runtime_env"] = {"env_vars": variables}
+    if role.environment:
+        options["runtime_env"] = {"env_vars": role.environment}
     return options
 
 
 def node_claim(resource: str | None) -> dict[str, float]:
     """A tiny part of a custom resource: a process that claims it runs on a node that has the resource."""
     return {} if resource is None else {resource: _NODE_CLAIM}
-
-
-def environment(role: RolePlacement) -> dict[str, str]:
-    """Environment variables of the role's processes."""
-    variables: dict[str, str] = {}
-    if role.device == "cpu" and role.role in ("target", "draft"):
-        # Target and drafters share cores: threads that spin while they wait would slow each other down.
-        variables["OMP_WAIT_POLICY"] = "PASSIVE"
-        # torch.set_num_threads does not reach threads that start later, and Ray sets one OpenMP thread for them.
-        variables["OMP_NUM_THREADS"] = str(role.threads)
-    return variables
 
 
 def _supervision(configuration: Configuration) -> dict[str, Any]:

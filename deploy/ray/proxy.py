@@ -3,7 +3,8 @@
 The proxy takes headers of any size, waits for clients for ever, demands no certificate of clients even if it has
 certificates to check them by, sends on all requests of a flood side by side, so that none comes through soon, and fails
 with status 500 for an `x-request-id` that is not UTF-8, before it calls the ingress. Serve calls `middlewares` in every
-proxy process, before it listens, when `CALLBACK_VARIABLE` names it.
+proxy process, before it listens, when the variable
+`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from uvicorn.config import HTTP_PROTOCOLS
 from cluster.ingress.asgi import RequestIdMiddleware
 from cluster.ingress.connections.pacing import PacingMiddleware
 
-CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
-CALLBACK = "deploy.ray.proxy:middlewares"
 _PROTOCOL = "cluster.ingress.connections.protocol:BoundedHttpProtocol"
 
 

@@ -1,23 +1,86 @@
-"""What already runs in Ray Serve: its HTTP proxy, which all applications share, and their names and route prefixes."""
+"""What runs in Ray Serve: its HTTP proxy, which all applications share, their names and route prefixes, their states.
+
+Importing this imports Serve, which takes a second.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import httpx
 import ray
+from ray import serve
+from ray.serve import Application
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from cluster.core.config.server import ServerSection
-from cluster.core.errors import ConfigurationError
+from cluster.core.errors import ConfigurationError, WorkerUnavailable
+from cluster.ingress.connections.tls import tls_options
 from cluster.wire.address import http_url
 from cluster.wire.tls.public_credentials import client_context
 from deploy.preflight import Problem, port_problems, raise_problems
-from deploy.ray.proxy import CALLBACK, CALLBACK_VARIABLE
+from deploy.ray.start_ray import CALLBACK, CALLBACK_VARIABLE
 
 _SECONDS = 5.0
+_POLL_SECONDS = 0.25
+_LONGEST_REASON = 2000
+"""Longest text of another process that an error repeats, in characters."""
+
+
+def run_application(
+    application: Application, server: ServerSection, report: Callable[[str], None], deadline: float
+) -> None:
+    """Start Serve, if it does not run, deploy an application, and return when all its deployments are healthy.
+
+    Passes the state to `report`. Raises `WorkerUnavailable` if a deployment fails, or after `deadline`
+    (of `time.monotonic`).
+    """
+    report("starting Ray Serve")
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    serve.start(http_options={"host": server.http_host, "port": server.http_port, **tls_options(server.tls)})
+    name = server.application
+    target = serve.RunTarget(application, name=name, route_prefix=server.route_prefix)
+    serve.run_many([target], wait_for_applications_running=False)  # Serve itself would look once per second
+    while True:
+        status = serve.status().applications.get(name)
+        if status is not None and status.status == ApplicationStatus.RUNNING:
+            return
+        if status is not None and status.status == ApplicationStatus.DEPLOY_FAILED:
+            raise WorkerUnavailable(_reason(status))
+        report(_progress(status))
+        if time.monotonic() > deadline:
+            raise WorkerUnavailable(
+                f"not ready after {server.start_timeout_seconds:g} s ({_progress(status)}); raise "
+                "server.start_timeout_seconds if loading takes longer"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _progress(application: ApplicationStatusOverview | None) -> str:
+    """The state of the application's deployments, in one line."""
+    if application is None or not application.deployments:
+        return "placing the workers"
+    loaded = [name.lower() for name, entry in application.deployments.items() if entry.status == "HEALTHY"]
+    awaited = [name.lower() for name, entry in application.deployments.items() if entry.status != "HEALTHY"]
+    return f"loading and warming up: {', '.join(awaited) or 'done'}" + (
+        f" (ready: {', '.join(loaded)})" if loaded else ""
+    )
+
+
+def _reason(application: ApplicationStatusOverview) -> str:
+    """Why a deployment failed: the last line of its traceback, or Serve's message if there is none."""
+    for name, entry in application.deployments.items():
+        lines = [line.strip() for line in entry.message.splitlines() if line.strip()]
+        if entry.status == "DEPLOY_FAILED" and lines:
+            # The last line of a traceback is "package.module.Error: message".
+            reason = lines[-1].partition(": ")[2] or lines[-1]
+            return f"{name.lower()} did not start: {reason[:_LONGEST_REASON]}"
+    return application.message[:_LONGEST_REASON]
 
 
 def check_addresses(server: ServerSection) -> ServerSection:

@@ -14,23 +14,19 @@ from typing import Self
 
 import httpx
 import ray
-from ray import serve
 from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 
 from cluster.core.config.sections import Configuration
+from cluster.core.config.server import ServerSection
 from cluster.core.errors import WorkerUnavailable
-from cluster.ingress.connections.tls import tls_options
 from cluster.wire.address import http_url, join_host_port
 from cluster.wire.tls.public_credentials import client_context
 from deploy.models import ReportProgress, resolve_models, served_name, with_served_name
 from deploy.placement import Placement, Resources, plan
-from deploy.preflight import capacity_problems, model_problems, raise_problems
-from deploy.ray.application import bind
+from deploy.preflight import capacity_problems, model_problems, port_problems, raise_problems
 from deploy.ray.directory import drain
 from deploy.ray.node_models import check_models
 from deploy.ray.nodes import cluster_nodes, without_claims
-from deploy.ray.running_serve import check_addresses, check_certificates
 from deploy.ray.start_ray import join_ray, start_local_ray
 from deploy.settings import Settings
 from workers.serve.node import free_port, reserved_port
@@ -40,7 +36,7 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 
 _STOP_SECONDS = 20.0
-_POLL_SECONDS = 0.25
+_POLL_SECONDS = 0.05
 _LONGEST_REASON = 2000
 
 
@@ -114,7 +110,7 @@ class ServeCluster:
             if self._settings.ray_address is not None:
                 self._report(f"joining Ray at {self._settings.ray_address}")
                 join_ray(self._settings.ray_address, demands_token=configuration.cluster.ray_auth == "token")
-            self._configuration = configuration.model_copy(update={"server": check_addresses(server)})
+            self._configuration = configuration.model_copy(update={"server": _checked(server)})
             self._report("reading the resources of the machine")
             self._nodes = cluster_nodes()
             raise_problems(capacity_problems(plan(configuration, self._nodes), without_claims(self._nodes)))
@@ -126,6 +122,8 @@ class ServeCluster:
 
     def redeploy(self, configuration: Configuration) -> None:
         """Replace the running configuration and keep the ports. Raises the errors of `start`."""
+        from ray import serve
+
         self._report("stopping the running application")
         serve.delete(self.application)
         self._is_deployed = False
@@ -142,6 +140,9 @@ class ServeCluster:
         if not ray.is_initialized():
             return
         self._report("stopping")
+        from ray import serve
+        from ray.serve.exceptions import RayServeException
+
         try:
             if self._is_deployed:
                 self._drain(0.0)
@@ -170,27 +171,15 @@ class ServeCluster:
             self._report("starting Ray")
             start_local_ray(self._nodes[0])
         server = configuration.server
-        self._report("starting Ray Serve")
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        serve.start(http_options={"host": server.http_host, "port": server.http_port, **tls_options(server.tls)})
+        # Importing Serve takes a second, in which the processes of Ray start.
+        from deploy.ray.application import bind
+        from deploy.ray.running_serve import run_application
+
         worker_host, settings = LOOPBACK if self._owns_ray else None, self._settings
         application = bind(configuration, placement, worker_host, settings.access, settings.api_keys)
         deadline = time.monotonic() + server.start_timeout_seconds
-        name, route_prefix = server.application, server.route_prefix
         self._is_deployed = True
-        running = _in_thread(lambda: serve.run(application, name=name, route_prefix=route_prefix))
-        while not running.done():
-            self._report(_progress(name))
-            if time.monotonic() > deadline:
-                raise WorkerUnavailable(
-                    f"not ready after {server.start_timeout_seconds:g} s ({_progress(name)}); raise "
-                    "server.start_timeout_seconds if loading takes longer"
-                )
-            time.sleep(_POLL_SECONDS)
-        try:
-            running.result()
-        except RuntimeError as error:
-            raise WorkerUnavailable(_reason(name, error)) from None
+        run_application(application, server, self._report, deadline)
         self._wait_until_ready(deadline)
         self._warm_up(served_name(configuration), deadline)
 
@@ -208,6 +197,8 @@ class ServeCluster:
         return models.configuration, placement
 
     def _wait_until_ready(self, deadline: float) -> None:
+        from deploy.ray.running_serve import check_certificates
+
         self._report("waiting for the coordinator to connect to the target")
         verify = self.tls or True
         while time.monotonic() < deadline:
@@ -251,6 +242,16 @@ def with_ports(configuration: Configuration) -> Configuration:
     return configuration.model_copy(update={"server": server.model_copy(update=ports)})
 
 
+def _checked(server: ServerSection) -> ServerSection:
+    """The settings after a check of their addresses, with that of the HTTP proxy if one runs already."""
+    if not ray.is_initialized():
+        raise_problems(port_problems(server))
+        return server
+    from deploy.ray.running_serve import check_addresses
+
+    return check_addresses(server)
+
+
 def _in_thread(function: Callable[[], object]) -> Future[None]:
     """Run a blocking function in a daemon thread, so that a signal can interrupt the main thread."""
     outcome: Future[None] = Future()
@@ -265,28 +266,3 @@ def _in_thread(function: Callable[[], object]) -> Future[None]:
 
     threading.Thread(target=run, name="serve-run", daemon=True).start()
     return outcome
-
-
-def _progress(name: str) -> str:
-    """The state of the application's deployments, in one line."""
-    application = serve.status().applications.get(name)
-    if application is None or not application.deployments:
-        return "placing the workers"
-    loaded = [name.lower() for name, entry in application.deployments.items() if entry.status == "HEALTHY"]
-    awaited = [name.lower() for name, entry in application.deployments.items() if entry.status != "HEALTHY"]
-    return f"loading and warming up: {', '.join(awaited) or 'done'}" + (
-        f" (ready: {', '.join(loaded)})" if loaded else ""
-    )
-
-
-def _reason(name: str, error: RuntimeError) -> str:
-    """Why a deployment failed: the last line of its traceback, or Serve's message if there is none."""
-    application = serve.status().applications.get(name)
-    deployments = application.deployments if application is not None else {}
-    for name, entry in deployments.items():
-        lines = [line.strip() for line in entry.message.splitlines() if line.strip()]
-        if entry.status == "DEPLOY_FAILED" and lines:
-            # The last line of a traceback is "package.module.Error: message".
-            reason = lines[-1].partition(": ")[2] or lines[-1]
-            return f"{name.lower()} did not start: {reason[:_LONGEST_REASON]}"
-    return str(error)[:_LONGEST_REASON]

@@ -22,9 +22,12 @@ from ray.exceptions import AuthenticationError
 from cluster.core.errors import ConfigurationError
 from deploy.network.probe import RAY_METHOD, Demand, probe
 from deploy.placement import Resources
-from deploy.ray.proxy import CALLBACK, CALLBACK_VARIABLE
 from deploy.settings import set_ray_environment
 from workers.serve.node import in_background
+
+CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+"""Variable that names what Serve calls in the processes of its HTTP proxies."""
+CALLBACK = "deploy.ray.proxy:middlewares"
 
 _OBJECT_STORE_BYTES = 96 * 2**20
 """Size of Ray's object store. It only holds configurations."""
@@ -42,7 +45,7 @@ _TOKEN_SOURCES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 def start_local_ray(resources: Resources) -> None:
-    """Start Ray on this machine, without its dashboard, usage reports, metrics and worker logs.
+    """Start Ray on this machine, without its API server (its dashboard and usage reports), metrics and worker logs.
 
     Its token is drawn, unless the environment has one. Raises `ConfigurationError` if the environment turns
     authentication off.
@@ -56,7 +59,7 @@ def start_local_ray(resources: Resources) -> None:
     if not any(os.environ.get(source) for source in _TOKEN_SOURCES):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(_TOKEN_BYTES)
     _enable_authentication()
-    with _without_monitors(), in_background():
+    with _without_reports(), in_background():
         ray.init(
             address="local",
             num_cpus=int(resources.cpus),
@@ -70,17 +73,21 @@ def start_local_ray(resources: Resources) -> None:
 
 
 @contextmanager
-def _without_monitors() -> Iterator[None]:
-    """Inside, Ray starts without the processes that publish worker logs to drivers and that start further nodes.
+def _without_reports() -> Iterator[None]:
+    """Inside, Ray starts without the processes that nobody uses on a single machine.
 
-    `ray start` has an option for the former; `ray.init` has none.
+    One publishes worker logs to drivers (`ray start` has an option for it; `ray.init` has none), one starts further
+    nodes, and one is the API server, which `ray.init` starts and waits for even without a dashboard, for usage reports.
     """
-    kept = Node.start_log_monitor, Node.start_monitor
-    Node.start_log_monitor = Node.start_monitor = lambda _: None  # type: ignore[method-assign]
+    names = ("start_log_monitor", "start_monitor", "start_api_server")
+    kept = {name: getattr(Node, name) for name in names}
+    for name in names:
+        setattr(Node, name, lambda *_, **__: None)
     try:
         yield
     finally:
-        Node.start_log_monitor, Node.start_monitor = kept  # type: ignore[method-assign]
+        for name, method in kept.items():
+            setattr(Node, name, method)
 
 
 def join_ray(address: str, *, demands_token: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -43,7 +44,11 @@ class ServeCommand:
         for assignment in (*self._assignments, f"server.grpc_port={port}", f"server.http_port={http_port}"):
             command += ["--set", assignment]
         self._output = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(command, cwd=ROOT, stdout=self._output, stderr=subprocess.STDOUT)
+        # Installed packages have compiled modules. Without them, each process compiles those of Pilotfish anew.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=self._output, stderr=subprocess.STDOUT
+        )
         try:
             self._wait_until_ready()
         except BaseException:

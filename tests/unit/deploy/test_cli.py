@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -102,6 +103,22 @@ class TestSettings:
 
 
 class TestCommands:
+    def test_a_command_does_not_import_the_others(self) -> None:
+        code = (
+            "import sys; from deploy.cli import command_line; command_line(['serve', '--help']); "
+            "print(*(name for name in sys.modules if name.startswith(('deploy.commands.', 'ray', 'torch'))))"
+        )
+
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+        assert set(ended.stdout.split()) == {"deploy.commands.serve", "deploy.commands.options"}
+
+    def test_help_lists_all_commands(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run(monkeypatch, "--help") == 0
+
+        printed = capsys.readouterr().out
+        assert all(name in printed for name in ("serve", "demo", "run-batch", "bench", "simulate"))
+
     def test_the_version_is_printed(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         assert run(monkeypatch, "--version") == 0
         assert capsys.readouterr().out.startswith("pilotfish ")
