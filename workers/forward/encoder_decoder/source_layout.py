@@ -5,17 +5,20 @@ Every token of a row, nodes of its tree included, sees all tokens of the row's s
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from workers.forward.layout import RowGroup, RowShape, SourceShape, StepLayout
-from workers.forward.native.attention import NativeStep, StepHeader
+from workers.forward.native.attention import NativeStep, StepHeader, address
 from workers.kv.groups import AttentionWindow, KvCacheGroups
 from workers.kv.transfer import to_device
 
 _EVERYTHING = AttentionWindow()
+_BEYOND = np.iinfo(np.int32).max
+"""Stored length of rows that have no tree."""
 
 
 def build_source_layout(rows: Sequence[RowShape], kv_groups: KvCacheGroups, device: torch.device) -> StepLayout:
@@ -31,23 +34,25 @@ def build_source_layout(rows: Sequence[RowShape], kv_groups: KvCacheGroups, devi
 
 
 def build_native_source_step(rows: Sequence[RowShape], kv_groups: KvCacheGroups) -> NativeStep:
-    """Build the structure that the CPU kernel reads."""
+    """Build the structure that the CPU kernel reads, as `build_native_step` does."""
     size, tables = kv_groups.layout.block_size, kv_groups.layout.tables
     sources = [_source(row, kv_groups) for row in rows]
     used = [-(-source.length // size) for source in sources]
-    blocks = np.full((tables, len(rows), max(used)), -1, dtype=np.int32)
-    for index, (source, count) in enumerate(zip(sources, used, strict=True)):
-        for table in range(tables):
-            blocks[table, index, :count] = source.blocks[table][:count]
-    first_token = np.array(_first_tokens(rows), dtype=np.int32)
-    widths = [row.width for row in rows]
-    # A token at the last position of the source sees all of it. The kernel stores no keys and values for 0 tokens.
-    position = np.repeat(np.array([source.length - 1 for source in sources], dtype=np.int32), widths)
-    nothing = np.zeros(1, dtype=np.int64)
-    ends = np.full(len(rows), np.iinfo(np.int32).max, dtype=np.int32)  # beyond it are trees, and there are none
+    most_blocks = max(used)
+    blocks, first_token, position = array("i"), array("i", [0]), array("i")
+    for table in range(tables):
+        for source, count in zip(sources, used, strict=True):
+            blocks.extend(source.blocks[table][:count])
+            blocks.extend([-1] * (most_blocks - count))
+    for row, source in zip(rows, sources, strict=True):
+        # A token at the last position of the source sees all of it. The kernel stores no keys and values for 0 tokens.
+        position.extend([source.length - 1] * row.width)
+        first_token.append(len(position))
+    nothing = array("q", [0])
+    ends = array("i", [_BEYOND]) * len(rows)
     arrays = (blocks, nothing, first_token, ends, ends, position, nothing)
-    header = StepHeader(len(rows), 0, size, max(used), 0, *(array.ctypes.data for array in arrays))
-    return NativeStep(header, arrays, max(source.length for source in sources))
+    header = StepHeader(len(rows), 0, size, most_blocks, 0, *map(address, arrays))
+    return NativeStep(header, arrays, max([source.length for source in sources]))
 
 
 def _source(row: RowShape, kv_groups: KvCacheGroups) -> SourceShape:

@@ -10,8 +10,6 @@
 
 #include "leading.h"
 
-#define MOST_SHARE 16 /* the whole head is computed if more than one block in this many is wanted */
-
 static float norm_of(const float *x, int64_t count)
 {
     double sum = 0.0;
@@ -77,15 +75,5 @@ void pilotfish_multiply_leading(const Matrix *head, const Screen *screen, const 
 #pragma omp for schedule(static) nowait
     for (int64_t at = 0; at < rows * outputs; at++) logits[at] = -INFINITY;
     pilotfish_wait_for_all(barrier);
-    if (leading->count * MOST_SHARE > blocks) {
-        pilotfish_multiply(head, input, &whole, rows, barrier);
-        return;
-    }
-    for (int64_t i = 0; i < leading->count; i++) {
-        const int64_t block = leading->wanted[i], at = block * COLUMNS, left = outputs - at;
-        const char *weights = (const char *)head->weights + block * inputs * COLUMNS * (int64_t)sizeof(float);
-        const Matrix one = {head->kind, inputs, left < COLUMNS ? left : COLUMNS, 1, weights, NULL, head->bias ? head->bias + at : NULL};
-        const Output to_block = {STORE, logits + at, NULL, outputs, FLOAT32};
-        pilotfish_multiply(&one, input, &to_block, rows, barrier);
-    }
+    pilotfish_multiply_blocks(head, input, &whole, rows, leading->wanted, leading->count, barrier);
 }

@@ -366,3 +366,12 @@ void pilotfish_multiply(const Matrix *matrix, const void *input, const Output *o
     if (pilotfish_on_tiles(matrix)) pilotfish_leave_tiles();
     pilotfish_wait_for_all(barrier);
 }
+
+void pilotfish_multiply_blocks(const Matrix *matrix, const void *input, const Output *output, int64_t rows,
+                               const int32_t *blocks, int64_t count, Barrier *barrier)
+{
+    const int64_t thread = omp_get_thread_num(), end = count * (thread + 1) / barrier->team;
+    for (int64_t i = count * thread / barrier->team; i < end; i++) multiply_block(matrix, input, output, blocks[i], 0, rows);
+    if (pilotfish_on_tiles(matrix)) pilotfish_leave_tiles();
+    pilotfish_wait_for_all(barrier);
+}

@@ -54,6 +54,10 @@ static inline int64_t factor_kind(const Matrix *matrix)
 /* Compute this thread's share of a product of `rows` rows, then wait for all threads. */
 void pilotfish_multiply(const Matrix *matrix, const void *input, const Output *output, int64_t rows, Barrier *barrier);
 
+/* The same for `count` blocks of outputs alone, and few rows. The matrix is no INT8_TILES one. */
+void pilotfish_multiply_blocks(const Matrix *matrix, const void *input, const Output *output, int64_t rows,
+                               const int32_t *blocks, int64_t count, Barrier *barrier);
+
 /* Write row `id` of a packed FLOAT32 or BFLOAT16 matrix to `to` [inputs]. */
 void pilotfish_row(const Matrix *matrix, int64_t id, float *to);
 
