@@ -37,6 +37,7 @@ class DrafterHarness:
         settings, draft = ExpansionSettings(mode=mode, **changes), DraftSection(max_nodes=16, max_depth=8)
         self.drafter = TreeDrafter(self.expander, settings, draft, has_lookup=lookup == "on", clock=lambda: self.now)
         self.tokens: dict[str, list[int]] = {}
+        self.sampling = GREEDY
 
     def propose(self, name: str = "a", *committed: int, budget: DraftBudget = BUDGET) -> Proposal:
         return self.propose_all([name], {name: committed}, budget)[0]
@@ -51,7 +52,7 @@ class DrafterHarness:
             if name not in self.tokens:
                 self.tokens[name] = []
                 new = new or PROMPT
-                start = SequenceStart(len(new), GREEDY)
+                start = SequenceStart(len(new), self.sampling)
             self.tokens[name] += new
             rows.append(DraftRow(SequenceId(name), len(self.tokens[name]), new, budget, start))
         self.expander.passes.clear()

@@ -63,6 +63,17 @@ def test_one_candidate_makes_a_chain(serial: DrafterHarness) -> None:
     assert [len(row_lengths) for row_lengths in chain.expander.passes] == [1] * 6
 
 
+def test_no_pass_is_made_for_tokens_after_the_end_of_an_answer() -> None:
+    chain = DrafterHarness(mode="enumerate", confidences=[0.9])
+    path = continued(PROMPT, 4)
+    chain.sampling = SamplingParameters(temperature=0.0, end_token_ids=(path[2],))
+    end = path.index(path[2]) + 1
+    proposal = chain.propose(budget=DraftBudget(6, 8))
+    assert proposal.tree == TokenTree.chain(path[:end])
+    assert [len(row_lengths) for row_lengths in chain.expander.passes] == [1] * end
+    assert chain.run_ahead() == 0
+
+
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_a_tree_is_no_deeper_than_its_budget_and_takes_no_more_passes(serial: DrafterHarness, depth: int) -> None:
     assert serial.propose(budget=DraftBudget(16, depth)).tree.depth() <= depth

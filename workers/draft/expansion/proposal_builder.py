@@ -46,9 +46,12 @@ class ProposalBuilder:
             return [NodeExpansion(session, tree.root, tuple(session.unstored_tokens()))]
         deepest = min(tree.root.length + self._max_depth - 1, self._max_context_len)
         chosen: list[NodeExpansion] = []
+        ends = session.start.sampling.end_token_ids
         for node in nodes:
             if len(chosen) == self._width or (node.path_probability * first_rate <= replaced and not self.is_short):
                 break
+            if node.token in ends:
+                continue  # nothing after it is accepted
             if node.table is None and node.length <= deepest and node.parent is not None and node.parent.table:
                 gain = node.uncovered_probability() * first_rate - replaced
                 if gain > 0.0 or self.is_short:

@@ -89,8 +89,9 @@ class RunAheadQueue:
     def _push_expandable(self, session: TreeSession, nodes: Sequence[DraftNode]) -> None:
         if self._mode == "serial" or not session.wants_drafts:
             return
+        ends = session.start.sampling.end_token_ids  # nothing after them is accepted
         for node in nodes:
-            is_allowed = self._mode == "enumerate" or node.is_beyond_proposal
+            is_allowed = node.token not in ends and (self._mode == "enumerate" or node.is_beyond_proposal)
             if is_allowed and _is_expandable(node) and node.length <= self._max_context_len:
                 self._push(session, node)
 
