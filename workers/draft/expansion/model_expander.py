@@ -16,7 +16,9 @@ from cluster.core.errors import ConfigurationError
 from cluster.core.ports import SourceStates
 from cluster.core.request import SequenceStart
 from workers.draft.expansion.expander import DraftedToken, ExpansionRow, OpenSource
+from workers.draft.expansion.greedy_candidates import GreedyCandidates
 from workers.forward.loaded_model import LoadedModel
+from workers.forward.native.largest import load_largest
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore, StoredSource
@@ -34,6 +36,9 @@ class ModelExpander:
         self._count = count
         """Number of candidates drafted below each node."""
         self._runner = ModelRunner(model, pool)
+        self._greedy: GreedyCandidates | None = None
+        if model.device.type == "cpu":
+            self._greedy = GreedyCandidates(load_largest(model.device, model.code_directory), model.vocabulary)
         self._sources = None if model.source is None else SourceStore(pool)
         self._has_target_encoder = has_target_encoder
         self._states: SourceStates | None = None
@@ -77,7 +82,8 @@ class ModelExpander:
         logits, contexts = self.compute(rows)
         if not contexts:
             return [()] * len(rows)
-        found = iter(candidates(logits, contexts, self._count, self._model.vocabulary))
+        best = None if self._greedy is None else self._greedy.of(logits.float(), contexts, self._count)
+        found = iter(candidates(logits, contexts, self._count, self._model.vocabulary) if best is None else best)
         return [
             tuple((candidate.token, candidate.probability) for candidate in next(found)) if row.is_last else ()
             for row in rows
