@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.core.config.sections import Configuration, DraftSection, ModelSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import ModelLoadError
 from deploy.packaged_drafts import packaged_drafts
 from workers.model.draft_card import is_distilled

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.core.config.sections import DraftSection, TargetSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
 from workers.draft.registry import METHODS
 from workers.model.draft_card import LAYERS, is_distilled, read_card
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.core.config.sections import Configuration, DraftModelSection, TargetSection
+from cluster.core.config.draft_section import DraftModelSection
+from cluster.core.config.sections import Configuration
 from cluster.core.config.server import ServerSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError
 from cluster.wire.address import join_host_port
 from deploy.fitting import fit

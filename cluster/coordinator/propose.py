@@ -15,7 +15,7 @@ from cluster.coordinator.clients.drafter_pool import PREFILL_TOKENS
 from cluster.coordinator.metrics import Metrics
 from cluster.coordinator.probe import BackgroundProbes
 from cluster.coordinator.requests.live_sequence import LiveSequence
-from cluster.core.config.sections import DraftSection
+from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import EVIDENCE_ONLY, NO_DRAFT, DraftBudget, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.scheduler import Plan, PlannedRow, WantedDrafts

@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import psutil
 
-from cluster.core.config.sections import MIB, Configuration
+from cluster.core.config.base import MIB
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError
 from cluster.ingress.text.tokenizer import Tokenizer
 from cluster.wire.generation_client import GenerationClient

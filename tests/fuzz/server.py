@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from cluster.core.config.sections import MIB
+from cluster.core.config.base import MIB
 from deploy.local.local_cluster import LocalCluster
 from tests.support.models import tiny, tiny_tokenizer
 from workers.serve.configuration import load_configuration

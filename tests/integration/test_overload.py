@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from cluster.core.config.sections import MIB, Configuration
+from cluster.core.config.base import MIB
+from cluster.core.config.sections import Configuration
 from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.core.config.sections import TargetSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ModelLoadError
 from cluster.core.kv import KvGroup, KvLayout
 from cluster.core.ports import DraftMethod

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cluster.core.config.sections import KvSection
+from cluster.core.config.target_section import KvSection
 from workers.kv.tiers import Tiers
 
 BLOCK_BYTES = 512

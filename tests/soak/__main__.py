@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from cluster.core.config.sections import MIB, Configuration
+from cluster.core.config.base import MIB
+from cluster.core.config.sections import Configuration
 from cluster.ingress.text.tokenizer import Tokenizer
 from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from cluster.core.config.base import PluginSettings
+from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.registry import Registry
-from cluster.core.config.sections import DraftSection, TargetSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import EvidenceNeeds
 from cluster.core.errors import ConfigurationError
 from cluster.core.ports import DraftMethod

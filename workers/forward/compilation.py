@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from cluster.core.config.sections import ModelSection
+from cluster.core.config.model_section import ModelSection
 from workers.forward.replace_linear import decoder_layers
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
-from cluster.core.config.sections import PoolSection
+from cluster.core.config.model_section import PoolSection
 from cluster.core.kv import KvGroup, KvLayout
 from workers.kv.spec import KvCacheSpec, LayerShape
 

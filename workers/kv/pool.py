@@ -10,7 +10,8 @@ import psutil
 import torch
 from torch import distributed
 
-from cluster.core.config.sections import KvSection, PoolSection
+from cluster.core.config.model_section import PoolSection
+from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ConfigurationError, KvPoolExhausted
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout, KvOccupancy

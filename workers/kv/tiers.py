@@ -20,7 +20,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from cluster.core.config.sections import KvSection
+from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ConfigurationError
 from workers.kv.disk import DiskTier, TierCounts
 from workers.kv.load_cost import CostModel, Medium

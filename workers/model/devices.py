@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from cluster.core.config.sections import ModelSection
+from cluster.core.config.model_section import ModelSection
 from cluster.core.errors import ConfigurationError
 
 

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from cluster.core.config.sections import TargetSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ModelLoadError
 from workers.forward.loaded_model import LoadedModel
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cluster.core.config.sections import PoolSection
+from cluster.core.config.model_section import PoolSection
 from workers.forward.encoder_decoder.encoder import SourceEncoder
 from workers.forward.encoder_decoder.native_decoder import NativeSourcedDecoder, pack_sourced_decoder, sourced_shape
 from workers.forward.encoder_decoder.native_encoder import NativeSourceEncoder, pack_source_encoder

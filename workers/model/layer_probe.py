@@ -7,7 +7,7 @@ import logging
 import torch
 from transformers import PreTrainedModel
 
-from cluster.core.config.sections import ModelSection
+from cluster.core.config.model_section import ModelSection
 from cluster.core.errors import ModelLoadError
 from workers.forward.attention import Probed, bind
 from workers.forward.compilation import compile_layers, undo_compile

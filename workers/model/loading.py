@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from cluster.core.config.sections import ModelSection
+from cluster.core.config.model_section import ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from workers.forward.attention import ATTENTION_NAME, register
 from workers.forward.compilation import should_compile

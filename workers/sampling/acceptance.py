@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from cluster.core.config.base import PluginSettings
 from cluster.core.config.registry import Registry
-from cluster.core.config.sections import TargetSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftDistribution
 from cluster.core.tree import ROOT, TokenTree
 

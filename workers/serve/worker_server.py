@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from cluster.core.config.cluster_section import LEASE_SECONDS
-from cluster.core.config.sections import TargetSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.ports import DraftMethod
 from cluster.wire.address import join_host_port

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from cluster.core.config.sections import TargetSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.ports import DraftMethod
 from cluster.core.verification import StepSample

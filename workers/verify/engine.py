@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from cluster.core.config.sections import EvidenceSection, TargetSection
+from cluster.core.config.target_section import EvidenceSection, TargetSection
 from cluster.core.drafting import Proposal, RowFaultCode
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId

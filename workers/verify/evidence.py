@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 
 from cluster.core.bounds import MAX_MESSAGE_BYTES
-from cluster.core.config.sections import EvidenceSection
+from cluster.core.config.target_section import EvidenceSection
 from cluster.core.drafting import Evidence, HiddenStates
 from cluster.core.ids import SequenceId
 from cluster.core.ports import ReadsHiddenStates

@@ -12,7 +12,7 @@ from cluster.coordinator.clients.draft_source import Proposals
 from cluster.coordinator.clients.proposal_check import checked
 from cluster.coordinator.clients.release_queue import ReleaseQueue
 from cluster.coordinator.metrics import Metrics
-from cluster.core.config.sections import DraftSection
+from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import DraftRow, Evidence, Proposal, RowFaultCode
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.ids import SequenceId

@@ -11,7 +11,7 @@ from cluster.coordinator.clients.draft_source import Proposals
 from cluster.coordinator.clients.drafter import DrafterClient, ProposeCall
 from cluster.coordinator.metrics import Metrics
 from cluster.core.bounds import MAX_MESSAGE_BYTES
-from cluster.core.config.sections import DraftSection
+from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import NO_DRAFT, DraftBudget
 from cluster.core.evidence_store import EvidenceStore
 from cluster.core.ids import SequenceId

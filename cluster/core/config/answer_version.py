@@ -6,7 +6,7 @@ import json
 from hashlib import blake2b
 from typing import Any
 
-from cluster.core.config.sections import TargetSection
+from cluster.core.config.target_section import TargetSection
 
 _FIELDS = ("path", "revision", "load_format", "dtype", "quantization", "max_context_len", "acceptance")
 

@@ -7,6 +7,9 @@ from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, SerializeAsAny
 
+MIB = 1024 * 1024
+"""Bytes of a mebibyte."""
+
 
 class Section(BaseModel):
     """A part of the configuration. It is frozen and refuses unknown keys."""

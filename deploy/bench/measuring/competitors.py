@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from cluster.core.config.sections import NO_DRAFTS, Configuration
+from cluster.core.config.draft_section import NO_DRAFTS
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, PilotfishError, shorten
 from deploy.bench.contestants.answers import RequestOptions
 from deploy.models import resolve_models

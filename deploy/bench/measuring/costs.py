@@ -13,7 +13,9 @@ import psutil
 import torch
 from transformers import AutoConfig
 
-from cluster.core.config.sections import Configuration, ModelSection, TargetSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.sections import Configuration
+from cluster.core.config.target_section import TargetSection
 from deploy.bench.measuring.results import Cost, KvLayer
 from workers.model.weight_counts import count_weights
 

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import distributed
 
-from cluster.core.config.sections import TargetSection
+from cluster.core.config.target_section import TargetSection
 from tests.bench.decoding import Decoding
 from tests.bench.options import Options
 from tests.bench.report import heading, ratios, spread, table

@@ -12,7 +12,7 @@ import signal
 import time
 from itertools import pairwise
 
-from cluster.core.config.sections import TargetSection
+from cluster.core.config.target_section import TargetSection
 from cluster.ingress.router import Router
 from cluster.ingress.routing import CoordinatorView
 from cluster.wire.generation_client import GenerationClient

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from hypothesis import strategies as st
 
-from cluster.core.config.sections import KvSection
+from cluster.core.config.target_section import KvSection
 from cluster.core.ids import BlockId
 from cluster.core.tree import TokenTree
 from workers.forward.attention import PagedAttention

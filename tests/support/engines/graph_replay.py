@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, PreTrainedConfig
 
-from cluster.core.config.sections import KvSection, ModelSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import KvSection
 from cluster.core.tree import TokenTree
 from tests.support.models import tiny
 from workers.forward import runner as runners

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from cluster.core.config.sections import KvSection
+from cluster.core.config.target_section import KvSection
 from workers.kv.tiers import Tiers
 
 CPU = torch.device("cpu")

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from cluster.core.config.sections import KvSection, ModelSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import KvSection
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from tests.support.engines.engine_sequence import GREEDY, EngineSequence, Propose, no_draft

@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from transformers import AutoModelForCausalLM
 
-from cluster.core.config.sections import DraftSection, KvSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import KvSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart

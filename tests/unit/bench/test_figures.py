@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config.sections import TargetSection
+from cluster.core.config.target_section import TargetSection
 from tests.bench import options, theory
 from tests.bench.client import Answer, Answers
 from tests.bench.decoding import Decoding

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.core.config.sections import Configuration, DraftSection, TargetSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.sections import Configuration
+from cluster.core.config.target_section import TargetSection
 from tests.bench import options
 from tests.bench.__main__ import SECTIONS
 from tests.bench.agreement import Agreement, agreement

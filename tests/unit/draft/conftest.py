@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config.sections import ModelSection
+from cluster.core.config.model_section import ModelSection
 from tests.support.models import tiny
 from tests.support.models.draft_model import CONTEXT, DraftModelHarness, ReferenceModel
 from workers.forward.loaded_model import LoadedModel

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from cluster.core.config.base import PluginSettings
-from cluster.core.config.sections import DraftSection, TargetSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId

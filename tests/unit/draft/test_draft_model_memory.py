@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from cluster.core.config.sections import DraftSection, ModelSection, TargetSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget, Proposal, RowFaultCode
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId

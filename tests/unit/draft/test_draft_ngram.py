@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.core.config.sections import DraftSection
+from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import DraftBudget, DraftRow, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config.sections import DraftSection, TargetSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config.sections import DraftSection, KvSection, ModelSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import KvSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFaultCode
 from cluster.core.ids import RequestId, SequenceId
 from cluster.core.request import GenerationRequest, SamplingParameters, SequenceStart, StoppingCriteria

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config.sections import DraftSection, KvSection, ModelSection, TargetSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import KvSection, TargetSection
 from cluster.core.drafting import NO_DRAFT, DraftBudget, HiddenStates
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart

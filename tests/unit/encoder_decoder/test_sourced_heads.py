@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, MBartConfig
 
-from cluster.core.config.sections import EvidenceSection, KvSection, ModelSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import EvidenceSection, KvSection
 from cluster.core.drafting import DraftBudget
 from cluster.core.errors import ModelLoadError
 from cluster.core.ids import SequenceId

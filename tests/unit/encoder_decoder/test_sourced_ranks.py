@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config.sections import EvidenceSection, KvSection, ModelSection, TargetSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import EvidenceSection, KvSection, TargetSection
 from cluster.core.drafting import NO_DRAFT, DraftBudget
 from cluster.core.errors import ConfigurationError
 from tests.support.engines.colocated_decoding import decode_together

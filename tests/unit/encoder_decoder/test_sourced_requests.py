@@ -12,7 +12,7 @@ import torch
 
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
-from cluster.core.config.sections import DraftSection
+from cluster.core.config.draft_section import DraftSection
 from cluster.core.ids import RequestId
 from cluster.core.request import BeamParameters, EarlyStopping, GenerationRequest, SamplingParameters, StoppingCriteria
 from cluster.core.verification import TargetInfo

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config.sections import KvSection, ModelSection, TargetSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import KvSection, TargetSection
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
 from cluster.core.verification import VerifyRow

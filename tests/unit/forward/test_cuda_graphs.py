@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from cluster.core.config.sections import KvSection, ModelSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import KvSection
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree

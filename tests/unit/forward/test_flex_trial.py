@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from cluster.core.config.sections import KvSection, ModelSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import KvSection
 from tests.support.models import tiny
 from workers.forward.flex_attention import Flex, compiled_flex_attention, is_supported
 from workers.forward.flex_trial import verified_flex_attention

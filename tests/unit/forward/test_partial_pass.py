@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from cluster.core.config.sections import KvSection, ModelSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.tree import TokenTree
 from tests.support.engines.graph_replay import FakeRecorder, gemma3, open_bench

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import distributed
 
-from cluster.core.config.sections import KvSection, ModelSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import KvSection
 from cluster.core.tree import TokenTree
 from tests.support.engines.rank_processes import start_ranks
 from tests.support.models import tiny

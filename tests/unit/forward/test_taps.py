@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cluster.core.config.sections import KvSection, ModelSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from tests.support.engines.graph_replay import FakeRecorder, gemma3, open_bench

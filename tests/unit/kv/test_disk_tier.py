@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.core.config.sections import MIB
+from cluster.core.config.base import MIB
 from tests.support.engines.kv_tiers import BLOCK_BYTES, FILE_BYTES, block, empty, held, holds, key, save, tiers_of
 from workers.kv import disk
 from workers.kv.disk import DiskTier

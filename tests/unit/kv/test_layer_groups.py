@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.core.config.sections import KvSection, ModelSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import KvSection
 from cluster.core.kv import KvGroup
 from tests.support.models import tiny
 from workers.forward.loaded_model import LoadedModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.core.config.sections import MIB
+from cluster.core.config.base import MIB
 from tests.support.engines.kv_tiers import key, save, tiers_of
 from workers.kv.load_cost import CostModel, Medium
 from workers.kv.tiers import agreed_length, single_rank

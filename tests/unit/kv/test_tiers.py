@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.core.config.sections import MIB, KvSection
+from cluster.core.config.base import MIB
+from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ConfigurationError
 from tests.support.engines.kv_tiers import BLOCK_BYTES, CPU, block, empty, held, holds, key, save, tiers_of
 from workers.kv.tiers import Tiers

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cluster.core.config.sections import ModelSection, PoolSection
+from cluster.core.config.model_section import ModelSection, PoolSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from tests.support.models import distilled_draft, tiny
 from workers.forward.loaded_model import LoadedModel

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.core.config.sections import ModelSection
+from cluster.core.config.model_section import ModelSection
 from cluster.core.errors import ConfigurationError
 from tests.support.models import tiny
 from workers.model.loading import load_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cluster.core.config.sections import TargetSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ModelLoadError
 from tests.support.models import tiny
 from workers.model.fingerprint import fingerprint, weights_digest

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from cluster.core.config.sections import KvSection, ModelSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import KvSection
 from tests.support.models import tiny
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.native import decoder_shape

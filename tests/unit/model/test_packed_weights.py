@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.core.config.sections import KvSection, TargetSection
+from cluster.core.config.target_section import KvSection, TargetSection
 from tests.support.models import tiny
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import ForwardRow, ModelRunner
@@ -268,7 +268,7 @@ def test_a_target_with_packed_weights_starts_without_transformers(section: Targe
     keep(section)
     script = (
         "import sys\n"
-        "from cluster.core.config.sections import TargetSection\n"
+        "from cluster.core.config.target_section import TargetSection\n"
         "import workers.verify.group\n"
         "from workers.verify.build import build_engine\n"
         f"engine = build_engine(TargetSection.model_validate_json({section.model_dump_json()!r}))\n"

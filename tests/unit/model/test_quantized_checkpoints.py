@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from cluster.core.config.sections import KvSection, ModelSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from tests.support.models import quantized, tiny
 from workers.forward.runner import ForwardRow, ModelRunner

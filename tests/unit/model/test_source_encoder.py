@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.core.config.sections import ModelSection
+from cluster.core.config.model_section import ModelSection
 from workers.forward.encoder_decoder import native_encoder
 from workers.forward.encoder_decoder.encoder import SourceEncoder
 from workers.forward.encoder_decoder.native_encoder import NativeSourceEncoder

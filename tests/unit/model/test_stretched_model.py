@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from cluster.core.config.sections import ModelSection, PoolSection
+from cluster.core.config.model_section import ModelSection, PoolSection
 from cluster.core.errors import ModelLoadError
 from tests.support.models import tiny
 from workers.forward.runner import ForwardRow, ModelRunner

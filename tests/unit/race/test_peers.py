@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.core.config.sections import Configuration, TargetSection
+from cluster.core.config.sections import Configuration
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.request import SamplingParameters
 from deploy.bench.contestants.answers import BenchPass, BenchPrompt, PassRequest

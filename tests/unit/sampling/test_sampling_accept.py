@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.core.config.base import PluginSettings
-from cluster.core.config.sections import TargetSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.sampling.acceptance import RULES, Accepted, RootPosition, create_rule, register_rule

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from cluster.core.config.sections import DraftSection
+from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import DraftBudget, DraftRow, RowFaultCode
 from cluster.core.errors import DrafterUnavailable, InvalidRequest, NotReady
 from cluster.core.ids import SequenceId

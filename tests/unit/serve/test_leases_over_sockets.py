@@ -12,7 +12,9 @@ import pytest
 
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
-from cluster.core.config.sections import DraftSection, KvSection, ModelSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import KvSection
 from cluster.core.drafting import DraftBudget, DraftRow, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, VerifyRow

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config.sections import KvSection, ModelSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ConfigurationError
 from cluster.wire.peer_access import OPEN
 from tests.support.fakes.echo_workers import EchoEngine, entries

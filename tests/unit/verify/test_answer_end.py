@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.core.config.sections import DraftSection, TargetSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config.sections import KvSection, TargetSection
+from cluster.core.config.target_section import KvSection, TargetSection
 from cluster.core.drafting import RowFaultCode
 from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, VerifyRow

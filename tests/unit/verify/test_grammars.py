@@ -12,7 +12,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from cluster.core.config.sections import KvSection, ModelSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import KvSection
 from cluster.core.grammar.grammar import Grammar, GrammarKind
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters

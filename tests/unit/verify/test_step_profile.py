@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config.sections import TargetSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.verification import StepSample
 from cluster.speculation.latency import LatencyModel
 from tests.support.models import tiny

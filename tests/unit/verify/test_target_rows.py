@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config.sections import KvSection, ModelSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import KvSection
 from cluster.core.drafting import RowFaultCode
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cluster.core.config.sections import KvSection, TargetSection
+from cluster.core.config.target_section import KvSection, TargetSection
 from cluster.core.errors import TargetUnavailable
 from cluster.core.grammar.grammar import Grammar, GrammarKind
 from cluster.core.ids import SequenceId

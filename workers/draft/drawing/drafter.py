@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from cluster.core.config.sections import DraftSection
+from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import DraftDistribution, DraftRow, Proposal, RowFault
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId

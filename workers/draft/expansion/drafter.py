@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from cluster.core.config.sections import DraftSection
+from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import DraftRow, Proposal, RowFault
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig
 
-from cluster.core.config.sections import TargetSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.ports import SourceStates
 from cluster.core.request import SequenceStart

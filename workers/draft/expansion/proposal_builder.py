@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.core.config.sections import DraftSection
+from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import DraftRow, Proposal
 from workers.draft.expansion.calibration import KINDS, Calibration
 from workers.draft.expansion.session import NodeExpansion, TreeSession

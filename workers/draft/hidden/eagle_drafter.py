@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cluster.core.config.sections import DraftSection, TargetSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFault, RowFaultCode
 from cluster.core.ids import SequenceId
 from workers.draft.expansion.calibration import KINDS, Calibration

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cluster.core.config.sections import DraftModuleSection
+from cluster.core.config.draft_section import DraftModuleSection
 from workers.draft.parallel.settings import Weights
 from workers.model.draft_card import read_card
 

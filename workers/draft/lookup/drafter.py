@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from cluster.core.config.sections import DraftSection
+from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import DraftBudget
 from cluster.core.request import SequenceStart
 from workers.draft.lookup.continuation_tree import Continuation, ContinuationTree, Estimate, merge

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from cluster.core.config.sections import DraftSection
+from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import DraftBudget, DraftRow, Evidence, Proposal, RowFault
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart

@@ -6,7 +6,8 @@ approximate criteria are the acceptance rule `blockwise`.
 
 from __future__ import annotations
 
-from cluster.core.config.sections import DraftSection, TargetSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
 from workers.draft.parallel.build import create_heads_drafter
 from workers.draft.parallel.drafter import HeadsDrafter
 from workers.draft.parallel.settings import HeadsModuleSettings, heads_needs

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from cluster.core.config.sections import DraftSection, TargetSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import EvidenceNeeds
 from workers.draft.hidden.settings import ContextModuleSettings, module_taps
 from workers.draft.registry import register

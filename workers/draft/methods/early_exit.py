@@ -15,7 +15,8 @@ from typing import Annotated
 from pydantic import Field
 
 from cluster.core.config.base import ModuleSection, Rate
-from cluster.core.config.sections import DraftSection, TargetSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId

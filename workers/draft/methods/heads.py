@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from cluster.core.config.sections import DraftSection, TargetSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
 from workers.draft.parallel.build import create_heads_drafter
 from workers.draft.parallel.drafter import HeadsDrafter
 from workers.draft.parallel.settings import HeadsModuleSettings, heads_needs

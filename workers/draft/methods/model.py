@@ -12,7 +12,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from cluster.core.config.base import Choice
-from cluster.core.config.sections import DraftModelSection, DraftSection, TargetSection
+from cluster.core.config.draft_section import DraftModelSection, DraftSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.ports import DraftMethod
 from workers.draft.expansion.drafter import TreeDrafter

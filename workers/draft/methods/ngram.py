@@ -9,7 +9,8 @@ from typing import Annotated, ClassVar
 from pydantic import Field, model_validator
 
 from cluster.core.config.base import PluginSettings
-from cluster.core.config.sections import DraftSection, TargetSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.request import SequenceStart
 from cluster.core.tree import TokenTree

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.core.config.base import PluginSettings
-from cluster.core.config.sections import NO_DRAFTS, DraftSection, TargetSection
+from cluster.core.config.draft_section import NO_DRAFTS, DraftSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from workers.draft.registry import register

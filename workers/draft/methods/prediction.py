@@ -11,7 +11,8 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from cluster.core.config.base import PluginSettings
-from cluster.core.config.sections import DraftSection, TargetSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.request import SequenceStart
 from workers.draft.lookup.alignment import Alignment
 from workers.draft.lookup.continuation_tree import Continuation

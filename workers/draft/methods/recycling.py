@@ -15,7 +15,8 @@ from typing import Annotated
 from pydantic import Field
 
 from cluster.core.config.base import ModuleSection
-from cluster.core.config.sections import DraftSection, TargetSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget, Evidence, EvidenceNeeds
 from cluster.core.request import SequenceStart
 from cluster.core.tree import ROOT, TokenTree

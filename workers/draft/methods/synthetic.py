@@ -15,7 +15,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from cluster.core.config.base import Rate
-from cluster.core.config.sections import DraftSection, TargetSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.kv import KvLayout
 from workers.draft.expansion.calibration import Calibration

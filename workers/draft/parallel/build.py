@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.core.config.sections import DraftSection, TargetSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
 from workers.draft.hidden_states import TapReader
 from workers.draft.parallel.drafter import HeadsDrafter
 from workers.draft.parallel.paths import Shape

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from cluster.core.config.sections import TargetSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.request import SamplingParameters
 from workers.draft.parallel.paths import RankedPaths
 from workers.draft.parallel.product import MakeProduct, Product, make_product

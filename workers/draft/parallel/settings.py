@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from cluster.core.config.sections import DraftModuleSection
+from cluster.core.config.draft_section import DraftModuleSection
 from cluster.core.drafting import EvidenceNeeds
 from workers.model.draft_card import read_card
 

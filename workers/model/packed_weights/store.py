@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from cluster.core.config.sections import TargetSection
+from cluster.core.config.target_section import TargetSection
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.native.build import kernel_identity, load_library
 from workers.forward.native.decoder import NativeDecoder

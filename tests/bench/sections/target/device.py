@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from cluster.core.config.sections import TargetSection
+from cluster.core.config.target_section import TargetSection
 from deploy.bench.measuring.roofs import ReadBandwidth
 from tests.bench.decoding import Decoding, decoding
 from tests.bench.machine import weight_bytes

@@ -11,7 +11,8 @@ from contextlib import ExitStack
 
 import torch
 
-from cluster.core.config.sections import Configuration, TargetSection
+from cluster.core.config.sections import Configuration
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import PilotfishError
 from deploy.bench.measuring.roofs import ReadBandwidth
 from tests.bench.decoding import Decoding, decoding

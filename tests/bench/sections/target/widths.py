@@ -13,7 +13,8 @@ from contextlib import ExitStack
 import torch
 from transformers import AutoConfig
 
-from cluster.core.config.sections import Configuration, TargetSection
+from cluster.core.config.sections import Configuration
+from cluster.core.config.target_section import TargetSection
 from deploy.bench.measuring.roofs import ReadBandwidth
 from tests.bench.decoding import Decoding, decoding
 from tests.bench.machine import weight_bytes

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.core.config.sections import DraftSection
+from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import DraftBudget, DraftRow, EvidenceNeeds, RowFaultCode
 from cluster.core.ids import SequenceId
 from deploy.implied_settings import with_implied_settings

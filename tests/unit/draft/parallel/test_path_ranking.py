@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.core.config.sections import TargetSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.request import SamplingParameters
 from tests.support.models import drafting_modules, tiny
 from workers.draft.parallel.heads import ParallelHeads

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.core.config.sections import KvSection, ModelSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import KvSection
 from cluster.core.request import SamplingParameters
 from tests.support.models import tiny
 from workers.forward.encoder_decoder import native_decoder

@@ -18,7 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.core.config.sections import KvSection, ModelSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import KvSection
 from cluster.core.tree import TokenTree
 from tests.support.engines.attention_cases import Bench, Case, Row, cases, spec_of, trees
 from tests.support.models import tiny

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.core.config.sections import EvidenceSection, KvSection, ModelSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import EvidenceSection, KvSection
 from cluster.core.drafting import EVIDENCE_ONLY, NO_DRAFT, DraftBudget, DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftMethod

@@ -1,0 +1,128 @@
+"""Settings of drafting: the selected methods, what all of them share, and the bases of methods with weights."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from cluster.core.config.base import Choice, ModuleSection, PluginHost, PluginSettings, Seconds
+from cluster.core.config.model_section import ModelSection, PoolSection
+
+NO_DRAFTS = "none"
+"""Name of the drafting method that decodes without drafts."""
+
+
+class DraftModelSection(ModelSection, PluginSettings):
+    """Settings of a drafting method that loads a model. Such a method is assigned a device."""
+
+    path: str = ""
+    """A draft model with the target's tokenizer: a local directory, hub id, `.gguf` file, or packaged model's name."""
+    kv: PoolSection = PoolSection()
+    """The draft model's KV pool."""
+
+    def check_selected(self) -> None:
+        """Raise `ValueError` when `path` is not set."""
+        if not self.path:
+            raise ValueError("path must be set to a draft model with the target's tokenizer")
+
+
+class DraftModuleSection(ModuleSection):
+    """Settings of a drafting method that loads a trained module, which reads the target's hidden states."""
+
+    taps: Annotated[tuple[Annotated[int, Field(ge=-1, le=4096)], ...], Field(max_length=16)] = ()
+    """Numbers of decoder layers after which hidden states are read, as in `target.evidence.taps`; unset: the card's."""
+
+    def check_selected(self) -> None:
+        """Raise `ValueError` when `path` is not set."""
+        if not self.path:
+            raise ValueError("path must be set to a module that was distilled from the target")
+
+
+class DraftSection(PluginHost):
+    """Drafting: the method, and the settings that all methods share. Each method has its own subsection."""
+
+    method: str = "ngram"
+    """Name of the drafting method; `none` decodes without drafts."""
+    methods: Annotated[tuple[str, ...], Field(max_length=8)] = ()
+    """Several drafting methods, whose candidates share one draft tree; unset: `method` alone."""
+    placement: Literal["auto", "target", "drafter"] = "auto"
+    """`target`: drafts on the target's rank 0 after each step; `drafter`: in own processes; `auto`: by method."""
+    max_nodes: Annotated[int, Field(ge=0, le=256)] = 8
+    """Most drafted tokens in one draft tree."""
+    max_depth: Annotated[int, Field(ge=0, le=64)] = 8
+    """Most drafted tokens on one path of a draft tree."""
+    controller: Choice[Literal["off", "auto"]] = "auto"
+    """`auto` sizes each tree by its expected gain, down to no tree at all; `off` always requests the largest tree."""
+    alternate: Choice[Literal["off", "on"]] = "off"
+    """`on` splits the running sequences into two halves: one half is verified while the other is drafted for."""
+    replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of drafters. Each serves a part of the sequences and has the resources of one drafter."""
+    node_resource: str | None = None
+    """Custom Ray resource of the nodes that drafters run on; unset: any node, also one that a target has room on."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """Intra-op threads of each drafter on CPU; 0 lets the placement choose."""
+    timeout_seconds: Seconds = 0.5
+    """Longest wait for a proposal of a drafter, in seconds; then the round continues without drafts."""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether a drafting method is selected."""
+        return self.selected("method") != (NO_DRAFTS,)
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether drafts come from the target's rank 0. `auto` must be settled before."""
+        return self.is_enabled and self.placement == "target"
+
+    @property
+    def name(self) -> str:
+        """The selected methods, joined by `+`."""
+        return "+".join(self.selected("method"))
+
+    def selected(self, key: str) -> tuple[str, ...]:
+        """See `PluginHost`."""
+        return self.methods or super().selected(key)
+
+    def disabled(self) -> DraftSection:
+        """Return a copy of the section that selects no drafting method."""
+        return self.model_copy(update={"method": NO_DRAFTS, "methods": (), "placement": "auto"})
+
+    @property
+    def weights_method(self) -> str | None:
+        """The selected method that loads a model in a process of its own; `None` without such a method."""
+        for name in self.selected("method"):
+            if isinstance(self.__pydantic_extra__.get(name), DraftModelSection):
+                return name
+        return None
+
+    @property
+    def weights(self) -> DraftModelSection | None:
+        """The model that `weights_method` loads; `None` without such a method."""
+        found = self.__pydantic_extra__.get(self.weights_method or "")
+        return found if isinstance(found, DraftModelSection) else None
+
+    def with_weights(self, **changes: object) -> DraftSection:
+        """Return a copy with changed fields of `weights`, or this section if no method loads a model."""
+        method, weights = self.weights_method, self.weights
+        if method is None or weights is None:
+            return self
+        return self.model_copy(update={method: weights.model_copy(update=changes)})
+
+    @property
+    def modules(self) -> dict[str, ModuleSection]:
+        """The selected methods that load a module, with their settings."""
+        sections = {name: self.__pydantic_extra__.get(name) for name in self.selected("method")}
+        return {name: one for name, one in sections.items() if isinstance(one, ModuleSection) and one.path}
+
+    def with_module(self, method: str, **changes: object) -> DraftSection:
+        """Return a copy with changed fields of the settings of `method`, one of `modules`."""
+        return self.model_copy(update={method: self.modules[method].model_copy(update=changes)})
+
+    @model_validator(mode="after")
+    def _check(self) -> DraftSection:
+        if len(set(self.methods)) < len(self.methods):
+            raise ValueError(f"methods ({', '.join(self.methods)}) must name each method once")
+        if len(self.methods) > 1 and NO_DRAFTS in self.methods:
+            raise ValueError(f"methods ({', '.join(self.methods)}) must not contain {NO_DRAFTS}")
+        return self

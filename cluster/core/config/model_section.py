@@ -1,0 +1,47 @@
+"""Settings of a model and of its KV pool, which the target and draft models share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from cluster.core.config.base import MIB, Choice, Section
+
+
+class ModelSection(Section):
+    """A model: its weights and how they are loaded."""
+
+    path: str = "smollm2-135m-instruct"
+    """Source of the weights: a directory, hub id, `.gguf` file or packaged name; `…@x10`: at 10 times the cost."""
+    revision: str | None = None
+    """Hub revision of `path`; unset takes the default branch. It has no effect on local files."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Number format of weights, computation and KV cache."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy` draws random weights in the shape of `config.json`, to measure speed where no weights are at hand."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device that the model computes on; `auto` takes a GPU where one is free, else the CPU."""
+    compile: Choice[Literal["off", "on", "auto"]] = "auto"
+    """Whether layers are compiled at start; `auto` compiles in reduced precision unless Pilotfish's kernels apply."""
+    native: Choice[Literal["auto", "off"]] = "auto"
+    """`auto` runs supported model families on CPU by Pilotfish's own kernels; `off` always runs the PyTorch modules."""
+    compile_directory: str | None = None
+    """Directory for compiled code that is reused at the next start; unset takes a folder in Pilotfish's cache."""
+    quantization: Literal["none", "int8"] = "none"
+    """`int8` stores the weights of linear layers in 8 bits; answers are then those of the quantized model."""
+
+
+class PoolSection(Section):
+    """The paged KV cache of one worker."""
+
+    block_size: Annotated[int, Field(ge=1, le=256)] = 16
+    """Number of tokens in one KV block."""
+    pool_bytes: Annotated[int, Field(ge=MIB)] | None = None
+    """Size of the KV pool of each rank, in bytes; unset computes it from `memory_fraction`."""
+    memory_fraction: Annotated[float, Field(gt=0, le=0.95)] = 0.1
+    """Share of the device's free memory after loading that the KV pool takes when `pool_bytes` is unset."""
+    window: Annotated[int, Field(ge=16)] | None = None
+    """LOSSY: layers of full attention see only the last `window` tokens and the first `sinks` ones; unset: all."""
+    sinks: Annotated[int, Field(ge=0, le=256)] = 4
+    """Number of first tokens that stay visible when `window` is set (attention sinks)."""

@@ -1,0 +1,82 @@
+"""Settings of the target: the model, its KV cache, its replicas and ranks, and what it shows to drafters."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from cluster.core.config.base import PluginHost, Positive, Seconds, Section
+from cluster.core.config.model_section import ModelSection, PoolSection
+from cluster.core.config.server import AutoscalingSection
+
+
+class KvSection(PoolSection):
+    """The KV cache of the target: the pool, the prefix cache, and the tiers for evicted blocks."""
+
+    prefix_cache: bool = True
+    """Whether full blocks of finished sequences stay in the pool, to be reused by sequences with the same prefix."""
+    host_bytes: Annotated[int, Field(ge=0)] = 0
+    """Host memory of each rank for blocks evicted from the pool, in bytes; 0 drops such blocks."""
+    disk_directory: str | None = None
+    """Directory for blocks evicted from host memory, unless the disk is too slow; unset drops such blocks."""
+    disk_bytes: Annotated[int, Field(ge=0)] = 1 << 30
+    """Most bytes that each rank stores in `disk_directory`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> KvSection:
+        if not self.prefix_cache and (self.host_bytes or self.disk_directory):
+            raise ValueError("prefix_cache (False) must be true where host_bytes or disk_directory is set")
+        return self
+
+
+class EvidenceSection(Section):
+    """What the target shows to drafters beyond committed tokens. The selected drafting methods set it."""
+
+    taps: Annotated[tuple[Annotated[int, Field(ge=-1, le=4096)], ...], Field(max_length=16)] = ()
+    """Numbers of decoder layers after which hidden states are taken: 0 is the embedding, -1 the last layer's output."""
+    top: Annotated[int, Field(ge=0, le=64)] = 0
+    """Number of most probable tokens at the root and at each accepted node of a draft tree."""
+    decisions: bool = False
+    """Whether the decisions at all nodes of a draft tree are taken."""
+    is_sent: bool = False
+    """Whether verdicts bring the evidence, for drafters in other processes."""
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is taken."""
+        return bool(self.taps or self.top or self.decisions)
+
+
+class TargetSection(ModelSection, PluginHost):
+    """The target model, which decides every token of an answer. Each acceptance rule has its own subsection."""
+
+    served_name: str | None = None
+    """Model name that clients send; unset takes the last part of `path`."""
+    aliases: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=64)] = ()
+    """Further names that clients may send for the model. Its answers have the first name."""
+    replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Number of targets. Each has its own coordinator and ranks, and answers a part of the requests."""
+    autoscaling: AutoscalingSection = AutoscalingSection()
+    """How the number of replicas changes with the load."""
+    node_resource: str | None = None
+    """Custom Ray resource of the nodes that targets run on; unset: any node with enough cores and GPUs."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of ranks that share each layer; it must divide the number of attention heads and of KV heads."""
+    max_context_len: Positive | None = None
+    """Longest sequence of prompt and answer, in tokens; unset takes the model's own bound."""
+    acceptance: str = "coupled"
+    """Name of the acceptance rule. `coupled` accepts what the target decides, so drafts change no token. `rejection`
+    and `block` keep the distribution, but for one seed the text depends on the drafts. Other rules may be LOSSY."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """Intra-op threads of each rank on CPU; 0 lets the placement choose."""
+    step_timeout_seconds: Seconds = 120.0
+    """Longest wait for a step, in seconds. Then its sequences are sent again, and a worker that hangs is replaced."""
+    standby: bool = False
+    """Whether each rank has a standby process with its libraries, so that a lost target serves sooner. Not for GPUs."""
+    packed_bytes: Annotated[int, Field(ge=0)] = 4 << 30
+    """Most bytes of weights that `compile_directory` keeps as the CPU kernels read them, for quick starts; 0: none."""
+    kv: KvSection = KvSection()
+    """The KV cache on each rank."""
+    evidence: EvidenceSection = EvidenceSection()
+    """What the target shows to drafters."""
