@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.draft_section import DEFAULT_METHOD
 from cluster.core.config.target_section import TargetSection
 from workers.draft.registry import METHODS
 from workers.model.draft_card import LAYERS, is_distilled, read_card
@@ -33,22 +33,20 @@ def packaged_draft(method: str, target: str) -> str | None:
     return None
 
 
-def implied_paths(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, str]:
+def implied_paths(values: Mapping[str, Any]) -> dict[str, str]:
     """The paths of packaged drafts for the selected drafting methods whose path is not set, as dotted overrides.
 
-    `values` are nested and `overrides` dotted, both unchecked.
+    `values` are all settings, nested and unchecked.
     """
 
     def given(key: str) -> Any:
-        if key in overrides:
-            return overrides[key]
         found: Any = values
         for part in key.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
         return found
 
     target = given("target.path") or TargetSection.model_fields["path"].default
-    selected = given("draft.methods") or (given("draft.method") or DraftSection.model_fields["method"].default,)
+    selected = given("draft.methods") or [given("draft.method") or DEFAULT_METHOD]
     paths: dict[str, str] = {}
     for method in selected if isinstance(selected, list | tuple) else ():
         if not isinstance(method, str) or not isinstance(target, str) or method not in dict(METHODS.items()):

@@ -17,12 +17,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from cluster.core.config.load import merge
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
 from cluster.ingress.access.api_keys import ApiKey, parse_keys
@@ -66,12 +68,16 @@ def load_settings(
     config: str | None = None,
     assignments: Iterable[str] = (),
     environment: Mapping[str, str] | None = None,
+    *,
+    below: Iterable[str] = (),
 ) -> Settings:
     """Settings from a preset name or a file, with `key=value` assignments on top.
 
-    Raises `ConfigurationError` for an unreadable file, a malformed assignment or a refused value.
+    `below` are assignments that `assignments` override. Raises `ConfigurationError` for an unreadable file, a malformed
+    assignment or a refused value.
     """
-    return _settle(config, parse_assignments(assignments), os.environ if environment is None else environment)
+    layers = [parse_assignments(layer) for layer in (below, assignments)]
+    return _settle(config, layers, os.environ if environment is None else environment)
 
 
 def settings_from_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Settings:
@@ -84,7 +90,7 @@ def settings_from_arguments(arguments: Mapping[str, Any], environment: Mapping[s
     overrides = {key: _parse(key, value) if isinstance(value, str) else value for key, value in _flatten(values)}
     config = arguments.get("config")
     return _settle(
-        None if config is None else str(config), overrides, os.environ if environment is None else environment
+        None if config is None else str(config), [overrides], os.environ if environment is None else environment
     )
 
 
@@ -106,9 +112,10 @@ def set_ray_environment() -> None:
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
 
 
-def _settle(config: str | None, overrides: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
-    values = read_values(config or environment.get("PILOTFISH_CONFIG") or DEFAULT_PRESET)
-    configuration = load_configuration(values, {**implied_paths(values, overrides), **overrides})
+def _settle(config: str | None, layers: Iterable[Mapping[str, Any]], environment: Mapping[str, str]) -> Settings:
+    """The settings of a preset or file, with each layer of dotted overrides on top of what is before it."""
+    values = reduce(merge, layers, read_values(config or environment.get("PILOTFISH_CONFIG") or DEFAULT_PRESET))
+    configuration = load_configuration(values, implied_paths(values))
     return Settings(
         configuration=configuration,
         cache_directory=cache_directory(environment),

@@ -97,10 +97,10 @@ def modelled(options: Options, *assignments: str) -> Configuration | None:
 def describe(configuration: Configuration) -> str:
     """One line for the report: the drafting method and its settings."""
     draft = configuration.draft
-    words = [f"drafts: {draft.method}", f"at most {draft.max_nodes} nodes, {draft.max_depth} deep"]
+    words = [f"drafts: {draft.name}", f"at most {draft.max_nodes} nodes, {draft.max_depth} deep"]
     if draft.weights is not None:
         words[0] += f", {Path(draft.weights.path).name} in {draft.weights.dtype}"
-        model = draft.settings(draft.method, DraftModelSettings)
+        model = draft.settings(draft.weights_method or "", DraftModelSettings)
         words += [f"mode {model.mode}", f"width {model.width}", f"{model.candidates} candidates"]
     return "; ".join([*words, f"controller {draft.controller}"])
 

@@ -44,7 +44,7 @@ class Options:
 
     def settings(self, *assignments: str) -> Settings:
         """The chosen settings with `assignments` over them, free ports, and models as local directories."""
-        found = load_settings(self.config, [*FREE_PORTS, *self.assignments, *assignments])
+        found = load_settings(self.config, assignments, below=[*FREE_PORTS, *self.assignments])
         return Settings(self.models(found).configuration, found.cache_directory, found.ray_address)
 
     def configuration(self, *assignments: str) -> Configuration:
@@ -53,7 +53,7 @@ class Options:
 
     def based_on(self, *assignments: str) -> Configuration:
         """The configuration with `assignments` under the chosen settings, which take precedence."""
-        found = load_settings(self.config, [*FREE_PORTS, *assignments, *self.assignments])
+        found = load_settings(self.config, self.assignments, below=[*FREE_PORTS, *assignments])
         return self.models(found).configuration
 
     @staticmethod

@@ -51,6 +51,19 @@ def test_the_settings_are_those_of_the_values() -> None:
     assert large.server.drain_timeout_seconds == 120.0
 
 
+def test_a_drafting_method_in_the_values_replaces_that_of_the_preset() -> None:
+    for draft, name in (
+        ({"method": "lookahead"}, "lookahead"),
+        ({"methods": ["ngram", "prediction"]}, "ngram+prediction"),
+    ):
+        for preset in ("cpu", "gpu"):
+            (found,) = checked(render({"preset": preset, "settings": {"draft": draft}}).serve_config)
+            assert found.draft.name == name
+    both = render({"settings": {"draft": {"method": "ngram", "methods": ["suffix", "prediction"]}}})
+    with pytest.raises(ConfigurationError, match=r"method \(ngram\) and methods \(suffix, prediction\) must not both"):
+        checked(both.serve_config)
+
+
 def test_each_pod_has_one_replica_of_its_role_by_default() -> None:
     (large,) = checked(render_ci("two-by-eight").serve_config)
     assert (large.target.replicas, large.target.autoscaling.max_replicas) == (1, 3)

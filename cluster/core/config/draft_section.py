@@ -11,6 +11,10 @@ from cluster.core.config.model_section import ModelSection, PoolSection
 
 NO_DRAFTS = "none"
 """Name of the drafting method that decodes without drafts."""
+DEFAULT_METHOD = "ngram"
+"""Name of the drafting method where neither `draft.method` nor `draft.methods` is set."""
+SELECTORS = ("draft.method", "draft.methods")
+"""Two keys for one choice: an override of either one replaces what a file or preset says under both."""
 
 
 class DraftModelSection(ModelSection, PluginSettings):
@@ -42,8 +46,8 @@ class DraftModuleSection(ModuleSection):
 class DraftSection(PluginHost):
     """Drafting: the method, and the settings that all methods share. Each method has its own subsection."""
 
-    method: str = "ngram"
-    """Name of the drafting method; `none` decodes without drafts."""
+    method: str | None = None
+    """Name of the drafting method; `none` decodes without drafts; unset: `methods`, or `ngram` without them."""
     methods: Annotated[tuple[str, ...], Field(max_length=8)] = ()
     """Several drafting methods, whose candidates share one draft tree; unset: `method` alone."""
     placement: Literal["auto", "target", "drafter"] = "auto"
@@ -80,9 +84,9 @@ class DraftSection(PluginHost):
         """The selected methods, joined by `+`."""
         return "+".join(self.selected("method"))
 
-    def selected(self, key: str) -> tuple[str, ...]:
+    def selected(self, key: str) -> tuple[str, ...]:  # noqa: ARG002 - the section has plug-ins of one kind
         """See `PluginHost`."""
-        return self.methods or super().selected(key)
+        return self.methods or (self.method or DEFAULT_METHOD,)
 
     def disabled(self) -> DraftSection:
         """Return a copy of the section that selects no drafting method."""
@@ -121,8 +125,11 @@ class DraftSection(PluginHost):
 
     @model_validator(mode="after")
     def _check(self) -> DraftSection:
+        several = f"methods ({', '.join(self.methods)})"
+        if self.method is not None and self.methods and self.methods != (self.method,):
+            raise ValueError(f"method ({self.method}) and {several} must not both be set, unless they agree")
         if len(set(self.methods)) < len(self.methods):
-            raise ValueError(f"methods ({', '.join(self.methods)}) must name each method once")
+            raise ValueError(f"{several} must name each method once")
         if len(self.methods) > 1 and NO_DRAFTS in self.methods:
-            raise ValueError(f"methods ({', '.join(self.methods)}) must not contain {NO_DRAFTS}")
+            raise ValueError(f"{several} must not contain {NO_DRAFTS}")
         return self

@@ -10,6 +10,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from cluster.core.config.base import Section
+from cluster.core.config.draft_section import SELECTORS
 from cluster.core.config.registry import Plugin, Registry
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, shorten
@@ -28,9 +29,7 @@ def load(
     `plugins` are the registries whose plug-ins have sections and may be selected. Raises `ConfigurationError`, which
     names each refused key, its value and the bound; for an unknown key, the nearest valid one.
     """
-    merged = _deep_copy(values)
-    for key, value in (overrides or {}).items():
-        _assign(merged, key, value)
+    merged = merge(values, overrides or {})
     problems = [problem for registry in plugins for problem in _build_plugin_settings(merged, registry)]
     try:
         configuration = Configuration.model_validate(merged)
@@ -41,6 +40,21 @@ def load(
     for registry in plugins:
         _check_selection(getattr(configuration, registry.section), registry)
     return configuration
+
+
+def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values with dotted overrides on top, all unchecked.
+
+    An override of `draft.method` or `draft.methods` replaces what `values` say under both. Raises
+    `ConfigurationError` for an override below a plain value.
+    """
+    merged = _deep_copy(values)
+    if any(overrides.get(key) for key in SELECTORS):
+        for key in SELECTORS:
+            _remove(merged, key)
+    for key, value in overrides.items():
+        _assign(merged, key, value)
+    return merged
 
 
 def known_keys(plugins: Sequence[Registry[Plugin]] = ()) -> tuple[str, ...]:
@@ -109,6 +123,16 @@ def _assign(values: dict[str, Any], key: str, value: Any) -> None:
             raise ConfigurationError(f"{key}: {section} is not a section")
         values = inner
     values[last] = value
+
+
+def _remove(values: dict[str, Any], key: str) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        inner = values.get(section)
+        if not isinstance(inner, dict):
+            return
+        values = inner
+    values.pop(last, None)
 
 
 def _explain(

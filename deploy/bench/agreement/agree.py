@@ -114,7 +114,7 @@ def read_texts(file: Path) -> Iterator[str]:
 def _configurations(options: AgreementOptions, settings_source: BenchSettings) -> tuple[Configuration, Competitor]:
     named = (f"target.path={options.target}",) if options.target else ()
     source = BenchSettings(settings_source.config, (*settings_source.assignments, *named))
-    own = ["draft.method=model", "draft.methods=[]"]
+    own = ["draft.method=model"]
     if options.draft:
         own.append(f"draft.model.path={options.draft}")
     if not any(text.startswith("draft.controller=") for text in source.assignments):

@@ -85,7 +85,7 @@ class BenchSettings:
 
     def settings(self, own: Sequence[str]) -> Settings:
         """The settings of one competitor, with models as local directories. Raises `PilotfishError`."""
-        found = load_settings(self.config, [*FREE_PORTS, *self.assignments, *own])
+        found = load_settings(self.config, own, below=[*FREE_PORTS, *self.assignments])
         models = resolve_models(found.configuration, found.cache_directory, lambda _: None)
         return Settings(models.configuration, found.cache_directory, found.ray_address)
 
@@ -188,7 +188,7 @@ def _as_yaml(value: Any) -> str:
 
 
 def _selecting(method: str) -> tuple[str, ...]:
-    return (f"draft.method={method}", "draft.methods=[]")
+    return (f"draft.method={method}",)
 
 
 def _is_default(method: str, plugin: MethodPlugin) -> bool:

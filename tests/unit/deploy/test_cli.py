@@ -75,7 +75,7 @@ class TestSettings:
         configuration = settings.settings_from_arguments(arguments, {}).configuration
 
         assert configuration.target.dtype == "bfloat16"
-        assert (configuration.draft.max_nodes, configuration.draft.method) == (3, "ngram")
+        assert (configuration.draft.max_nodes, configuration.draft.max_depth) == (3, 7)
 
     @pytest.mark.parametrize(
         ("config", "assignment", "words"),
