@@ -72,7 +72,6 @@ class TargetEngine:
         self._collector = EvidenceCollector(self._evidence, self._runner, model.tensor_parallel == 1, method)
         self._decider = decider
         self._rule = rule or create_rule(TargetSection())
-        self._needs_all_logits = self._rule.needs_distribution or self._evidence.top > 0
         self._name = served_name or model.name
         self._sequences: dict[SequenceId, SequenceState] = {}
         self._sources = SourceStore(pool)
@@ -218,11 +217,12 @@ class TargetEngine:
         read = [entry.sequence.source for entry in ready if entry.sequence.source is not None]
         if new := list(dict.fromkeys(source for source in read if not source.is_encoded)):
             self._runner.encode(new, self._sources)
-        records = self._collector.records_hidden([entry.row for entry in ready])
-        leaders = 0 if self._needs_all_logits else common_leaders(entry.sequence.start.sampling for entry in ready)
-        logits = self._runner.forward([entry.forward for entry in ready], taps=records, leaders=leaders)
+        rows, whole = [entry.row for entry in ready], self._rule.needs_distribution
+        leaders = 0 if whole else common_leaders(entry.sequence.start.sampling for entry in ready)
+        most, records = leaders and max(leaders, self._collector.ranked(rows)), self._collector.records_hidden(rows)
+        logits = self._runner.forward([entry.forward for entry in ready], taps=records, leaders=most)
         logits, prompts = without_prompts(ready, logits, self._decider)
-        decisions = decide_rows(self._decider, ready, logits, leaders, self._rule.needs_distribution)
+        decisions = decide_rows(self._decider, ready, logits, leaders, whole)
         verdicts: list[Verdict] = []
         first = 0
         for index, entry in enumerate(ready):

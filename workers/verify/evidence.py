@@ -64,6 +64,10 @@ class EvidenceCollector:
             return False
         return self._section.is_sent or self._reader is None or self._reader.reads_hidden
 
+    def ranked(self, rows: Sequence[VerifyRow]) -> int:
+        """How many of the most probable tokens the evidence of these rows shows: that many logits must be computed."""
+        return self._top if any(map(self._is_drafted, rows)) else 0
+
     def collect(
         self, index: int, row: VerifyRow, accepted: Accepted, decisions: Sequence[int], logits: torch.Tensor
     ) -> Evidence | None:

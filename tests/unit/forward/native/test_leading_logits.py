@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
+from cluster.core.drafting import NO_DRAFT, DraftBudget
 from cluster.core.request import SamplingParameters
+from deploy.implied_settings import with_implied_settings
+from tests.support.engines.colocated_decoding import decode_together
 from tests.support.models import tiny
+from workers.draft.registry import create
 from workers.forward.encoder_decoder import native_decoder
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
 from workers.model.loading import load_model
 from workers.sampling.context import common_leaders, leaders_of
+from workers.serve.configuration import load_configuration
+from workers.verify.build import build_engine
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
@@ -96,3 +103,37 @@ def test_what_a_decision_needs(sampling: SamplingParameters, expected: int) -> N
     assert leaders_of(sampling) == expected
     assert common_leaders([sampling, GREEDY]) == expected
     assert common_leaders([]) == 0
+
+
+def test_a_method_that_reads_ranks_asks_for_as_many_leaders_and_drafts_the_same(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    forward = ModelRunner.forward
+
+    def recorded(self: ModelRunner, *arguments: Any, **options: Any) -> torch.Tensor:
+        asked.append(options.get("leaders", 0))
+        return forward(self, *arguments, **options)
+
+    monkeypatch.setattr(ModelRunner, "forward", recorded)
+    requests = dict.fromkeys(("a", "b"), ((5, 8), GREEDY))
+    sources = {"a": tuple(range(3, 12)), "b": tuple(range(40, 60))}
+    target = {"path": str(directory), "device": "cpu", "kv": {"block_size": 4, "pool_bytes": 4 << 20}}
+    found = []
+    for least in (native_decoder._LEAST_SCREENED, VOCABULARY + 1):
+        monkeypatch.setattr(native_decoder, "_LEAST_SCREENED", least)
+        configuration = with_implied_settings(load_configuration({"target": target, "draft": {"method": "recycling"}}))
+        method = create(configuration.draft, configuration.target)
+        engine = build_engine(configuration.target, method=method)
+        asked.clear()
+        drafted = decode_together(engine.step, requests, 12, DraftBudget(7, 7), sources)
+        assert set(asked) == {configuration.target.evidence.top}
+        engine.release_all()
+        asked.clear()
+        plain = decode_together(engine.step, requests, 12, NO_DRAFT, sources)
+        assert set(asked) == {1}  # a step that nothing is drafted after shows nothing
+        assert all(drafted[name].answer[:12] == plain[name].answer[:12] for name in requests)
+        assert sum(one.deepest for one in drafted.values()) > 0
+        found.append([proposal.tree for one in drafted.values() for proposal in one.proposals])
+        engine.close()
+    assert found[0] == found[1]
