@@ -132,6 +132,11 @@ class DraftPasses(Protocol):
 class DraftingTarget(Protocol):
     """A target whose layers a drafting method uses."""
 
+    @property
+    def layers(self) -> int:
+        """Number of layers; of an encoder-decoder model, those of the decoder."""
+        ...
+
     def passes(self, part: TargetPart) -> DraftPasses:
         """Passes through this part. Raises `ConfigurationError` if the target has no such part."""
         ...

@@ -61,12 +61,17 @@ class PartialEngine:
         self.decider = decider
         self.sequences = sequences
 
+    @property
+    def layers(self) -> int:
+        """See `DraftingTarget`."""
+        return len(self.model.layers)
+
     def passes(self, part: TargetPart) -> EngineDraftPasses:
         """See `DraftingTarget`."""
         model = self.model
         norm = torch.tensor(part.exit_norm, dtype=torch.float32, device=model.device) if part.exit_norm else None
         partial = PartialPass(part.layers, part.skip_attention, part.skip_mlp, norm)
-        partial.check(len(model.layers), model.hidden_size, model.device)
+        partial.check(self.layers, model.hidden_size, model.device)
         return EngineDraftPasses(self, partial)
 
 

@@ -18,7 +18,7 @@ from workers.model.draft_shapes import HeadsShape
 from workers.serve.configuration import load_configuration
 
 METHODS: dict[str, dict[str, Any]] = {
-    "early_exit": {"layers": 2},
+    "early_exit": {},
     "lookahead": {"window": 3, "ngram": 3},
     "ngram": {},
     "recycling": {},

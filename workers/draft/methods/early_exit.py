@@ -6,6 +6,7 @@ The part is its first layers (LayerSkip, Elhoushi et al. 2024), or all but some 
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,17 +29,21 @@ from workers.draft.registry import register
 from workers.draft.sessions import MOST_SESSIONS
 from workers.sampling.context import GREEDY_BELOW
 
+logger = logging.getLogger(__name__)
+
 _EXIT = "exit"
 """The kind of module that this method loads."""
+_DEFAULT_SHARE = 1 / 3
+"""Share of the target's layers that draft where no setting names a part."""
 
 _Layers = Annotated[tuple[Annotated[int, Field(ge=0, le=4095)], ...], Field(max_length=512)]
 
 
 class EarlyExitSettings(ModuleSection):
-    """Which part of the target drafts: `path`, or `layers` and the skipped parts."""
+    """Which part of the target drafts: `path`, or `layers` and the skipped parts; else its first third."""
 
     layers: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Number of the target's first layers that draft; unset: all layers."""
+    """Number of the target's first layers that draft; unset: all where parts are skipped, else a third of them."""
     skip_attention: _Layers = ()
     """Layers, from 0, whose attention the draft leaves out."""
     skip_mlp: _Layers = ()
@@ -54,9 +59,7 @@ class EarlyExitSettings(ModuleSection):
         return bool(self.layers is not None or self.skip_attention or self.skip_mlp)
 
     def check_selected(self) -> None:
-        """Raise `ValueError` unless there is one description of the part."""
-        if not self.path and not self.has_part:
-            raise ValueError("layers, skip_attention, skip_mlp or path must be set: they say which layers draft")
+        """Raise `ValueError` if there are two descriptions of the part."""
         if self.path and self.has_part:
             raise ValueError(f"path ({self.path}) must not be set together with layers, skip_attention or skip_mlp")
 
@@ -89,7 +92,8 @@ class EarlyExitDrafter:
     computes depends on rows and drafted tokens alone, which are the same on all of them.
     """
 
-    def __init__(self, settings: EarlyExitSettings, draft: DraftSection, part: TargetPart) -> None:
+    def __init__(self, settings: EarlyExitSettings, draft: DraftSection, part: TargetPart | None) -> None:
+        """Without a `part`, the first third of the target's layers drafts."""
         self._settings = settings
         self._max_nodes = draft.max_nodes
         self._max_depth = draft.max_depth
@@ -100,7 +104,15 @@ class EarlyExitDrafter:
 
     def bind(self, target: DraftingTarget) -> None:
         """See `DraftsByTarget`."""
-        self._passes = target.passes(self._part)
+        part = self._part
+        if part is None:
+            part = TargetPart(max(1, round(target.layers * _DEFAULT_SHARE)))
+            logger.info(
+                "early_exit drafts with the first %d of the target's %d layers; draft.early_exit.layers changes it",
+                part.layers,
+                target.layers,
+            )
+        self._passes = target.passes(part)
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
         """See `DraftMethod`. Without room for its keys and values, a sequence has no draft.
@@ -197,8 +209,13 @@ class EarlyExitDrafter:
                 return
 
 
-def _part_of(settings: EarlyExitSettings, target: TargetSection) -> TargetPart:
-    """The part that the settings or the module's card describe. Raises `ModelLoadError`, `ConfigurationError`."""
+def _part_of(settings: EarlyExitSettings, target: TargetSection) -> TargetPart | None:
+    """The part that the settings or the module's card describe; `None` if nothing describes one.
+
+    Raises `ModelLoadError` and `ConfigurationError` for a module that is not an exit of this target.
+    """
+    if not settings.path and not settings.has_part:
+        return None
     if not settings.path:
         return TargetPart(settings.layers, frozenset(settings.skip_attention), frozenset(settings.skip_mlp))
     from transformers import AutoConfig

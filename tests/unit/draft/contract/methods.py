@@ -64,7 +64,6 @@ def _module(kind: str, *taps: int) -> Callable[[Directories], Mapping[str, Any]]
 CASES = {
     "block": MethodCase(_module("block", 1, 2)),
     "blockwise": MethodCase(_module("heads", 2)),
-    "early_exit": MethodCase(lambda _: {"layers": 1}),
     "eagle": MethodCase(_module("eagle", 1, 2)),
     "heads": MethodCase(_module("heads", 2)),
     "model": MethodCase(_draft_model),
@@ -92,7 +91,14 @@ def example_method() -> Iterator[None]:
             del METHODS._plugins[name]
 
 
-COMBINATIONS = ("ngram+prediction", "model+suffix+prediction", "heads+suffix", "block+suffix", "early_exit+ngram")
+COMBINATIONS = (
+    "ngram+prediction",
+    "model+suffix+prediction",
+    "heads+suffix",
+    "block+suffix",
+    "early_exit+ngram",
+    "suffix+recycling",
+)
 with example_method():
     NAMES = (*METHODS.names(), *COMBINATIONS)
     """Every registered method, that of CONTRIBUTING, and some that share a tree, joined by `+`."""
@@ -129,7 +135,7 @@ def values(name: str, directories: Directories, **drafting: Any) -> dict[str, An
 
 SOURCED_NAMES = tuple(
     name
-    for name in (*METHODS.names(), "heads+suffix", "early_exit+ngram")
+    for name in (*METHODS.names(), "heads+suffix", "early_exit+ngram", "suffix+recycling")
     if name != "none" and all(METHODS.get(one).for_encoder_decoder for one in name.split("+"))
 )
 """The methods for encoder-decoder targets."""

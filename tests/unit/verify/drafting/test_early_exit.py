@@ -72,11 +72,31 @@ def open_engine(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Op
 
 
 PARTS: dict[str, dict[str, Any]] = {
+    "the first third": {},
     "the first layer": {"layers": 1},
     "two layers, chains only": {"layers": 2, "candidates": 1},
     "one attention and one network skipped": {"skip_attention": [1], "skip_mlp": [2]},
     "two layers without the first network": {"layers": 2, "skip_mlp": [0], "stop_below": 0.0},
 }
+
+
+def test_without_a_setting_the_first_third_of_the_layers_drafts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "workers.draft.methods.early_exit")
+    for layers, drafting in ((6, 2), (1, 1)):
+        directory = tiny.save(tmp_path / str(layers), tiny.llama(num_hidden_layers=layers))
+        found = []
+        for settings in ({}, {"layers": drafting}):
+            configuration = configure(directory, settings)
+            engine = build_module.build_engine(
+                configuration.target, method=create(configuration.draft, configuration.target)
+            )
+            answers = decode_together(engine.step, REQUESTS, COUNT, BUDGET)
+            found.append([proposal.tree for one in answers.values() for proposal in one.proposals])
+            engine.close()
+        assert found[0] == found[1] and any(map(len, found[0]))
+    assert "the first 2 of the target's 6 layers" in caplog.text
 
 
 @pytest.mark.parametrize("part", sorted(PARTS))
@@ -209,8 +229,6 @@ def test_a_wrong_part_is_refused_with_its_bound(open_engine: Open, directory: Pa
         open_engine(skip_mlp=[7])
     with pytest.raises(ConfigurationError, match="layer 5 is refused; the target has 3 layers"):
         open_engine(path=str(save_exit(tmp_path / "deep", ExitShape((0, 5)), torch.ones(48))))
-    with pytest.raises(ConfigurationError, match="layers, skip_attention, skip_mlp or path must be set"):
-        configure(directory, {})
     with pytest.raises(ConfigurationError, match="must not be set together"):
         configure(directory, {"path": "somewhere", "layers": 2})
     with pytest.raises(ConfigurationError, match="early_exit drafts only on the target"):
