@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,16 +104,18 @@ def test_the_command_line_takes_a_method_over_several_and_refuses_a_contradictio
     write: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(*arguments: str) -> tuple[int | str | None, str]:
-        monkeypatch.setattr("sys.argv", ["pilotfish", "plan", *arguments])
+        monkeypatch.setattr("sys.argv", ["pilotfish", "plan", "--json", "--config", write(SEVERAL), *arguments])
         with pytest.raises(SystemExit) as ended:
             cli.main()
         shown = capsys.readouterr()
         return ended.value.code, shown.out + shown.err
 
-    config = ("--config", write(SEVERAL))
-    code, shown = run(*config, "--set", "draft.method=lookahead")
-    assert code in (0, None) and "lookahead" in shown and "recycling" not in shown
-    code, shown = run(*config, "--set", "draft.method=lookahead", "--set", "draft.methods=[ngram, suffix]")
+    in_processes = ("--set", "draft.placement=drafter", "--node", "cpus=8")
+    for assignment, name in (("max_nodes=3", "suffix+recycling"), ("method=lookahead", "lookahead")):
+        code, shown = run(*in_processes, "--set", f"draft.{assignment}")
+        (draft,) = (one for one in json.loads(shown)["processes"] if one["role"] == "draft")
+        assert (code or 0, draft["what"]) == (0, name)
+    code, shown = run("--set", "draft.method=lookahead", "--set", "draft.methods=[ngram, suffix]")
     assert code == 2 and "method (lookahead) and methods (ngram, suffix)" in " ".join(shown.split())
 
 
