@@ -172,7 +172,7 @@ def test_a_draft_with_another_encoder_reads_sources_itself(marian: SourcedModel)
 def test_on_cpu_a_translators_draft_is_on_the_target(
     marian: SourcedModel, device: str, changes: dict[str, object], place: str
 ) -> None:
-    values = {"target.path": str(marian.directory), "target.device": device, "draft.method": "model"}
+    values = {"target.path": str(marian.directory), "target.device": device, "draft.methods": ["model"]}
     configuration = load_configuration({}, values | {"draft.model.path": str(marian.directory)} | changes)
     assert placement_of(configuration.draft, configuration.target) == place
     assert placement_of(configuration.draft, TargetSection(path="llama")) == "drafter"

@@ -46,7 +46,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configure(directory: Path, early_exit: dict[str, Any], **drafting: Any) -> Configuration:
-    draft = {"method": "early_exit", "placement": "target", "early_exit": early_exit} | drafting
+    draft = {"methods": ["early_exit"], "placement": "target", "early_exit": early_exit} | drafting
     target = {"path": str(directory), "device": "cpu", "compile": "off", "kv": {"block_size": 4}}
     return load_configuration({"target": target, "draft": draft})
 
