@@ -6,7 +6,7 @@ Every function raises `InvalidRequest`, which names the field, the value and the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 
 from cluster.core.errors import InvalidRequest
 
@@ -97,6 +97,15 @@ def integer(field: str, value: int, least: int, most: int) -> int:
     return value
 
 
+def integers(field: str, values: Sequence[int], least: int, most: int) -> tuple[int, ...]:
+    """Return integers in `least … most`; name the first one that is not. The caller has checked their number."""
+    found = tuple(values)  # once: each look at a repeated field of a message costs as much
+    if found and not (min(found) >= least and max(found) <= most):
+        for index, value in enumerate(found):
+            integer(f"{field}[{index}]", value, least, most)
+    return found
+
+
 def number(field: str, value: float, least: float, most: float, *, above: bool = False) -> float:
     """Return a finite number in `least … most`; refuse any other. With `above`, refuse `least` itself too."""
     is_large_enough = value > least if above else value >= least
@@ -120,13 +129,18 @@ def identifier(field: str, value: str) -> str:
     return value
 
 
+def identifiers(field: str, values: Iterable[str]) -> tuple[str, ...]:
+    """Return sequence ids of 1 to `MAX_SEQUENCE_ID_BYTES` bytes; name the first one that is not."""
+    found = tuple(values)
+    if not all(map(str.isascii, found)) or not all(found) or max(map(len, found), default=0) > MAX_SEQUENCE_ID_BYTES:
+        for index, value in enumerate(found):
+            identifier(f"{field}[{index}]", value)
+    return found
+
+
 def tokens(
     field: str, values: Sequence[int], least: int, most: int, vocabulary_size: int = MAX_TOKEN_ID + 1
 ) -> tuple[int, ...]:
     """Return `least … most` token ids below `vocabulary_size`; name the first id that is not."""
     count(field, values, least, most)
-    found = tuple(values)  # once: each look at a repeated field of a message costs as much
-    if found and not (min(found) >= 0 and max(found) < vocabulary_size):
-        for index, value in enumerate(found):
-            integer(f"{field}[{index}]", value, 0, vocabulary_size - 1)
-    return found
+    return integers(field, values, 0, vocabulary_size - 1)

@@ -11,7 +11,8 @@ from cluster.core.config.cluster_section import LEASE_SECONDS
 from cluster.core.errors import DeadlineExceeded, InvalidRequest, TargetUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
-from cluster.wire.codec.target import decode_open_result, decode_step_result, encode_open_rows, encode_step_batch
+from cluster.wire.codec.opening import decode_open_result, encode_open_rows
+from cluster.wire.codec.step import decode_step_result, encode_step_batch
 from cluster.wire.codec.target_info import decode_target_info
 from cluster.wire.connection import SHORT_CALL_SECONDS, Connection, Resolve
 from cluster.wire.lease import Lease

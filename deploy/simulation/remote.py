@@ -12,7 +12,8 @@ from cluster.core.errors import DeadlineExceeded, DrafterUnavailable, InvalidReq
 from cluster.core.ids import SequenceId
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
 from cluster.wire.codec.draft import decode_proposals, encode_draft_rows
-from cluster.wire.codec.target import decode_open_result, decode_step_result, encode_open_rows, encode_step_batch
+from cluster.wire.codec.opening import decode_open_result, encode_open_rows
+from cluster.wire.codec.step import decode_step_result, encode_step_batch
 from cluster.wire.codec.target_info import decode_target_info
 from cluster.wire.connection import SHORT_CALL_SECONDS
 from cluster.wire.status import from_rpc_error

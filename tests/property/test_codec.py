@@ -25,16 +25,8 @@ from cluster.core.verification import (
     VerifyRow,
 )
 from cluster.wire.codec.draft import decode_draft_rows, decode_proposals, encode_draft_rows, encode_proposals
-from cluster.wire.codec.target import (
-    decode_open_result,
-    decode_step_result,
-    encode_open_result,
-    encode_step_result,
-    open_rows_from_bytes,
-    open_rows_to_bytes,
-    step_batch_from_bytes,
-    step_batch_to_bytes,
-)
+from cluster.wire.codec.opening import decode_open_result, encode_open_result, open_rows_from_bytes, open_rows_to_bytes
+from cluster.wire.codec.step import decode_step_result, encode_step_result, step_batch_from_bytes, step_batch_to_bytes
 from cluster.wire.codec.target_info import decode_target_info, encode_target_info
 from pilotfish.v1 import draft_pb2, target_pb2
 from tests.property.proposal_strategies import distributions, evidences, faults, names, proposals, tokens, trees
@@ -106,6 +98,8 @@ def verdicts(draw: st.DrawFn) -> Verdict:
         fault=draw(st.none() | faults),
         evidence=draw(st.none() | st.integers(1, 2**20).flatmap(evidences)),
         proposal=draw(st.none() | proposals()),
+        prompt_logprobs=(draw(entries),) if draw(st.booleans()) else (),
+        forced=tuple(draw(st.lists(tokens, max_size=3))),
     )
 
 
@@ -252,7 +246,7 @@ def test_bytes_become_a_valid_step_or_an_error_that_names_a_field(data: bytes) -
     if field is None:
         assert step_batch_from_bytes(step_batch_to_bytes(batch)) == batch
     else:
-        assert re.fullmatch(r"batch|rows(\[\d+\]\.[\w.\[\]]+)?", field)
+        assert re.fullmatch(r"batch|rows\[\d+\]\.sequence_id|[a-z_]+(\[\d+\][\w.\[\]]*)?", field)
 
 
 @quick

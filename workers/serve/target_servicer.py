@@ -14,7 +14,8 @@ from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo, Verdict, VerifyRow
 from cluster.wire.codec.common import decode_client, decode_sequence_ids
-from cluster.wire.codec.target import decode_open_rows, decode_step_batch, encode_open_result, encode_step_result
+from cluster.wire.codec.opening import decode_open_rows, encode_open_result
+from cluster.wire.codec.step import decode_step_batch, encode_step_result
 from cluster.wire.codec.target_info import encode_occupancy, encode_target_info
 from pilotfish.v1 import target_pb2, target_pb2_grpc
 from workers.serve.compute_thread import ComputeThread, compute_rows, count_failures

@@ -26,12 +26,8 @@ from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
 from cluster.wire.address import socket_family
-from cluster.wire.codec.target import (
-    open_rows_from_bytes,
-    open_rows_to_bytes,
-    step_batch_from_bytes,
-    step_batch_to_bytes,
-)
+from cluster.wire.codec.opening import open_rows_from_bytes, open_rows_to_bytes
+from cluster.wire.codec.step import step_batch_from_bytes, step_batch_to_bytes
 from workers.model.devices import choose_device
 from workers.verify.engine import TargetEngine
 

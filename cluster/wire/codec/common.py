@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from cluster.core import bounds
 from cluster.core.drafting import RowFault, RowFaultCode
@@ -193,8 +194,16 @@ def decode_tree(message: pb.TokenTree, field: str) -> TokenTree:
         return EMPTY_TREE
     tokens = bounds.tokens(f"{field}.tokens", message.tokens, 0, bounds.MAX_TREE_NODES)
     bounds.count(f"{field}.parents", message.parents, len(tokens), len(tokens))
+    return to_tree(tokens, tuple(message.parents), field)
+
+
+def to_tree(tokens: tuple[int, ...], parents: tuple[int, ...], field: str) -> TokenTree:
+    """Return the tree of as many tokens and parents. Check its depth, order of parents and siblings.
+
+    Raises `InvalidRequest`.
+    """
     try:
-        tree = TokenTree(tokens, tuple(message.parents))
+        tree = TokenTree(tokens, parents)
     except InvalidRequest as error:
         raise InvalidRequest(f"{field}.{error.field.removeprefix('tree.')}", error.value, error.bound) from None
     if tree.depth() > bounds.MAX_TREE_DEPTH:
@@ -268,4 +277,5 @@ def decode_sequence_ids(
 ) -> tuple[SequenceId, ...]:
     """Decode sequence ids and put the client's prefix before each. Raises `InvalidRequest`."""
     bounds.count(field, values, 0, most)
-    return tuple(decode_id(f"{field}[{index}]", value, prefix) for index, value in enumerate(values))
+    named = [prefix + value if value else value for value in values] if prefix else values
+    return cast("tuple[SequenceId, ...]", bounds.identifiers(field, named))

@@ -119,68 +119,118 @@ Global___TargetServiceOpenResponse: _TypeAlias = TargetServiceOpenResponse  # no
 
 @_typing.final
 class TargetServiceStepRequest(_message.Message):
-    """A batch of rows."""
+    """A batch of rows, as columns: an entry of a column belongs to the row of the same number. The trees and a few other
+    columns may be left out.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ROWS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
+    BASE_LENS_FIELD_NUMBER: _builtins.int
+    PENDING_LENS_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    DECIDES_FIELD_NUMBER: _builtins.int
+    TREE_SIZES_FIELD_NUMBER: _builtins.int
+    TREE_TOKENS_FIELD_NUMBER: _builtins.int
+    TREE_PARENTS_FIELD_NUMBER: _builtins.int
+    NEXT_MAX_NODES_FIELD_NUMBER: _builtins.int
+    NEXT_MAX_DEPTHS_FIELD_NUMBER: _builtins.int
+    DETAILS_FIELD_NUMBER: _builtins.int
     client: _builtins.str
     """See TargetServiceOpenRequest."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifyRow]:
-        """Distinct sequences. Bound: 4096 rows."""
+        """The form before columns. Nothing sends or reads it."""
+
+    @_builtins.property
+    def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The sequences of the rows, which are distinct. Bound: 4096 of 1 to 128 bytes, the client's name and a slash
+        included.
+        """
+
+    @_builtins.property
+    def base_lens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Committed lengths, pending tokens included. Bound: 1 to 2^20."""
+
+    @_builtins.property
+    def pending_lens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of committed tokens whose KV is not stored. Bound: 1 to the base_len of the row."""
+
+    @_builtins.property
+    def pending(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those tokens, row after row. Those of a row end at its base_len - 1. Bound: the sum of pending_lens."""
+
+    @_builtins.property
+    def decides(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """False for a prompt chunk that is not the last. The row has no tree then."""
+
+    @_builtins.property
+    def tree_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of nodes of the drafts after the last pending tokens. Left out: no row has a draft. Bound: 0 to 256."""
+
+    @_builtins.property
+    def tree_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens of the drafts' nodes, row after row; see TokenTree. Bound: the sum of tree_sizes."""
+
+    @_builtins.property
+    def tree_parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The parents of the drafts' nodes, each numbered within its row; see TokenTree. Bound: the sum of tree_sizes."""
+
+    @_builtins.property
+    def next_max_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Most nodes of the drafts that a drafter on the target proposes for the next step. Left out: 0. Bound: 0 to 256."""
+
+    @_builtins.property
+    def next_max_depths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Most tokens on a path of those drafts. If it is 0, the step shows that drafter nothing of the row. Left out: 0.
+        Bound: 0 to 64.
+        """
+
+    @_builtins.property
+    def details(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifyRowDetails]:
+        """What few rows have, by ascending row."""
 
     def __init__(
         self,
         *,
         rows: _abc.Iterable[Global___VerifyRow] | None = ...,
+        sequence_ids: _abc.Iterable[_builtins.str] | None = ...,
         client: _builtins.str = ...,
+        base_lens: _abc.Iterable[_builtins.int] | None = ...,
+        pending_lens: _abc.Iterable[_builtins.int] | None = ...,
+        pending: _abc.Iterable[_builtins.int] | None = ...,
+        decides: _abc.Iterable[_builtins.bool] | None = ...,
+        tree_sizes: _abc.Iterable[_builtins.int] | None = ...,
+        tree_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        tree_parents: _abc.Iterable[_builtins.int] | None = ...,
+        next_max_nodes: _abc.Iterable[_builtins.int] | None = ...,
+        next_max_depths: _abc.Iterable[_builtins.int] | None = ...,
+        details: _abc.Iterable[Global___VerifyRowDetails] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_lens", b"base_lens", "client", b"client", "decides", b"decides", "details", b"details", "next_max_depths", b"next_max_depths", "next_max_nodes", b"next_max_nodes", "pending", b"pending", "pending_lens", b"pending_lens", "rows", b"rows", "sequence_ids", b"sequence_ids", "tree_parents", b"tree_parents", "tree_sizes", b"tree_sizes", "tree_tokens", b"tree_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TargetServiceStepRequest: _TypeAlias = TargetServiceStepRequest  # noqa: Y015
 
 @_typing.final
-class VerifyRow(_message.Message):
-    """The tokens of one sequence in a step."""
+class VerifyRowDetails(_message.Message):
+    """What few rows of a step have."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    BASE_LEN_FIELD_NUMBER: _builtins.int
-    PENDING_FIELD_NUMBER: _builtins.int
-    TREE_FIELD_NUMBER: _builtins.int
-    DECIDE_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
-    NEXT_MAX_NODES_FIELD_NUMBER: _builtins.int
-    NEXT_MAX_DEPTH_FIELD_NUMBER: _builtins.int
-    sequence_id: _builtins.str
-    """The sequence. Bound: 1 to 128 bytes, the client's name and a slash included."""
-    base_len: _builtins.int
-    """Committed length, pending included. Bound: 1 to 2^20."""
-    decide: _builtins.bool
-    """False for a prompt chunk that is not the last. The tree is then empty."""
-    next_max_nodes: _builtins.int
-    """Most nodes of the draft that a drafter on the target proposes for the next step. Bound: 0 to 256."""
-    next_max_depth: _builtins.int
-    """Most tokens on a path of that draft. If it is 0, the step shows that drafter nothing of the row. Bound: 0 to 64."""
-    @_builtins.property
-    def pending(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Committed tokens whose KV is not stored, ending at base_len - 1. Bound: 1 to base_len."""
-
-    @_builtins.property
-    def tree(self) -> _common_pb2.TokenTree:
-        """The draft after the last pending token."""
-
+    row: _builtins.int
+    """The number of the row, from 0."""
     @_builtins.property
     def start(self) -> _common_pb2.SequenceStart:
-        """Set on the first row, which creates the sequence."""
+        """Set on the first row of a sequence, which creates it."""
 
     @_builtins.property
     def distributions(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.DraftDistribution]:
@@ -189,88 +239,107 @@ class VerifyRow(_message.Message):
     def __init__(
         self,
         *,
-        sequence_id: _builtins.str = ...,
-        base_len: _builtins.int = ...,
-        pending: _abc.Iterable[_builtins.int] | None = ...,
-        tree: _common_pb2.TokenTree | None = ...,
-        decide: _builtins.bool = ...,
+        row: _builtins.int = ...,
         start: _common_pb2.SequenceStart | None = ...,
         distributions: _abc.Iterable[_common_pb2.DraftDistribution] | None = ...,
-        next_max_nodes: _builtins.int = ...,
-        next_max_depth: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start", "tree", b"tree"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "decide", b"decide", "distributions", b"distributions", "next_max_depth", b"next_max_depth", "next_max_nodes", b"next_max_nodes", "pending", b"pending", "sequence_id", b"sequence_id", "start", b"start", "tree", b"tree"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "row", b"row", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___VerifyRow: _TypeAlias = VerifyRow  # noqa: Y015
+Global___VerifyRowDetails: _TypeAlias = VerifyRowDetails  # noqa: Y015
 
 @_typing.final
 class TargetServiceStepResponse(_message.Message):
-    """The result of a step."""
+    """The result of a step, as columns: an entry of a column belongs to the row of the same number in the request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     VERDICTS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     DRAFT_SECONDS_FIELD_NUMBER: _builtins.int
+    BASE_LENS_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTED_FIELD_NUMBER: _builtins.int
+    DETAILS_FIELD_NUMBER: _builtins.int
     step_seconds: _builtins.float
     """Seconds that the target spent, without the transport."""
     draft_seconds: _builtins.float
     """The part of step_seconds that was spent on drafts for the next step."""
     @_builtins.property
     def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Verdict]:
-        """One per row, in the order of the rows."""
+        """The form before columns. Nothing sends or reads it."""
+
+    @_builtins.property
+    def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The sequences of the rows."""
 
     @_builtins.property
     def kv(self) -> Global___KvOccupancy:
         """The pool after the step."""
 
+    @_builtins.property
+    def base_lens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The committed lengths of the rows."""
+
+    @_builtins.property
+    def token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of decided tokens. Bound: one more than the nodes of the row's tree."""
+
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those tokens, row after row: the accepted path and one token of the target's own. Bound: the sum of token_counts."""
+
+    @_builtins.property
+    def drafted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of nodes in the trees that were verified. Left out: 0. Bound: 0 to 256."""
+
+    @_builtins.property
+    def details(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerdictDetails]:
+        """What few rows have, by ascending row."""
+
     def __init__(
         self,
         *,
         verdicts: _abc.Iterable[Global___Verdict] | None = ...,
+        sequence_ids: _abc.Iterable[_builtins.str] | None = ...,
         kv: Global___KvOccupancy | None = ...,
         step_seconds: _builtins.float = ...,
         draft_seconds: _builtins.float = ...,
+        base_lens: _abc.Iterable[_builtins.int] | None = ...,
+        token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        drafted: _abc.Iterable[_builtins.int] | None = ...,
+        details: _abc.Iterable[Global___VerdictDetails] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_seconds", b"draft_seconds", "kv", b"kv", "step_seconds", b"step_seconds", "verdicts", b"verdicts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_lens", b"base_lens", "details", b"details", "draft_seconds", b"draft_seconds", "drafted", b"drafted", "kv", b"kv", "sequence_ids", b"sequence_ids", "step_seconds", b"step_seconds", "token_counts", b"token_counts", "tokens", b"tokens", "verdicts", b"verdicts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TargetServiceStepResponse: _TypeAlias = TargetServiceStepResponse  # noqa: Y015
 
 @_typing.final
-class Verdict(_message.Message):
-    """The target's decision on one row."""
+class VerdictDetails(_message.Message):
+    """What the decisions on few rows have."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    BASE_LEN_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    DRAFTED_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
     EVIDENCE_FIELD_NUMBER: _builtins.int
     PROPOSAL_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     FORCED_TOKENS_FIELD_NUMBER: _builtins.int
-    sequence_id: _builtins.str
-    """The sequence of the row."""
-    base_len: _builtins.int
-    """The committed length of the row."""
-    drafted: _builtins.int
-    """Nodes in the tree that was verified."""
-    @_builtins.property
-    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The accepted path and one token of the target's own; empty if nothing was decided."""
-
+    row: _builtins.int
+    """The number of the row, from 0."""
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
         """One per token, if requested."""
@@ -298,10 +367,7 @@ class Verdict(_message.Message):
     def __init__(
         self,
         *,
-        sequence_id: _builtins.str = ...,
-        base_len: _builtins.int = ...,
-        tokens: _abc.Iterable[_builtins.int] | None = ...,
-        drafted: _builtins.int = ...,
+        row: _builtins.int = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
         fault: _common_pb2.RowFault | None = ...,
         evidence: _common_pb2.Evidence | None = ...,
@@ -311,11 +377,11 @@ class Verdict(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence", "fault", b"fault", "proposal", b"proposal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "drafted", b"drafted", "evidence", b"evidence", "fault", b"fault", "forced_tokens", b"forced_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "proposal", b"proposal", "sequence_id", b"sequence_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence", "fault", b"fault", "forced_tokens", b"forced_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "proposal", b"proposal", "row", b"row"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
+Global___VerdictDetails: _TypeAlias = VerdictDetails  # noqa: Y015
 
 @_typing.final
 class KvOccupancy(_message.Message):
@@ -579,3 +645,137 @@ class StepSample(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepSample: _TypeAlias = StepSample  # noqa: Y015
+
+@_typing.final
+class VerifyRow(_message.Message):
+    """The tokens of one sequence in a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    BASE_LEN_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    TREE_FIELD_NUMBER: _builtins.int
+    DECIDE_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
+    NEXT_MAX_NODES_FIELD_NUMBER: _builtins.int
+    NEXT_MAX_DEPTH_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.str
+    """The sequence. Bound: 1 to 128 bytes, the client's name and a slash included."""
+    base_len: _builtins.int
+    """Committed length, pending included. Bound: 1 to 2^20."""
+    decide: _builtins.bool
+    """False for a prompt chunk that is not the last. The tree is then empty."""
+    next_max_nodes: _builtins.int
+    """Most nodes of the draft that a drafter on the target proposes for the next step. Bound: 0 to 256."""
+    next_max_depth: _builtins.int
+    """Most tokens on a path of that draft. If it is 0, the step shows that drafter nothing of the row. Bound: 0 to 64."""
+    @_builtins.property
+    def pending(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Committed tokens whose KV is not stored, ending at base_len - 1. Bound: 1 to base_len."""
+
+    @_builtins.property
+    def tree(self) -> _common_pb2.TokenTree:
+        """The draft after the last pending token."""
+
+    @_builtins.property
+    def start(self) -> _common_pb2.SequenceStart:
+        """Set on the first row, which creates the sequence."""
+
+    @_builtins.property
+    def distributions(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.DraftDistribution]:
+        """The distribution that each drafted token was drawn from. Bound: none, or one per node."""
+
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.str = ...,
+        base_len: _builtins.int = ...,
+        pending: _abc.Iterable[_builtins.int] | None = ...,
+        tree: _common_pb2.TokenTree | None = ...,
+        decide: _builtins.bool = ...,
+        start: _common_pb2.SequenceStart | None = ...,
+        distributions: _abc.Iterable[_common_pb2.DraftDistribution] | None = ...,
+        next_max_nodes: _builtins.int = ...,
+        next_max_depth: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start", "tree", b"tree"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "decide", b"decide", "distributions", b"distributions", "next_max_depth", b"next_max_depth", "next_max_nodes", b"next_max_nodes", "pending", b"pending", "sequence_id", b"sequence_id", "start", b"start", "tree", b"tree"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyRow: _TypeAlias = VerifyRow  # noqa: Y015
+
+@_typing.final
+class Verdict(_message.Message):
+    """The target's decision on one row."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    BASE_LEN_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTED_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    FAULT_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
+    PROPOSAL_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    FORCED_TOKENS_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.str
+    """The sequence of the row."""
+    base_len: _builtins.int
+    """The committed length of the row."""
+    drafted: _builtins.int
+    """Nodes in the tree that was verified."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The accepted path and one token of the target's own; empty if nothing was decided."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One per token, if requested."""
+
+    @_builtins.property
+    def fault(self) -> _common_pb2.RowFault:
+        """Set if the row could not be computed."""
+
+    @_builtins.property
+    def evidence(self) -> _common_pb2.Evidence:
+        """What the step showed of the sequence, for drafters in other processes; unset if no such drafter needs any."""
+
+    @_builtins.property
+    def proposal(self) -> _common_pb2.Proposal:
+        """The draft for the next step, from a drafter on the target."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One per prompt token among the row's pending ones, apart from the first of the prompt, if requested."""
+
+    @_builtins.property
+    def forced_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that follow because the request's grammar allows no other one at each position. Bound: 64."""
+
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.str = ...,
+        base_len: _builtins.int = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        drafted: _builtins.int = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+        fault: _common_pb2.RowFault | None = ...,
+        evidence: _common_pb2.Evidence | None = ...,
+        proposal: _common_pb2.Proposal | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+        forced_tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence", "fault", b"fault", "proposal", b"proposal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "drafted", b"drafted", "evidence", b"evidence", "fault", b"fault", "forced_tokens", b"forced_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "proposal", b"proposal", "sequence_id", b"sequence_id", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Verdict: _TypeAlias = Verdict  # noqa: Y015

@@ -70,8 +70,8 @@ class TargetServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Step(self, request_iterator, context):
-        """Compute the rows in one forward pass. Idempotent by (sequence_id, base_len). Each request is answered before the
-        next is read. An error ends the stream. A stream saves the time to open a call for every step.
+        """Compute the rows in one forward pass. Idempotent by sequence and committed length. Each request is answered before
+        the next is read. An error ends the stream. A stream saves the time to open a call for every step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,8 +38,8 @@ class TargetServiceStub:
     the prefix cache, or in the host and disk tiers. Idempotent.
     """
     Step: _grpc.StreamStreamMultiCallable[_target_pb2.TargetServiceStepRequest, _target_pb2.TargetServiceStepResponse]
-    """Compute the rows in one forward pass. Idempotent by (sequence_id, base_len). Each request is answered before the
-    next is read. An error ends the stream. A stream saves the time to open a call for every step.
+    """Compute the rows in one forward pass. Idempotent by sequence and committed length. Each request is answered before
+    the next is read. An error ends the stream. A stream saves the time to open a call for every step.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_target_pb2.TargetServiceReleaseRequest, _target_pb2.TargetServiceReleaseResponse]
     """Free the blocks of sequences. An unknown sequence is not an error."""
@@ -56,8 +56,8 @@ class TargetServiceAsyncStub(TargetServiceStub):
     the prefix cache, or in the host and disk tiers. Idempotent.
     """
     Step: _aio.StreamStreamMultiCallable[_target_pb2.TargetServiceStepRequest, _target_pb2.TargetServiceStepResponse]  # type: ignore[assignment]
-    """Compute the rows in one forward pass. Idempotent by (sequence_id, base_len). Each request is answered before the
-    next is read. An error ends the stream. A stream saves the time to open a call for every step.
+    """Compute the rows in one forward pass. Idempotent by sequence and committed length. Each request is answered before
+    the next is read. An error ends the stream. A stream saves the time to open a call for every step.
     """
     Release: _aio.UnaryUnaryMultiCallable[_target_pb2.TargetServiceReleaseRequest, _target_pb2.TargetServiceReleaseResponse]  # type: ignore[assignment]
     """Free the blocks of sequences. An unknown sequence is not an error."""
@@ -83,8 +83,8 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_target_pb2.TargetServiceStepRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_target_pb2.TargetServiceStepResponse], _abc.AsyncIterator[_target_pb2.TargetServiceStepResponse]]:
-        """Compute the rows in one forward pass. Idempotent by (sequence_id, base_len). Each request is answered before the
-        next is read. An error ends the stream. A stream saves the time to open a call for every step.
+        """Compute the rows in one forward pass. Idempotent by sequence and committed length. Each request is answered before
+        the next is read. An error ends the stream. A stream saves the time to open a call for every step.
         """
 
     @_abc_1.abstractmethod

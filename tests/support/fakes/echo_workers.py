@@ -26,7 +26,7 @@ from cluster.core.verification import (
     VerifyRow,
 )
 from cluster.wire.codec.draft import decode_proposals, encode_draft_rows
-from cluster.wire.codec.target import decode_step_result, encode_step_batch
+from cluster.wire.codec.step import decode_step_result, encode_step_batch
 from cluster.wire.connection import Resolve
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.server import WireServer

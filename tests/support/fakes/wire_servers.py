@@ -24,7 +24,8 @@ from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult
 from cluster.wire.channel import open_channel
 from cluster.wire.codec.common import decode_sequence_ids
 from cluster.wire.codec.draft import decode_draft_rows, encode_proposals
-from cluster.wire.codec.target import decode_open_rows, decode_step_batch, encode_open_result, encode_step_result
+from cluster.wire.codec.opening import decode_open_rows, encode_open_result
+from cluster.wire.codec.step import decode_step_batch, encode_step_result
 from cluster.wire.codec.target_info import encode_occupancy, encode_target_info
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
