@@ -10,6 +10,7 @@ from cluster.coordinator.metrics import Metrics
 from cluster.coordinator.observability.traces import RequestTracer
 from cluster.coordinator.requests.beam_search import BeamSearch
 from cluster.coordinator.requests.decoding_strategy import DecodingStrategy
+from cluster.coordinator.requests.delivery import Delivery
 from cluster.coordinator.requests.live_request import LiveRequest
 from cluster.coordinator.requests.parallel_sampling import ParallelSampling
 from cluster.coordinator.requests.request_table import RequestTable
@@ -42,6 +43,7 @@ class AdmissionController:
         self._clock = clock
         self._on_change = on_change
         self._tracer = tracer
+        self._delivery = Delivery()
         self._arrivals = 0
 
     def admit(self, request: GenerationRequest, info: TargetInfo) -> LiveRequest:
@@ -59,7 +61,7 @@ class AdmissionController:
             displaced_one = self._table.find(request_id)
             if displaced_one is not None:
                 self._emitter.fail(displaced_one, self._overloaded())
-        live = LiveRequest(request, strategy, self._arrivals, now)
+        live = LiveRequest(request, strategy, self._arrivals, now, self._delivery)
         self._arrivals += strategy.slots
         if request.deadline is not None:
             # The deadline has its own timer, because the loop may be waiting for a target that hangs.

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from cluster.coordinator.metrics import Metrics
 from cluster.coordinator.requests.live_request import LiveRequest
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.coordinator.requests.request_table import RequestTable
@@ -25,6 +24,8 @@ class CommitResult:
 
     commits: list[tuple[LiveRequest, Commit]] = field(default_factory=list)
     """Commits for the readers, in order."""
+    decided: list[Commit] = field(default_factory=list)
+    """What each verdict added to its sequence."""
     faults: dict[SequenceId, RowFaultCode] = field(default_factory=dict)
     """Rows that must be repaired before they are sent again."""
 
@@ -32,11 +33,8 @@ class CommitResult:
 class Committer:
     """Commits verdicts. A wrong row affects only its own request."""
 
-    def __init__(
-        self, table: RequestTable, metrics: Metrics, fail: Callable[[LiveRequest, PilotfishError], None]
-    ) -> None:
+    def __init__(self, table: RequestTable, fail: Callable[[LiveRequest, PilotfishError], None]) -> None:
         self._table = table
-        self._metrics = metrics
         self._fail = fail
 
     def commit(self, rows: tuple[VerifyRow, ...], step: StepResult) -> CommitResult:
@@ -85,9 +83,10 @@ class Committer:
 
     def _advance(self, request: LiveRequest, live: LiveSequence, commit: Commit, result: CommitResult) -> None:
         """Pass a commit to the request's decoding strategy, and start the sequences that it returns."""
-        self._metrics.decided(commit)
+        result.decided.append(commit)
         step = request.strategy.advance(live.slot, commit)
-        self._table.start(request, step.sequences)
+        if step.sequences:
+            self._table.start(request, step.sequences)
         if commit.finish is not None:
             self._table.finish(live)
         for one in step.commits:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
@@ -76,7 +75,7 @@ class Coordinator:
             Planner(table, self._target, quarantine, metrics, limits, self._proposer.max_draft, clock),
             self._proposer,
             Verifier(table, self._target, quarantine),
-            Committer(table, metrics, self._emitter.fail),
+            Committer(table, self._emitter.fail),
             self._emitter,
             wakeup,
             progress,
@@ -165,9 +164,8 @@ class Coordinator:
             raise NotReady("the server is starting, draining, or without a target")
         live = self._admission.admit(request, self.info)
         try:
-            async with aclosing(live.read()) as commits:
-                async for commit in commits:
-                    yield commit
+            while not live.is_delivered:
+                yield await live.receive()
         finally:
             self._emitter.disconnect(live)
 

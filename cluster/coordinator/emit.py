@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from cluster.coordinator.metrics import Metrics
 from cluster.coordinator.observability.traces import RequestTracer
+from cluster.coordinator.requests.delivery import EmittedTokens, call_during_step
 from cluster.coordinator.requests.live_request import LiveRequest
 from cluster.coordinator.requests.request_table import RequestTable
 from cluster.core.errors import PilotfishError, WorkerUnavailable
@@ -44,14 +45,19 @@ class Emitter:
 
     def emit(self, commits: Iterable[tuple[LiveRequest, Commit]]) -> None:
         """Hand commits to their readers. A failure ends only its own request."""
+        now = self._clock()
+        emitted: list[EmittedTokens] = []
         for request, commit in commits:
             if self._table.find(request.id) is not request:
                 continue  # the request failed in this round
             try:
-                self._emit(request, commit)
+                tokens = self._emit(request, commit, now)
+                if tokens is not None:
+                    emitted.append(tokens)
             except Exception:
                 log.exception("request %s failed", request.id)
                 self.fail(request, WorkerUnavailable("the request failed because of an internal error"))
+        call_during_step(self._metrics.emitted, emitted)
 
     def conclude(self, request_id: RequestId, answer: int) -> bool:
         """End an answer as `STOP` because its reader found a stop string. Returns whether it was unfinished."""
@@ -60,7 +66,7 @@ class Emitter:
         if request is None or live is None or answer not in request.unfinished or live.may_fork:
             return False  # the answer has no token yet, so the reader cannot have found a stop string
         self._table.finish(live)
-        self._emit(request, _last_commit(request, answer, FinishReason.STOP))
+        self._emit(request, _last_commit(request, answer, FinishReason.STOP), self._clock())
         self._on_change()
         return True
 
@@ -70,7 +76,7 @@ class Emitter:
         if request is None:
             return False
         for answer in request.unfinished:
-            self._emit(request, _last_commit(request, answer, FinishReason.ABORT))
+            self._emit(request, _last_commit(request, answer, FinishReason.ABORT), self._clock())
         return True
 
     def disconnect(self, request: LiveRequest) -> None:
@@ -90,18 +96,16 @@ class Emitter:
         for request in self._table:
             self.fail(request, error)
 
-    def _emit(self, request: LiveRequest, commit: Commit) -> None:
-        now = self._clock()
-        is_first, since_latest = request.emit(commit, now)
-        if commit.tokens:
-            since_arrival = now - request.arrived_at if is_first else None
-            self._metrics.emitted(len(commit.tokens), since_arrival, since_latest)
+    def _emit(self, request: LiveRequest, commit: Commit, now: float) -> EmittedTokens | None:
+        """Hand one commit to its reader. Returns the times of its tokens, if it has any."""
+        emitted = request.emit(commit, now)
         if commit.finish is None:
-            return
+            return emitted
         self._metrics.finished(commit.finish, commit.usage or request.usage(commit.index), request.timing(now))
         if not request.unfinished:
             self._metrics.completed(request.longest_answer)
             self._close(request)
+        return emitted
 
     def _close(self, request: LiveRequest, error: PilotfishError | None = None) -> bool:
         """Remove a request from the table. Returns whether it was live."""

@@ -14,14 +14,15 @@ from cluster.coordinator.metrics import Metrics
 from cluster.coordinator.observability.traces import RequestTracer
 from cluster.coordinator.plan import Planner
 from cluster.coordinator.propose import Proposer
+from cluster.coordinator.requests.delivery import call_during_step
 from cluster.coordinator.requests.live_request import LiveRequest
 from cluster.coordinator.requests.request_table import RequestTable
 from cluster.coordinator.round_timer import RoundTimer
 from cluster.coordinator.verify import Verifier
 from cluster.coordinator.wakeup import LoopProgress, Wakeup
 from cluster.core.errors import NotReady, TargetUnavailable
-from cluster.core.scheduler import Plan
-from cluster.core.verification import VerifyRow
+from cluster.core.scheduling.state import Plan
+from cluster.core.verification import StepResult, VerifyRow
 
 log = logging.getLogger(__name__)
 
@@ -168,18 +169,31 @@ class Loop:
             self._tracer.round_decided(self._requests_of(rows))
         result = self._committer.commit(rows, step)
         self._emitter.emit(result.commits)
+        call_during_step(self._metrics.decided, result.decided)
         if self._tracer is not None:
             self._tracer.round_ended(timer.times(proposed=drafts.asked > 0))
         await self._repair(rows, result)
         seconds = timer.total_seconds()
         self._proposer.observe_round(rows, drafts, seconds, step)
+        waited = drafts.waited if drafts.asked else None
+        call_during_step(self._record, rows, step, seconds, timer.step_seconds, waited)
+
+    def _record(
+        self,
+        rows: tuple[VerifyRow, ...],
+        step: StepResult,
+        seconds: float,
+        step_seconds: float,
+        waited: float | None,
+    ) -> None:
+        """Record a round of `seconds` in the metrics. `waited` is how long it waited for drafts, if it had any."""
         self._metrics.round(
             tokens=sum(row.width for row in rows),
             useful=sum(len(row.pending) for row in rows if len(row.pending) > 1 or not row.decide)
             + sum(len(verdict.tokens) for verdict in step.verdicts),
             total=seconds,
-            propose=drafts.waited if drafts.asked else None,
-            step=timer.step_seconds,
+            propose=waited,
+            step=step_seconds,
             target=step.step_seconds,
         )
 

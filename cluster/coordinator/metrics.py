@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import Counter
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -69,12 +69,12 @@ class Metrics(RequestMetrics):
         self._drafts = self._counter("vllm:spec_decode_num_drafts", "Number of draft trees verified.")
         self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Number of drafted tokens verified.")
         self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Number of drafted tokens accepted.")
-        self._accepted_per_position = self._counter(
+        self._accepted_per_position = self._labelled_counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Number of drafted tokens accepted, by their position in the draft, from 0.",
             "position",
         )
-        self._fallback = self._counter(
+        self._fallback = self._labelled_counter(
             "pilotfish:drafter_fallback", "Number of rounds in which wanted drafts were missing, by reason.", "reason"
         )
         self._stale = self._counter(
@@ -172,33 +172,38 @@ class Metrics(RequestMetrics):
     def opened(self, tokens: int, stored: int, *, resumed: bool, from_parent: bool) -> None:
         """Count an opened sequence of `tokens` tokens. The target had the KV of `stored` of them."""
         if resumed:
-            self._resume_queries.labels(*self._series).inc(tokens)
-            self._resume_hits.labels(*self._series).inc(stored)
+            self._resume_queries.current.inc(tokens)
+            self._resume_hits.current.inc(stored)
         elif from_parent:
-            self._forked.labels(*self._series).inc(stored)
+            self._forked.current.inc(stored)
         else:
-            self._prefix_queries.labels(*self._series).inc(tokens)
-            self._prefix_hits.labels(*self._series).inc(stored)
+            self._prefix_queries.current.inc(tokens)
+            self._prefix_hits.current.inc(stored)
 
-    def decided(self, commit: Commit) -> None:
-        """Count a verdict that added `commit` to a sequence."""
-        self._committed.labels(*self._series).observe(len(commit.tokens))
-        if commit.drafted:
-            self._drafts.labels(*self._series).inc()
-            self._draft_tokens.labels(*self._series).inc(commit.drafted)
-            self._accepted.labels(*self._series).inc(commit.accepted)
-            for position in range(len(self._accepted_at), commit.accepted):
-                self._accepted_at.append(self._accepted_per_position.labels(*self._series, str(position)))
-            for counter in self._accepted_at[: commit.accepted]:
-                counter.inc()
+    def decided(self, commits: Iterable[Commit]) -> None:
+        """Count verdicts, each of which added a commit to a sequence."""
+        committed = self._committed.current
+        for commit in commits:
+            committed.observe(len(commit.tokens))
+            if commit.drafted:
+                self._verified(commit)
+
+    def _verified(self, commit: Commit) -> None:
+        self._drafts.current.inc()
+        self._draft_tokens.current.inc(commit.drafted)
+        self._accepted.current.inc(commit.accepted)
+        for position in range(len(self._accepted_at), commit.accepted):
+            self._accepted_at.append(self._accepted_per_position.labels(*self._series, str(position)))
+        for counter in self._accepted_at[: commit.accepted]:
+            counter.inc()
 
     def preempted(self, count: int) -> None:
         """Count `count` preempted sequences."""
-        self._preemptions.labels(*self._series).inc(count)
+        self._preemptions.current.inc(count)
 
     def replayed(self, count: int) -> None:
         """Count `count` sequences that the target lost and that will be opened again."""
-        self._replays.labels(*self._series).inc(count)
+        self._replays.current.inc(count)
 
     def drafter_fallback(self, reason: str) -> None:
         """Count a round in which wanted drafts are missing.
@@ -210,32 +215,32 @@ class Metrics(RequestMetrics):
 
     def stale_proposal(self) -> None:
         """Count a proposal that was dropped because it was for another length."""
-        self._stale.labels(*self._series).inc()
+        self._stale.current.inc()
 
     def proposed(self, nodes: int, ready: int) -> None:
         """Count a proposal of `nodes` nodes that arrived in time; `ready` of them existed before the request."""
         if nodes:
-            self._proposals.labels(*self._series).inc()
-            self._ready.labels(*self._series).inc(ready == nodes)
-            self._nodes.labels(*self._series).inc(nodes)
-            self._ready_nodes.labels(*self._series).inc(ready)
+            self._proposals.current.inc()
+            self._ready.current.inc(ready == nodes)
+            self._nodes.current.inc(nodes)
+            self._ready_nodes.current.inc(ready)
 
     def pruned(self, nodes: int) -> None:
         """Count the `nodes` nodes of a proposal that the controller kept."""
-        self._pruned.labels(*self._series).observe(nodes)
+        self._pruned.current.observe(nodes)
 
     def predicted_round(self, expected: float, actual: float) -> None:
         """Count a round with drafts that was predicted to take `expected` seconds and took `actual` seconds."""
-        self._predicted.labels(*self._series).inc(expected)
-        self._measured.labels(*self._series).inc(actual)
+        self._predicted.current.inc(expected)
+        self._measured.current.inc(actual)
 
     def drafter_worked(self, seconds: float) -> None:
         """Count a call to a drafter that took `seconds` seconds."""
-        self._drafter_seconds.labels(*self._series).inc(seconds)
+        self._drafter_seconds.current.inc(seconds)
 
     def loop_died(self) -> None:
         """Count a restart of the coordinator's loop after a bug."""
-        self._crashes.labels(*self._series).inc()
+        self._crashes.current.inc()
 
     def round(
         self, *, tokens: int, useful: int, total: float, propose: float | None, step: float, target: float
@@ -244,10 +249,10 @@ class Metrics(RequestMetrics):
 
         Times are in seconds. `propose` is `None` without drafts.
         """
-        self._iteration.labels(*self._series).observe(useful)
-        self._step_tokens.labels(*self._series).observe(tokens)
+        self._iteration.current.observe(useful)
+        self._step_tokens.current.observe(tokens)
         if propose is not None:
-            self._propose.labels(*self._series).observe(propose)
-        self._step.labels(*self._series).observe(step)
-        self._target.labels(*self._series).observe(target)
-        self._overhead.labels(*self._series).observe(max(0.0, total - (propose or 0.0) - target))
+            self._propose.current.observe(propose)
+        self._step.current.observe(step)
+        self._target.current.observe(target)
+        self._overhead.current.observe(max(0.0, total - (propose or 0.0) - target))

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from cluster.coordinator.clients.target import TargetClient
 from cluster.coordinator.metrics import Metrics
 from cluster.coordinator.quarantine import Quarantine
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.coordinator.requests.request_table import RequestTable
-from cluster.core import scheduler
 from cluster.core.config.sections import SchedulerSection
 from cluster.core.drafting import DraftBudget, RowFaultCode
 from cluster.core.errors import TargetUnavailable
 from cluster.core.ids import SequenceId
-from cluster.core.scheduler import Plan, State, WantedDrafts
+from cluster.core.scheduling import scheduler
+from cluster.core.scheduling.state import Plan, State, WantedDrafts
 from cluster.core.verification import OpenRow
 
 
@@ -78,9 +78,10 @@ class Planner:
             latest = max(self._table.running.values(), key=lambda live: live.order)
             await self._preempt((latest.id,))
 
-    def candidates(self) -> list[LiveSequence]:
-        """The sequences that may have a row in the next step: the running ones, and the first of those that wait."""
-        return [*self._table.running.values(), *self._table.waiting(self._limits.max_sequences)]
+    def candidates(self) -> Iterator[LiveSequence]:
+        """Yield the sequences that may have a row soon: the running ones, and the first of those that wait."""
+        yield from self._table.running.values()
+        yield from self._table.waiting(self._limits.max_sequences)
 
     def open_ids(self) -> list[SequenceId]:
         """The live sequences of which the target may hold KV."""
@@ -94,11 +95,12 @@ class Planner:
             live.mark_released()
 
     def _state(self, wanted: WantedDrafts) -> State:
-        info = self._target.info
-        waiting = self._table.waiting(self._limits.max_sequences)
+        info, running = self._target.info, self._table.running.values()
+        room = self._limits.max_sequences - len(running)
+        waiting = self._table.waiting(room) if room > 0 else ()  # no other one can be admitted
         return State(
             waiting=tuple([live.view(wanted.of(live.id)) for live in waiting]),
-            running=tuple([live.view(wanted.of(live.id)) for live in self._table.running.values()]),
+            running=tuple([live.view(wanted.of(live.id)) for live in running]),
             kv=self._target.kv,
             layout=info.layout,
             max_context_len=info.max_context_len,

@@ -6,39 +6,26 @@ the rows of the next round are drafted for while the target computes this one.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cluster.coordinator.clients.draft_source import DraftCalls, DraftSource
-from cluster.coordinator.clients.drafter_pool import PREFILL_TOKENS
+from cluster.coordinator.drafting.probe import BackgroundProbes
+from cluster.coordinator.drafting.round_observer import RoundDrafts, RoundObserver
+from cluster.coordinator.drafting.target_budgets import TargetBudgets, within
 from cluster.coordinator.metrics import Metrics
-from cluster.coordinator.probe import BackgroundProbes
+from cluster.coordinator.requests.delivery import call_during_step
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.core.config.draft_section import DraftSection
-from cluster.core.drafting import EVIDENCE_ONLY, NO_DRAFT, DraftBudget, Proposal
+from cluster.core.drafting import NO_DRAFT, DraftBudget
 from cluster.core.ids import SequenceId
-from cluster.core.scheduler import Plan, PlannedRow, WantedDrafts
+from cluster.core.scheduling.state import Plan, PlannedRow, WantedDrafts
 from cluster.core.sequence import DraftRequest
 from cluster.core.verification import StepResult, TargetInfo, VerifyRow
 from cluster.speculation.controller import SpeculationController
 
 FIRST_DRAFT_ON_TARGET = DraftBudget(4, 2)
 """Largest draft tree on the target while nothing is known of its drafts, and for probes."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoundDrafts:
-    """The drafts of one round."""
-
-    proposals: Mapping[SequenceId, Proposal]
-    """The drafts to verify."""
-    asked: int = 0
-    """Number of sequences that were drafted for."""
-    waited: float = 0.0
-    """Time that the round waited for proposals, in seconds."""
-    expected_step_seconds: float | None = None
-    """Time that the step is expected to take, in seconds; `None` without a speculation controller."""
 
 
 class Proposer:
@@ -63,7 +50,7 @@ class Proposer:
         has_controller = section.controller == "auto" and self.max_draft.max_nodes > 0
         # On the target, a step waits for drafts of any use, so the first ones are small.
         is_bounded = has_controller and section.is_colocated
-        self._first_draft = _within(FIRST_DRAFT_ON_TARGET, self.max_draft) if is_bounded else self.max_draft
+        self._first_draft = within(FIRST_DRAFT_ON_TARGET, self.max_draft) if is_bounded else self.max_draft
         self._controller = (
             SpeculationController(self.max_draft, self._first_draft, is_ahead=is_bounded) if has_controller else None
         )
@@ -72,16 +59,15 @@ class Proposer:
             if self._controller is None
             else BackgroundProbes(source, self._controller, self._first_draft, clock, is_colocated=section.is_colocated)
         )
-        self._is_colocated = section.is_colocated
+        self._on_target = (
+            TargetBudgets(source, self._controller, self._probes, running, self.max_draft, self._first_draft)
+            if section.is_colocated
+            else None
+        )
+        self._observer = None if self._controller is None else RoundObserver(self._controller, metrics, self._on_target)
         self._alternates = section.alternate == "on" and not section.is_colocated
         self._next_calls: DraftCalls | None = None
         self._wanted = WantedDrafts({}, None)
-        self._budgets: Mapping[SequenceId, DraftBudget] = {}
-        """Budgets of the drafts that the target proposes in this round, for the next one."""
-        self._requested: Mapping[SequenceId, DraftBudget] = {}
-        """Budgets of the drafts that the target has proposed for this round."""
-        self._caught_up: set[SequenceId] = set()
-        """Sequences that the target has drafted for before. A first draft also computes what came before it."""
         self._deciding: frozenset[SequenceId] = frozenset()
         self._expected_rows = 1
 
@@ -95,7 +81,8 @@ class Proposer:
         """Release sequences that have ended."""
         sequence_ids = tuple(sequence_ids)
         self._source.release(sequence_ids)
-        self._caught_up.difference_update(sequence_ids)
+        if self._on_target is not None:
+            self._on_target.release(sequence_ids)
         if self._controller is not None:
             self._controller.forget(sequence_ids)
 
@@ -128,8 +115,9 @@ class Proposer:
             controller.size_trees(requests, rows=self._expected_rows, halves=self._alternates)
         self._deciding = ids
         budgets = controller.next_budgets(len(deciding))
-        if self._is_colocated:  # the target drafts one round ahead
-            budgets, self._budgets = self._requested, budgets
+        if self._on_target is not None:  # the target drafts one round ahead
+            self._on_target.size(budgets)
+            budgets = self._on_target.requested
         self._wanted = WantedDrafts(budgets, NO_DRAFT)
         return self._wanted
 
@@ -151,11 +139,12 @@ class Proposer:
     async def propose(self, plan: Plan) -> RoundDrafts:
         """Get trees for the rows that decide and have tokens for a tree. Never raises."""
         begun = self._clock()
+        forced = {row.sequence_id: row.forced for row in plan.rows if row.forced}
         calls, self._next_calls = self._next_calls, None
         if calls is None or not any(_wants_draft(row) and row.sequence_id in calls.requests for row in plan.rows):
             calls = self._call(plan.rows)
         if calls is None:
-            return RoundDrafts({})
+            return RoundDrafts(forced=forced)
         controller, asked = self._controller, len(calls.requests)
         await calls.wait(float("inf") if controller is None else controller.patience(asked, calls.depth))
         proposals = {
@@ -167,8 +156,8 @@ class Proposer:
         for proposal in proposals.values():
             self._metrics.proposed(len(proposal.tree), proposal.ready)
         if controller is None:
-            return RoundDrafts(proposals, asked, waited)
-        if self._is_colocated:
+            return RoundDrafts(proposals, asked, waited, forced=forced)
+        if self._on_target is not None:
             waited = controller.propose_seconds(asked, calls.depth)  # the step spends it on the next drafts
         elif proposals or not calls.done:  # an immediate refusal does not show how long proposals take
             controller.observe_wait(len(proposals) or asked, calls.depth, waited)
@@ -177,7 +166,7 @@ class Proposer:
         for sequence_id in proposals:
             kept = pruned.proposals.get(sequence_id)
             self._metrics.pruned(0 if kept is None else len(kept.tree))
-        return RoundDrafts(pruned.proposals, asked, waited, pruned.step_seconds)
+        return RoundDrafts(pruned.proposals, asked, waited, pruned.step_seconds, forced)
 
     def next_budgets(self, plan: Plan) -> Mapping[SequenceId, DraftBudget]:
         """The largest trees that a drafter on the target may propose with this step, for the next round.
@@ -185,76 +174,20 @@ class Proposer:
         Rows of which the drafter will need what the step shows have the budget `EVIDENCE_ONLY`. Empty if drafts come
         from elsewhere.
         """
-        if not self._is_colocated:
-            return {}
-        controller = self._controller
-        starts = controller is None or controller.starts_with_drafts(len(plan.rows))
-        wanted, shown = dict[SequenceId, DraftBudget](), dict[SequenceId, DraftBudget]()
-        is_active = starts or not (controller is None or controller.is_idle)
-        is_near = self._drafts_are_near(len(plan.rows))
-        for row in plan.rows:
-            live = self._running.get(row.sequence_id)
-            if live is None:
-                continue
-            largest = live.largest_draft(self.max_draft)
-            # A drafter takes long to catch up on a prompt, so it is shown prompts only while there are drafts.
-            if largest.max_nodes and (is_active or (is_near and row.decide and row.pending == 1)):
-                shown[live.id] = EVIDENCE_ONLY
-            if not row.decide:
-                continue
-            budget = self._budgets.get(row.sequence_id)
-            if budget is not None:
-                budget = _within(budget, largest)
-            elif starts and (controller is None or row.pending > 1):
-                # The sequence has not been sized yet, because it did not decide.
-                budget = _within(self._first_draft, largest)
-            if budget is not None and budget.max_nodes:
-                wanted[live.id] = budget
-        self._requested = wanted
-        return {**shown, **self._source.next_budgets(wanted)}
+        return {} if self._on_target is None else self._on_target.choose(plan)
 
     def receive(self, rows: Sequence[VerifyRow], step: StepResult) -> None:
         """Take what a step brought for drafting: the drafts of the target, or evidence for drafters."""
         self._source.receive(rows, step)
 
     def work_during_step(self, later: Plan) -> None:
-        """Draft for the next round, prefill drafters and probe while the target computes.
-
-        Call it just before the step. The work starts two iterations of the event loop later, after the step is sent.
-        """
-        loop = asyncio.get_running_loop()
-        loop.call_soon(loop.call_soon, self._work_during_step, later)
+        """Draft for the next round, prefill drafters and probe while the target computes. Call it before the step."""
+        call_during_step(self._work_during_step, later)
 
     def observe_round(self, rows: Sequence[VerifyRow], drafts: RoundDrafts, seconds: float, step: StepResult) -> None:
-        """Learn from a round that took `seconds` seconds.
-
-        Rounds that compute prompts or read sources are left out, because they cannot be compared with others.
-        """
-        controller = self._controller
-        if controller is None:
-            return
-        tokens, waited = sum(row.width for row in rows), drafts.waited
-        is_drafted = waited > 0.0 or tokens > len(rows)
-        if self._is_colocated:
-            asked = {row.sequence_id: row.next_budget.max_depth for row in rows if row.next_budget.max_nodes}
-            waited = step.draft_seconds
-            is_drafted = tokens > len(rows) or not asked.keys().isdisjoint(self._requested)  # a probe does not count
-            if asked and all(map(self._is_caught_up, asked)):
-                controller.observe_wait(len(asked), max(asked.values()), waited)
-            self._caught_up.update(asked)
-        if any(len(row.pending) > 1 or not row.start_len for row in rows) or any(one.forced for one in step.verdicts):
-            controller.observe_lost(len(rows), waited)
-            return
-        unwaited = max(0.0, seconds - waited)
-        committed = sum(len(verdict.tokens) for verdict in step.verdicts)
-        controller.observe_round(len(rows), tokens, unwaited, waited=waited, committed=committed, is_drafted=is_drafted)
-        if drafts.expected_step_seconds is not None:
-            self._metrics.predicted_round(drafts.expected_step_seconds + drafts.waited, seconds)
-
-    def _drafts_are_near(self, rows: int) -> bool:
-        """Whether a probe or the end of a suspension is near, so that the drafter should know the steps before it."""
-        controller, probes = self._controller, self._probes
-        return controller is not None and (controller.resumes_soon(rows) or (probes is not None and probes.are_near))
+        """Learn from a round that took `seconds` seconds. Rounds that read prompts are not compared with others."""
+        if self._observer is not None:
+            self._observer.observe(rows, drafts, seconds, step)
 
     def _call(self, rows: Iterable[PlannedRow]) -> DraftCalls | None:
         requests = {
@@ -279,21 +212,12 @@ class Proposer:
         without_draft = [live for live in drafted if live.sequence.missing == 1]
         self._probes.start([live for live in without_draft if self._wanted.of(live.id) == NO_DRAFT])
 
-    def _is_caught_up(self, sequence_id: SequenceId) -> bool:
-        """Whether a draft of the target for the sequence computes little that came before it."""
-        live = self._running.get(sequence_id)
-        return sequence_id in self._caught_up or live is None or len(live.sequence) <= PREFILL_TOKENS
-
     def _is_worth_prefilling(self, live: LiveSequence) -> bool:
         """Whether drafts for the sequence will save more time than its drafter needs to prefill it."""
         if self._controller is None:
             return True
         seconds = self._source.prefill_seconds(live.sequence)
         return self._controller.is_worth_prefilling(seconds, self._expected_rows, live.sequence.remaining)
-
-
-def _within(budget: DraftBudget, largest: DraftBudget) -> DraftBudget:
-    return DraftBudget(min(budget.max_nodes, largest.max_nodes), min(budget.max_depth, largest.max_depth))
 
 
 def _wants_draft(row: PlannedRow) -> bool:

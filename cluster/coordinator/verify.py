@@ -12,7 +12,7 @@ from cluster.coordinator.requests.request_table import RequestTable
 from cluster.core.drafting import NO_DRAFT, DraftBudget, Proposal
 from cluster.core.errors import TargetUnavailable
 from cluster.core.ids import SequenceId
-from cluster.core.scheduler import Plan, PlannedRow
+from cluster.core.scheduling.state import Plan, PlannedRow
 from cluster.core.sequence import Sequence
 from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
 from cluster.core.verification import StepResult, VerifyRow

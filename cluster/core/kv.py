@@ -8,7 +8,7 @@ every block can serve every group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.core.errors import InvalidRequest
 
@@ -53,16 +53,20 @@ class KvLayout:
 
     block_size: int
     groups: tuple[KvGroup, ...] = (KvGroup(),)
+    tables: int = field(init=False, repr=False, compare=False)
+    """Number of blocks per `block_size` positions, over all groups."""
 
-    @property
-    def tables(self) -> int:
-        """Number of blocks per `block_size` positions, over all groups."""
-        return sum(group.tables for group in self.groups)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tables", sum(group.tables for group in self.groups))
 
     def held(self, stored_len: int, end: int | None = None) -> int:
         """Return the number of blocks held with `stored_len` committed tokens and positions up to `end - 1`."""
         end = stored_len if end is None else end
         return sum(group.held(stored_len, end, self.block_size) for group in self.groups)
+
+    def added(self, end: int, more: int) -> int:
+        """Return the number of blocks that a sequence with positions up to `end - 1` takes for `more` positions."""
+        return self.tables * (-(-(end + more) // self.block_size) - -(-end // self.block_size))
 
     def max_length(self, end: int, blocks_free: int) -> int:
         """Return the longest length of a sequence that has blocks for `end` tokens and gets `blocks_free` more."""

@@ -29,6 +29,7 @@ class Sequence:
         "_accepted",
         "_cached_len",
         "_drafted",
+        "_longest",
         "_prompt_logprobs",
         "_resumed_len",
         "_steps",
@@ -51,6 +52,7 @@ class Sequence:
         self.finish: FinishReason | None = None
         self.forced: tuple[int, ...] = ()
         """Tokens that follow because the grammar allows no other ones. They are drafts that are certainly accepted."""
+        self._longest = len(request.prompt) + request.stopping.max_tokens
         self._stored_len = 0
         self._cached_len: int | None = None
         self._resumed_len = len(part.tokens)
@@ -81,7 +83,7 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Number of tokens that the answer may still get."""
-        return self.request.stopping.max_tokens - (len(self.tokens) - self.prompt_len)
+        return self._longest - len(self.tokens)
 
     @property
     def start(self) -> SequenceStart:
@@ -168,12 +170,13 @@ class Sequence:
 
     def _until_stop(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Cut the tokens after the first stop token or at the length bound, and say which ended the answer."""
-        stops = self.request.stopping.stop_token_ids
-        for count, token in enumerate(tokens[: self.remaining], start=1):
-            if token in stops:
-                return tokens[:count], FinishReason.STOP
-        if len(tokens) >= self.remaining:
-            return tokens[: self.remaining], FinishReason.LENGTH
+        stops, remaining = self.request.stopping.stop_token_ids, self.remaining
+        if not stops.isdisjoint(tokens):
+            for count, token in enumerate(tokens[:remaining], start=1):
+                if token in stops:
+                    return tokens[:count], FinishReason.STOP
+        if len(tokens) >= remaining:
+            return tokens[:remaining], FinishReason.LENGTH
         return tokens, None
 
 

@@ -84,7 +84,7 @@ class TokenTree:
 
     def depth(self) -> int:
         """Return the length of the longest path, in tokens; 0 for the empty tree."""
-        return max(self.depths(), default=0)
+        return max(self.depths()) if self.parents else 0
 
     def path(self, node: int) -> tuple[int, ...]:
         """Return the nodes from the root's child to `node`, inclusive; `()` for `ROOT`."""

@@ -17,6 +17,12 @@ class _Series:
         self._sums = sums
         self._gauges = gauges
 
+    @property
+    def family(self) -> _Series:
+        return self
+
+    current = family
+
     def labels(self, *_: object) -> _Series:
         return self
 
@@ -44,7 +50,10 @@ class CountedMetrics(Metrics):
     def _gauge(self, name: str, text: str, *labels: str) -> Any:  # noqa: ARG002 - the base class's signature
         return _Series(name, self.sums, self.gauges)
 
-    def _counter(self, name: str, text: str, *labels: str) -> Any:  # noqa: ARG002
+    def _counter(self, name: str, text: str) -> Any:  # noqa: ARG002
+        return _Series(name, self.sums, self.gauges)
+
+    def _labelled_counter(self, name: str, text: str, label: str) -> Any:  # noqa: ARG002
         return _Series(name, self.sums, self.gauges)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Any:  # noqa: ARG002

@@ -26,7 +26,7 @@ def exposed() -> dict[str, set[str]]:
     """The label names of every exposed series, by the series' name."""
     metrics = Metrics()
     metrics.begin("tiny", True, lambda: 0.0, lambda: 0.0, lambda: 0.0)
-    metrics.decided(Commit(tokens=(1,), drafted=1, accepted=1))
+    metrics.decided([Commit(tokens=(1,), drafted=1, accepted=1)])
     metrics.failed(ValueError())
     for reason in REASONS:
         metrics.drafter_fallback(reason)

@@ -13,7 +13,8 @@ from cluster.core.drafting import DraftBudget
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvGroup, KvLayout, KvOccupancy
 from cluster.core.queueing.fair_queue import expected_cost
-from cluster.core.scheduler import Plan, SequenceView, State, plan
+from cluster.core.scheduling.scheduler import plan
+from cluster.core.scheduling.state import Plan, SequenceView, State
 
 CONTEXT = 96
 Arrival = tuple[int, int, int, str]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from cluster.coordinator.observability.families import LONG_SECONDS, SECONDS, MetricFamilies
+from cluster.coordinator.requests.delivery import EmittedTokens
 from cluster.core.request import FinishReason, GenerationRequest, Timing, Usage
 
 _LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
@@ -19,10 +22,10 @@ class RequestMetrics(MetricFamilies):
         self._generation_tokens = self._counter(
             "vllm:generation_tokens", "Number of tokens of answers that were sent to clients."
         )
-        self._success = self._counter(
+        self._success = self._labelled_counter(
             "vllm:request_success", "Number of answers that ended, by finish reason.", "finished_reason"
         )
-        self._errors = self._counter(
+        self._errors = self._labelled_counter(
             "pilotfish:request_errors", "Number of requests that ended with an error, by error.", "error"
         )
         self._first_token = self._histogram(
@@ -35,7 +38,7 @@ class RequestMetrics(MetricFamilies):
             "Time between two commits of an answer divided by the tokens of the later one, in seconds per token.",
             SECONDS,
         )
-        self._second_name("vllm:time_per_output_token_seconds", self._inter_token)
+        self._second_name("vllm:time_per_output_token_seconds", self._inter_token.family)
 
     def _declare_request_lengths(self) -> None:
         self._request_prompt = self._histogram(
@@ -91,26 +94,23 @@ class RequestMetrics(MetricFamilies):
 
     def admitted(self, request: GenerationRequest) -> None:
         """Count a request that was accepted into the queue."""
-        self._prompt_tokens.labels(*self._series).inc(len(request.input))
-        self._wanted_answers.labels(*self._series).observe(request.n)
-        self._wanted_tokens.labels(*self._series).observe(request.stopping.max_tokens)
+        self._prompt_tokens.current.inc(len(request.input))
+        self._wanted_answers.current.observe(request.n)
+        self._wanted_tokens.current.observe(request.stopping.max_tokens)
 
-    def emitted(self, count: int, since_arrival: float | None, since_latest: float | None) -> None:
-        """Record the times of `count` tokens of an answer that were handed to its reader.
-
-        `since_arrival` is set for the first tokens of the request, `since_latest` for all but the first tokens of the
-        answer; both in seconds.
-        """
-        if since_arrival is not None:
-            self._first_token.labels(*self._series).observe(since_arrival)
-        if since_latest is not None:
-            inter_token = self._inter_token.labels(*self._series)
-            for _ in range(count):
-                inter_token.observe(since_latest / count)
+    def emitted(self, emitted: Iterable[EmittedTokens]) -> None:
+        """Record the times of tokens that were handed to readers."""
+        first_token, inter_token = self._first_token.current, self._inter_token.current
+        for count, since_arrival, since_latest in emitted:
+            if since_arrival is not None:
+                first_token.observe(since_arrival)
+            if since_latest is not None:
+                for _ in range(count):
+                    inter_token.observe(since_latest / count)
 
     def sent(self, count: int) -> None:
         """Count tokens that a reader has sent to its client. It drops those of a commit after a stop string."""
-        self._generation_tokens.labels(*self._series).inc(count)
+        self._generation_tokens.current.inc(count)
 
     def finished(self, reason: FinishReason, usage: Usage, timing: Timing) -> None:
         """Count an answer that ended with a finish reason."""
@@ -126,13 +126,13 @@ class RequestMetrics(MetricFamilies):
             (self._decode_time, timing.decode),
             (self._inference_time, timing.prefill + timing.decode),
         ):
-            metric.labels(*self._series).observe(value)
+            metric.current.observe(value)
         if further > 0:
-            self._token_time.labels(*self._series).observe(timing.decode / further)
+            self._token_time.current.observe(timing.decode / further)
 
     def completed(self, longest_answer: int) -> None:
         """Count a request whose answers have all ended; the longest one has `longest_answer` tokens."""
-        self._longest_answer.labels(*self._series).observe(longest_answer)
+        self._longest_answer.current.observe(longest_answer)
 
     def failed(self, error: Exception) -> None:
         """Count a request that ended with an error."""

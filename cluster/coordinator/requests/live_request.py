@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import Collection
 from dataclasses import replace
 
 from cluster.coordinator.requests.decoding_strategy import DecodingStrategy
+from cluster.coordinator.requests.delivery import Delivery, EmittedTokens, Inbox
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.core.errors import PilotfishError
 from cluster.core.ids import RequestId, SequenceId
@@ -16,19 +17,21 @@ from cluster.core.request import Commit, GenerationRequest, Timing, Usage
 class LiveRequest:
     """A request from admission to its last commit. Only its own methods change it.
 
-    The queue to the reader needs no bound of its own: an answer has at most `max_tokens`.
+    The inbox of the reader needs no bound of its own: an answer has at most `max_tokens`.
     """
 
     __slots__ = (
         "_deadline_timer",
+        "_delivery",
         "_first_at",
         "_in_slot",
+        "_inbox",
         "_latest_at",
         "_longest_answer",
-        "_queue",
         "_running_at",
         "_sequences",
         "_token_count",
+        "_undelivered",
         "_unfinished",
         "arrival",
         "arrived_at",
@@ -36,7 +39,16 @@ class LiveRequest:
         "strategy",
     )
 
-    def __init__(self, request: GenerationRequest, strategy: DecodingStrategy, arrival: int, arrived_at: float) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        strategy: DecodingStrategy,
+        arrival: int,
+        arrived_at: float,
+        delivery: Delivery,
+    ) -> None:
+        """`delivery` serves all readers of a coordinator."""
+        self._delivery = delivery
         self.request = request
         self.strategy = strategy
         self.arrival = arrival
@@ -52,7 +64,8 @@ class LiveRequest:
         self._first_at: float | None = None
         self._latest_at: dict[int, float] = {}
         self._longest_answer = 0
-        self._queue: asyncio.Queue[Commit | PilotfishError] = asyncio.Queue()
+        self._inbox = Inbox()
+        self._undelivered = len(strategy.answers)
 
     @property
     def id(self) -> RequestId:
@@ -140,11 +153,8 @@ class LiveRequest:
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
 
-    def emit(self, commit: Commit, now: float) -> tuple[bool, float | None]:
-        """Hand one commit to the reader.
-
-        Returns whether it has the first tokens of the request, and the seconds since the answer's previous tokens.
-        """
+    def emit(self, commit: Commit, now: float) -> EmittedTokens | None:
+        """Hand one commit to the reader. Returns the times of its tokens, if it has any."""
         if commit.finish is not None:
             self._unfinished.discard(commit.index)
             if commit.usage is not None:
@@ -152,33 +162,28 @@ class LiveRequest:
         if self._first_at is None and commit.tokens:
             self._first_at = now
             commit = replace(commit, queue_seconds=self.timing(now).queue)
-        self._enqueue(commit)
+        self._delivery.give(self._inbox, commit)
         if not commit.tokens:
-            return False, None
-        is_first = not self._latest_at
+            return None
+        since_arrival = None if self._latest_at else now - self.arrived_at
         latest = self._latest_at.get(commit.index)
         self._latest_at[commit.index] = now
         self._token_count += len(commit.tokens)
-        return is_first, None if latest is None else now - latest
+        return EmittedTokens(len(commit.tokens), since_arrival, None if latest is None else now - latest)
 
     def fail(self, error: PilotfishError) -> None:
         """End the reader's stream with an error, after what was emitted before."""
-        self._enqueue(error)
+        self._delivery.give(self._inbox, error)
 
-    async def read(self) -> AsyncGenerator[Commit, None]:
-        """Yield the commits in order until every answer is complete. Raises the error of `fail`."""
-        left = len(self.strategy.answers)
-        while left:
-            item = await self._queue.get()
-            if isinstance(item, PilotfishError):
-                raise item
-            left -= item.finish is not None
-            yield item
+    @property
+    def is_delivered(self) -> bool:
+        """Whether the reader has received the last commit of every answer."""
+        return not self._undelivered
 
-    def _enqueue(self, item: Commit | PilotfishError) -> None:
-        """Wake the reader two iterations of the event loop later. The coordinator has then sent its next step.
-
-        The readers then work while the target computes, instead of delaying the next step.
-        """
-        loop = asyncio.get_running_loop()
-        loop.call_soon(loop.call_soon, self._queue.put_nowait, item)
+    async def receive(self) -> Commit:
+        """Wait for the reader's next commit, in order. Raises the error of `fail`."""
+        item = await self._inbox.get()
+        if isinstance(item, PilotfishError):
+            raise item
+        self._undelivered -= item.finish is not None
+        return item

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from cluster.core.drafting import DraftBudget
 from cluster.core.ids import RequestId, SequenceId
-from cluster.core.scheduler import SequenceView, clip_draft
+from cluster.core.scheduling.allocation import clip_draft
+from cluster.core.scheduling.state import SequenceView
 from cluster.core.sequence import Sequence
 
 QUARANTINE_LOSSES = 4

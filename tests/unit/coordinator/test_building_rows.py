@@ -11,7 +11,7 @@ from cluster.coordinator.verify import build_rows
 from cluster.core.drafting import NO_DRAFT, DraftBudget, Proposal, RowFault, RowFaultCode
 from cluster.core.ids import RequestId, SequenceId
 from cluster.core.request import GenerationRequest, StoppingCriteria
-from cluster.core.scheduler import Plan, PlannedRow
+from cluster.core.scheduling.state import Plan, PlannedRow
 from cluster.core.sequence import Sequence
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from cluster.core.verification import Verdict, VerifyRow

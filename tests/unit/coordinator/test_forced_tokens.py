@@ -12,7 +12,8 @@ from cluster.core.drafting import DraftBudget, DraftDistribution, Proposal
 from cluster.core.ids import RequestId, SequenceId
 from cluster.core.kv import KvLayout, KvOccupancy
 from cluster.core.request import FinishReason, GenerationRequest, StoppingCriteria
-from cluster.core.scheduler import PlannedRow, SequenceView, State, plan
+from cluster.core.scheduling.scheduler import plan
+from cluster.core.scheduling.state import PlannedRow, SequenceView, State
 from cluster.core.sequence import Sequence
 from cluster.core.tree import TokenTree
 from cluster.core.verification import Verdict

@@ -80,6 +80,15 @@ def test_the_longest_length_uses_exactly_the_free_blocks(
 
 
 @quick
+@given(layout=layouts, stored_len=st.integers(0, 120), more=st.integers(0, 40), added=st.integers(0, 40))
+def test_more_positions_take_the_blocks_that_are_then_held_in_addition(
+    layout: KvLayout, stored_len: int, more: int, added: int
+) -> None:
+    end = stored_len + more
+    assert layout.added(end, added) == layout.held(stored_len, end + added) - layout.held(stored_len, end)
+
+
+@quick
 @given(layout=layouts, length=st.integers(1, 150), steps=st.lists(st.integers(1, 32), min_size=1), most=st.just(32))
 def test_a_sequence_never_holds_more_blocks_than_its_peak(
     layout: KvLayout, length: int, steps: list[int], most: int

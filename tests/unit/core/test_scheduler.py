@@ -11,7 +11,8 @@ from cluster.core.config.sections import SchedulerSection
 from cluster.core.drafting import DraftBudget
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvGroup, KvLayout, KvOccupancy
-from cluster.core.scheduler import Plan, PlannedRow, SequenceView, State, plan
+from cluster.core.scheduling.scheduler import plan
+from cluster.core.scheduling.state import Plan, PlannedRow, SequenceView, State
 
 NONE = DraftBudget(0, 0)
 LAYOUT = KvLayout(4)

@@ -7,7 +7,7 @@ import pytest
 from cluster.core.drafting import NO_DRAFT, DraftBudget
 from cluster.core.errors import InvalidRequest
 from cluster.core.kv import check_fits
-from cluster.core.scheduler import clip_draft
+from cluster.core.scheduling.allocation import clip_draft
 
 
 @pytest.mark.parametrize(

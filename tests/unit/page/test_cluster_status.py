@@ -25,7 +25,7 @@ def coordinator(running: int = 2, waiting: int = 1, verdicts: int = 4) -> Metric
     metrics.begin("tiny", True, lambda: running, lambda: waiting, lambda: 0.25)
     metrics.watch_drafters(lambda: 1, lambda: 2)
     for _ in range(verdicts):
-        metrics.decided(Commit(tokens=(1, 2, 3), drafted=5, accepted=2))
+        metrics.decided([Commit(tokens=(1, 2, 3), drafted=5, accepted=2)])
         metrics.sent(3)
         metrics.round(tokens=6, useful=3, total=0.1, propose=None, step=0.1, target=0.1)
     return metrics

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.core.drafting import DraftBudget
-from cluster.core.scheduler import clip_draft
+from cluster.core.scheduling.allocation import clip_draft
 from cluster.core.verification import StepSample
 from cluster.speculation.goodput import DraftForecast, budget_for, prune_trees, size_trees
 from cluster.speculation.latency import LatencyModel

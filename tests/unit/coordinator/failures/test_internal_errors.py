@@ -8,9 +8,9 @@ import pytest
 
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
-from cluster.core import scheduler
 from cluster.core.errors import NotReady, WorkerUnavailable
 from cluster.core.request import Commit
+from cluster.core.scheduling import scheduler
 from cluster.core.sequence import Sequence
 from cluster.core.verification import Verdict
 from tests.support.fakes.fake_cluster import configure, read, request, requests, serving, tokens_of, until, value_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from cluster.coordinator.requests.delivery import Delivery
 from cluster.coordinator.requests.live_request import LiveRequest
 from cluster.coordinator.requests.parallel_sampling import ParallelSampling
 from cluster.coordinator.requests.request_table import RequestTable
@@ -13,7 +14,7 @@ from tests.support.fakes.fake_cluster import request
 
 def live_request(index: int, priority: int, clients: int) -> LiveRequest:
     wanted = replace(request(f"r{index}"), client=f"c{index % clients}", priority=priority)
-    return LiveRequest(wanted, ParallelSampling(wanted), index, 0.0)
+    return LiveRequest(wanted, ParallelSampling(wanted), index, 0.0, Delivery())
 
 
 def test_the_first_that_wait_are_the_same_however_requests_come_start_and_leave() -> None:
