@@ -1,0 +1,214 @@
+"""Decoding of steps: every value out of bounds is refused by field, value and bound, in whichever column it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster.core.errors import InvalidRequest
+from cluster.wire.codec.step import decode_step_batch, decode_step_result
+from pilotfish.v1 import common_pb2, target_pb2
+
+
+def step(**changes: Any) -> target_pb2.TargetServiceStepRequest:
+    """A step of one row; `row` brings its details."""
+    columns: dict[str, Any] = {"sequence_ids": ["s"], "base_lens": [5], "pending_lens": [2], "pending": [1, 2]}
+    return target_pb2.TargetServiceStepRequest(**(columns | {"decides": [True]} | changes))
+
+
+def detailed(**details: Any) -> target_pb2.TargetServiceStepRequest:
+    return step(details=[target_pb2.VerifyRowDetails(**details)])
+
+
+def drafted(tokens: list[int], parents: list[int], **changes: Any) -> target_pb2.TargetServiceStepRequest:
+    return step(tree_sizes=[len(tokens)], tree_tokens=tokens, tree_parents=parents, **changes)
+
+
+def start(**changes: Any) -> target_pb2.TargetServiceStepRequest:
+    return detailed(start=common_pb2.SequenceStart(prompt_len=1, sampling=common_pb2.SamplingParameters(**changes)))
+
+
+def verdict(**changes: Any) -> target_pb2.TargetServiceStepResponse:
+    """The result of a step of one row."""
+    columns: dict[str, Any] = {"sequence_ids": ["s"], "base_lens": [5], "token_counts": [2], "tokens": [1, 2]}
+    return target_pb2.TargetServiceStepResponse(**(columns | {"drafted": [3]} | changes))
+
+
+def explained(**details: Any) -> target_pb2.TargetServiceStepResponse:
+    return verdict(details=[target_pb2.VerdictDetails(**details)])
+
+
+def drawn_from(tokens: list[int], probabilities: list[float]) -> common_pb2.DraftDistribution:
+    return common_pb2.DraftDistribution(tokens=tokens, probabilities=probabilities)
+
+
+LONG = "x" * 129
+BIG = 2**31
+TOKEN_BOUND = "between 0 and 2147483647"
+DECODERS: dict[type, Callable[[Any], object]] = {
+    target_pb2.TargetServiceStepRequest: decode_step_batch,
+    target_pb2.TargetServiceStepResponse: decode_step_result,
+}
+REFUSED = [
+    (step(sequence_ids=[""]), "sequence_ids[0]", "between 1 and 128 bytes"),
+    (step(sequence_ids=[LONG]), "sequence_ids[0]", "between 1 and 128 bytes"),
+    (step(sequence_ids=["é" * 65]), "sequence_ids[0]", "between 1 and 128 bytes"),
+    (step(sequence_ids=["s"] * 4097), "sequence_ids", "between 0 and 4096 entries"),
+    (step(sequence_ids=["s", "t"]), "base_lens", "between 2 and 2 entries"),
+    (step(base_lens=[]), "base_lens", "between 1 and 1 entries"),
+    (step(base_lens=[0]), "base_lens[0]", "between 1 and 1048576"),
+    (step(base_lens=[2**20 + 1]), "base_lens[0]", "between 1 and 1048576"),
+    (step(pending_lens=[2, 2]), "pending_lens", "between 1 and 1 entries"),
+    (step(pending_lens=[0], pending=[]), "pending_lens[0]", "between 1 and 1048576"),
+    (step(pending_lens=[6], pending=[1] * 6), "pending_lens[0]", "between 1 and 5"),
+    (step(pending=[1]), "pending", "between 2 and 2 entries"),
+    (step(pending=[1, BIG]), "pending[1]", TOKEN_BOUND),
+    (step(decides=[]), "decides", "between 1 and 1 entries"),
+    (step(tree_sizes=[1, 1]), "tree_sizes", "between 1 and 1 entries"),
+    (step(tree_sizes=[2], tree_tokens=[1], tree_parents=[-1]), "tree_tokens", "between 2 and 2 entries"),
+    (step(tree_tokens=[1], tree_parents=[-1]), "tree_tokens", "between 0 and 0 entries"),
+    (drafted([1, 2], [-1]), "tree_parents", "between 2 and 2 entries"),
+    (drafted([1, 2], [-1, 1]), "trees[0].parents[1]", "between -1 and 0"),
+    (drafted([1, 2], [-1, -2]), "trees[0].parents[1]", "between -1 and 0"),
+    (drafted([1, 1], [-1, -1]), "trees[0].tokens[1]", "unlike its siblings under node -1"),
+    (drafted([1] * 257, list(range(-1, 256))), "tree_sizes[0]", "between 0 and 256"),
+    (drafted([1] * 65, list(range(-1, 64))), "trees[0].parents", "at most 64 deep"),
+    (drafted([BIG], [-1]), "tree_tokens[0]", TOKEN_BOUND),
+    (drafted([1], [-1], decides=[False]), "tree_sizes[0]", "0 if the row does not decide"),
+    (step(next_max_nodes=[257]), "next_max_nodes[0]", "between 0 and 256"),
+    (step(next_max_nodes=[1, 1]), "next_max_nodes", "between 1 and 1 entries"),
+    (step(next_max_depths=[65]), "next_max_depths[0]", "between 0 and 64"),
+    (detailed(row=1), "details[0].row", "between 0 and 0"),
+    (step(details=[target_pb2.VerifyRowDetails()] * 2), "details", "between 0 and 1 entries"),
+    (
+        target_pb2.TargetServiceStepRequest(
+            sequence_ids=["s", "t"],
+            base_lens=[1, 1],
+            pending_lens=[1, 1],
+            pending=[1, 1],
+            decides=[True, True],
+            details=[target_pb2.VerifyRowDetails(row=1), target_pb2.VerifyRowDetails(row=1)],
+        ),
+        "details[1].row",
+        "between 2 and 1",
+    ),
+    (detailed(distributions=[drawn_from([1], [1.0])]), "details[0].distributions", "between 0 and 0 entries"),
+    (detailed(start=common_pb2.SequenceStart(prompt_len=0)), "details[0].start.prompt_len", "between 1 and 1048576"),
+    (
+        detailed(start=common_pb2.SequenceStart(prompt_len=1, end_token_ids=[1] * 2049)),
+        "details[0].start.end_token_ids",
+        "between 0 and 2048 entries",
+    ),
+    (
+        detailed(start=common_pb2.SequenceStart(prompt_len=1, min_tokens=2**20 + 1)),
+        "details[0].start.min_tokens",
+        "between 0 and 1048576",
+    ),
+    (start(temperature=-0.1), "details[0].start.sampling.temperature", "between 0 and 1e+06"),
+    (start(temperature=math.nan), "details[0].start.sampling.temperature", "between 0 and 1e+06"),
+    (start(temperature=math.inf), "details[0].start.sampling.temperature", "between 0 and 1e+06"),
+    (start(top_k=2**20 + 1), "details[0].start.sampling.top_k", "between 0 and 1048576"),
+    (start(top_p=0.0), "details[0].start.sampling.top_p", "above 0 and at most 1"),
+    (start(top_p=1.1), "details[0].start.sampling.top_p", "above 0 and at most 1"),
+    (start(min_p=-0.1), "details[0].start.sampling.min_p", "between 0 and 1"),
+    (start(repetition_penalty=0.0), "details[0].start.sampling.repetition_penalty", "above 0 and at most 1e+06"),
+    (start(presence_penalty=2.1), "details[0].start.sampling.presence_penalty", "between -2 and 2"),
+    (start(frequency_penalty=-2.1), "details[0].start.sampling.frequency_penalty", "between -2 and 2"),
+    (start(logprobs=257), "details[0].start.sampling.logprobs", "between 0 and 256"),
+    (
+        start(logit_bias=[common_pb2.LogitBias(token_id=1, bias=101)]),
+        "details[0].start.sampling.logit_bias[1]",
+        "between -100 and 100",
+    ),
+    (
+        start(logit_bias=[common_pb2.LogitBias(token_id=1)] * 2),
+        "details[0].start.sampling.logit_bias",
+        "each token at most once",
+    ),
+    (start(logit_bias=[common_pb2.LogitBias(token_id=BIG)]), "details[0].start.sampling.logit_bias", TOKEN_BOUND),
+    (
+        start(logit_bias=[common_pb2.LogitBias(token_id=1)] * 1025),
+        "details[0].start.sampling.logit_bias",
+        "between 0 and 1024 entries",
+    ),
+    (
+        target_pb2.TargetServiceStepRequest(
+            sequence_ids=["s", "s"], base_lens=[1, 1], pending_lens=[1, 1], pending=[1, 1], decides=[True, True]
+        ),
+        "rows[1].sequence_id",
+        "in one row only",
+    ),
+    (verdict(sequence_ids=[LONG]), "sequence_ids[0]", "between 1 and 128 bytes"),
+    (verdict(sequence_ids=["s"] * 4097), "sequence_ids", "between 0 and 4096 entries"),
+    (verdict(base_lens=[0]), "base_lens[0]", "between 1 and 1048576"),
+    (verdict(base_lens=[]), "base_lens", "between 1 and 1 entries"),
+    (verdict(token_counts=[]), "token_counts", "between 1 and 1 entries"),
+    (verdict(token_counts=[5], tokens=[1] * 5), "token_counts[0]", "between 0 and 4"),
+    (verdict(drafted=[], tokens=[1, 2]), "token_counts[0]", "between 0 and 1"),
+    (verdict(tokens=[1] * 3), "tokens", "between 2 and 2 entries"),
+    (verdict(tokens=[1, BIG]), "tokens[1]", TOKEN_BOUND),
+    (verdict(drafted=[257]), "drafted[0]", "between 0 and 256"),
+    (verdict(drafted=[1, 1]), "drafted", "between 1 and 1 entries"),
+    (explained(row=1), "details[0].row", "between 0 and 0"),
+    (verdict(details=[target_pb2.VerdictDetails()] * 2), "details", "between 0 and 1 entries"),
+    (explained(logprobs=[common_pb2.TokenLogprobs()]), "details[0].logprobs", "between 2 and 2 entries"),
+    (
+        explained(logprobs=[common_pb2.TokenLogprobs(logprob=0.5)] * 2),
+        "details[0].logprobs[0].logprob",
+        "between -1e+30 and 0",
+    ),
+    (
+        explained(prompt_logprobs=[common_pb2.TokenLogprobs()] * 6),
+        "details[0].prompt_logprobs",
+        "between 0 and 5 entries",
+    ),
+    (explained(forced_tokens=[1] * 65), "details[0].forced_tokens", "between 0 and 64 entries"),
+    (explained(fault=common_pb2.RowFault()), "details[0].fault.code", "one of [1, 2, 3]"),
+    (explained(fault=common_pb2.RowFault(code=9)), "details[0].fault.code", "one of [1, 2, 3]"),
+    (
+        explained(fault=common_pb2.RowFault(code=1, message="x" * 1025)),
+        "details[0].fault.message",
+        "between 0 and 1024 entries",
+    ),
+    (
+        target_pb2.TargetServiceStepResponse(kv=target_pb2.KvOccupancy(blocks_total=1, blocks_free=2)),
+        "kv.blocks_free",
+        "between 0 and 1",
+    ),
+    (target_pb2.TargetServiceStepResponse(step_seconds=math.nan), "step_seconds", "between 0 and 86400"),
+    (
+        explained(evidence=common_pb2.Evidence()),
+        "details[0].evidence.base_len",
+        "between 1 and 1048576",
+    ),
+    (
+        explained(proposal=common_pb2.Proposal(sequence_id="s")),
+        "details[0].proposal.base_len",
+        "between 1 and 1048576",
+    ),
+    (
+        target_pb2.TargetServiceStepResponse(draft_seconds=-1),
+        "draft_seconds",
+        "between 0 and 86400",
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "field", "bound"), REFUSED, ids=[f"{row[1]} {i}" for i, row in enumerate(REFUSED)])
+def test_an_out_of_bounds_message_is_refused_by_field_value_and_bound(message: Any, field: str, bound: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        DECODERS[type(message)](message)
+    assert refused.value.field == field
+    assert refused.value.bound == bound
+    assert str(refused.value).startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [step(), start(), drafted([1, 2], [-1, 0]), verdict(), explained()],
+)
+def test_the_same_messages_without_the_fault_are_accepted(message: Any) -> None:
+    DECODERS[type(message)](message)
