@@ -78,7 +78,7 @@ class TargetReplica:
         self._host = worker_host or node_address()
         target = configuration.target
         kinds = rank_kinds(target.tensor_parallel)
-        placement = RankPlacement(kinds, environment, standby=target.standby)
+        placement = RankPlacement(kinds, environment, standby=target.standby, application=context.app_name)
         self._ranks = RankSupervisor(lambda: RankActors(configuration, threads, self._host, placement, access))
         step_timeout = configuration.target.step_timeout_seconds
         lease_seconds = configuration.cluster.lease_seconds

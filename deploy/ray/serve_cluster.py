@@ -30,6 +30,8 @@ from deploy.ray.nodes import cluster_nodes, without_claims
 from deploy.ray.start_ray import join_ray, start_local_ray
 from deploy.settings import Settings
 from workers.serve.node import free_port, reserved_port
+from workers.serve.rank_actors import FirstRank
+from workers.serve.rank_placement import start_early
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class ServeCluster:
         self._nodes: tuple[Resources, ...] = ()
         self._is_lossless = True
         self._is_deployed = False
+        self._early: object = None  # the handle of a rank that was started early
 
     def __enter__(self) -> Self:
         self.start()
@@ -170,6 +173,8 @@ class ServeCluster:
         if not ray.is_initialized():
             self._report("starting Ray")
             start_local_ray(self._nodes[0])
+        if self._owns_ray and placement.target.device == "cpu":
+            self._early = start_early(FirstRank, self._configuration.server.application, placement.target.environment)
         server = configuration.server
         # Importing Serve takes a second, in which the processes of Ray start.
         from deploy.ray.application import bind

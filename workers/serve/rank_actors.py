@@ -24,7 +24,7 @@ from cluster.core.verification import StepSample
 from cluster.wire.peer_access import PeerAccess
 from workers.draft.registry import create, create_for_worker_rank
 from workers.serve.configuration import load_configuration
-from workers.serve.heartbeat import until_lost
+from workers.serve.heartbeat import end_with, until_lost
 from workers.serve.logs import set_logging
 from workers.serve.node import compute_without_interruption, free_port, set_threads, use_interface_of
 from workers.serve.rank_placement import RankGroup, RankPlacement
@@ -51,14 +51,23 @@ class FirstRank:
         self._engine: StepEngine | None = None
         self._server: WorkerHost | None = None
         self._is_stopped = asyncio.Event()
+        self._owner: asyncio.Task[None] | None = None
 
     def process_id(self) -> int:
         """The process id of this actor."""
         return os.getpid()
 
-    async def prepare(self) -> None:
-        """Load the libraries that `start` needs."""
-        await asyncio.to_thread(_load_libraries)
+    async def prepare(self, *, is_early: bool = False) -> None:
+        """Load the libraries that `start` needs. Early, those of packed weights, before other processes have a turn."""
+        if is_early:
+            compute_without_interruption()
+        await asyncio.to_thread(_load_libraries, is_packed=is_early)
+
+    async def claim(self, owner: int) -> bool:
+        """End when the process `owner` of this node ends. Returns `False` if another process has claimed this rank."""
+        is_free = self._owner is None
+        self._owner = self._owner or asyncio.create_task(end_with(owner), name="owner")
+        return is_free
 
     async def start(self, group: RankGroup, access: PeerAccess) -> tuple[str, tuple[StepSample, ...]]:
         """Load the model and listen. Returns the address, and how long steps take.
@@ -184,7 +193,7 @@ class RankActors:
         """Start all ranks. Returns the address of `TargetService`. Raises the error of the rank that failed."""
         profile = self._placement.step_profile
         group = RankGroup(self._values, self._threads, self._host, free_port(self._host), profile)
-        self._actors = self._placement.take()
+        self._actors = self._placement.take(await self._placement.claim_early())
         first = self._actors[0]
         self._process_ids = [None] * self._size
         identified = asyncio.gather(*(self._identify(rank) for rank in range(self._size)), return_exceptions=True)
@@ -215,14 +224,14 @@ class RankActors:
         pings = {asyncio.create_task(until_lost(partial(self._identify, rank))): rank for rank in range(self._size)}
         awaited: list[asyncio.Future[Any]] = [*self._running, *pings]
         try:
-            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             self._raise_for_ended()
         except TargetUnavailable as error:
             return str(error)
         finally:
             for ping in pings:
                 ping.cancel()
-        return "; ".join(f"rank {rank}: {ping.result()}" for ping, rank in pings.items() if _has_result(ping))
+        return "; ".join(f"rank {rank}: {ping.result()}" for ping, rank in pings.items() if ping in ended)
 
     async def stop(self) -> None:
         """Let the ranks finish the calls in flight and release what they hold, then end their processes."""
@@ -264,10 +273,12 @@ def rank_kinds(tensor_parallel: int) -> tuple[type, ...]:
     return (FirstRank, *([WorkerRank] * (tensor_parallel - 1)))
 
 
-def _load_libraries() -> None:
-    import workers.model.loading
+def _load_libraries(*, is_packed: bool = False) -> None:
     import workers.verify.build
-    import workers.verify.group  # noqa: F401
+    import workers.verify.group
+
+    if not is_packed:
+        import workers.model.loading  # noqa: F401
 
 
 def _future(reference: Any) -> asyncio.Future[Any]:
@@ -279,10 +290,6 @@ def _cause(error: BaseException) -> BaseException:
     """The error that the actor itself raised, if it raised one; else Ray's error, which tells how the actor died."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, BaseException) else error
-
-
-def _has_result(ping: asyncio.Task[str]) -> bool:
-    return ping.done() and not ping.cancelled()
 
 
 def _consume(running: asyncio.Future[None]) -> None:

@@ -6,7 +6,9 @@ the weights are loaded.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +24,10 @@ from cluster.core.verification import StepSample
 
 logger = logging.getLogger(__name__)
 
+_NAMESPACE = "pilotfish"
+"""Ray's namespace of named ranks."""
+_CLAIM_SECONDS = 20.0
+"""Longest wait for the answer of a rank that was started early, in seconds."""
 _MOST_CALLS = 4
 """Calls that one rank answers at the same time."""
 
@@ -49,8 +55,14 @@ class RankPlacement:
     actor its GPU when it starts, so there are none where ranks use GPUs.
     """
 
-    def __init__(self, kinds: Sequence[type], environment: Mapping[str, str], *, standby: bool) -> None:
-        """`kinds` are the classes of the actors, by rank. Each has a method `prepare`, which loads its libraries."""
+    def __init__(
+        self, kinds: Sequence[type], environment: Mapping[str, str], *, standby: bool, application: str = ""
+    ) -> None:
+        """`kinds` are the classes of the actors, by rank. Each has a method `prepare`, which loads its libraries.
+
+        With an `application`, its first rank may have been started early.
+        """
+        self._application = application
         self._kinds = tuple(kinds)
         self._environment = dict(environment)
         self._wants_standby = standby
@@ -58,14 +70,37 @@ class RankPlacement:
         self.step_profile: tuple[StepSample, ...] = ()
         """What the first ranks measured as they warmed up. Ranks that start later do not measure it again."""
 
-    def take(self) -> list[Any]:
-        """Actors of all ranks: the standby ones if there are any, else new ones. Raises `TargetUnavailable`."""
+    async def claim_early(self) -> Any | None:
+        """The first rank that was started before the application, if there is one and nobody has claimed it."""
+        application, self._application = self._application, ""
+        if not application:
+            return None
+        try:
+            rank = await asyncio.to_thread(ray.get_actor, _early_name(application), _NAMESPACE)
+        except ValueError:
+            return None
+        try:
+            async with asyncio.timeout(_CLAIM_SECONDS):
+                return rank if await asyncio.wrap_future(rank.claim.remote(os.getpid()).future()) else None
+        except (RayError, TimeoutError) as error:
+            logger.warning("the rank that was started early does not answer: %r", error)
+            ray.kill(rank)
+            return None
+
+    def take(self, early: Any | None = None) -> list[Any]:
+        """Actors of all ranks: the standby ones if there are any, else new ones. Raises `TargetUnavailable`.
+
+        `early` takes the place of rank 0.
+        """
         standby, self._standby = self._standby, []
         if standby:
             logger.info("the ranks start in %d standby processes", len(standby))
             return standby
         group = _placement_group()
-        return [self._place(group, rank, group.bundle_specs[rank + 1]) for rank in range(len(self._kinds))]
+        kept = [] if early is None else [early]
+        return kept + [
+            self._place(group, rank, group.bundle_specs[rank + 1]) for rank in range(len(kept), len(self._kinds))
+        ]
 
     def prepare(self) -> None:
         """Start standby actors in the background, if they are wanted and missing."""
@@ -89,14 +124,37 @@ class RankPlacement:
         return (
             ray.remote(self._kinds[rank])
             .options(
-                num_cpus=claims.get("CPU", 0),
-                num_gpus=claims.get("GPU", 0),
-                max_concurrency=_MOST_CALLS,  # a rank answers pings while it runs
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank + 1),
-                runtime_env={"env_vars": self._environment} if self._environment else None,
+                **_options(claims, self._environment),
             )
             .remote()
         )
+
+
+def _options(claims: Mapping[str, float], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Ray's options for a rank with these claims and environment variables."""
+    return {
+        "num_cpus": claims.get("CPU", 0),
+        "num_gpus": claims.get("GPU", 0),
+        "max_concurrency": _MOST_CALLS,  # a rank answers pings while it runs
+        "runtime_env": {"env_vars": dict(environment)} if environment else None,
+    }
+
+
+def start_early(kind: type, application: str, environment: Mapping[str, str]) -> Any:
+    """Start the first rank of an application that will be deployed on this machine, and let it load its libraries.
+
+    The first replica that starts claims it (`RankPlacement.claim_early`). Keep the returned handle as long as the
+    application runs: the rank ends with it. `kind` is the class of rank 0.
+    """
+    options = {"name": _early_name(application), "namespace": _NAMESPACE, **_options({}, environment)}
+    rank: Any = ray.remote(kind).options(**options).remote()
+    rank.prepare.remote(is_early=True)
+    return rank
+
+
+def _early_name(application: str) -> str:
+    return f"first-rank-{application}"
 
 
 def _placement_group() -> PlacementGroup:
