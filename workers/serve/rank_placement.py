@@ -146,9 +146,14 @@ def start_early(kind: type, application: str, environment: Mapping[str, str]) ->
 
     The first replica that starts claims it (`RankPlacement.claim_early`). Keep the returned handle as long as the
     application runs: the rank ends with it. `kind` is the class of rank 0.
+
+    Returns `None` if an earlier one has not ended yet.
     """
     options = {"name": _early_name(application), "namespace": _NAMESPACE, **_options({}, environment)}
-    rank: Any = ray.remote(kind).options(**options).remote()
+    try:
+        rank: Any = ray.remote(kind).options(**options).remote()
+    except ValueError:  # the rank of an application with this name, which was stopped, has not ended yet
+        return None
     rank.prepare.remote(is_early=True)
     return rank
 
