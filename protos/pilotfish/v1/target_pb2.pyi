@@ -125,7 +125,6 @@ class TargetServiceStepRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ROWS_FIELD_NUMBER: _builtins.int
     SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
     BASE_LENS_FIELD_NUMBER: _builtins.int
@@ -140,10 +139,6 @@ class TargetServiceStepRequest(_message.Message):
     DETAILS_FIELD_NUMBER: _builtins.int
     client: _builtins.str
     """See TargetServiceOpenRequest."""
-    @_builtins.property
-    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifyRow]:
-        """The form before columns. Nothing sends or reads it."""
-
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The sequences of the rows, which are distinct. Bound: 4096 of 1 to 128 bytes, the client's name and a slash
@@ -195,7 +190,6 @@ class TargetServiceStepRequest(_message.Message):
     def __init__(
         self,
         *,
-        rows: _abc.Iterable[Global___VerifyRow] | None = ...,
         sequence_ids: _abc.Iterable[_builtins.str] | None = ...,
         client: _builtins.str = ...,
         base_lens: _abc.Iterable[_builtins.int] | None = ...,
@@ -211,7 +205,7 @@ class TargetServiceStepRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_lens", b"base_lens", "client", b"client", "decides", b"decides", "details", b"details", "next_max_depths", b"next_max_depths", "next_max_nodes", b"next_max_nodes", "pending", b"pending", "pending_lens", b"pending_lens", "rows", b"rows", "sequence_ids", b"sequence_ids", "tree_parents", b"tree_parents", "tree_sizes", b"tree_sizes", "tree_tokens", b"tree_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_lens", b"base_lens", "client", b"client", "decides", b"decides", "details", b"details", "next_max_depths", b"next_max_depths", "next_max_nodes", b"next_max_nodes", "pending", b"pending", "pending_lens", b"pending_lens", "sequence_ids", b"sequence_ids", "tree_parents", b"tree_parents", "tree_sizes", b"tree_sizes", "tree_tokens", b"tree_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -257,7 +251,6 @@ class TargetServiceStepResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    VERDICTS_FIELD_NUMBER: _builtins.int
     SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
@@ -271,10 +264,6 @@ class TargetServiceStepResponse(_message.Message):
     """Seconds that the target spent, without the transport."""
     draft_seconds: _builtins.float
     """The part of step_seconds that was spent on drafts for the next step."""
-    @_builtins.property
-    def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Verdict]:
-        """The form before columns. Nothing sends or reads it."""
-
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The sequences of the rows."""
@@ -306,7 +295,6 @@ class TargetServiceStepResponse(_message.Message):
     def __init__(
         self,
         *,
-        verdicts: _abc.Iterable[Global___Verdict] | None = ...,
         sequence_ids: _abc.Iterable[_builtins.str] | None = ...,
         kv: Global___KvOccupancy | None = ...,
         step_seconds: _builtins.float = ...,
@@ -319,7 +307,7 @@ class TargetServiceStepResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_lens", b"base_lens", "details", b"details", "draft_seconds", b"draft_seconds", "drafted", b"drafted", "kv", b"kv", "sequence_ids", b"sequence_ids", "step_seconds", b"step_seconds", "token_counts", b"token_counts", "tokens", b"tokens", "verdicts", b"verdicts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_lens", b"base_lens", "details", b"details", "draft_seconds", b"draft_seconds", "drafted", b"drafted", "kv", b"kv", "sequence_ids", b"sequence_ids", "step_seconds", b"step_seconds", "token_counts", b"token_counts", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -645,137 +633,3 @@ class StepSample(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepSample: _TypeAlias = StepSample  # noqa: Y015
-
-@_typing.final
-class VerifyRow(_message.Message):
-    """The tokens of one sequence in a step."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    BASE_LEN_FIELD_NUMBER: _builtins.int
-    PENDING_FIELD_NUMBER: _builtins.int
-    TREE_FIELD_NUMBER: _builtins.int
-    DECIDE_FIELD_NUMBER: _builtins.int
-    START_FIELD_NUMBER: _builtins.int
-    DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
-    NEXT_MAX_NODES_FIELD_NUMBER: _builtins.int
-    NEXT_MAX_DEPTH_FIELD_NUMBER: _builtins.int
-    sequence_id: _builtins.str
-    """The sequence. Bound: 1 to 128 bytes, the client's name and a slash included."""
-    base_len: _builtins.int
-    """Committed length, pending included. Bound: 1 to 2^20."""
-    decide: _builtins.bool
-    """False for a prompt chunk that is not the last. The tree is then empty."""
-    next_max_nodes: _builtins.int
-    """Most nodes of the draft that a drafter on the target proposes for the next step. Bound: 0 to 256."""
-    next_max_depth: _builtins.int
-    """Most tokens on a path of that draft. If it is 0, the step shows that drafter nothing of the row. Bound: 0 to 64."""
-    @_builtins.property
-    def pending(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Committed tokens whose KV is not stored, ending at base_len - 1. Bound: 1 to base_len."""
-
-    @_builtins.property
-    def tree(self) -> _common_pb2.TokenTree:
-        """The draft after the last pending token."""
-
-    @_builtins.property
-    def start(self) -> _common_pb2.SequenceStart:
-        """Set on the first row, which creates the sequence."""
-
-    @_builtins.property
-    def distributions(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.DraftDistribution]:
-        """The distribution that each drafted token was drawn from. Bound: none, or one per node."""
-
-    def __init__(
-        self,
-        *,
-        sequence_id: _builtins.str = ...,
-        base_len: _builtins.int = ...,
-        pending: _abc.Iterable[_builtins.int] | None = ...,
-        tree: _common_pb2.TokenTree | None = ...,
-        decide: _builtins.bool = ...,
-        start: _common_pb2.SequenceStart | None = ...,
-        distributions: _abc.Iterable[_common_pb2.DraftDistribution] | None = ...,
-        next_max_nodes: _builtins.int = ...,
-        next_max_depth: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start", "tree", b"tree"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "decide", b"decide", "distributions", b"distributions", "next_max_depth", b"next_max_depth", "next_max_nodes", b"next_max_nodes", "pending", b"pending", "sequence_id", b"sequence_id", "start", b"start", "tree", b"tree"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___VerifyRow: _TypeAlias = VerifyRow  # noqa: Y015
-
-@_typing.final
-class Verdict(_message.Message):
-    """The target's decision on one row."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    BASE_LEN_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    DRAFTED_FIELD_NUMBER: _builtins.int
-    LOGPROBS_FIELD_NUMBER: _builtins.int
-    FAULT_FIELD_NUMBER: _builtins.int
-    EVIDENCE_FIELD_NUMBER: _builtins.int
-    PROPOSAL_FIELD_NUMBER: _builtins.int
-    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
-    FORCED_TOKENS_FIELD_NUMBER: _builtins.int
-    sequence_id: _builtins.str
-    """The sequence of the row."""
-    base_len: _builtins.int
-    """The committed length of the row."""
-    drafted: _builtins.int
-    """Nodes in the tree that was verified."""
-    @_builtins.property
-    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The accepted path and one token of the target's own; empty if nothing was decided."""
-
-    @_builtins.property
-    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
-        """One per token, if requested."""
-
-    @_builtins.property
-    def fault(self) -> _common_pb2.RowFault:
-        """Set if the row could not be computed."""
-
-    @_builtins.property
-    def evidence(self) -> _common_pb2.Evidence:
-        """What the step showed of the sequence, for drafters in other processes; unset if no such drafter needs any."""
-
-    @_builtins.property
-    def proposal(self) -> _common_pb2.Proposal:
-        """The draft for the next step, from a drafter on the target."""
-
-    @_builtins.property
-    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
-        """One per prompt token among the row's pending ones, apart from the first of the prompt, if requested."""
-
-    @_builtins.property
-    def forced_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that follow because the request's grammar allows no other one at each position. Bound: 64."""
-
-    def __init__(
-        self,
-        *,
-        sequence_id: _builtins.str = ...,
-        base_len: _builtins.int = ...,
-        tokens: _abc.Iterable[_builtins.int] | None = ...,
-        drafted: _builtins.int = ...,
-        logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
-        fault: _common_pb2.RowFault | None = ...,
-        evidence: _common_pb2.Evidence | None = ...,
-        proposal: _common_pb2.Proposal | None = ...,
-        prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
-        forced_tokens: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence", "fault", b"fault", "proposal", b"proposal"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "drafted", b"drafted", "evidence", b"evidence", "fault", b"fault", "forced_tokens", b"forced_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "proposal", b"proposal", "sequence_id", b"sequence_id", "tokens", b"tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
