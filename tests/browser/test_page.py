@@ -47,7 +47,7 @@ async def save(page: Page, directory: Path | None, name: str, *, full: bool = Fa
 async def test_chat_tree_and_figures(browser: Browser, url: str, screenshots: Path | None) -> None:
     async with opened(browser, url, width=1360, height=880) as page:
         await page.wait_for_selector("#method:not([hidden])")
-        assert await page.inner_text("#method") == "drafts: ngram"
+        assert await page.inner_text("#method") == "drafts: suffix+recycling"
         await save(page, screenshots, "empty")
         await ask(page, PROMPT)
         figures = {

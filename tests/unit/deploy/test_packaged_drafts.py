@@ -50,4 +50,4 @@ def test_a_target_without_a_packaged_draft_needs_a_path() -> None:
 
 
 def test_methods_that_are_not_selected_load_nothing() -> None:
-    assert not load_settings("cpu", [], {}).configuration.draft.modules
+    assert not load_settings("cpu", ["draft.method=suffix"], {}).configuration.draft.modules
