@@ -87,7 +87,8 @@ def comparison(method: str, with_drafts: TimedAnswer, without: TimedAnswer) -> T
     """A table with the measurements of both answers."""
     table = Table(box=SIMPLE)
     for heading in ("drafts", "tokens/s", "mean accepted length", "tokens per step", "target steps", "first token"):
-        table.add_column(heading, justify="left" if heading == "drafts" else "right")
+        is_name = heading == "drafts"
+        table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name)
     for name, measured in ((method, with_drafts), ("none", without)):
         table.add_row(
             name,
