@@ -21,7 +21,7 @@ BATCHES, QUICK_BATCHES = (4, 8, 16), (4,)
 PLAIN = "none"
 METHODS = ("model",)
 """Drafting methods that are compared with plain decoding, unless `--variants` names others. `suffix+recycling` means
-both in one tree."""
+both in one tree. `none` compares two plain clusters, which shows what the order of their starts is worth."""
 DTYPE = "bfloat16"
 ROUNDS = 2
 """Prompts of a measurement, for each request in flight."""
@@ -72,20 +72,19 @@ def _compare(options: Options, method: str) -> None:
     batches = options.batches or (QUICK_BATCHES if options.quick else BATCHES)
     found = {batch: Pairs() for batch in batches}
     with ExitStack() as stack:
-        clusters = {
-            name: stack.enter_context(ServeCommand(options.config, assignments(options, name)))
-            for name in (PLAIN, method)
-        }
+        plain, drafted = (
+            stack.enter_context(ServeCommand(options.config, assignments(options, name))) for name in (PLAIN, method)
+        )
         prompts = PairPrompts(options, batches)
         for batch in batches:  # both sides run every batch size once, and the controller measures the gain of drafts
-            for cluster in clusters.values():
+            for cluster in (plain, drafted):
                 asyncio.run(ask_all(cluster.grpc_address, prompts.warm_up(batch), options.tokens, batch))
         for pair in range(options.repeats):
             for batch in batches:
                 chosen = prompts.of_pair(pair, batch)
-                for name in (PLAIN, method) if pair % 2 == 0 else (method, PLAIN):
-                    answers = asyncio.run(ask_all(clusters[name].grpc_address, chosen, options.tokens, batch))
-                    (found[batch].plain if name == PLAIN else found[batch].drafted).append(answers)
+                for cluster in (plain, drafted) if pair % 2 == 0 else (drafted, plain):
+                    answers = asyncio.run(ask_all(cluster.grpc_address, chosen, options.tokens, batch))
+                    (found[batch].plain if cluster is plain else found[batch].drafted).append(answers)
                 write(f"pair {pair + 1}, {method}, batch {batch}: {found[batch].ratios[-1]:.3f}")
     _report(method, found)
 
