@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.core.config.sections import DraftSection, KvSection, ModelSection, TargetSection
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import KvSection, TargetSection
 from tests.support.engines.sourced import SOURCE, SourcedModel
 from tests.support.models import tiny
 from tests.unit.encoder_decoder.test_colocated_drafts import Colocated

@@ -116,16 +116,22 @@ def nested(outer: bytes, inner: bytes) -> bytes:
     return outer + bytes([len(inner)]) + inner
 
 
+WRONG_TEXT = nested(b"\x1a", b"\xff\xfe")  # not UTF-8
+UNREADABLE = {"garbage": b"\xff\xff\xff", "cut short": b"\x0a\x05ab", "groups without end": b"\x0b" * 200}
+NESTED_TEXTS = {
+    "Open": nested(b"\x0a", b"\x0a\x02\xff\xfe"),  # rows[0].sequence_id
+    "Step": nested(b"\x6a", nested(b"\x12", WRONG_TEXT)),  # details[0].start.cache_salt
+}
+
+
 @pytest.mark.parametrize(
-    "data",
+    ("method", "data"),
     [
-        pytest.param(b"\xff\xff\xff", id="garbage"),
-        pytest.param(b"\x0a\x05ab", id="cut short"),
-        pytest.param(nested(b"\x0a", b"\x0a\x02\xff\xfe"), id="invalid UTF-8 in a nested string"),
-        pytest.param(b"\x0b" * 200, id="groups without end"),
+        pytest.param(method, data, id=f"{method}-{name}")
+        for method, text in NESTED_TEXTS.items()
+        for name, data in {**UNREADABLE, "invalid UTF-8 in a nested string": text}.items()
     ],
 )
-@pytest.mark.parametrize("method", ["Open", "Step"])
 async def test_unreadable_bytes_are_refused_and_the_next_call_works(
     scripted: ScriptedServer, channel: grpc.aio.Channel, target: GrpcTarget, data: bytes, method: str
 ) -> None:
@@ -141,12 +147,12 @@ async def test_unreadable_bytes_are_refused_and_the_next_call_works(
     ("data", "where"),
     [
         pytest.param(UNKNOWN, "field 127", id="at the top"),
-        pytest.param(nested(b"\x0a", UNKNOWN), "rows[0]", id="in a row"),
-        pytest.param(nested(b"\x0a", b"") + nested(b"\x0a", UNKNOWN), "rows[1]", id="in the second row"),
-        pytest.param(nested(b"\x0a", nested(b"\x22", UNKNOWN)), "rows[0].tree", id="in a row's tree"),
+        pytest.param(nested(b"\x6a", UNKNOWN), "details[0]", id="in the details of a row"),
+        pytest.param(nested(b"\x6a", b"") + nested(b"\x6a", UNKNOWN), "details[1]", id="in those of the second"),
+        pytest.param(nested(b"\x6a", nested(b"\x12", UNKNOWN)), "details[0].start", id="in a row's start"),
         pytest.param(
-            nested(b"\x0a", nested(b"\x32", nested(b"\x12", nested(b"\x42", UNKNOWN)))),
-            "rows[0].start.sampling.logit_bias[0]",
+            nested(b"\x6a", nested(b"\x12", nested(b"\x12", nested(b"\x42", UNKNOWN)))),
+            "details[0].start.sampling.logit_bias[0]",
             id="four deep",
         ),
     ],
@@ -174,10 +180,10 @@ async def test_a_streaming_method_refuses_unreadable_messages_before_its_service
 async def test_an_unknown_field_among_many_messages_is_refused_after_a_bounded_search(
     channel: grpc.aio.Channel,
 ) -> None:
-    crowd = b"\x0a\x00" * (MOST_BYTES // 2 - 8)
-    error = await refusal(channel, f"{TARGET}/Step", crowd + nested(b"\x0a", UNKNOWN))
+    crowd = b"\x6a\x00" * (MOST_BYTES // 2 - 8)
+    error = await refusal(channel, f"{TARGET}/Step", crowd + nested(b"\x6a", UNKNOWN))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert (error.details() or "").startswith("message: ")  # not `rows[32760]`: the search ended before
+    assert (error.details() or "").startswith("message: ")  # not `details[32760]`: the search ended before
 
 
 async def test_a_message_over_the_bound_is_refused_and_the_next_one_works(
