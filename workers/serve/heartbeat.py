@@ -28,7 +28,7 @@ _OWNER_SECONDS = 0.5
 
 
 async def end_with(owner: int) -> None:
-    """End this process, without a word, soon after the process `owner` of the same machine has ended."""
+    """End this process at once, without clean-up, after the process `owner` of the same machine has ended."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(owner)
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110 - no event

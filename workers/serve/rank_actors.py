@@ -58,13 +58,13 @@ class FirstRank:
         return os.getpid()
 
     async def prepare(self, *, is_early: bool = False) -> None:
-        """Load the libraries that `start` needs. Early, those of packed weights, before other processes have a turn."""
+        """Load the libraries that `start` needs; `is_early`: those for packed weights, ahead of other processes."""
         if is_early:
             compute_without_interruption()
         await asyncio.to_thread(_load_libraries, is_packed=is_early)
 
     async def claim(self, owner: int) -> bool:
-        """End when the process `owner` of this node ends. Returns `False` if another process has claimed this rank."""
+        """Let this rank end with the process `owner` of this node. Returns `False` if another one has claimed it."""
         is_free = self._owner is None
         self._owner = self._owner or asyncio.create_task(end_with(owner), name="owner")
         return is_free

@@ -65,7 +65,7 @@ class StepAllocation:
             self._prompt_tokens = max(0, most - sum(self.pending(view) for view in prefilling))
 
     def prefill(self, view: SequenceView, pending: int) -> None:
-        """Do the same as `send`, within the bound on prompt tokens."""
+        """Raise the sequence's committed tokens as `send` does, within the bound on prompt tokens."""
         before = self.pending(view)
         self.send(view, min(pending, before + self._prompt_tokens))
         self._prompt_tokens -= self.pending(view) - before

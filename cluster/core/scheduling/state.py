@@ -37,7 +37,7 @@ class SequenceView:
     turn: int = 0
     """When it is the turn of its client, see `FairQueue`: smaller goes first, and of equal turns the older one."""
     priority: int = 0
-    """That of its request: smaller goes first, whatever the turn."""
+    """The priority of the request: smaller goes first, whatever the turn."""
 
     @property
     def missing(self) -> int:

@@ -1,4 +1,4 @@
-"""Which drafting methods are selected where a preset, a file, `--set` or the arguments of Serve say so."""
+"""Which of `draft.method` and `draft.methods` selects the drafts: the one in the later layer of settings."""
 
 from __future__ import annotations
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from cluster.core.errors import InvalidRequest
 from cluster.wire.codec.step import decode_step_batch, decode_step_result
 from pilotfish.v1 import common_pb2, target_pb2
+from tests.support.refusals import assert_refused
 
 
 def step(**changes: Any) -> target_pb2.TargetServiceStepRequest:
-    """A step of one row; `row` brings its details."""
+    """A step of one row, with changed columns."""
     columns: dict[str, Any] = {"sequence_ids": ["s"], "base_lens": [5], "pending_lens": [2], "pending": [1, 2]}
     return target_pb2.TargetServiceStepRequest(**(columns | {"decides": [True]} | changes))
 
@@ -199,11 +199,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("message", "field", "bound"), REFUSED, ids=[f"{row[1]} {i}" for i, row in enumerate(REFUSED)])
 def test_an_out_of_bounds_message_is_refused_by_field_value_and_bound(message: Any, field: str, bound: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        DECODERS[type(message)](message)
-    assert refused.value.field == field
-    assert refused.value.bound == bound
-    assert str(refused.value).startswith(f"{field}: ")
+    assert_refused(DECODERS[type(message)], message, field, bound)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Candidates of greedy rows in one look at their logits, which the general way copies and sorts."""
+"""Candidates of greedy rows from one pass over their logits, which the general way copies and sorts."""
 
 from __future__ import annotations
 

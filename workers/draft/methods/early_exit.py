@@ -40,7 +40,7 @@ _Layers = Annotated[tuple[Annotated[int, Field(ge=0, le=4095)], ...], Field(max_
 
 
 class EarlyExitSettings(ModuleSection):
-    """Which part of the target drafts: `path`, or `layers` and the skipped parts; else its first third."""
+    """The part of the target that drafts: a module, or chosen layers; unset, the first third of its layers."""
 
     layers: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Number of the target's first layers that draft; unset: all where parts are skipped, else a third of them."""
