@@ -28,7 +28,8 @@ from workers.draft.registry import register
 
 
 class RecyclingSettings(ModuleSection):
-    """Settings of drafts from a table of successors. Without a `path` the table begins empty."""
+    """Settings of drafts from a table of successors. Without a `path`, or with a table for a vocabulary of another size
+    than the target's, the table begins empty."""
 
     successors: Annotated[int, Field(ge=1, le=32)] = 8
     """Successors stored for each token, and most that are drafted after one."""
@@ -139,11 +140,11 @@ def _best_first(
     needs=lambda settings: EvidenceNeeds(top=settings.successors, decisions=True),
     placements=("target", "drafter"),
 )
-def create_recycling(settings: RecyclingSettings, draft: DraftSection, target: TargetSection) -> RecyclingDrafter:  # noqa: ARG001
+def create_recycling(settings: RecyclingSettings, draft: DraftSection, target: TargetSection) -> RecyclingDrafter:
     """Create the method `recycling`. Raises `ModelLoadError` if `path` holds no table."""
     initial = None
     if settings.path:
-        from workers.model.drafting.stored_table import read_successors
+        from workers.model.drafting.stored_table import read_successors_for
 
-        initial = read_successors(Path(settings.path))
+        initial = read_successors_for(Path(target.path), Path(settings.path))
     return RecyclingDrafter(settings, draft, initial)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import AutoConfig
 
 from cluster.core.errors import ModelLoadError
 from workers.model.draft_card import CARD, WEIGHTS, read_card
 from workers.model.draft_shapes import TableShape
-from workers.model.target_ends import read_tensors
+from workers.model.target_ends import decoder_vocabulary_size, read_tensors
+
+logger = logging.getLogger(__name__)
 
 _NAME = "successors"
 
@@ -32,3 +36,26 @@ def read_successors(directory: Path) -> NDArray[np.int32]:
     if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
         raise ModelLoadError(f"{where}: {_NAME} must not name a successor of a token twice")
     return table.numpy().copy()
+
+
+def read_successors_for(target: Path, directory: Path) -> NDArray[np.int32] | None:
+    """As `read_successors`; `None`, with a warning, if the target's vocabulary has another size than the table's.
+
+    A table helps at the start alone, so that drafts do without one. A target may be another model than the one that the
+    packaged table with its name was made for. Nothing is compared where the target's directory is not on this machine.
+    """
+    if not (target / "config.json").is_file():
+        return read_successors(directory)
+    found = decoder_vocabulary_size(AutoConfig.from_pretrained(target, trust_remote_code=False).get_text_config())
+    wanted = read_card(directory).target_vocabulary_size
+    if found == wanted:
+        return read_successors(directory)
+    logger.warning(
+        "recycling begins with an empty table: target_vocabulary_size is %d in %s and %d in the config.json of the "
+        "target %s",
+        wanted,
+        directory / CARD,
+        found,
+        target,
+    )
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from cluster.core.tree import TokenTree
 from tests.support.models import drafting_modules, tiny
 from workers.draft.methods.recycling import RecyclingDrafter
 from workers.draft.registry import create, needs_of
+from workers.model.draft_card import read_card
 from workers.model.draft_shapes import TableShape
 from workers.model.drafting.files import save_drafter
 from workers.model.drafting.stored_table import read_successors
@@ -26,8 +28,9 @@ BUDGET = DraftBudget(8, 4)
 GREEDY = SamplingParameters(temperature=0.0)
 
 
-def drafter(**settings: object) -> RecyclingDrafter:
-    configuration = load_configuration({"draft": {"method": "recycling", "recycling": settings}})
+def drafter(target: Path | None = None, **settings: object) -> RecyclingDrafter:
+    values: dict[str, object] = {"draft": {"method": "recycling", "recycling": settings}}
+    configuration = load_configuration(values | ({"target": {"path": str(target)}} if target else {}))
     method = create(configuration.draft, configuration.target)
     assert isinstance(method, RecyclingDrafter)
     return method
@@ -54,6 +57,15 @@ def taught() -> RecyclingDrafter:
     evidence = Evidence(2, verified, (20, 30), top=((20, 21, 22), (30, 31)))
     tree(method, DraftRow(SequenceId("a"), 4, (20, 30), BUDGET, evidence=(evidence,)))
     return method
+
+
+def stored_table(target: Path, directory: Path) -> tuple[SuccessorTable, Path]:
+    """A table for a target, in which 20 and 21 follow 10, and the directory that it was written to."""
+    module = SuccessorTable(TableShape(2), tiny.VOCABULARY)
+    module.successors[10] = torch.tensor([20, 21])
+    directory.mkdir()
+    save_drafter(directory, drafting_modules.card_for(target, "table", (), shape=TableShape(2)), module, None)
+    return module, directory
 
 
 def test_the_most_probable_tokens_of_earlier_steps_form_the_tree() -> None:
@@ -93,12 +105,8 @@ def test_a_successor_that_the_target_never_takes_loses_its_place() -> None:
 
 def test_a_module_fills_the_table_before_the_first_request(tmp_path: Path) -> None:
     target = tiny.save(tmp_path / "target", tiny.llama())
-    module = SuccessorTable(TableShape(2), tiny.VOCABULARY)
-    module.successors[10] = torch.tensor([20, 21])
-    directory = tmp_path / "table"
-    directory.mkdir()
-    card = drafting_modules.card_for(target, "table", (), shape=TableShape(2))
-    save_drafter(directory, card, module, None)
+    module, directory = stored_table(target, tmp_path / "table")
+    card = read_card(directory)
     method = drafter(path=str(directory))
     for salt in ("", "other"):
         assert tree(method, first([7, 10], salt or "a", salt)).candidates() == ((20,), (21,))
@@ -113,6 +121,22 @@ def test_a_module_fills_the_table_before_the_first_request(tmp_path: Path) -> No
     drafting_modules.save(target, tmp_path / "heads", "heads", (2,))
     with pytest.raises(ModelLoadError, match=r"kind is 'heads' .* needed table"):
         read_successors(tmp_path / "heads")
+
+
+def test_a_table_for_a_vocabulary_of_another_size_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A directory may have a packaged target's name, and so its table, and hold another model."""
+    target, larger = (tiny.save(tmp_path / name, tiny.llama()) for name in ("target", "larger"))
+    config = json.loads((larger / "config.json").read_text())
+    (larger / "config.json").write_text(json.dumps(config | {"vocab_size": tiny.VOCABULARY + 1}))
+    _, directory = stored_table(target, tmp_path / "table")
+    assert tree(drafter(target, path=str(directory)), first([7, 10])).candidates() == ((20,), (21,))
+    assert not caplog.messages
+
+    method = drafter(larger, path=str(directory))
+
+    assert len(tree(method, first([7, 10]))) == 0
+    (message,) = caplog.messages
+    assert f"target_vocabulary_size is {tiny.VOCABULARY} in " in message and f"{tiny.VOCABULARY + 1} in " in message
 
 
 def test_the_target_must_show_its_most_probable_tokens() -> None:
