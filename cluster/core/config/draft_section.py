@@ -52,9 +52,10 @@ class DraftSection(PluginHost):
     """Several drafting methods, whose candidates share one draft tree; unset: `method` alone."""
     placement: Literal["auto", "target", "drafter"] = "auto"
     """`target`: drafts on the target's rank 0 after each step; `drafter`: in own processes; `auto`: by method."""
-    max_nodes: Annotated[int, Field(ge=0, le=256)] = 8
-    """Most drafted tokens in one draft tree."""
-    max_depth: Annotated[int, Field(ge=0, le=64)] = 8
+    max_nodes: Annotated[int, Field(ge=0, le=256)] = 7
+    """Most drafted tokens in one draft tree. With the last committed token, the default is 8 rows: the kernels for CPUs
+    with AVX-512 compute them while they read the weights once."""
+    max_depth: Annotated[int, Field(ge=0, le=64)] = 7
     """Most drafted tokens on one path of a draft tree."""
     controller: Choice[Literal["off", "auto"]] = "auto"
     """`auto` sizes each tree by its expected gain, down to no tree at all; `off` always requests the largest tree."""

@@ -177,7 +177,8 @@ def test_a_draft_with_another_vocabulary_is_refused_with_both_sizes(directory: P
 def test_the_method_is_created_from_its_configuration(directory: Path, reference: ReferenceModel) -> None:
     section = drafted_by(directory, kv={"pool_bytes": 1 << 20}, candidates=1)
     method = create(section, TargetSection(path=str(directory)))
-    assert method.propose([first_row(PROMPT)])[0].tree == TokenTree.chain(reference.continued(PROMPT, 8, GREEDY, 8))
+    likeliest = reference.continued(PROMPT, section.max_nodes, GREEDY, len(PROMPT))
+    assert method.propose([first_row(PROMPT)])[0].tree == TokenTree.chain(likeliest)
 
 
 @pytest.mark.cuda

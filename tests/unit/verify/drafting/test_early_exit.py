@@ -156,7 +156,8 @@ def test_nothing_is_drafted_after_a_token_that_ends_the_answer(open_engine: Open
 
 def test_without_free_blocks_there_is_no_draft_and_no_fault(open_engine: Open) -> None:
     prompt = tuple(range(10, 22))
-    engine = open_engine(blocks=8, layers=LAYERS, candidates=1, stop_below=0.0)
+    drafting = {"max_nodes": 8, "max_depth": 8}
+    engine = open_engine(blocks=8, drafting=drafting, layers=LAYERS, candidates=1, stop_below=0.0)
     rows = [
         replace(first_row(name, prompt[::order]), next_budget=DraftBudget(8, 8))
         for name, order in (("a", 1), ("b", -1))
