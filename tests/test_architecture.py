@@ -155,6 +155,14 @@ def test_every_path_that_the_architecture_page_names_exists() -> None:
     assert [path for path in paths if not list(ROOT.glob(path.rstrip("/")))] == []
 
 
+def test_every_file_in_the_table_of_folders_exists() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z_/]+/)` \| (.*) \|$", page.partition("## Files that no line above names")[2], re.M)
+    named = [ROOT / folder / name for folder, files in rows for name in re.findall(r"`([\w/]+(?:\.\w+|/))`", files)]
+    assert len(named) > 100
+    assert [str(path) for path in named if not path.exists()] == []
+
+
 def test_the_top_level_is_the_given_one() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if tracked.returncode != 0:
