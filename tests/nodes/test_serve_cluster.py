@@ -30,6 +30,8 @@ pytestmark = pytest.mark.ray
 
 TIMEOUT_SECONDS = 120.0
 """Seconds. Longer than any test takes, so that a hang becomes a failure."""
+DRAFTER = "ray::ServeReplica:pilotfish:Draft"
+"""What the processes of drafters are called."""
 PROMPT = tuple(range(40, 60))
 GREEDY = RequestCase(PROMPT, max_tokens=200)
 SAMPLED = RequestCase(PROMPT, max_tokens=200, temperature=1.0, seed=20)
@@ -157,8 +159,7 @@ async def test_two_drafters_share_the_requests_and_one_serves_all_when_the_other
         "draft__model__kv__pool_bytes": 4 << 20,
     }
     cluster = deploy(configure(model, **pool, **section))
-    title = "ray::ServeReplica:pilotfish:Draft"
-    _, second = cluster.descendants(title)
+    _, second = cluster.descendants(DRAFTER)
 
     async with asyncio.timeout(TIMEOUT_SECONDS):
         both = await answer_all(cluster.server, SEVERAL, concurrency=5)
@@ -172,6 +173,32 @@ async def test_two_drafters_share_the_requests_and_one_serves_all_when_the_other
     assert sum(answer.accepted > 0 for pair in one for answer in pair) > len(SEVERAL)
 
 
+async def check_the_kill_button(cluster: ServeProcess, expected: Expected) -> None:
+    """The page's button kills the drafter during an answer, which stays the same; Serve starts another drafter."""
+    (killed,) = cluster.descendants(DRAFTER)
+    async with httpx.AsyncClient(base_url=cluster.server.http_url) as client:
+        assert (await client.get("/page/settings.json")).json()["can_kill_drafter"]
+        asking = asyncio.create_task(tokens_grpc(cluster.server, SAMPLED))
+        await asyncio.sleep(0.1)
+        answer = await client.post("/demo/kill-drafter", json={})
+        assert not asking.done(), "the answer was complete before the kill"
+    assert (answer.status_code, answer.json()) == (200, {"killed": 1})
+    assert await asking == expected[SAMPLED]
+    await asyncio.to_thread(killed.wait, TIMEOUT_SECONDS)
+    while not any(one.accepted > 0 for one in (await answer_all(cluster.server, [GREEDY], concurrency=1))[0]):
+        await asyncio.sleep(0.1)  # until another drafter serves
+    (again,) = cluster.descendants(DRAFTER)
+    assert again.pid != killed.pid
+
+
+async def test_the_page_kills_the_drafter_during_an_answer(model: Path, expected: Expected) -> None:
+    drafting = {"draft__method": "ngram", "draft__placement": "drafter", "draft__controller": "off"}
+    with ServeProcess(load_settings().cache_directory) as cluster:
+        cluster.start(configure(model, server__demo="on", **drafting))
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            await check_the_kill_button(cluster, expected)
+
+
 def test_a_port_in_use_is_reported_before_anything_starts(model: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -181,7 +208,7 @@ def test_a_port_in_use_is_reported_before_anything_starts(model: Path, tmp_path:
 
 async def check_drafts_on_the_target(cluster: ServeProcess, expected: Expected) -> None:
     """There is no drafter; drafts are accepted. The same answer comes although a rank is killed, from standby ranks."""
-    assert not cluster.descendants("ray::ServeReplica:pilotfish:Draft")
+    assert not cluster.descendants(DRAFTER)
     (pair,) = await answer_all(cluster.server, [GREEDY], concurrency=1)
     assert [answer.tokens for answer in pair] == [expected[GREEDY]] * 2
     assert all(answer.accepted > 0 for answer in pair)
