@@ -158,51 +158,24 @@ class CountMiddleware:
             self._count.running -= counts
 
 
-async def kept_alive(events: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
-    """Yield the events, and a comment whenever none came for `seconds`, so that proxies keep the connection open.
-
-    No empty line follows a comment: after an event with an id, the client of `openai` would take it for an empty event.
-    """
-    arrived: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=1)
-    is_closing = False
-
-    async def read() -> None:
-        try:
-            async for event in events:
-                await arrived.put(event)
-        finally:
-            if not is_closing:
-                await arrived.put(None)
-
-    # One task reads all events, because a task for each takes more time than the event.
-    reading = asyncio.create_task(read(), name="events")
-    try:
-        while True:
-            try:
-                async with asyncio.timeout(seconds):
-                    event = await arrived.get()
-            except TimeoutError:
-                yield b": keep-alive\n"
-                continue
-            if event is None:
-                await reading  # raises the error that has ended the events
-                return
-            yield event
-    finally:
-        is_closing = True
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-        await events.aclose()
-
-
 class EventStream(StreamingResponse):
-    """Server-sent events. The generator is closed however the response ends."""
+    """Server-sent events, and a comment whenever none came for a while, so that proxies keep the connection open.
+
+    The generator is closed however the response ends. No empty line follows a comment: after an event with an id, the
+    client of `openai` would take it for an empty event.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None, *, silent_seconds: float
+    ) -> None:
+        """`silent_seconds` is the longest time for which nothing is sent, in seconds."""
         super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         self._events = events
+        self._silent_seconds = silent_seconds
+        self._is_sending = False
+        self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events, or stop when the client disconnects."""
@@ -210,3 +183,32 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._events.aclose()
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the whole response. Raises the error that has ended the events."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        # One task reads and sends all events, because a task for each takes more time than the event.
+        sending = asyncio.create_task(self._send_events(send), name="events")
+        loop = asyncio.get_running_loop()
+        self._sent_at = loop.time()
+        try:
+            while not sending.done():
+                left = self._sent_at + self._silent_seconds - loop.time()
+                if left > 0 or self._is_sending:
+                    await asyncio.wait({sending}, timeout=left if left > 0 else self._silent_seconds)
+                    continue
+                await send({"type": "http.response.body", "body": b": keep-alive\n", "more_body": True})
+                self._sent_at = loop.time()
+            sending.result()
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_events(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        async for event in self._events:
+            self._is_sending = True
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            self._is_sending = False
+            self._sent_at = loop.time()

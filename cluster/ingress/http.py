@@ -26,7 +26,6 @@ from cluster.ingress.asgi import (
     EventStream,
     RequestCount,
     RequestIdMiddleware,
-    kept_alive,
     timeout_of,
     while_connected,
 )
@@ -223,7 +222,7 @@ async def _generate(
         await asyncio.gather(arrival, return_exceptions=True)
         await events.aclose()
         raise
-    return EventStream(kept_alive(parts, _SILENT_SECONDS), translated.headers)
+    return EventStream(parts, translated.headers, silent_seconds=_SILENT_SECONDS)
 
 
 async def _settled(arrival: asyncio.Future[_Arrived], seconds: float | None) -> None:

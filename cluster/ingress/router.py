@@ -182,12 +182,13 @@ async def _attempt(
 
 async def _next(stream: RunningStream, responses: Responses) -> generation_pb2.GenerateResponse:
     """Return the next response. Raises `NotReady` if the coordinator fell silent and left the cluster or is stalled."""
+    stream.wait()
     try:
-        async with asyncio.timeout(None) as stream.waiting:
-            response = await anext(responses)
-    except TimeoutError:
+        return await anext(responses)
+    except asyncio.CancelledError:
+        if not stream.is_given_up():
+            raise
         reason = "is stalled" if stream.has_moved else "left the cluster"
         raise NotReady(f"coordinator {stream.coordinator.id} {reason}") from None
     finally:
         stream.waiting = None
-    return response

@@ -25,12 +25,13 @@ class _AnswerProgress:
     steps: int = 0
 
     def add(self, delta: generation_pb2.GenerationDelta) -> None:
+        tokens = delta.token_ids
         if self.has_all:
-            self.tokens.extend(delta.token_ids)
-        self.count += len(delta.token_ids)
+            self.tokens.extend(tokens)
+        self.count += len(tokens)
         self.drafted += delta.drafted_tokens
         self.accepted += delta.accepted_draft_tokens
-        self.steps += bool(delta.token_ids)
+        self.steps += bool(tokens)
 
     def message(self, index: int) -> generation_pb2.ResumedAnswer:
         return generation_pb2.ResumedAnswer(
@@ -69,6 +70,8 @@ class StreamProgress:
         self._started: generation_pb2.GenerateResponse | None = None
         self._is_repeated = False
         self._resumptions = 0
+        self.is_held_back = request.HasField("beam_search") or request.best_of > max(1, request.n)
+        """Whether the answers are sent only when all are complete. Such a request cannot be resumed in between."""
 
     @property
     def request_id(self) -> str:
@@ -94,11 +97,6 @@ class StreamProgress:
     def is_complete(self) -> bool:
         """Whether all answers have ended."""
         return self._finished >= max(1, self._request.n)
-
-    @property
-    def is_held_back(self) -> bool:
-        """Whether the answers are sent only when all are complete. Such a request cannot be resumed in between."""
-        return self._request.HasField("beam_search") or self._request.best_of > max(1, self._request.n)
 
     @property
     def _finished(self) -> int:
@@ -159,4 +157,7 @@ class StreamProgress:
         return ends
 
     def _answer(self, index: int) -> _AnswerProgress:
-        return self._answers.setdefault(index, _AnswerProgress())
+        answer = self._answers.get(index)
+        if answer is None:
+            answer = self._answers[index] = _AnswerProgress()
+        return answer

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
-from cluster.ingress.asgi import EventStream, kept_alive, timeout_of, while_connected
+from cluster.ingress.asgi import EventStream, timeout_of, while_connected
 from cluster.ingress.client import ServiceClient
 from cluster.ingress.observability.http_middleware import generate, note_error
 from cluster.ingress.openai.errors import ErrorResponse, error_response
@@ -81,7 +81,7 @@ async def respond(
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(kept_alive(_sent(request, first, events, adapter), SILENT_SECONDS), headers)
+    return EventStream(_sent(request, first, events, adapter), headers, silent_seconds=SILENT_SECONDS)
 
 
 async def _events(responses: Responses, adapter: ChatAdapter) -> AsyncGenerator[list[Event], None]:

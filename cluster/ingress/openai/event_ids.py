@@ -49,11 +49,19 @@ class EventId:
     """The state of each choice, see `restore`."""
     stage: Stage = Stage.CHOICES
 
-    def after(self, choices: Sequence[Choice], stage: Stage) -> str:
-        """Return the id of an event, which the client sends back to get what follows it."""
-        states = ",".join(map(_state, choices))
-        coordinator = self.coordinator if is_request_id(self.coordinator) else ""
-        return f"{self.request_id}/{self.seed:x}/{self.created:x}/{self.body}/{coordinator}/{states}/{stage}"
+
+class EventIds:
+    """The ids of the events of one response. The client sends one of them back to get what follows its event."""
+
+    def __init__(self, last: EventId, choices: Sequence[Choice]) -> None:
+        """`last` says what was sent before, and `choices` what is sent at any time."""
+        coordinator = last.coordinator if is_request_id(last.coordinator) else ""
+        self._beginning = f"{last.request_id}/{last.seed:x}/{last.created:x}/{last.body}/{coordinator}/"
+        self._choices = choices
+
+    def next(self, stage: Stage) -> str:
+        """Return the id of an event that is sent now."""
+        return f"{self._beginning}{','.join(map(_state, self._choices))}/{stage}"
 
 
 def parse_event_id(text: str) -> EventId:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+
+from pydantic_core import to_json
 
 from cluster.core.errors import WorkerUnavailable
 from cluster.ingress.openai.coalesce import Events, coalesce
 from cluster.ingress.openai.draft_metrics import draft_metrics, note_acceptance
 from cluster.ingress.openai.errors import ErrorResponse
-from cluster.ingress.openai.event_ids import EventId, Stage
+from cluster.ingress.openai.event_ids import EventId, EventIds, Stage
 from cluster.ingress.openai.formats import Choice, reported_prompt
 from cluster.ingress.openai.parsing.parts import Json
 from cluster.ingress.openai.prompt_report import note_prompt
@@ -75,7 +76,7 @@ async def chunks(
 
     `last` says what was sent before. An error becomes an event too, because the status line is already sent.
     """
-    stage = last.stage
+    stage, ids = last.stage, EventIds(last, choices)
 
     def note(index: int, delta: generation_pb2.GenerationDelta) -> None:
         note_acceptance(choices[index], delta)
@@ -88,18 +89,18 @@ async def chunks(
                 note(index, event.delta)
             chunk = _chunk(metadata, choices[index], event, options)
             if chunk is not None:
-                yield _server_sent(chunk, last.after(choices, stage))
+                yield _server_sent(chunk, ids.next(stage))
         if options.usage and stage is Stage.CHOICES:
             stage = Stage.USAGE
             summary = metadata.wrap([], chunk=True, usage=usage(choices), **draft_metrics(choices))
-            yield _server_sent(summary, last.after(choices, stage))
+            yield _server_sent(summary, ids.next(stage))
     except Exception as error:
-        yield _with_id(on_error(error).body(), last.after(choices, stage))
+        yield _with_id(on_error(error).body(), ids.next(stage))
     else:
         stage = Stage.DONE
     finally:
         await events.aclose()
-    yield _with_id(b"[DONE]", last.after(choices, stage))
+    yield _with_id(b"[DONE]", ids.next(stage))
 
 
 async def late(
@@ -158,7 +159,7 @@ def _ended(finished: generation_pb2.GenerationFinished, options: ResponseOptions
 
 
 def _server_sent(payload: Json, event_id: str) -> bytes:
-    return _with_id(json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode(), event_id)
+    return _with_id(to_json(payload), event_id)
 
 
 def _with_id(data: bytes, event_id: str) -> bytes:

@@ -10,10 +10,11 @@ from typing import Any
 import httpx
 import pytest
 from openai._streaming import SSEDecoder
+from starlette.types import Message
 
 from cluster.core.errors import Overloaded
 from cluster.ingress import http
-from cluster.ingress.asgi import kept_alive
+from cluster.ingress.asgi import EventStream
 from cluster.ingress.grpc import GenerationServicer
 from cluster.ingress.http import create_app
 from cluster.ingress.service import GenerationService
@@ -128,10 +129,9 @@ async def test_no_comment_is_sent_while_events_come(api: HttpApi) -> None:
         finally:
             closed.append(True)
 
-    stream = kept_alive(events(), 0.01)
-    assert [await anext(stream) for _ in range(3)] == [b"a", b": keep-alive\n", b": keep-alive\n"]
-    await stream.aclose()
-    assert closed
+    sent = await _sent_until(events(), 3)
+    assert sent == [b"a", b": keep-alive\n", b": keep-alive\n"]
+    assert closed  # also when the client leaves
 
 
 async def test_a_comment_between_events_is_no_event_for_the_client_of_openai() -> None:
@@ -140,6 +140,43 @@ async def test_a_comment_between_events_is_no_event_for_the_client_of_openai() -
         await asyncio.sleep(0.05)
         yield b'id: a-2\ndata: {"x": 2}\n\n'
 
-    sent = [part async for part in kept_alive(events(), 0.01)]
+    sent = await _sent_until(events(), None)
     assert b": keep-alive\n" in sent
     assert [event.data for event in SSEDecoder().iter_bytes(iter(sent))] == ['{"x": 1}', '{"x": 2}']
+
+
+async def test_no_comment_is_sent_while_the_client_does_not_take_an_event() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"a"
+
+    assert await _sent_until(events(), None, slow=0.05) == [b"a", b""]
+
+
+async def test_an_error_of_the_events_ends_the_response() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"a"
+        raise RuntimeError("lost")
+
+    with pytest.raises(RuntimeError, match="lost"):
+        await _sent_until(events(), None)
+
+
+async def _sent_until(events: AsyncGenerator[bytes, None], count: int | None, slow: float = 0.0) -> list[bytes]:
+    """The parts of a body that is sent to a client that leaves after `count` of them, and takes `slow` s for each."""
+    parts: list[bytes] = []
+    left = asyncio.Event()
+
+    async def receive() -> Message:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body" and len(parts) != count:
+            await asyncio.sleep(slow)
+            parts.append(message["body"])
+        if len(parts) == count:
+            left.set()
+
+    stream = EventStream(events, silent_seconds=0.01)
+    await stream({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
+    return parts
