@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from workers.draft.hidden.context_store import ContextStore
 from workers.draft.hidden.context_window import ContextShape
 from workers.draft.hidden.settings import ContextModuleSettings, module_taps
 from workers.draft.hidden_states import TapReader
-from workers.draft.parallel.paths import PathCalibration, RankedPaths, draft_paths
+from workers.draft.parallel.path_trees import PathHistory, PathTrees, decision_contexts
 from workers.draft.parallel.product import make_product
 from workers.draft.parallel.ranking import PathRanker
 from workers.draft.parallel.shortlist import Shortlist
@@ -30,54 +29,22 @@ from workers.forward.native.largest import load_largest
 from workers.model.devices import choose_device
 from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.files import load_drafter
-from workers.sampling.context import Branch, DecisionContext
 
 _COUPLED = "coupled"
-_NOT_DRAFTED = -1
-"""Placeholder for the tokens between the committed ones and a depth, which are not known. Penalties ignore it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Drafted:
-    """The candidates after `base_len` tokens, and the last proposal from them."""
-
-    base_len: int
-    start: SequenceStart
-    ranked: RankedPaths
-    budget: DraftBudget
-    proposal: Proposal
 
 
 class BlockSession(ContextSession):
     """A sequence with its last draft."""
 
-    __slots__ = ("drafted", "is_streak")
+    __slots__ = ("history",)
 
     def __init__(self, start: SequenceStart, shape: ContextShape, store: ContextStore, device: torch.device) -> None:
         super().__init__(start, shape, store, device)
-        self.drafted: _Drafted | None = None
-        self.is_streak = True
-        """Whether the last committed token was a first candidate."""
+        self.history = PathHistory()
 
     def forget_draft(self) -> None:
         """See `ContextSession`."""
-        self.drafted = None
-
-    def observe(self, calibration: PathCalibration) -> None:
-        """Learn from the tokens that were committed since the last draft, once."""
-        drafted = self.drafted
-        if drafted is not None and len(self.tokens) > drafted.base_len:
-            self.drafted = None
-            taken = self.tokens[drafted.base_len :]
-            self.is_streak = calibration.observe(drafted.ranked, taken, self.is_greedy, self.is_streak)
-
-    def contexts(self, depths: int) -> list[DecisionContext]:
-        """The contexts of the decisions at the next `depths` positions."""
-        start = self.start
-        return [
-            DecisionContext(start.sampling, Branch(self.tokens, (_NOT_DRAFTED,) * depth), start.prompt_len)
-            for depth in range(depths)
-        ]
+        self.history.last = None
 
 
 class BlockTreeDrafter:
@@ -101,10 +68,9 @@ class BlockTreeDrafter:
         self._block = block
         self._ranker = ranker
         self._siblings = siblings
-        self._draft = draft
         shape = block.context_shape
         self._reader = ContextReader(taps, block.context)
-        self._calibration = PathCalibration(block.depths)
+        self._trees = PathTrees(draft, block.depths)
         self._sessions = Sessions(
             lambda start: BlockSession(start, shape, store, block.device),
             vocabulary_size=block.vocabulary_size,
@@ -126,10 +92,11 @@ class BlockTreeDrafter:
         self._reader.store()
         wanted: list[tuple[DraftRow, DraftBudget, BlockSession]] = []
         for row, session in served:
-            session.observe(self._calibration)
-            budget, last = self._within(row.budget), session.drafted
-            if last is not None and last.budget == budget and last.start == session.start:
-                proposals[row.sequence_id] = last.proposal
+            self._trees.observe(session, session.history)
+            budget = self._trees.within(row.budget)
+            repeated = self._trees.repeated(session, session.history, budget)
+            if repeated is not None:
+                proposals[row.sequence_id] = repeated
             elif budget.max_depth and session.window.is_known(session.anchor - 1, session.anchor):
                 wanted.append((row, budget, session))
         if wanted:
@@ -149,11 +116,6 @@ class BlockTreeDrafter:
             return RowFault(RowFaultCode.INVALID, f"evidence: {error}")
         return None
 
-    def _within(self, budget: DraftBudget) -> DraftBudget:
-        max_nodes = max(0, min(budget.max_nodes, self._draft.max_nodes))
-        depth = min(budget.max_depth, self._draft.max_depth, self._block.depths, max_nodes)
-        return DraftBudget(max_nodes, max(0, depth))
-
     def _draft_blocks(
         self, wanted: Sequence[tuple[DraftRow, DraftBudget, BlockSession]], proposals: dict[SequenceId, Proposal]
     ) -> None:
@@ -165,20 +127,9 @@ class BlockTreeDrafter:
             [session.window for session in sessions],
         )
         depths = max(budget.max_depth for _, budget, _ in wanted)
-        contexts = [context for session in sessions for context in session.contexts(depths)]
-        ranked = self._ranker.rank(hidden[:, :depths], contexts, self._siblings)
+        ranked = self._ranker.rank(hidden[:, :depths], decision_contexts(sessions, depths), self._siblings)
         for (row, budget, session), paths in zip(wanted, ranked, strict=True):
-            tree, probabilities = draft_paths(
-                paths,
-                budget,
-                self._calibration,
-                is_greedy=session.is_greedy,
-                is_streak=session.is_streak,
-                ends=session.start.sampling.end_token_ids,
-            )
-            proposal = Proposal(row.sequence_id, row.base_len, tree, probabilities=probabilities)
-            session.drafted = _Drafted(row.base_len, session.start, paths, budget, proposal)
-            proposals[row.sequence_id] = proposal
+            proposals[row.sequence_id] = self._trees.propose(row, budget, session, session.history, paths)
 
 
 def load_block_drafter(
