@@ -13,8 +13,11 @@ _GROWTH = 1024
 """Rows that a table grows by at least."""
 _MOST_TOKENS = 1 << 20
 """Tokens from this number on have no row."""
-_FIRST_RATE, _RATE_RATIO = 0.45, 0.4
-"""Assumed probability that the first successor comes next, and the ratio of each rank's to the one before."""
+_FIRST_RATES = (0.35, 0.35, 0.5, 0.7)
+"""Assumed probability that the first successor comes next, by the length of the known context; the last one holds for
+longer ones."""
+_SECOND_SHARE, _RATE_RATIO = 0.35, 0.4
+"""Assumed share of the second successor in what the first leaves, and the ratio of each rank to the one before."""
 _RATE_STEP = 0.01
 """Weight of the newest observation in a rank's rate."""
 
@@ -23,29 +26,34 @@ Rows = NDArray[np.int32]
 
 
 class Successors:
-    """The table of one salt: at most `count` successors of each token."""
+    """The table of one salt: at most `count` successors of each token.
 
-    def __init__(self, count: int, initial: Rows | None = None) -> None:
-        """`initial` [tokens, count] is copied."""
+    Rows that are given stay as they are: they are means over many texts, which predict better than the last text.
+    """
+
+    def __init__(self, count: int, given: Rows | None = None) -> None:
+        """`given` [tokens, count] is not copied; a row of -1 alone is learned."""
         self._count = count
-        self._rows: Rows = np.full((0, count), _UNKNOWN, dtype=np.int32) if initial is None else initial.copy()
+        self._rows: Rows = np.full((0, count), _UNKNOWN, dtype=np.int32)
+        self._given = self._rows if given is None else given
 
     def after(self, token: int) -> list[int]:
         """The successors of a token, the most probable first."""
-        if token >= len(self._rows):
+        rows = self._given if self._is_given(token) else self._rows
+        if token >= len(rows):
             return []
-        row: list[int] = self._rows[token].tolist()
+        row: list[int] = rows[token].tolist()
         return row if row[-1] != _UNKNOWN else [one for one in row if one != _UNKNOWN]
 
     def add(self, token: int, successor: int) -> None:
-        """Add one successor before all others, unless it is known."""
+        """Add one successor before all others, unless it is known or the token's row is given."""
         known = self.after(token)
         if successor not in known:
             self.replace(token, [successor, *known])
 
     def replace(self, token: int, successors: Sequence[int]) -> None:
-        """Replace the successors of a token. Those beyond the table's width are left out."""
-        if token >= _MOST_TOKENS:
+        """Replace the successors of a token whose row is not given. Those beyond the table's width are left out."""
+        if token >= _MOST_TOKENS or self._is_given(token):
             return
         if token >= len(self._rows):
             missing = max(token + 1 - len(self._rows), len(self._rows), _GROWTH)
@@ -55,6 +63,9 @@ class Successors:
         self._rows[token, : len(kept)] = kept
         self._rows[token, len(kept) :] = _UNKNOWN
 
+    def _is_given(self, token: int) -> bool:
+        return token < len(self._given) and bool(self._given[token, 0] != _UNKNOWN)
+
 
 class SuccessorTables:
     """A table for each salt; beyond `most`, the least recently used one is evicted.
@@ -62,14 +73,14 @@ class SuccessorTables:
     Requests with different salts share nothing, so that no tenant gets drafts from another tenant's text.
     """
 
-    def __init__(self, count: int, most: int, initial: Rows | None = None) -> None:
-        """`initial` [tokens, k] is what every table begins with."""
-        if initial is not None:
-            width = count - initial.shape[1]
-            initial = np.pad(initial[:, :count], ((0, 0), (0, max(0, width))), constant_values=_UNKNOWN)
+    def __init__(self, count: int, most: int, given: Rows | None = None) -> None:
+        """`given` [tokens, k] are rows that all tables have."""
+        if given is not None:
+            width = count - given.shape[1]
+            given = np.pad(given[:, :count], ((0, 0), (0, max(0, width))), constant_values=_UNKNOWN)
         self._count = count
         self._most = most
-        self._initial = initial
+        self._given = given
         self._tables: OrderedDict[str, Successors] = OrderedDict()
 
     @property
@@ -83,7 +94,7 @@ class SuccessorTables:
         if table is None:
             while len(self._tables) >= self._most:
                 self._tables.popitem(last=False)
-            table = self._tables[salt] = Successors(self._count, self._initial)
+            table = self._tables[salt] = Successors(self._count, self._given)
         self._tables.move_to_end(salt)
         return table
 
@@ -91,8 +102,11 @@ class SuccessorTables:
 class RankRates:
     """The rate at which the successor of each rank comes next."""
 
-    def __init__(self, count: int) -> None:
-        self._rates = [_FIRST_RATE * _RATE_RATIO**rank for rank in range(count)]
+    def __init__(self, count: int, context: int = 0) -> None:
+        """`context` is the length of the contexts that the successors follow; 0 is a table's single token."""
+        first = _FIRST_RATES[min(context, len(_FIRST_RATES) - 1)]
+        second = (1.0 - first) * _SECOND_SHARE
+        self._rates = [first, *(second * _RATE_RATIO**rank for rank in range(count - 1))]
 
     def __getitem__(self, rank: int) -> float:
         return self._rates[rank]

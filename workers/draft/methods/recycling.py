@@ -1,8 +1,9 @@
-"""Token Recycling (Luo et al. 2024): drafts what the target last ranked highest after each token.
+"""Token Recycling (Luo et al. 2024): drafts what the target last ranked highest after the same tokens.
 
-Every step of the target ranks many tokens and commits few. A table keeps the most probable successors of each token,
-and the draft is the tree of its most probable paths. A module of the kind `table` fills
-the table before the first request. Only requests with the same `cache_salt` share what is learned while serving.
+Every step of the target ranks many tokens and commits few. A request keeps the most probable successors of every
+context of one to `context` tokens in its text, and the draft is the tree of the most probable paths. Where the request
+does not know enough successors, a table has those of single tokens: from a module of the kind `table`, and of its other
+tokens what the target ranked highest in requests with the same `cache_salt`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget, Evidence, EvidenceNeeds
 from cluster.core.request import SequenceStart
 from cluster.core.tree import ROOT, TokenTree
+from workers.draft.lookup.contexts import Context, ContextSuccessors
 from workers.draft.lookup.continuation_tree import LEAST_PATH_PROBABILITY, ContinuationTree
 from workers.draft.lookup.reliability import Reliability
 from workers.draft.lookup.sequence_drafter import DraftedSession, EstimatingDrafter
 from workers.draft.lookup.successor_tables import RankRates, Rows, Successors, SuccessorTables
 from workers.draft.registry import register
+
+Rates = dict[bool, list[RankRates]]
+"""Greedy or not: the rates by the length of the known context."""
 
 
 class RecyclingSettings(ModuleSection):
@@ -32,19 +37,25 @@ class RecyclingSettings(ModuleSection):
     than the target's, the table begins empty."""
 
     successors: Annotated[int, Field(ge=1, le=32)] = 8
-    """Successors stored for each token, and most that are drafted after one."""
+    """Successors stored for each token and context, and most that are drafted after one."""
+    context: Annotated[int, Field(ge=1, le=8)] = 3
+    """Most tokens of a context whose successors a request keeps. A token of a text takes about 200 bytes for each
+    length."""
     salts: Annotated[int, Field(ge=1, le=4096)] = 64
     """Most tables: one for each `cache_salt`, of 4 bytes x `successors` x vocabulary. The least recently used one is
     evicted."""
 
 
 class RecyclingSession(DraftedSession):
-    """Committed tokens and the table of their salt."""
+    """Committed tokens, the successors of their contexts, and the table of their salt."""
 
-    __slots__ = ("_rates", "_tables")
+    __slots__ = ("_contexts", "_rates", "_tables")
 
-    def __init__(self, start: SequenceStart, tables: SuccessorTables, rates: dict[bool, RankRates]) -> None:
+    def __init__(
+        self, start: SequenceStart, contexts: ContextSuccessors, tables: SuccessorTables, rates: Rates
+    ) -> None:
         super().__init__(start)
+        self._contexts = contexts
         self._tables = tables
         self._rates = rates
 
@@ -54,44 +65,63 @@ class RecyclingSession(DraftedSession):
         return self._tables.of(self.start.cache_salt)
 
     @property
-    def rates(self) -> RankRates:
-        """How often the successor of each rank comes next."""
-        return self._rates[self.is_greedy]
+    def end(self) -> Context:
+        """The context of the next token."""
+        return self._contexts.before(self.tokens, len(self.tokens))
+
+    def longer(self, context: Context, token: int) -> Context:
+        """The context after one more token."""
+        return (*context, token)[-self._contexts.longest :]
+
+    def after(self, context: Context, table: Successors) -> tuple[RankRates, list[int]]:
+        """The successors of a context, the most probable first, and how often that of each rank comes next."""
+        length, found = self._contexts.after(context, table.after(context[-1]))
+        return self._rates[self.is_greedy][length], found
 
     def append(self, tokens: Sequence[int]) -> None:
-        """See `DraftedSession`. Each token is a successor of the one before. Tokens of the answer update the rates."""
+        """See `DraftedSession`. Each token is a successor of those before. Tokens of the answer update the rates."""
         first = len(self.tokens)
         super().append(tokens)
-        table, rates = self.table, self.rates
+        contexts, table = self._contexts, self.table
         for position in range(max(1, first), len(self.tokens)):
-            before, token = self.tokens[position - 1], self.tokens[position]
+            context, token = contexts.before(self.tokens, position), self.tokens[position]
             if position >= self.start.prompt_len:
-                rates.observe(table.after(before), token)
-            table.add(before, token)
+                rates, found = self.after(context, table)
+                rates.observe(found, token)
+            contexts.add(context, token)
+            table.add(context[-1], token)
 
     def learn(self, evidence: Sequence[Evidence]) -> None:
         """See `DraftedSession`. Stores the target's most probable tokens after accepted tokens, and its
         decisions after the other ones."""
-        table = self.table
+        contexts, table = self._contexts, self.table
         for one in evidence:
-            if one.decisions:
-                for token, decision in zip(one.tree.tokens, one.decisions[1:], strict=False):
+            if one.decisions and one.base_len <= len(self.tokens):
+                below: list[Context] = []
+                root = contexts.before(self.tokens, one.base_len)
+                for token, parent, decision in zip(one.tree.tokens, one.tree.parents, one.decisions[1:], strict=False):
+                    context = self.longer(root if parent == ROOT else below[parent], token)
+                    below.append(context)
                     if decision >= 0:
+                        contexts.add(context, decision)
                         table.add(token, decision)
-            for position, best in enumerate(one.top, one.base_len - 1):
-                if 0 <= position < len(self.tokens) - 1:
-                    taken = self.tokens[position + 1]
-                    table.replace(self.tokens[position], best if taken in best else (taken, *best))
+            for position, best in enumerate(one.top, one.base_len):
+                if 0 < position < len(self.tokens):
+                    taken = self.tokens[position]
+                    row = best if taken in best else (taken, *best)
+                    contexts.replace(contexts.before(self.tokens, position), row)
+                    table.replace(self.tokens[position - 1], row)
 
 
 class RecyclingDrafter(EstimatingDrafter[RecyclingSession]):
-    """Drafts the most probable paths in the table of each row's salt. It is a `DraftMethod`."""
+    """Drafts the most probable paths after each row's text. It is a `DraftMethod`."""
 
-    def __init__(self, settings: RecyclingSettings, draft: DraftSection, initial: Rows | None = None) -> None:
-        """`initial`: see `SuccessorTables`."""
-        tables = SuccessorTables(settings.successors, settings.salts, initial)
-        rates = {is_greedy: RankRates(settings.successors) for is_greedy in (True, False)}
-        super().__init__(lambda start: RecyclingSession(start, tables, rates), draft)
+    def __init__(self, settings: RecyclingSettings, draft: DraftSection, given: Rows | None = None) -> None:
+        """`given`: see `SuccessorTables`."""
+        count, longest = settings.successors, settings.context
+        tables = SuccessorTables(count, settings.salts, given)
+        rates = {is_greedy: [RankRates(count, length) for length in range(longest + 1)] for is_greedy in (True, False)}
+        super().__init__(lambda start: RecyclingSession(start, ContextSuccessors(longest, count), tables, rates), draft)
 
     def _draft(self, session: RecyclingSession, budget: DraftBudget, reliability: Reliability) -> ContinuationTree:
         return _best_first(session, budget.max_nodes, budget.max_depth, reliability)
@@ -101,36 +131,36 @@ def _best_first(
     session: RecyclingSession, max_nodes: int, max_depth: int, reliability: Reliability
 ) -> ContinuationTree:
     """The tree of the most probable nodes. Nothing follows a token that ends the answer."""
-    table, rates, ends = session.table, session.rates, session.start.sampling.end_token_ids
+    table, ends = session.table, session.start.sampling.end_token_ids
     tokens: list[int] = []
     parents: list[int] = []
     probabilities: list[float] = []
     conditionals: list[float] = []
     serial = 0
-    # Minus the path probability, a serial number that breaks ties, the uncorrected estimate, token, parent and depth.
-    heap: list[tuple[float, int, float, int, int, int]] = []
+    # Minus the path probability, a serial number that breaks ties, the uncorrected estimate, token, parent, depth and
+    # the context before the token.
+    heap: list[tuple[float, int, float, int, int, int, Context]] = []
 
-    def push_children(token: int, node: int, depth: int, path: float) -> None:
+    def push_children(context: Context, node: int, depth: int, path: float) -> None:
         nonlocal serial
-        found = [
-            (one, rates[rank], reliability.probability(rates[rank])) for rank, one in enumerate(table.after(token))
-        ]
+        rates, successors = session.after(context, table)
+        found = [(one, rates[rank], reliability.probability(rates[rank])) for rank, one in enumerate(successors)]
         scale = max(1.0, sum(corrected for _, _, corrected in found))
         for successor, estimate, corrected in found:
             probability = path * corrected / scale
             if probability >= LEAST_PATH_PROBABILITY:
                 serial += 1
-                heapq.heappush(heap, (-probability, serial, estimate, successor, node, depth))
+                heapq.heappush(heap, (-probability, serial, estimate, successor, node, depth, context))
 
-    push_children(session.tokens[-1], ROOT, 1, 1.0)
+    push_children(session.end, ROOT, 1, 1.0)
     while heap and len(tokens) < max_nodes:
-        path, _, conditional, token, parent, depth = heapq.heappop(heap)
+        path, _, conditional, token, parent, depth, context = heapq.heappop(heap)
         tokens.append(token)
         parents.append(parent)
         probabilities.append(-path)
         conditionals.append(conditional)
         if depth < max_depth and token not in ends:
-            push_children(token, len(tokens) - 1, depth + 1, -path)
+            push_children(session.longer(context, token), len(tokens) - 1, depth + 1, -path)
     return ContinuationTree(TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities), tuple(conditionals))
 
 
@@ -142,9 +172,9 @@ def _best_first(
 )
 def create_recycling(settings: RecyclingSettings, draft: DraftSection, target: TargetSection) -> RecyclingDrafter:
     """Create the method `recycling`. Raises `ModelLoadError` if `path` holds no table."""
-    initial = None
+    given = None
     if settings.path:
         from workers.model.drafting.stored_table import read_successors_for
 
-        initial = read_successors_for(Path(target.path), Path(settings.path))
-    return RecyclingDrafter(settings, draft, initial)
+        given = read_successors_for(Path(target.path), Path(settings.path))
+    return RecyclingDrafter(settings, draft, given)

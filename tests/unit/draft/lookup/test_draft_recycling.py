@@ -13,7 +13,7 @@ from cluster.core.drafting import DraftBudget, DraftRow, Evidence
 from cluster.core.errors import ModelLoadError
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
-from cluster.core.tree import TokenTree
+from cluster.core.tree import ROOT, TokenTree
 from tests.support.models import drafting_modules, tiny
 from workers.draft.methods.recycling import RecyclingDrafter
 from workers.draft.registry import create, needs_of
@@ -49,6 +49,11 @@ def tree(method: RecyclingDrafter, row: DraftRow) -> TokenTree:
     return found.tree
 
 
+def next_tokens(found: TokenTree) -> list[int]:
+    """The tokens drafted directly after the text, the most probable first."""
+    return [token for token, parent in zip(found.tokens, found.parents, strict=True) if parent == ROOT]
+
+
 def taught() -> RecyclingDrafter:
     """A drafter whose target ranked 20, 21 and 22 highest after 10, and 30 and 31 after 20."""
     method = drafter(successors=3)
@@ -82,6 +87,34 @@ def test_without_ranked_tokens_the_decisions_are_the_successors() -> None:
     tree(method, DraftRow(SequenceId("a"), 3, (21,), BUDGET, evidence=(Evidence(2, verified, (21, 50, 51)),)))
     assert tree(method, first([7, 10], "b")).candidates() == ((21,),)
     assert tree(method, first([7, 40], "c")).candidates() == ((51,),)
+
+
+def test_a_longer_context_precedes_a_shorter_one_within_its_request() -> None:
+    """After 10 came 20 last; after 5 and 10 came 30. Another request knows the single token only."""
+    method = drafter()
+    text = [5, 10, 30, 6, 10, 20, 5, 10]
+    assert next_tokens(tree(method, first(text)))[:2] == [30, 20]
+    assert tree(method, first([5, 10], "b")).path_tokens(0) == (20,)
+    assert tree(drafter(context=1), first(text)).path_tokens(0) == (20,)
+
+
+def test_the_target_ranks_successors_of_whole_contexts() -> None:
+    method = drafter(successors=3)
+    tree(method, first([5, 10]))
+    evidence = Evidence(2, TokenTree((20,), (-1,)), (20, 6), top=((20, 21, 22), (6, 7)))
+    tree(method, DraftRow(SequenceId("a"), 4, (20, 6), BUDGET, evidence=(evidence,)))
+    tree(method, DraftRow(SequenceId("a"), 6, (10, 40), BUDGET, evidence=(Evidence(4, top=((10,), (40, 41))),)))
+    found = tree(method, DraftRow(SequenceId("a"), 8, (5, 10), BUDGET, evidence=(Evidence(6, top=((5,), (10,))),)))
+    assert next_tokens(found)[:3] == [20, 21, 22], "5 and 10 came before; 40 and 41 follow 10 alone"
+
+
+def test_the_decision_after_a_rejected_node_follows_the_path_to_it() -> None:
+    method = drafter()
+    tree(method, first([5, 10]))
+    verified = TokenTree((20, 40), (-1, 0))
+    tree(method, DraftRow(SequenceId("a"), 3, (21,), BUDGET, evidence=(Evidence(2, verified, (21, 50, 51)),)))
+    found = tree(method, DraftRow(SequenceId("a"), 7, (8, 10, 20, 40), BUDGET))
+    assert found.path_tokens(0) == (51,)
 
 
 def test_requests_with_different_salts_share_nothing() -> None:

@@ -33,14 +33,16 @@ def test_any_token_of_a_vocabulary_has_a_row_and_absurd_ones_have_none() -> None
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_every_table_begins_with_the_given_rows_and_does_not_change_them(width: int) -> None:
-    initial = np.array([[3, 4], [5, -1]], dtype=np.int32)
-    tables = SuccessorTables(width, 4, initial)
-    tables.of("one").add(1, 9)
-    assert tables.of("one").after(1) == [9, 5][:width]
-    assert tables.of("other").after(1) == [5]
-    assert tables.of("other").after(0) == [3, 4][:width]
-    assert initial.tolist() == [[3, 4], [5, -1]]
+def test_every_table_has_the_given_rows_and_learns_those_of_other_tokens(width: int) -> None:
+    given = np.array([[3, 4], [-1, -1]], dtype=np.int32)
+    tables = SuccessorTables(width, 4, given)
+    one, other = tables.of("one"), tables.of("other")
+    for token in (0, 1, 2):
+        one.add(token, 9)
+        one.replace(token, [9, 8])
+    assert [one.after(token) for token in (0, 1, 2)] == [[3, 4][:width], [9, 8][:width], [9, 8][:width]]
+    assert [other.after(token) for token in (0, 1, 2)] == [[3, 4][:width], [], []]
+    assert given.tolist() == [[3, 4], [-1, -1]]
 
 
 def test_the_least_recently_used_salt_is_evicted() -> None:
@@ -57,6 +59,7 @@ def test_the_least_recently_used_salt_is_evicted() -> None:
 def test_rates_approach_the_observed_ones() -> None:
     rates = RankRates(2)
     assert rates[0] > rates[1] > 0
+    assert RankRates(2, 3)[0] == RankRates(2, 8)[0] > RankRates(2, 2)[0] > rates[0]
     for _ in range(1000):
         rates.observe([4, 5], 5)
     assert rates[0] < 0.01
