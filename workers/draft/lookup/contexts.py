@@ -30,8 +30,10 @@ class ContextSuccessors:
         """Add one successor of the context and its ends before all others, where it is not known."""
         rows = self._rows
         while context:
-            known = rows.get(context, ())
-            if successor not in known:
+            known = rows.get(context)
+            if known is None:
+                rows[context] = (successor,)
+            elif successor not in known:
                 rows[context] = (successor, *known)[: self._count]
             context = context[1:]
 

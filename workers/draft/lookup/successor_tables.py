@@ -47,6 +47,8 @@ class Successors:
 
     def add(self, token: int, successor: int) -> None:
         """Add one successor before all others, unless it is known or the token's row is given."""
+        if self._is_given(token):
+            return
         known = self.after(token)
         if successor not in known:
             self.replace(token, [successor, *known])
