@@ -163,6 +163,23 @@ def test_every_file_in_the_table_of_folders_exists() -> None:
     assert [str(path) for path in named if not path.exists()] == []
 
 
+def test_every_link_between_the_pages_leads_to_a_file_and_a_heading() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "deploy" / "docs").glob("*.md"), ROOT / "helm" / "pilotfish" / "README.md"]
+    links = 0
+    for page in pages:
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")):
+            file = page.parent / target if target else page
+            links += 1
+            assert file.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in _anchors(file), f"{page.name}: {target}#{anchor}"
+    assert links > 150
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
 def test_the_top_level_is_the_given_one() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if tracked.returncode != 0:
