@@ -1,17 +1,20 @@
-"""The packaged drafts, and which of them a drafting method loads if its path is not set."""
+"""The packaged drafts: which of them a drafting method loads if its path is not set, and what drafts by default."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.core.config.draft_section import DEFAULT_METHOD
+from cluster.core.config.draft_section import DEFAULT_METHOD, NO_DRAFTS
 from cluster.core.config.target_section import TargetSection
 from workers.draft.registry import METHODS
 from workers.model.draft_card import LAYERS, is_distilled, read_card
+from workers.model.packaged.catalogue import PACKAGED_MODELS
 
-_KINDS = {"model": LAYERS, "blockwise": "heads", "recycling": "table", "early_exit": "exit"}
+_MODEL = "model"
+_KINDS = {_MODEL: LAYERS, "blockwise": "heads", "recycling": "table", "early_exit": "exit"}
 """The kind of draft that a method loads, where it is not the method's name."""
 
 
@@ -33,27 +36,56 @@ def packaged_draft(method: str, target: str) -> str | None:
     return None
 
 
+def translator_method(values: Mapping[str, Any]) -> str | None:
+    """The drafting method for a translator for which nobody chose one; `None` for other targets.
+
+    It is `model` if the target has a packaged draft, else `none`: the words of a translation do not repeat those of its
+    source, so lookups find nothing. `values` are all settings, nested and unchecked.
+    """
+    target = _target(values)
+    if not isinstance(target, str) or _given(values, f"draft.{_MODEL}.path") is not None or not _is_translator(target):
+        return None
+    return NO_DRAFTS if packaged_draft(_MODEL, target) is None else _MODEL
+
+
+def _is_translator(target: str) -> bool:
+    """Whether a target is a MarianMT model. Other encoder-decoder models may copy from their source."""
+    known = PACKAGED_MODELS.get(target)
+    if known is not None:
+        return known.is_marian
+    try:
+        config = json.loads((Path(target).expanduser() / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return False  # loading the model reports it
+    return isinstance(config, dict) and config.get("model_type") == "marian"
+
+
 def implied_paths(values: Mapping[str, Any]) -> dict[str, str]:
     """The paths of packaged drafts for the selected drafting methods whose path is not set, as dotted overrides.
 
     `values` are all settings, nested and unchecked.
     """
-
-    def given(key: str) -> Any:
-        found: Any = values
-        for part in key.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        return found
-
-    target = given("target.path") or TargetSection.model_fields["path"].default
-    selected = given("draft.methods") or [given("draft.method") or DEFAULT_METHOD]
+    target = _target(values)
+    selected = _given(values, "draft.methods") or [_given(values, "draft.method") or DEFAULT_METHOD]
     paths: dict[str, str] = {}
     for method in selected if isinstance(selected, list | tuple) else ():
         if not isinstance(method, str) or not isinstance(target, str) or method not in dict(METHODS.items()):
             continue
         key = f"draft.{method}.path"
-        if "path" in METHODS.get(method).settings.model_fields and given(key) is None:
+        if "path" in METHODS.get(method).settings.model_fields and _given(values, key) is None:
             name = packaged_draft(method, target)
             if name is not None:
                 paths[key] = name
     return paths
+
+
+def _target(values: Mapping[str, Any]) -> Any:
+    return _given(values, "target.path") or TargetSection.model_fields["path"].default
+
+
+def _given(values: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted key; `None` if it is not set."""
+    found: Any = values
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found

@@ -24,13 +24,14 @@ from typing import Any
 
 import yaml
 
+from cluster.core.config.draft_section import SELECTORS
 from cluster.core.config.load import merge
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
 from cluster.ingress.access.api_keys import ApiKey, parse_keys
 from cluster.wire.peer_access import ClusterToken, PeerAccess
 from deploy.network.cluster_token import draw_token, find_token
-from deploy.packaged_drafts import implied_paths
+from deploy.packaged_drafts import implied_paths, translator_method
 from workers.serve.configuration import load_configuration
 
 DEFAULT_PRESET = "cpu"
@@ -114,7 +115,13 @@ def set_ray_environment() -> None:
 
 def _settle(config: str | None, layers: Iterable[Mapping[str, Any]], environment: Mapping[str, str]) -> Settings:
     """The settings of a preset or file, with each layer of dotted overrides on top of what is before it."""
-    values = reduce(merge, layers, read_values(config or environment.get("PILOTFISH_CONFIG") or DEFAULT_PRESET))
+    name = config or environment.get("PILOTFISH_CONFIG") or DEFAULT_PRESET
+    below, layers = read_values(name), list(layers)
+    values = reduce(merge, layers, below)
+    chosen = reduce(merge, layers, {} if name in presets() else below).get("draft")  # a preset's methods are a default
+    if not (isinstance(chosen, Mapping) and any(chosen.get(key.removeprefix("draft.")) for key in SELECTORS)):
+        method = translator_method(values)
+        values = values if method is None else merge(values, {"draft.method": method})
     configuration = load_configuration(values, implied_paths(values))
     return Settings(
         configuration=configuration,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,48 @@ def test_another_target_begins_without_drafts_and_learns_them() -> None:
     evidence = Evidence(2, TokenTree((), ()), (300,), top=((300, 301),))
     method.propose([DraftRow(SequenceId("a"), 3, (300,), BUDGET, evidence=(evidence,))])
     assert drafted(method, "b", (29, 253)) >= {300, 301}
+
+
+def test_a_translator_is_drafted_for_by_its_packaged_draft_on_the_target() -> None:
+    configuration = load_settings("cpu", ["target.path=opus-mt-fr-en"], {}).configuration
+    assert (configuration.draft.name, configuration.draft.max_nodes) == ("model", 7)
+    assert configuration.draft.weights is not None and configuration.draft.weights.path == "opus-mt-fr-en-draft"
+
+
+def test_a_translator_without_a_packaged_draft_has_no_drafts(tmp_path: Path) -> None:
+    """Its answers do not repeat the words of their source, so lookups would find nothing."""
+    (tmp_path / "config.json").write_text('{"model_type": "marian"}')
+    for target in ("opus-mt-en-fr", str(tmp_path)):
+        assert not load_settings("cpu", [f"target.path={target}"], {}).configuration.draft.is_enabled
+
+
+@pytest.mark.parametrize("config", ['{"model_type": "bart"}', "[]", "no JSON"])
+def test_a_target_that_may_copy_from_its_source_has_lookups(config: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert load_settings("cpu", [f"target.path={tmp_path}"], {}).configuration.draft.name == "suffix+recycling"
+
+
+@pytest.mark.parametrize(
+    ("assignment", "name"),
+    [
+        ("draft.method=ngram", "ngram"),
+        ("draft.methods=[suffix, recycling]", "suffix+recycling"),
+        ("draft.method=none", "none"),
+        ("draft={method: ngram}", "ngram"),
+        ("draft.model.path=/mine", "suffix+recycling"),
+    ],
+)
+def test_what_a_user_chooses_for_a_translator_stays(assignment: str, name: str) -> None:
+    for below in ([], [assignment]):  # a layer of its own, as in benchmarks
+        on_top = ["target.path=opus-mt-fr-en", *([] if below else [assignment])]
+        assert load_settings("cpu", on_top, {}, below=below).configuration.draft.name == name
+
+
+def test_a_file_that_chooses_drafts_for_a_translator_is_followed(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    for drafts, name in (("draft: {methods: [suffix, ngram]}", "suffix+ngram"), ("draft: {max_nodes: 4}", "model")):
+        file.write_text(f"target: {{path: opus-mt-fr-en, device: cpu}}\n{drafts}\n")
+        assert load_settings(str(file), [], {}).configuration.draft.name == name
 
 
 @pytest.mark.parametrize("assignments", [[], OTHER_TARGET], ids=["packaged target", "another target"])
