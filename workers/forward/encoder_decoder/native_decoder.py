@@ -29,7 +29,7 @@ from workers.forward.layout import RowShape
 from workers.forward.loaded_model import PassOutput
 from workers.forward.native.attention import KINDS, MOST_DIM, StepHeader, address, build_native_step
 from workers.forward.native.build import load_library
-from workers.forward.native.screen import MOST_LEADERS, MOST_SCREENED, HeadScreen
+from workers.forward.native.screen import MOST_LEADERS, HeadScreen
 from workers.forward.native.structures import SourcedDecoder, SourcedLayer, SourcedPass
 from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.forward.replace_linear import decoder_layers
@@ -73,7 +73,7 @@ class NativeSourcedDecoder:
         )
         self._screen: HeadScreen | None = None
         if dtype is torch.float32 and quantization != "int8" and self._vocabulary >= _LEAST_SCREENED:
-            self._screen = HeadScreen(model.lm_head.weight, _head_bias(model), packer.columns)
+            self._screen = HeadScreen(model.lm_head.weight, _head_bias(model), library)
             self._decoder.screen = self._screen.address
         decoder.layers = nn.ModuleList()
         model.lm_head = nn.Identity()
@@ -122,8 +122,9 @@ class NativeSourcedDecoder:
             *(partial.layers or len(self._layers), address(skip) if skip else None),
             *(address(tapped), len(taps), None if hidden is None else hidden.data_ptr(), None),
         )
-        if self._screen is not None and 0 < leaders <= MOST_LEADERS and len(indices) <= MOST_SCREENED:
-            leading, _buffers = self._screen.leading(leaders, len(indices))
+        screen = self._screen
+        if screen is not None and 0 < leaders <= MOST_LEADERS and len(indices) <= screen.most_rows:
+            leading, _buffers = screen.leading(leaders, len(indices))
             work.leading = ctypes.pointer(leading)
         headers = (ctypes.byref(step.header), ctypes.byref(sources.header))
         self._decode(ctypes.byref(self._decoder), *headers, ctypes.byref(work))

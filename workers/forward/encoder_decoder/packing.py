@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workers.forward.native.packed_linear import PackedMatrix, block_columns, stored_as
+from workers.forward.native.packed_linear import PackedMatrix, block_columns, is_on_tiles, stored_as
 from workers.forward.native.structures import Norm
 from workers.kv.huge_pages import CACHE_LINE, Arena
 
@@ -40,16 +40,17 @@ class SourcedPacker:
 
     def __init__(self, library: ctypes.CDLL, parts: Sequence[nn.Module], dtype: torch.dtype, quantization: str) -> None:
         """`parts` hold all linear layers that will be packed, and some that may not be."""
-        self.columns = block_columns(library)
-        """Outputs per block of a packed matrix."""
+        self._library, self._columns = library, block_columns(library)
         self._stored = torch.int8 if quantization == "int8" else dtype
-        self._arena = Arena(_packed_bytes(parts, self._stored, self.columns))
+        self._arena = Arena(_packed_bytes(parts, self._stored, self._columns))
         self._kept: list[PackedMatrix | torch.Tensor] = []
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         """The C structure of a packed matrix `[out, in]` with a bias `[out]`."""
         own_bias = None if bias is None else bias.detach().float()
-        packed = PackedMatrix(*stored_as(weight, self._stored), own_bias, self.columns, self._arena)
+        on_tiles = is_on_tiles(self._library, self._stored, weight.shape[1])
+        stored = stored_as(weight, self._stored)
+        packed = PackedMatrix(*stored, own_bias, self._columns, self._arena, on_tiles=on_tiles)
         self._kept.append(packed)
         return packed.matrix
 

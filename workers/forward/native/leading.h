@@ -6,10 +6,11 @@
 #include "products.h"
 
 #define MOST_LEADERS 8 /* most leaders per row */
+#define PARTS 16       /* parts of a row of logits that are searched for leaders by themselves */
 
 /* A smaller form of a head, and how far its logits may be from the head's. */
 typedef struct {
-    Matrix matrix;      /* the head in INT8 */
+    Matrix matrix;      /* the head in INT8 or INT8_TILES */
     const float *error; /* [blocks * COLUMNS]: |logit - the screen's| <= error * (1 + the norm of the input) */
 } Screen;
 
@@ -17,7 +18,7 @@ typedef struct {
 typedef struct {
     int64_t leaders;
     float *norms;    /* [rows] */
-    float *bounds;   /* [2, rows, blocks] the largest lower and the largest upper bound of a logit in each block */
+    float *lower;    /* [rows, PARTS, MOST_LEADERS] the largest lower bounds of logits in each part, descending */
     int32_t *wanted; /* [blocks] blocks that may have a leader */
     int64_t count;   /* number of them */
 } Leading;

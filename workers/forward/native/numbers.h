@@ -78,6 +78,14 @@ static inline Vector exponentials(Vector x)
 #endif
 }
 
+/* x times its sigmoid: SiLU, or swish. */
+static inline Vector sigmoid_weighted(Vector x)
+{
+    const Words is_negative = (Words)(x < 0.0f), one = (Words)(Vector){0} + 0x3f800000u;
+    const Vector small = exponentials((Vector)((Words)x | 0x80000000u)); /* e^-|x| */
+    return x * (Vector)(((Words)small & is_negative) | (one & ~is_negative)) / (small + 1.0f);
+}
+
 static inline float widen_bfloat16(uint16_t value)
 {
     uint32_t bits = (uint32_t)value << 16;

@@ -46,13 +46,6 @@ void pilotfish_wait_for_all(Barrier *barrier)
 
 /* --- after a product ------------------------------------------------------------------------- */
 
-static inline Vector sigmoid_weighted(Vector x)
-{
-    const Words is_negative = (Words)(x < 0.0f), one = (Words)(Vector){0} + 0x3f800000u;
-    const Vector small = exponentials((Vector)((Words)x | 0x80000000u)); /* e^-|x| */
-    return x * (Vector)(((Words)small & is_negative) | (one & ~is_negative)) / (small + 1.0f);
-}
-
 /* Apply the operations after a product to one row of a block. */
 INLINE void finish(const Matrix *matrix, const Output *output, int64_t block, int64_t row, Vector first, Vector second)
 {

@@ -7,34 +7,43 @@ import ctypes
 import numpy as np
 import torch
 
-from workers.forward.native.packed_linear import PackedMatrix, pad_rows, stored_as
+from workers.forward.native.packed_linear import PackedMatrix, block_columns, is_on_tiles, pad_rows, stored_as
 from workers.forward.native.structures import Leading, Screen
 from workers.kv.huge_pages import CACHE_LINE, Arena
 
 MOST_LEADERS = 8  # as in leading.h
-MOST_SCREENED = 16
+_PARTS = 16  # as in leading.h
+_MOST_SCREENED = 16
 """Most rows that are screened. With more of them, products take longer than reading the head does."""
+_MOST_SCREENED_ON_TILES = 64
+"""The same on tile registers, where more rows hardly take longer."""
+_SPLIT_ERROR = 1.7e-5
+"""Bound on |x - what is multiplied on tiles| ÷ the largest |x| of a row: half a fine step of 1 ÷ (127 * 254), and some
+percent for rounding. See `pilotfish_split_rows` in tiles.c."""
 _CHUNK_ROWS = 8192
 
 
 class HeadScreen:
     """The int8 form of a head `[out, in]` with its bias `[out]`, and bounds of its errors."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, columns: int) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, library: ctypes.CDLL) -> None:
+        columns, on_tiles = block_columns(library), is_on_tiles(library, torch.int8, weight.shape[1])
         stored, scale = stored_as(weight, torch.int8)
         if scale is None:
             raise ValueError("int8 weights have scales")
         size = -(-len(weight) // columns) * columns * weight.shape[1]
-        self._packed = PackedMatrix(stored, scale, bias, columns, Arena(size + CACHE_LINE))
-        self._error = pad_rows(_error_bounds(weight, stored, scale, bias), columns).clone()
+        self._packed = PackedMatrix(stored, scale, bias, columns, Arena(size + CACHE_LINE), on_tiles=on_tiles)
+        self._error = pad_rows(_error_bounds(weight, stored, scale, bias, is_split=on_tiles), columns).clone()
+        self.most_rows = _MOST_SCREENED_ON_TILES if on_tiles else _MOST_SCREENED
+        """Most rows for which the screen saves time."""
         self.structure = Screen(self._packed.matrix, self._error.data_ptr())
         self._blocks = len(self._packed.weight)
 
     def leading(self, leaders: int, rows: int) -> tuple[Leading, object]:
         """The structure that asks for the largest logits of each row, and the buffers that must live as long."""
-        norms, bounds = np.empty(rows, dtype=np.float32), np.empty(2 * rows * self._blocks, dtype=np.float32)
+        norms, lower = np.empty(rows, dtype=np.float32), np.empty(rows * _PARTS * MOST_LEADERS, dtype=np.float32)
         wanted = np.empty(self._blocks, dtype=np.int32)
-        buffers = (norms, bounds, wanted)
+        buffers = (norms, lower, wanted)
         return Leading(leaders, *(buffer.ctypes.data for buffer in buffers), 0), buffers
 
     @property
@@ -44,13 +53,14 @@ class HeadScreen:
 
 
 def _error_bounds(
-    weight: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+    weight: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, is_split: bool
 ) -> torch.Tensor:
     """Bounds on |logit - the screen's| ÷ (1 + |input|), float32 `[out]`.
 
     The quantization adds at most the norm of its error times that of the input (Cauchy-Schwarz). The sums of both
     products, in single precision and in any order, add the number of inputs times the unit roundoff times the norms of
-    both weights; adding the bias and scaling add a few units of the result.
+    both weights; adding the bias and scaling add a few units of the result. Inputs that are split into two rows of
+    integers (`is_split`) add what the split loses of each of them times the sum of the rounded weights.
     """
     unit = 2.0**-24
     found = []
@@ -60,6 +70,8 @@ def _error_bounds(
         rounded = stored[part].double() * scale[part].double()[:, None]
         norms = exact.norm(dim=1) + rounded.norm(dim=1)
         bound = (exact - rounded).norm(dim=1) + 2 * (weight.shape[1] + 8) * unit * norms
+        if is_split:
+            bound += _SPLIT_ERROR * rounded.abs().sum(dim=1)
         if bias is not None:
             bound += 8 * unit * bias[part].detach().double().abs()
         found.append(bound * 1.0001)

@@ -87,7 +87,9 @@ static void normalise(float *x, const Norm *norm, int64_t count, float epsilon, 
 
 static void activate(float *x, int64_t count, int64_t activation)
 {
-    for (int64_t i = 0; i < count; i++) {
+    int64_t i = 0;
+    for (; activation == SWISH && i + LANES <= count; i += LANES) *(Vector *)(x + i) = sigmoid_weighted(*(const Vector *)(x + i));
+    for (; i < count; i++) {
         const float small = exponential(x[i] < 0 ? x[i] : -x[i]); /* e^-|x| */
         if (activation == SWISH) x[i] = x[i] * (x[i] < 0 ? small : 1.0f) / (1.0f + small);
         else if (activation == RELU) x[i] = x[i] < 0 ? 0.0f : x[i];

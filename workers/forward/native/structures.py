@@ -81,7 +81,7 @@ class Leading(ctypes.Structure):
 
     _fields_ = [
         ("leaders", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("norms", "bounds", "wanted")),
+        *((name, ctypes.c_void_p) for name in ("norms", "lower", "wanted")),
         ("count", ctypes.c_int64),
     ]
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +21,10 @@ from tests.support.engines.colocated_decoding import decode_together
 from tests.support.models import tiny
 from workers.draft.registry import create
 from workers.forward.encoder_decoder import native_decoder
+from workers.forward.native import build
+from workers.forward.native.build import load_library
+from workers.forward.native.packed_linear import INT8_TILES, has_int8_tiles, linear_function
+from workers.forward.native.screen import HeadScreen
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
@@ -29,19 +36,20 @@ from workers.verify.build import build_engine
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 VOCABULARY = 5003
+FITTING_TILES = {"d_model": 64, "encoder_attention_heads": 8, "decoder_attention_heads": 8}
 GREEDY = SamplingParameters(temperature=0.0)
 
 
 @pytest.fixture(scope="module", params=["marian", "bart"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = {"marian": tiny.marian, "bart": tiny.bart}[request.param](vocab_size=VOCABULARY)
+    config = {"marian": tiny.marian, "bart": tiny.bart}[request.param](vocab_size=VOCABULARY, **FITTING_TILES)
     return tiny.save(tmp_path_factory.mktemp(request.param), config)
 
 
 def logits(directory: Path, leaders: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
     """The logits of one token of each of some rows."""
     model = load_model(ModelSection(path=str(directory), device="cpu"))
-    pool = KvPool(model.kv_spec, KvSection(block_size=4), blocks=200)
+    pool = KvPool(model.kv_spec, KvSection(block_size=4), blocks=500)
     runner, store = ModelRunner(model, pool), SourceStore(pool)
     found = []
     for row in range(rows):
@@ -52,6 +60,41 @@ def logits(directory: Path, leaders: int, rows: int = 1, seed: int = 0) -> torch
         pool.reserve(table, 3)
         found.append(ForwardRow(table, (5, 8 + row, 11 + seed), select=(2,), source=source))
     return runner.forward(found, leaders=leaders).clone()
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A folder with kernels that emulate tile registers, on any processor."""
+    folder = tmp_path_factory.mktemp("emulated")
+    flags = ["-O2", "-fPIC", "-fopenmp", "-DLANES=16", "-DREGISTERS=32", "-DEMULATE_TILES"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_FLAGS", flags)
+        assert has_int8_tiles(str(folder))
+        yield str(folder)
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kernels", ["native", "emulated"])
+def test_no_logit_is_beyond_the_bounds_of_the_screen(kernels: str, emulated: str) -> None:
+    """Inputs of 128 numbers are multiplied on tile registers, where there are some, as two rows of integers."""
+    library = load_library(emulated if kernels == "emulated" else None)
+    assert library is not None
+    weight, bias = values(1003, 128), values(1003, seed=1)
+    weight[7] *= 1000.0
+    screen = HeadScreen(weight, bias, library)
+    assert kernels == "native" or (screen.structure.matrix.kind, screen.most_rows) == (INT8_TILES, 64)
+    x = torch.cat([values(20, 128, seed=2), values(20, 128, seed=3).exp() ** 3, torch.zeros(1, 128)])
+    x[3, 5] = 1e4  # one large number makes the fine steps of the others coarse
+    found, buffer = torch.empty(len(x), len(weight)), torch.empty(x.shape)
+    addresses = (x.data_ptr(), buffer.data_ptr(), found.data_ptr())
+    linear_function(library)(ctypes.addressof(screen.structure.matrix), None, *addresses, len(x))
+    error = torch.from_numpy(np.ctypeslib.as_array((ctypes.c_float * len(weight)).from_address(screen.structure.error)))
+    wanted = x.double() @ weight.double().T + bias.double()
+    missed = (found.double() - wanted).abs() / (error.double() * (1.0 + x.double().norm(dim=1, keepdim=True)))
+    assert 0.01 < float(missed.max()) <= 1.0
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
@@ -74,7 +117,7 @@ def test_the_head_is_not_computed_as_a_whole(directory: Path) -> None:
 
 def test_many_rows_and_many_leaders_compute_the_whole_head(directory: Path) -> None:
     assert torch.equal(logits(directory, 9), logits(directory, 0))
-    assert torch.equal(logits(directory, 1, rows=17), logits(directory, 0, rows=17))
+    assert torch.equal(logits(directory, 1, rows=65), logits(directory, 0, rows=65))
 
 
 def test_a_small_vocabulary_has_no_screen(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
