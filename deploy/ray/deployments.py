@@ -6,6 +6,7 @@ The processes of the control plane do not import torch.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -40,6 +41,7 @@ from deploy.ray.directory import DirectoryClient
 from deploy.ray.drafter_follower import DrafterFollower
 from deploy.ray.ingress_server import IngressServer
 from deploy.ray.node_models import with_local_drafts, with_local_models
+from deploy.settings import GARBAGE_THRESHOLD
 from workers.draft.registry import create
 from workers.serve.configuration import load_configuration
 from workers.serve.logs import set_logging
@@ -205,6 +207,7 @@ class IngressReplica:
         api_keys: Sequence[ApiKey],
         *_: DeploymentHandle[Any],
     ) -> None:
+        gc.set_threshold(GARBAGE_THRESHOLD)
         configuration = load_configuration(values)
         own_key = None if access.token is None else access.token.api_key()
         self._keys = KeyRing(api_keys, configuration.server.api_key_file, own_key)
