@@ -32,6 +32,8 @@ class StopMatcher:
 
         Without `may_end`, a stop string that this part completes is not a match; it is text like any other.
         """
+        if not self._stops:
+            return Matched(text)
         held = self._held + text
         found = self._first(held, len(self._held)) if may_end else None
         if found is not None:

@@ -35,6 +35,8 @@ class Tokenizer:
     ) -> None:
         self._vocabulary = vocabulary
         self._piece_to_bytes = piece_to_bytes
+        self._bytes: dict[int, bytes] = {}
+        """The bytes of the tokens that were asked for; most answers use the same few thousand."""
         self._strips_first_space = strips_first_space
         self._template = template
         self.eos_token_ids = eos_token_ids
@@ -111,8 +113,14 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that a token adds to a text, also for special tokens; empty for an unused id."""
+        known = self._bytes.get(token)
+        if known is not None:
+            return known
         piece = self._vocabulary.piece(token)
-        return b"" if piece is None else self._piece_to_bytes(piece)
+        if piece is None:
+            return b""
+        found = self._bytes[token] = self._piece_to_bytes(piece)
+        return found
 
     def special_token(self, piece: str) -> int | None:
         """Return the id of a special token, or `None` if the vocabulary has no such special token."""
