@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from cluster.coordinator.clients.draft_source import DraftCalls, DraftSource
 from cluster.coordinator.drafting.probe import BackgroundProbes
+from cluster.coordinator.drafting.rest import Rest
 from cluster.coordinator.drafting.round_observer import RoundDrafts, RoundObserver
 from cluster.coordinator.drafting.target_budgets import TargetBudgets, within
 from cluster.coordinator.metrics import Metrics
@@ -22,7 +23,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.scheduling.state import Plan, PlannedRow, WantedDrafts
 from cluster.core.sequence import DraftRequest
 from cluster.core.verification import StepResult, TargetInfo, VerifyRow
-from cluster.speculation.controller import SpeculationController
+from cluster.speculation.controller import REST_ROUNDS, SpeculationController
 
 FIRST_DRAFT_ON_TARGET = DraftBudget(4, 2)
 """Largest draft tree on the target while nothing is known of its drafts, and for probes."""
@@ -66,6 +67,7 @@ class Proposer:
         )
         self._observer = None if self._controller is None else RoundObserver(self._controller, metrics, self._on_target)
         self._alternates = section.alternate == "on" and not section.is_colocated
+        self._rest = Rest()
         self._next_calls: DraftCalls | None = None
         self._wanted = WantedDrafts({}, None)
         self._deciding: frozenset[SequenceId] = frozenset()
@@ -97,7 +99,12 @@ class Proposer:
         controller = self._controller
         if controller is None:
             return self._wanted
-        unfinished = [live for live in sequences if live.sequence.finish is None]
+        candidates = tuple(sequences)
+        present = [live.id for live in candidates]
+        if self._rest.goes_on(present):
+            return self._wanted
+        self._learn_from_rest()
+        unfinished = [live for live in candidates if live.sequence.finish is None]
         deciding = [live for live in unfinished if live.sequence.missing == 1]
         ids = frozenset([live.id for live in deciding])
         controller.meet(live.id for live in unfinished)
@@ -119,12 +126,15 @@ class Proposer:
             self._on_target.size(budgets)
             budgets = self._on_target.requested
         self._wanted = WantedDrafts(budgets, NO_DRAFT)
+        if not budgets and ids and self._probes is not None and not self._alternates:
+            rounds = min(controller.idle_rounds(len(deciding)), self._probes.idle_rounds)
+            self._rest.begin(present, len(deciding), int(min(rounds, REST_ROUNDS)))
         return self._wanted
 
     def split(self, plan: Plan) -> tuple[Plan, Plan]:
         """Split the rows into those of this round and of the next with alternating halves; prompts are in this one."""
-        drafted = [row for row in plan.rows if _wants_draft(row)]
-        if not self._alternates or len(drafted) < 2:
+        drafted = [row for row in plan.rows if _wants_draft(row)] if self._alternates else []
+        if len(drafted) < 2:
             return plan, Plan()
         ready = {} if self._next_calls is None else self._next_calls.requests
         now = [row.sequence_id for row in drafted if row.sequence_id in ready] or [
@@ -174,7 +184,9 @@ class Proposer:
         Rows of which the drafter will need what the step shows have the budget `EVIDENCE_ONLY`. Empty if drafts come
         from elsewhere.
         """
-        return {} if self._on_target is None else self._on_target.choose(plan)
+        if self._on_target is None:
+            return {}
+        return self._on_target.chosen if self._rest.is_on else self._on_target.choose(plan)
 
     def receive(self, rows: Sequence[VerifyRow], step: StepResult) -> None:
         """Take what a step brought for drafting: the drafts of the target, or evidence for drafters."""
@@ -182,12 +194,25 @@ class Proposer:
 
     def work_during_step(self, later: Plan) -> None:
         """Draft for the next round, prefill drafters and probe while the target computes. Call it before the step."""
-        call_during_step(self._work_during_step, later)
+        if not self._rest.is_on:
+            call_during_step(self._work_during_step, later)
 
     def observe_round(self, rows: Sequence[VerifyRow], drafts: RoundDrafts, seconds: float, step: StepResult) -> None:
         """Learn from a round that took `seconds` seconds. Rounds that read prompts are not compared with others."""
-        if self._observer is not None:
+        if self._rest.is_on:
+            self._rest.add(rows, seconds)
+        elif self._observer is not None:
             self._observer.observe(rows, drafts, seconds, step)
+
+    def _learn_from_rest(self) -> None:
+        rested = self._rest.take()
+        if rested is None or self._controller is None or self._probes is None:
+            return
+        self._controller.pass_rounds(rested.rows, rested.rounds)
+        self._probes.pass_rounds(rested.rounds)
+        if rested.timed:
+            mean = rested.seconds / rested.timed
+            self._controller.observe_plain(rested.rows, mean, rounds=rested.timed)
 
     def _call(self, rows: Iterable[PlannedRow]) -> DraftCalls | None:
         requests = {

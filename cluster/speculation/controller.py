@@ -20,7 +20,7 @@ from cluster.speculation.speedup import SpeedupTracker
 SIZING_ROUNDS = 4
 """Rounds for which tree sizes hold while the same sequences decide."""
 IDLE_SIZING_FACTOR = 4
-"""How many times longer tree sizes hold when all of them are zero."""
+"""How many times longer tree sizes hold while nothing is drafted."""
 PROBED_SIZING_ROUNDS = 2
 """Rounds after a background probe until trees are sized anew. The target has decided on the probe by then."""
 START_SPEEDUP, START_SPEEDUP_ALONE = 1.15, 1.03
@@ -44,6 +44,8 @@ MIN_PATIENCE_SECONDS = 0.01
 """Shortest bound on the wait for proposals, in seconds."""
 EVIDENCE_ROUNDS = 16
 """Rounds before a first draft in which a drafter on the target is shown the steps, so that it knows a context."""
+REST_ROUNDS = 8
+"""Most rounds in which nothing is decided about drafts, while they do not pay."""
 TRIAL_SIZINGS = 2
 """How often a sequence that begins alone gets first drafts although those before it had no gain from drafts."""
 _LEARNED_TREES = 8
@@ -112,8 +114,20 @@ class SpeculationController:
         return self._expects_no_gain or self._is_suspended
 
     def resumes_soon(self, rows: int) -> bool:
-        """Whether a suspension for `rows` rows ends within `EVIDENCE_ROUNDS` rounds."""
-        return self._speedup.resumes_within(rows, EVIDENCE_ROUNDS)
+        """Whether a suspension for `rows` rows ends at most `EVIDENCE_ROUNDS` rounds after a rest that begins now."""
+        return self._speedup.resumes_within(rows, EVIDENCE_ROUNDS + REST_ROUNDS)
+
+    def idle_rounds(self, rows: int) -> int:
+        """For how many rounds of `rows` rows nothing has to be decided, if other sequences do not come; often 0."""
+        if not self.is_idle or not self._propose_latency.has_samples or self._acceptance.is_waiting:
+            return 0
+        paused = self._speedup.pause(rows) if self._is_suspended else self._sizing_rounds_left
+        return max(0, min(paused, self._sizing_rounds_left))
+
+    def pass_rounds(self, rows: int, rounds: int) -> None:
+        """Tell that `rounds` rounds of `rows` rows have passed for which `next_budgets` was not called."""
+        self._sizing_rounds_left -= rounds
+        self._speedup.count_down(rows, rounds)
 
     @property
     def needs_sizing(self) -> bool:
@@ -127,7 +141,7 @@ class SpeculationController:
         """
         self._sizing_rounds_left = SIZING_ROUNDS
         self._budgets = self._size(requests, rows, halves=halves) if requests else {}
-        if self._expects_no_gain:
+        if self._expects_no_gain or self._speedup.pause(rows):
             self._sizing_rounds_left *= IDLE_SIZING_FACTOR
 
     def next_budgets(self, rows: int) -> Mapping[SequenceId, DraftBudget]:
@@ -261,6 +275,11 @@ class SpeculationController:
             self._speedup.observe_drafted(rows, seconds + waited, committed)
         else:
             self._speedup.observe_plain(rows, seconds)
+
+    def observe_plain(self, rows: int, seconds: float, rounds: int) -> None:
+        """Add `rounds` rounds without prompts and drafts, which took `seconds` seconds on average."""
+        self._step_latency = self._step_latency.observed(rows, rows, seconds)
+        self._speedup.observe_plain(rows, seconds, rounds)
 
     def observe_lost(self, rows: int, seconds: float) -> None:
         """Add time that drafting took in a round that is left out, in seconds."""

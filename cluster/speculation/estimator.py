@@ -72,6 +72,11 @@ class AcceptanceEstimator:
             probabilities = _falling_by_rank(proposal.tree, probabilities)
         return EstimatedDraft(request, proposal, conditionals, probabilities)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the target has not decided on some trees to learn from."""
+        return bool(self._undecided)
+
     def expect_verdicts(self, drafts: Iterable[EstimatedDraft]) -> None:
         """Learn from these trees once the target has decided, whether they are verified or not."""
         self._undecided += drafts

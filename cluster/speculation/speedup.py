@@ -99,15 +99,22 @@ class SpeedupTracker:
         if sums.plain_rounds < MIN_PLAIN_ROUNDS:
             return True
         # A drafted token costs more with more rows: speculation that does not pay for few rows does not pay for more.
+        return self.count_down(rows, 1)
+
+    def count_down(self, rows: int, rounds: int) -> bool:
+        """Count pauses down after `rounds` rounds of `rows` rows. Returns whether there was one."""
         paused = [other for bucket, other in self._sums.items() if bucket <= bucket_of(rows) and other.pause]
         for other in paused:
-            other.pause -= 1
+            other.pause = max(0, other.pause - rounds)
         return bool(paused)
+
+    def pause(self, rows: int) -> int:
+        """For how many rounds of `rows` rows speculation stays suspended."""
+        return max((other.pause for bucket, other in self._sums.items() if bucket <= bucket_of(rows)), default=0)
 
     def resumes_within(self, rows: int, rounds: int) -> bool:
         """Whether a suspension for `rows` rows ends within that many rounds."""
-        longest = max((other.pause for bucket, other in self._sums.items() if bucket <= bucket_of(rows)), default=0)
-        return 0 < longest <= rounds
+        return 0 < self.pause(rows) <= rounds
 
     def renew(self, rows: int) -> bool:
         """End a suspension for `rows` rows and forget earlier rounds with drafts, if no time is owed.
@@ -133,12 +140,13 @@ class SpeedupTracker:
         is_known = sums.plain_rounds >= MIN_PLAIN_ROUNDS and sums.rounds >= _CLEAR_ROUNDS
         return is_known and sums.speedup > 1.0
 
-    def observe_plain(self, rows: int, seconds: float) -> None:
-        """Add a round without drafts and without prompts."""
-        sums = self._of(rows)
-        sums.plain_seconds = sums.plain_seconds * _DECAY + seconds
-        sums.plain_rounds = sums.plain_rounds * _DECAY + 1
-        sums.owed = max(0.0, sums.owed - 1)
+    def observe_plain(self, rows: int, seconds: float, rounds: int = 1) -> None:
+        """Add rounds without drafts and without prompts, which took `seconds` seconds on average."""
+        sums, kept = self._of(rows), _DECAY**rounds
+        weight = (1 - kept) / (1 - _DECAY)
+        sums.plain_seconds = sums.plain_seconds * kept + seconds * weight
+        sums.plain_rounds = sums.plain_rounds * kept + weight
+        sums.owed = max(0.0, sums.owed - rounds)
 
     def observe_drafted(self, rows: int, seconds: float, tokens: int) -> None:
         """Add a round with drafts and without prompts.

@@ -97,14 +97,15 @@ class TargetDrafts:
     def receive(self, rows: Iterable[VerifyRow], step: StepResult) -> None:
         """See `DraftSource`."""
         budgets = {row.sequence_id: row.next_budget for row in rows if row.next_budget.max_nodes}
+        if not budgets:
+            return
         arrived: dict[SequenceId, Proposal] = {
             verdict.sequence_id: verdict.proposal
             for verdict in step.verdicts
             if verdict.proposal is not None and verdict.sequence_id in budgets
         }
         self._proposals.update(arrived)
-        if budgets:
-            self._metrics.drafter_worked(step.draft_seconds)
+        self._metrics.drafter_worked(step.draft_seconds)
         probe = self._probe
         if probe is not None and not budgets.keys().isdisjoint(probe.requests):
             self._end_probe(

@@ -13,10 +13,12 @@ from cluster.coordinator.clients.draft_source import DraftCalls, DraftSource
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.core.drafting import DraftBudget
 from cluster.core.sequence import DraftRequest
-from cluster.speculation.controller import EVIDENCE_ROUNDS, SpeculationController
+from cluster.speculation.controller import EVIDENCE_ROUNDS, REST_ROUNDS, SpeculationController
 
 TIME_SHARE = 0.01
 """Largest share of the time that drafters spend on probes; prefills for probes get the same share."""
+LEAST_SECONDS = 0.5e-3
+"""A background call counts at least as long, in seconds: the coordinator also works for it."""
 PROBED_SEQUENCES = 4
 """Sequences in one probe."""
 FIRST_PAUSE_FACTOR = 1 / 16
@@ -31,6 +33,8 @@ OVERDUE_ROUNDS = 64
 """Rounds after which a probe that is due takes any sequence, because all answers are short."""
 _ROUND_RATE = 0.2
 """Share of a round's deviation that goes into the mean time of a round."""
+_SHORTEST_ROUND = 1e-6
+"""Fewest seconds of a round in that mean, where it divides."""
 _LONGEST_ROUND = 1.0
 """Most seconds that one round counts in that mean."""
 
@@ -47,13 +51,17 @@ class _DutyCycle:
         """Whether calls may start, if `now` is the time."""
         return self.calls is None and now >= self._resume_at
 
+    def seconds_left(self, now: float) -> float:
+        """Seconds until calls may start."""
+        return max(0.0, self._resume_at - now)
+
     def take_ended(self, now: float, pause_factor: float) -> DraftCalls | None:
         """The calls under way if they have ended; the pause starts now."""
         ended = self.calls
         if ended is None or not ended.done:
             return None
         self.calls = None
-        self._resume_at = now + pause_factor * ended.seconds / TIME_SHARE
+        self._resume_at = now + pause_factor * max(ended.seconds, LEAST_SECONDS) / TIME_SHARE
         return ended
 
 
@@ -81,11 +89,26 @@ class BackgroundProbes:
         """Tokens of an answer before its first probe: a drafter on the target was not shown the prompt."""
         self._last_round_at = clock()
         self._round_seconds = 0.0
+        self._rounds = 1
+        self._finds_none = False
 
     @property
     def are_near(self) -> bool:
-        """Whether a probe may start within `EVIDENCE_ROUNDS` rounds, so that the drafter should know their context."""
-        return self._probes.allows(self._clock() + EVIDENCE_ROUNDS * self._round_seconds)
+        """Whether a probe may start `EVIDENCE_ROUNDS` rounds after a rest, so that the drafter should know those."""
+        return self._probes.allows(self._clock() + (EVIDENCE_ROUNDS + REST_ROUNDS) * self._round_seconds)
+
+    @property
+    def idle_rounds(self) -> float:
+        """In how many rounds the next probe is due. 0 while a call is under way or was not collected."""
+        if self._probes.calls is not None or self._prefills.calls is not None:
+            return 0.0
+        if self._finds_none:
+            return float("inf")
+        return self._probes.seconds_left(self._clock()) / max(self._round_seconds, _SHORTEST_ROUND)
+
+    def pass_rounds(self, rounds: int) -> None:
+        """Tell that `rounds` rounds have passed without `collect`."""
+        self._rounds += rounds
 
     def expect_new_sequences(self) -> None:
         """Shorten the pause, because nothing is known of the new sequences."""
@@ -99,6 +122,7 @@ class BackgroundProbes:
         """
         if not self._probes.allows(self._clock() - OVERDUE_ROUNDS * self._round_seconds):
             candidates = [live for live in candidates if _decoded(live) >= self._least_decoded]
+        self._finds_none = not candidates
         if not candidates or not self._pool.is_idle:
             return
         first = self._next % len(candidates)
@@ -123,11 +147,12 @@ class BackgroundProbes:
     def collect(self) -> None:
         """Pass the proposals that have arrived to the controller, and pause in proportion to the time they took.
 
-        Call it once per round.
+        Call it once per round, except in those of `pass_rounds`.
         """
         now = self._clock()
-        self._round_seconds += _ROUND_RATE * (min(now - self._last_round_at, _LONGEST_ROUND) - self._round_seconds)
-        self._last_round_at = now
+        seconds = (now - self._last_round_at) / self._rounds
+        self._round_seconds += _ROUND_RATE * (min(seconds, _LONGEST_ROUND) - self._round_seconds)
+        self._last_round_at, self._rounds = now, 1
         self._prefills.take_ended(now, max(1.0, self._pause_factor))
         probe = self._probes.take_ended(now, self._pause_factor)
         if probe is None:

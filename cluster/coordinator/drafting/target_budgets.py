@@ -38,6 +38,8 @@ class TargetBudgets:
         """Sequences that the target has drafted for before. A first draft also computes what came before it."""
         self.requested: Mapping[SequenceId, DraftBudget] = {}
         """Budgets of the drafts that the target has proposed with the latest step."""
+        self.chosen: Mapping[SequenceId, DraftBudget] = {}
+        """What `choose` returned last."""
 
     def size(self, budgets: Mapping[SequenceId, DraftBudget]) -> None:
         """Use the budgets that the speculation controller chose for the drafts of the next round."""
@@ -66,7 +68,8 @@ class TargetBudgets:
             if budget.max_nodes:
                 wanted[live.id] = budget
         self.requested = wanted
-        return {**shown, **self._source.next_budgets(wanted)}
+        self.chosen = {**shown, **self._source.next_budgets(wanted)}
+        return self.chosen
 
     def are_caught_up(self, sequence_ids: Iterable[SequenceId]) -> bool:
         """Whether drafts of the target for the sequences compute little that came before them."""
