@@ -269,8 +269,8 @@ class TargetEngine:
 
         Evidence stays in a verdict only if drafters in other processes need it.
         """
-        if not self._evidence.is_sent and not any(entry.row.next_budget.max_depth for entry in ready):
-            return  # nothing is drafted for and nothing is shown
+        if not self._collector.is_needed(entry.row for entry in ready):
+            return
         self._collector.complete(verdicts)
         rows = [(entry, verdict) for entry in ready if (verdict := verdicts[entry.row.sequence_id]).fault is None]
         proposals: dict[SequenceId, Proposal] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -57,6 +57,10 @@ class EvidenceCollector:
         """Logits `[tokens, vocabulary]` along the accepted paths of the last pass, until `complete`."""
         # Several ranks record hidden states together, and only the batch is the same on all of them.
         self._reader = method if has_whole_vocabulary and isinstance(method, ReadsHiddenStates) else None
+
+    def is_needed(self, rows: Iterable[VerifyRow]) -> bool:
+        """Whether drafts are asked for with any of these rows, or evidence of it."""
+        return any(map(self._needs, rows))
 
     def records_hidden(self, rows: Sequence[VerifyRow]) -> bool:
         """Whether the forward pass of these rows must record hidden states."""
