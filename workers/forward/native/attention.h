@@ -34,14 +34,25 @@ void pilotfish_store_float32(const Step *step, const Layer *layer, int64_t token
 /* A layer's work items: tiles of at most `tokens` tokens of a row times groups of `heads` KV heads. */
 typedef struct {
     int64_t count, tiles, heads, tokens;
+    int64_t on_tiles;     /* whether tile registers compute them */
     const int64_t *first; /* [rows + 1] each row's first tile */
 } Items;
 
-/* The items of a step in one layer for `team` threads. Fills `first` [rows + 1]. */
-Items pilotfish_items(const Step *step, const Layer *layer, int64_t team, int64_t *first);
+/* The items of a step in one layer for `team` threads, for a pool of numbers of this kind. Fills `first` [rows + 1]. */
+Items pilotfish_items(const Step *step, const Layer *layer, int64_t kind, int64_t team, int64_t *first);
 
 /* Compute one item. All keys and values of the step must be stored first. */
 void pilotfish_item_bfloat16(const Step *step, const Layer *layer, const Items *items, int64_t item);
 void pilotfish_item_float32(const Step *step, const Layer *layer, const Items *items, int64_t item);
+
+/* Attention on tile registers. See attention_tiles.c. */
+#define MOST_ON_TILES 192 /* query vectors per item, of all its KV heads */
+
+/* Whether all queries of a layer are computed on tiles: the same for every step. */
+int pilotfish_attends_on_tiles(const Layer *layer, int64_t kind);
+
+/* The queries of `count` tokens of a row from `token` on, of the heads that share the KV heads head … head + heads - 1. */
+void pilotfish_attend_on_tiles(const Step *step, const Layer *layer, int64_t row, int64_t head, int64_t heads, int64_t token,
+                               int64_t count);
 
 #endif

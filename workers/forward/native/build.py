@@ -28,9 +28,10 @@ _FLAGS = [
     *("-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"),
     *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
 ]
-_HEADERS = ("numbers.h", "attention.h", "products.h", "tiles.h", "leading.h")
+_HEADERS = ("numbers.h", "attention.h", "positions.h", "products.h", "tiles.h", "registers.h", "leading.h")
 _SOURCES = (
     "attention.c",
+    "attention_tiles.c",
     "products.c",
     "rows.c",
     "tiles.c",

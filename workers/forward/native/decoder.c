@@ -135,7 +135,7 @@ static void attention_part(const Decoder *decoder, const DecoderLayer *own, cons
     const Output to_qkv = {STORE, pass->qkv, NULL, own->qkv.outputs, kind};
     const Output to_residual = {ADD, pass->x, NULL, hidden, kind};
     int64_t first_tile[step->rows + 1];
-    const Items items = pilotfish_items(step, &layer, barrier->team, first_tile);
+    const Items items = pilotfish_items(step, &layer, decoder->kv_kind, barrier->team, first_tile);
 
 #pragma omp for schedule(static) nowait
     for (int64_t t = 0; t < tokens; t++)

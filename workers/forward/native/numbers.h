@@ -23,6 +23,7 @@
 #define IS_AVX2 1
 #endif
 #define LINE 64     /* bytes of a cache line */
+#define INLINE static inline __attribute__((always_inline))
 
 #if defined(IS_AVX512)
 #include <immintrin.h>

@@ -30,6 +30,7 @@
 #define SPINS 4000         /* spins that a thread waits for the others before it yields its core */
 #define AHEAD 8192         /* bytes of weights to prefetch where the processor's own prefetcher does not reach far enough */
 #define CHUNK (256 * 1024) /* bytes of activations of a chunk of rows */
+#define TILE_CHUNK (768 * 1024) /* the same for products on tiles */
 #define SIDE_BY_SIDE 4     /* blocks of int8 weights that are read together by one row: one block alone waits for its sums */
 
 void pilotfish_wait_for_all(Barrier *barrier)
@@ -301,10 +302,6 @@ static TileFunction *const tile_functions[][ROWS] = {{EACH_SIZE(FLOAT32_TILE)}, 
 /* The rows of one chunk times one block: groups of rows whose sizes differ by at most one. */
 static void multiply_block(const Matrix *matrix, const void *input, const Output *output, int64_t block, int64_t row, int64_t rows)
 {
-    if (pilotfish_on_tiles(matrix)) {
-        pilotfish_multiply_on_tiles(matrix, input, output, block, row, rows);
-        return;
-    }
     const int64_t readings = (rows + ROWS - 1) / ROWS, end = row + rows;
     for (int64_t reading = 0; reading < readings; reading++) {
         const Tile tile = {block, row, reading, readings};
@@ -312,6 +309,31 @@ static void multiply_block(const Matrix *matrix, const void *input, const Output
         tile_functions[matrix->kind][size - 1](matrix, input, output, &tile);
         row += size;
     }
+}
+
+/* This thread's share of a product on tiles: of the groups of rows of all blocks, chunk by chunk and block by block. */
+static void multiply_on_tiles(const Matrix *matrix, const void *input, const Output *output, int64_t rows, int64_t team)
+{
+    const int64_t fitting = TILE_CHUNK / (matrix->inputs * (int64_t)sizeof(uint16_t)) / TILE_GROUP * TILE_GROUP;
+    const int64_t most = fitting < TILE_GROUP ? TILE_GROUP : fitting < MOST_TILE_ROWS ? fitting : MOST_TILE_ROWS;
+    const int64_t groups = (rows + TILE_GROUP - 1) / TILE_GROUP, thread = omp_get_thread_num();
+    int64_t group = groups * matrix->blocks * thread / team, end = groups * matrix->blocks * (thread + 1) / team;
+    Pending pending;
+    pending.rows = pending.turn = 0;
+    for (int64_t row = 0; row < rows; row += most) {
+        const int64_t here = rows - row < most ? rows - row : most, of_block = (here + TILE_GROUP - 1) / TILE_GROUP;
+        for (; group < end && group < of_block * matrix->blocks;) {
+            const int64_t block = group / of_block, first = group % of_block;
+            const int64_t last = first + end - group < of_block ? first + end - group : of_block;
+            const int64_t some = last * TILE_GROUP < here ? (last - first) * TILE_GROUP : here - first * TILE_GROUP;
+            pilotfish_multiply_on_tiles(matrix, input, output, block, row + first * TILE_GROUP, some, &pending);
+            group += last - first;
+        }
+        group -= of_block * matrix->blocks;
+        end -= of_block * matrix->blocks;
+        if (group < 0) group = 0;
+    }
+    pilotfish_finish_pending(&pending);
 }
 
 /* This thread's share of a product with int8 weights on tiles. Each thread splits the rows for itself. */
@@ -339,9 +361,14 @@ void pilotfish_multiply(const Matrix *matrix, const void *input, const Output *o
         pilotfish_wait_for_all(barrier);
         return;
     }
+    if (pilotfish_on_tiles(matrix)) {
+        multiply_on_tiles(matrix, input, output, rows, barrier->team);
+        pilotfish_leave_tiles();
+        pilotfish_wait_for_all(barrier);
+        return;
+    }
     const int64_t size = factor_kind(matrix) == BFLOAT16 ? sizeof(uint16_t) : sizeof(float);
-    const int64_t grain = pilotfish_on_tiles(matrix) ? TILE_GROUP : ROWS;
-    const int64_t fitting = CHUNK / (matrix->inputs * size), most = fitting > grain ? fitting : grain;
+    const int64_t fitting = CHUNK / (matrix->inputs * size), most = fitting > ROWS ? fitting : ROWS;
     const int64_t chunks = (rows + most - 1) / most, items = chunks * matrix->blocks;
     const int64_t team = barrier->team, thread = omp_get_thread_num();
     const int64_t end = items * (thread + 1) / team;
@@ -356,7 +383,6 @@ void pilotfish_multiply(const Matrix *matrix, const void *input, const Output *o
         const int64_t row = rows * chunk / chunks; /* chunks of nearly equal size, since threads have equal numbers of items */
         multiply_block(matrix, input, output, block, row, rows * (chunk + 1) / chunks - row);
     }
-    if (pilotfish_on_tiles(matrix)) pilotfish_leave_tiles();
     pilotfish_wait_for_all(barrier);
 }
 
@@ -364,7 +390,12 @@ void pilotfish_multiply_blocks(const Matrix *matrix, const void *input, const Ou
                                const int32_t *blocks, int64_t count, Barrier *barrier)
 {
     const int64_t thread = omp_get_thread_num(), end = count * (thread + 1) / barrier->team;
-    for (int64_t i = count * thread / barrier->team; i < end; i++) multiply_block(matrix, input, output, blocks[i], 0, rows);
+    Pending pending;
+    pending.rows = pending.turn = 0;
+    for (int64_t i = count * thread / barrier->team; i < end; i++)
+        if (pilotfish_on_tiles(matrix)) pilotfish_multiply_on_tiles(matrix, input, output, blocks[i], 0, rows, &pending);
+        else multiply_block(matrix, input, output, blocks[i], 0, rows);
+    pilotfish_finish_pending(&pending);
     if (pilotfish_on_tiles(matrix)) pilotfish_leave_tiles();
     pilotfish_wait_for_all(barrier);
 }

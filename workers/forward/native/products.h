@@ -15,7 +15,6 @@
 #endif
 
 #define COLUMNS (2 * LANES) /* outputs of a block: two vectors */
-#define INLINE static inline __attribute__((always_inline))
 
 /* A packed matrix: blocks of COLUMNS outputs, each [inputs, COLUMNS] (BFLOAT16: [inputs / 2, COLUMNS, 2], INT8_TILES:
    [inputs / 4, COLUMNS, 4]). */

@@ -114,7 +114,7 @@ static void embed(const SourcedDecoder *decoder, const Step *step, const Sourced
 static void attend(const SourcedDecoder *decoder, const Step *step, const Layer *layer, Barrier *barrier)
 {
     int64_t first_tile[step->rows + 1];
-    const Items items = pilotfish_items(step, layer, barrier->team, first_tile);
+    const Items items = pilotfish_items(step, layer, decoder->kv_kind, barrier->team, first_tile);
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t left = items.count; left > 0; left--) {
         if (decoder->kv_kind == BFLOAT16) pilotfish_item_bfloat16(step, layer, &items, left - 1);

@@ -11,168 +11,110 @@
    Tiles are used after a trial on the processor itself shows that they compute what the same code computes on
    emulated registers. */
 
-#include "tiles.h"
+#include "registers.h"
 
-#if defined(__x86_64__) && defined(__linux__) && HAS_BFLOAT16_PRODUCTS && __has_include(<amxtileintrin.h>)
-#define HAS_TILES 1
+#if HAS_TILES
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#else
-#define HAS_TILES 0
 #endif
 
-#define TILE_ROWS 16
-#define TILE_BYTES 64                          /* bytes of a row */
-#define INPUTS 32                              /* inputs of a step: the bfloat16 numbers of a row */
-#define INT8_INPUTS TILE_BYTES
 #define FINE 254.0f                            /* fine steps of a coarse one; the fine number is at most 127, too */
 #define MOST_SPLIT 8192                        /* inputs of an INT8_TILES matrix: rows are split on the stack */
-#define HALF (TILE_BYTES / (int)sizeof(float)) /* outputs of a tile */
 #define OUTPUTS (2 * HALF)                     /* outputs of a block that tiles can multiply */
+#define SLAB 9                                 /* steps of a slab: 32 rows and a block of a slab fit the first-level cache */
 #define NEAR 2048                              /* bytes of weights to prefetch to the first-level cache */
 #define FAR 8192                               /* the same to the second level, where two tiles of rows leave the first no room */
 
-/* Numbers of the registers. */
-enum { SUMS = 0, ROWS_OF_INPUTS = 4, WEIGHTS = 6 };
-
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t bytes[16]; /* of a row, for each register */
-    uint8_t rows[16];
-} Shapes;
-
-typedef struct {
-    uint8_t rows[8];
-    uint8_t data[8][TILE_ROWS][TILE_BYTES];
-} Emulated;
-
 static int is_enabled;
-static _Thread_local int configured; /* 32 * rows of the first tile of inputs + rows of the second, 0 for none */
-
-/* --- instructions, real and emulated --------------------------------------------------------- */
-
-#if HAS_TILES
-#define REAL(...) __asm__ volatile(__VA_ARGS__)
-#else
-#define REAL(...) (void)0
-#endif
-
-static void load_emulated(Emulated *tiles, int to, const void *from, int64_t stride)
-{
-    for (int r = 0; r < tiles->rows[to]; r++) memcpy(tiles->data[to][r], (const char *)from + r * stride, TILE_BYTES);
-}
-
-static void store_emulated(const Emulated *tiles, int from, void *to, int64_t stride)
-{
-    for (int r = 0; r < tiles->rows[from]; r++) memcpy((char *)to + r * stride, tiles->data[from][r], TILE_BYTES);
-}
-
-static void multiply_int8_emulated(Emulated *tiles, int to, int rows, int weights)
-{
-    for (int r = 0; r < tiles->rows[to]; r++) {
-        const int8_t *x = (const int8_t *)tiles->data[rows][r];
-        int32_t *sums = (int32_t *)tiles->data[to][r];
-        for (int output = 0; output < HALF; output++)
-            for (int k = 0; k < INT8_INPUTS; k++)
-                sums[output] += x[k] * ((const int8_t *)tiles->data[weights][k / 4])[4 * output + k % 4];
-    }
-}
-
-static void multiply_emulated(Emulated *tiles, int to, int rows, int weights)
-{
-    for (int r = 0; r < tiles->rows[to]; r++) {
-        const uint16_t *x = (const uint16_t *)tiles->data[rows][r];
-        float *sums = (float *)tiles->data[to][r];
-        for (int output = 0; output < HALF; output++) {
-            float even = 0.0f, odd = 0.0f;
-            for (int pair = 0; pair < INPUTS / 2; pair++) {
-                const uint16_t *weight = (const uint16_t *)tiles->data[weights][pair] + 2 * output;
-                even = fmaf(widen_bfloat16(x[2 * pair]), widen_bfloat16(weight[0]), even);
-                odd = fmaf(widen_bfloat16(x[2 * pair + 1]), widen_bfloat16(weight[1]), odd);
-            }
-            sums[output] += even + odd;
-        }
-    }
-}
-
-#define LOAD(TILE, FROM, STRIDE)                                                                                       \
-    do {                                                                                                               \
-        if (emulated) load_emulated(emulated, TILE, FROM, STRIDE);                                                     \
-        else REAL("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(FROM), "r"((int64_t)(STRIDE)), "i"(TILE) : "memory");          \
-    } while (0)
-#define SAVE(TILE, TO, STRIDE)                                                                                         \
-    do {                                                                                                               \
-        if (emulated) store_emulated(emulated, TILE, TO, STRIDE);                                                      \
-        else REAL("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(TO), "r"((int64_t)(STRIDE)), "i"(TILE) : "memory");           \
-    } while (0)
-#define CLEAR(TILE)                                                                                                    \
-    do {                                                                                                               \
-        if (emulated) memset(emulated->data[TILE], 0, sizeof emulated->data[TILE]);                                    \
-        else REAL("tilezero %%tmm%c0" ::"i"(TILE));                                                                    \
-    } while (0)
-#define MULTIPLY(TO, X, W)                                                                                             \
-    do {                                                                                                               \
-        if (emulated && is_int8) multiply_int8_emulated(emulated, TO, X, W);                                           \
-        else if (emulated) multiply_emulated(emulated, TO, X, W);                                                      \
-        else if (is_int8) REAL("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(TO), "i"(X), "i"(W));                      \
-        else REAL("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(TO), "i"(X), "i"(W));                                 \
-    } while (0)
-
-/* Give the registers their shapes: `first` and `second` rows of inputs, 0 of the second if there are few. */
-static void configure(Emulated *emulated, int first, int second)
-{
-    Shapes shapes = {.palette = 1};
-    const int rows[8] = {first, first, second, second, first, second, TILE_ROWS, TILE_ROWS};
-    for (int t = 0; t < 8; t++) shapes.rows[t] = (uint8_t)rows[t], shapes.bytes[t] = rows[t] ? TILE_BYTES : 0;
-    if (emulated) {
-        memcpy(emulated->rows, shapes.rows, sizeof emulated->rows);
-        return;
-    }
-    if (configured == TILE_GROUP * first + second) return;
-    REAL("ldtilecfg %0" ::"m"(shapes));
-    configured = TILE_GROUP * first + second;
-}
+_Thread_local int pilotfish_configured;
 
 /* --- products -------------------------------------------------------------------------------- */
 
-/* At most TILE_GROUP rows of inputs [rows, row_bytes] times a block's weights → sums [rows, OUTPUTS], float or int32_t. */
-INLINE void multiply_group(Emulated *emulated, const int is_int8, const void *input, int64_t row_bytes, const void *matrix,
-                           int rows, int is_first_reading, void *sums)
+/* Finish at most `most` of the rows that are pending. */
+static inline void finish_some(Pending *pending, int64_t most)
+{
+    const int64_t rows = pending->rows < most ? pending->rows : most;
+    if (!rows) return;
+    pilotfish_finish(pending->matrix, pending->output, pending->block, pending->row, pending->sums, rows);
+    pending->row += rows, pending->rows -= rows, pending->sums += rows * OUTPUTS;
+}
+
+#define ADD_PRODUCTS(TO, X, W)                                                                                         \
+    do {                                                                                                               \
+        if (is_int8) MULTIPLY_INT8(TO, X, W);                                                                          \
+        else MULTIPLY(TO, X, W);                                                                                       \
+    } while (0)
+
+/* How a group is multiplied. ALONE: it alone reads the block's weights, which are prefetched. FIRST, AGAIN: other groups
+   read them, too; its sums begin, or go on. */
+typedef enum { ALONE, FIRST, AGAIN } Reading;
+
+/* What happens in each step beside the products of groups: the next block's weights are prefetched to the second-level
+   cache, and vectors finish pending sums. */
+typedef struct {
+    const char *next;
+    int64_t lines;    /* to prefetch */
+    Pending *pending; /* or none */
+    int64_t rows;     /* to finish */
+} Beside;
+
+/* Products of at most TILE_GROUP rows of inputs, `bytes` of each from `input` on, with a block's weights are added to
+   sums [rows, OUTPUTS], float or int32_t, or stored there if they are the first. */
+INLINE void multiply_group(Emulated *emulated, const int is_int8, const void *input, int64_t row_bytes, int64_t bytes,
+                           const void *matrix, int rows, const Reading reading, Beside *beside, void *sums)
 {
     const int first = rows < TILE_ROWS ? rows : TILE_ROWS, second = rows - first;
     const int64_t stride = 2 * TILE_BYTES;
     const char *x = input, *weights = matrix;
+    char *to = sums; /* [rows, 2, TILE_BYTES] */
     configure(emulated, first, second);
-    CLEAR(SUMS);
-    CLEAR(SUMS + 1);
-    if (second) {
+    if (reading != AGAIN) {
+        CLEAR(SUMS);
+        CLEAR(SUMS + 1);
+    } else {
+        LOAD(SUMS, to, stride);
+        LOAD(SUMS + 1, to + TILE_BYTES, stride);
+    }
+    if (second && reading != AGAIN) {
         CLEAR(SUMS + 2);
         CLEAR(SUMS + 3);
+    } else if (second) {
+        LOAD(SUMS + 2, to + TILE_ROWS * stride, stride);
+        LOAD(SUMS + 3, to + TILE_ROWS * stride + TILE_BYTES, stride);
     }
-    for (int64_t k = 0; k < row_bytes; k += TILE_BYTES, weights += TILE_ROWS * stride) {
-        for (int line = 0; is_first_reading && line < 2 * TILE_ROWS; line++) {
+    for (int64_t k = 0; k < bytes; k += TILE_BYTES, weights += TILE_ROWS * stride) {
+        for (int line = 0; reading == ALONE && line < 2 * TILE_ROWS; line++) {
             if (second) __builtin_prefetch(weights + FAR + line * LINE, 0, 2);
             __builtin_prefetch(weights + NEAR + line * LINE, 0, 3);
         }
+        if (reading != ALONE) {
+            for (int64_t line = 0; line < beside->lines; line++) __builtin_prefetch(beside->next + line * LINE, 0, 2);
+            beside->next += beside->lines * LINE;
+        }
         LOAD(WEIGHTS, weights, stride);
         LOAD(ROWS_OF_INPUTS, x + k, row_bytes);
-        MULTIPLY(SUMS, ROWS_OF_INPUTS, WEIGHTS);
+        ADD_PRODUCTS(SUMS, ROWS_OF_INPUTS, WEIGHTS);
         LOAD(WEIGHTS + 1, weights + TILE_BYTES, stride);
-        MULTIPLY(SUMS + 1, ROWS_OF_INPUTS, WEIGHTS + 1);
+        ADD_PRODUCTS(SUMS + 1, ROWS_OF_INPUTS, WEIGHTS + 1);
         if (second) {
             LOAD(ROWS_OF_INPUTS + 1, x + TILE_ROWS * row_bytes + k, row_bytes);
-            MULTIPLY(SUMS + 2, ROWS_OF_INPUTS + 1, WEIGHTS);
-            MULTIPLY(SUMS + 3, ROWS_OF_INPUTS + 1, WEIGHTS + 1);
+            ADD_PRODUCTS(SUMS + 2, ROWS_OF_INPUTS + 1, WEIGHTS);
+            ADD_PRODUCTS(SUMS + 3, ROWS_OF_INPUTS + 1, WEIGHTS + 1);
         }
+        if (beside && beside->pending) finish_some(beside->pending, beside->rows);
     }
-    char *to = sums; /* [rows, 2, TILE_BYTES] */
     SAVE(SUMS, to, stride);
     SAVE(SUMS + 1, to + TILE_BYTES, stride);
     if (second) {
         SAVE(SUMS + 2, to + TILE_ROWS * stride, stride);
         SAVE(SUMS + 3, to + TILE_ROWS * stride + TILE_BYTES, stride);
     }
+}
+
+int pilotfish_has_tiles(void)
+{
+    return is_enabled;
 }
 
 int pilotfish_on_tiles(const Matrix *matrix)
@@ -184,24 +126,49 @@ int pilotfish_on_tiles(const Matrix *matrix)
 
 #ifdef EMULATE_TILES
 #define WITH_TILES(...)                                                                                                \
-    Emulated tiles;                                                                                                    \
-    multiply_group(&tiles, __VA_ARGS__)
+    do {                                                                                                               \
+        Emulated tiles;                                                                                                \
+        multiply_group(&tiles, __VA_ARGS__);                                                                           \
+    } while (0)
 #else
 #define WITH_TILES(...) multiply_group(NULL, __VA_ARGS__)
 #endif
 
+/* Rows that share readings of the weights are multiplied slab by slab: the block's weights of a slab stay in the
+   first-level cache while the rows pass. */
 void pilotfish_multiply_on_tiles(const Matrix *matrix, const void *input, const Output *output, int64_t block, int64_t row,
-                                 int64_t rows)
+                                 int64_t rows, Pending *pending)
 {
-    const int64_t inputs = matrix->inputs;
-    const uint16_t *weights = (const uint16_t *)matrix->weights + block * inputs * OUTPUTS;
-    float sums[TILE_GROUP * OUTPUTS];
-    for (int64_t done = 0; done < rows; done += TILE_GROUP) {
-        const int some = (int)(rows - done < TILE_GROUP ? rows - done : TILE_GROUP);
-        const uint16_t *x = (const uint16_t *)input + (row + done) * inputs;
-        WITH_TILES(0, x, inputs * (int64_t)sizeof *x, weights, some, done == 0, sums);
-        pilotfish_finish(matrix, output, block, row + done, sums, some);
+    const int64_t row_bytes = matrix->inputs * (int64_t)sizeof(uint16_t), steps = row_bytes / TILE_BYTES;
+    const int64_t groups = (rows + TILE_GROUP - 1) / TILE_GROUP, slabs = (steps + SLAB - 1) / SLAB;
+    const char *weights = (const char *)matrix->weights + block * row_bytes * OUTPUTS;
+    const char *x = (const char *)input + row * row_bytes;
+    float *sums = pending->buffers[pending->turn ^= 1];
+    Beside beside = {.pending = pending, .rows = (pending->rows + steps * groups - 1) / (steps * groups)};
+    if (rows <= TILE_ROWS) { /* memory is what it waits for */
+        WITH_TILES(0, x, row_bytes, row_bytes, weights, (int)rows, ALONE, NULL, sums);
+        pilotfish_finish(matrix, output, block, row, sums, rows);
+        return;
     }
+    if (groups == 1) WITH_TILES(0, x, row_bytes, row_bytes, weights, (int)rows, ALONE, &beside, sums);
+    beside.next = weights + row_bytes * OUTPUTS, beside.lines = (2 * TILE_ROWS + groups - 1) / groups;
+    for (int64_t slab = 0; slab < slabs && groups > 1; slab++) {
+        const int64_t from = steps * slab / slabs * TILE_BYTES, bytes = steps * (slab + 1) / slabs * TILE_BYTES - from;
+        for (int64_t done = 0; done < rows; done += TILE_GROUP) {
+            const int some = (int)(rows - done < TILE_GROUP ? rows - done : TILE_GROUP);
+            const char *part = x + done * row_bytes + from, *of_part = weights + from * OUTPUTS;
+            if (slab == 0) WITH_TILES(0, part, row_bytes, bytes, of_part, some, FIRST, &beside, sums + done * OUTPUTS);
+            else WITH_TILES(0, part, row_bytes, bytes, of_part, some, AGAIN, &beside, sums + done * OUTPUTS);
+        }
+    }
+    finish_some(pending, pending->rows);
+    pending->matrix = matrix, pending->output = output, pending->block = block;
+    pending->row = row, pending->rows = rows, pending->sums = sums;
+}
+
+void pilotfish_finish_pending(Pending *pending)
+{
+    finish_some(pending, pending->rows);
 }
 
 void pilotfish_split_rows(const float *x, int64_t rows, int64_t inputs, const SplitRows *to)
@@ -238,9 +205,12 @@ void pilotfish_multiply_split(const Matrix *matrix, const SplitRows *input, cons
     const int8_t *weights = (const int8_t *)matrix->weights + block * inputs * OUTPUTS;
     int32_t whole[TILE_GROUP * OUTPUTS];
     float sums[MOST * OUTPUTS];
+    Beside nothing = {0};
     for (int64_t done = 0; done < rows; done += MOST) {
         const int some = (int)(rows - done < MOST ? rows - done : MOST);
-        WITH_TILES(1, input->numbers + 2 * done * inputs, inputs, weights, 2 * some, done == 0, whole);
+        const int8_t *x = input->numbers + 2 * done * inputs;
+        if (done == 0) WITH_TILES(1, x, inputs, inputs, weights, 2 * some, ALONE, NULL, whole);
+        else WITH_TILES(1, x, inputs, inputs, weights, 2 * some, FIRST, &nothing, whole);
         for (int r = 0; r < some; r++)
             for (int c = 0; c < OUTPUTS; c++)
                 sums[r * OUTPUTS + c] = ((float)whole[2 * r * OUTPUTS + c] + (float)whole[(2 * r + 1) * OUTPUTS + c] / FINE) * input->steps[done + r];
@@ -250,9 +220,9 @@ void pilotfish_multiply_split(const Matrix *matrix, const SplitRows *input, cons
 
 void pilotfish_leave_tiles(void)
 {
-    if (!configured) return;
+    if (!pilotfish_configured) return;
     REAL("tilerelease");
-    configured = 0;
+    pilotfish_configured = 0;
 }
 
 /* --- whether the processor has them ---------------------------------------------------------- */
@@ -283,10 +253,10 @@ static int is_right(int rows)
         weights[i] = narrow_bfloat16((float)((state = state * 1664525u + 1013904223u) >> 16) / 32768.0f - 1.0f);
     Emulated tiles;
     int32_t whole[2][TILE_GROUP * OUTPUTS]; /* the same bytes as int8 numbers */
-    multiply_group(&tiles, 0, x, sizeof x[0] * WIDTH, weights, rows, 0, expected);
-    multiply_group(NULL, 0, x, sizeof x[0] * WIDTH, weights, rows, 0, found);
-    multiply_group(&tiles, 1, x, sizeof x[0] * WIDTH, weights, rows, 0, whole[0]);
-    multiply_group(NULL, 1, x, sizeof x[0] * WIDTH, weights, rows, 0, whole[1]);
+    multiply_group(&tiles, 0, x, sizeof x[0] * WIDTH, sizeof x[0] * WIDTH, weights, rows, ALONE, NULL, expected);
+    multiply_group(NULL, 0, x, sizeof x[0] * WIDTH, sizeof x[0] * WIDTH, weights, rows, ALONE, NULL, found);
+    multiply_group(&tiles, 1, x, sizeof x[0] * WIDTH, sizeof x[0] * WIDTH, weights, rows, ALONE, NULL, whole[0]);
+    multiply_group(NULL, 1, x, sizeof x[0] * WIDTH, sizeof x[0] * WIDTH, weights, rows, ALONE, NULL, whole[1]);
     pilotfish_leave_tiles();
     for (int i = 0; i < rows * OUTPUTS; i++)
         if (!(fabsf(found[i] - expected[i]) <= 1e-4f)) return 0; /* sums are below 100 */

@@ -5,14 +5,32 @@
 
 #include "products.h"
 
-#define TILE_GROUP 32 /* rows that share a reading of the weights */
+#define TILE_GROUP 32      /* rows that share a reading of the weights */
+#define MOST_TILE_ROWS 512 /* rows of a call */
+
+/* Whether tiles are used: the processor has them, and a trial showed that it computes with them as expected. */
+int pilotfish_has_tiles(void);
 
 /* Whether a matrix is multiplied on tiles. The same for all products with it, whatever the number of rows. */
 int pilotfish_on_tiles(const Matrix *matrix);
 
-/* One block of outputs times `rows` rows from `row` on. */
+/* Sums of rows and a block to which the operations after the product are not yet applied: vectors apply them
+   while the tile registers multiply the next block. Begin with no rows. */
+typedef struct {
+    const Matrix *matrix;
+    const Output *output;
+    int64_t block, row, rows;
+    const float *sums;
+    int turn;
+    float buffers[2][MOST_TILE_ROWS * COLUMNS] __attribute__((aligned(LINE)));
+} Pending;
+
+/* One block of outputs times `rows` rows, at most MOST_TILE_ROWS, from `row` on. Finishes what is pending; its own sums stay
+   pending. */
 void pilotfish_multiply_on_tiles(const Matrix *matrix, const void *input, const Output *output, int64_t block, int64_t row,
-                                 int64_t rows);
+                                 int64_t rows, Pending *pending);
+
+void pilotfish_finish_pending(Pending *pending);
 
 /* Rows of FLOAT32 inputs as sums of two int8 numbers each: x = step * (coarse + fine / FINE). */
 typedef struct {

@@ -33,6 +33,9 @@ from workers.model.loading import load_model
 
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}
 """Relative error of rounding an exact result to the nearest number."""
+WEIGHTS = 2.0**-6
+"""Absolute error of weighted means of values below 8 where each weight is rounded to bfloat16 (2^-9 of it)."""
+EMULATED = ["-O2", "-fPIC", "-fopenmp", "-DLANES=16", "-DREGISTERS=32", "-DEMULATE_TILES"]
 
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None and shutil.which("gcc") is None, reason="no C compiler on this machine"
@@ -43,6 +46,18 @@ pytestmark = pytest.mark.skipif(
 def code(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The directory of the compiled kernel."""
     return str(tmp_path_factory.mktemp("code"))
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The directory of a kernel that computes as tile registers do, on any processor."""
+    directory = str(tmp_path_factory.mktemp("emulated"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(build, "_FLAGS", EMULATED)
+        library = build.load_library(directory)
+    assert library is not None
+    assert library.pilotfish_has_tiles() == 1
+    return directory
 
 
 @pytest.fixture
@@ -57,20 +72,37 @@ def threads() -> Iterator[None]:
 @settings(max_examples=40, deadline=None)
 @given(case=cases())
 def test_the_kernel_computes_what_pytorch_computes(dtype: torch.dtype, code: str, case: Case) -> None:
+    check_case(case, dtype, code)
+
+
+@settings(max_examples=10, deadline=None)
+@given(case=cases(dims=(32, 64, 96)))
+def test_tile_registers_compute_what_pytorch_computes(emulated: str, case: Case) -> None:
+    """Emulated registers show that the code for AMX addresses the right numbers."""
+    check_case(case, torch.bfloat16, emulated)
+
+
+def check_case(case: Case, dtype: torch.dtype, code: str) -> None:
+    """The kernel's results are those of PyTorch in single precision up to rounding, and it stores the same numbers."""
     ours, theirs = Bench(case, dtype, code), Bench(case, dtype, code, wide=True)
     assert ours.kernel is not None
+    library = build.load_library(code)
+    assert library is not None
+    on_tiles = dtype is torch.bfloat16 and library.pilotfish_has_tiles() and case.layers[0].head_dim % 32 == 0
     for layer in range(len(case.layers)):
         found, expected = ours.attend(layer), theirs.attend(layer, natively=False)
         for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one.float(), other, rtol=ROUNDING[dtype], atol=1e-5)
+            error = WEIGHTS if on_tiles else 1e-5
+            torch.testing.assert_close(one.float(), other, rtol=ROUNDING[dtype], atol=error)
     for one, other in zip((*ours.pool.keys, *ours.pool.values), (*theirs.pool.keys, *theirs.pool.values), strict=True):
         assert torch.equal(one.float(), other)  # stored in the same slots, and no other slot was written
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @settings(max_examples=30, deadline=None)
 @given(case=cases(), order=st.randoms(use_true_random=False))
-def test_the_batch_around_a_row_does_not_change_a_bit(code: str, case: Case, order: Random) -> None:
-    bench = Bench(case, torch.float32, code)
+def test_the_batch_around_a_row_does_not_change_a_bit(dtype: torch.dtype, code: str, case: Case, order: Random) -> None:
+    bench = Bench(case, dtype, code)
     shuffled = order.sample(range(len(case.rows)), len(case.rows))
     for layer in range(len(case.layers)):
         together = bench.attend(layer)
@@ -92,18 +124,19 @@ def test_the_number_of_threads_does_not_change_a_bit(dtype: torch.dtype, code: s
     assert torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 48), (torch.bfloat16, 64)], ids=str)
 @settings(max_examples=30, deadline=None)
 @given(
     window=st.sampled_from([None, 7, 16, 33]),
     block_size=st.sampled_from([1, 3, 16]),
-    cuts=st.sets(st.integers(1, 59)),
-    committed=st.integers(0, 59),
+    cuts=st.sets(st.integers(1, 199)),
+    committed=st.integers(0, 199),
 )
 def test_a_token_is_the_same_in_a_prompt_in_a_chunk_and_in_a_chain(
-    window: int | None, block_size: int, cuts: set[int], committed: int, code: str
+    window: int | None, block_size: int, cuts: set[int], committed: int, dtype: torch.dtype, dim: int, code: str
 ) -> None:
     section = KvSection(block_size=block_size)
-    bench = Bench(Case((LayerShape(2, 48, window, 3),), section, (Row(0, 60),)), torch.float32, code)
+    bench = Bench(Case((LayerShape(2, dim, window, 3),), section, (Row(0, 200),)), dtype, code)
     (shape,), ((query, key, value),) = bench.shapes, bench.fresh
     (whole,) = bench.attend(0)
 
@@ -113,19 +146,20 @@ def test_a_token_is_the_same_in_a_prompt_in_a_chunk_and_in_a_chain(
         bench.fresh = [[query[:, :, part], key[:, :, part], value[:, :, part]]]
         return bench.attend(0)[0]
 
-    edges = [0, *sorted(cuts), 60]
+    edges = [0, *sorted(cuts), 200]
     chunks = [again(first, end - first) for first, end in pairwise(edges)]
     assert torch.equal(torch.cat(chunks), whole)
-    assert torch.equal(again(committed, 1, 59 - committed), whole[committed:])
+    assert torch.equal(again(committed, 1, 199 - committed), whole[committed:])
 
 
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 16), (torch.bfloat16, 32)], ids=str)
 @settings(max_examples=30, deadline=None)
-@given(parents=trees().filter(len), stored=st.integers(0, 40), window=st.sampled_from([None, 7, 33]))
+@given(parents=trees().filter(len), stored=st.integers(0, 140), window=st.sampled_from([None, 7, 33]))
 def test_a_node_of_a_tree_is_the_same_as_its_path_decoded_by_itself(
-    parents: tuple[int, ...], stored: int, window: int | None, code: str
+    parents: tuple[int, ...], stored: int, window: int | None, dtype: torch.dtype, dim: int, code: str
 ) -> None:
-    case = Case((LayerShape(2, 16, window, 3),), KvSection(block_size=4), (Row(stored, 1, parents),))
-    bench = Bench(case, torch.float32, code)
+    case = Case((LayerShape(2, dim, window, 3),), KvSection(block_size=4), (Row(stored, 1, parents),))
+    bench = Bench(case, dtype, code)
     (shape,), (fresh,) = bench.shapes, bench.fresh
     (found,) = bench.attend(0)
     path = [len(parents) - 1]
@@ -137,9 +171,9 @@ def test_a_node_of_a_tree_is_the_same_as_its_path_decoded_by_itself(
     assert torch.equal(bench.attend(0)[0], found[chosen])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nan_affects_only_tokens_that_attend_to_it(dtype: torch.dtype, code: str) -> None:
-    case = Case((LayerShape(2, 16, None, 2),), KvSection(block_size=4), (Row(9, 1, (-1, -1, 0)), Row(6, 3)))
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 16), (torch.bfloat16, 16), (torch.bfloat16, 32)], ids=str)
+def test_nan_affects_only_tokens_that_attend_to_it(dtype: torch.dtype, dim: int, code: str) -> None:
+    case = Case((LayerShape(2, dim, None, 2),), KvSection(block_size=4), (Row(9, 1, (-1, -1, 0)), Row(6, 3)))
     clean, spoilt = Bench(case, dtype, code), Bench(case, dtype, code)
     for bad in (float("nan"), float("inf"), float("-inf")):
         _, key, value = spoilt.fresh[0]

@@ -97,7 +97,7 @@ def check_rows(packed: PackedLinear, x: torch.Tensor) -> None:
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_bit_of_a_row_depends_on_the_other_rows(dtype: torch.dtype, code: Path) -> None:
-    for inputs in (84, 128):  # the latter fill tile registers
+    for inputs in (84, 128, 640):  # the latter two fill tile registers, the last in several slabs
         packed = PackedLinear(values(99, inputs), dtype, directory=str(code))
         check_rows(packed, values(1700, inputs))  # several chunks of rows
 
@@ -110,7 +110,7 @@ def test_tile_registers_multiply_as_torch_does(tmp_path: Path, monkeypatch: pyte
     library = build.load_library(str(tmp_path))
     assert library is not None
     assert library.pilotfish_use_tiles() == 1
-    for outputs, inputs in ((33, 256), (99, 32), (40, 84)):  # the last has inputs that fill no register
+    for outputs, inputs in ((33, 640), (99, 32), (40, 84)):  # several slabs, one step, inputs that fill no register
         weight, bias = values(outputs, inputs), values(outputs)
         for dtype, tolerance in ((torch.bfloat16, 1e-4), (torch.int8, 2e-3)):  # rows are split into two int8 numbers
             packed = PackedLinear(weight, dtype, bias, str(tmp_path))
