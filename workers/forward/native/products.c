@@ -3,7 +3,7 @@
    A tile is a block of COLUMNS outputs times a group of rows: as many as have their sums in registers. Each tile reads
    the block's weights once. Few rows are one group, so memory is read once, in order. Many rows are cut into chunks
    whose activations fit the second-level cache; a block's weights are then read from that cache by all groups but the
-   first.
+   first. Products on tile registers are cut in the same way, with larger groups: see tiles.c.
 
    Every output is summed over the inputs in one fixed order, whatever the number of rows and threads. */
 
@@ -392,9 +392,13 @@ void pilotfish_multiply_blocks(const Matrix *matrix, const void *input, const Ou
     const int64_t thread = omp_get_thread_num(), end = count * (thread + 1) / barrier->team;
     Pending pending;
     pending.rows = pending.turn = 0;
-    for (int64_t i = count * thread / barrier->team; i < end; i++)
-        if (pilotfish_on_tiles(matrix)) pilotfish_multiply_on_tiles(matrix, input, output, blocks[i], 0, rows, &pending);
-        else multiply_block(matrix, input, output, blocks[i], 0, rows);
+    for (int64_t i = count * thread / barrier->team; i < end; i++) {
+        if (!pilotfish_on_tiles(matrix)) multiply_block(matrix, input, output, blocks[i], 0, rows);
+        for (int64_t row = 0; row < rows && pilotfish_on_tiles(matrix); row += MOST_TILE_ROWS) {
+            const int64_t some = rows - row < MOST_TILE_ROWS ? rows - row : MOST_TILE_ROWS;
+            pilotfish_multiply_on_tiles(matrix, input, output, blocks[i], row, some, &pending);
+        }
+    }
     pilotfish_finish_pending(&pending);
     if (pilotfish_on_tiles(matrix)) pilotfish_leave_tiles();
     pilotfish_wait_for_all(barrier);

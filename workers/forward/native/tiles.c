@@ -59,8 +59,8 @@ typedef struct {
     int64_t rows;     /* to finish */
 } Beside;
 
-/* Products of at most TILE_GROUP rows of inputs, `bytes` of each from `input` on, with a block's weights are added to
-   sums [rows, OUTPUTS], float or int32_t, or stored there if they are the first. */
+/* Multiply at most TILE_GROUP rows, `bytes` of each from `input` on, with a block's weights. The products are added to sums
+   [rows, OUTPUTS], float or int32_t, if `reading` is AGAIN, else stored there. */
 INLINE void multiply_group(Emulated *emulated, const int is_int8, const void *input, int64_t row_bytes, int64_t bytes,
                            const void *matrix, int rows, const Reading reading, Beside *beside, void *sums)
 {
@@ -143,9 +143,10 @@ void pilotfish_multiply_on_tiles(const Matrix *matrix, const void *input, const 
     const int64_t groups = (rows + TILE_GROUP - 1) / TILE_GROUP, slabs = (steps + SLAB - 1) / SLAB;
     const char *weights = (const char *)matrix->weights + block * row_bytes * OUTPUTS;
     const char *x = (const char *)input + row * row_bytes;
+    if (rows <= TILE_ROWS) finish_some(pending, pending->rows);
     float *sums = pending->buffers[pending->turn ^= 1];
     Beside beside = {.pending = pending, .rows = (pending->rows + steps * groups - 1) / (steps * groups)};
-    if (rows <= TILE_ROWS) { /* memory is what it waits for */
+    if (rows <= TILE_ROWS) { /* memory is what it waits for: nothing stays pending */
         WITH_TILES(0, x, row_bytes, row_bytes, weights, (int)rows, ALONE, NULL, sums);
         pilotfish_finish(matrix, output, block, row, sums, rows);
         return;

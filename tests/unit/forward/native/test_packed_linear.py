@@ -100,6 +100,7 @@ def test_no_bit_of_a_row_depends_on_the_other_rows(dtype: torch.dtype, code: Pat
     for inputs in (84, 128, 640):  # the latter two fill tile registers, the last in several slabs
         packed = PackedLinear(values(99, inputs), dtype, directory=str(code))
         check_rows(packed, values(1700, inputs))  # several chunks of rows
+        check_rows(packed, values(521, inputs))  # the last of few rows
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
