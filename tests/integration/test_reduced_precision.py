@@ -35,8 +35,9 @@ CODE = load_settings().cache_directory / COMPILED
 TOKENS = 16
 FEW = 4
 BOUND = {"kernels": 0.1, "layers": 0.25}
-"""Bounds for logits between 8 and 32. The kernels round activations but not logits; the largest error seen is 0.055 (0.014 without tile registers).
-The compiled modules also round logits to bfloat16 (steps of up to 0.125); the largest error seen is 0.18."""
+"""Bounds for logits between 8 and 32. The kernels round activations but not logits; the largest error seen is 0.055
+(0.014 without tile registers). The compiled modules also round logits to bfloat16 (steps of up to 0.125); the largest
+error seen is 0.18."""
 Answers = dict[RequestCase, tuple[int, ...]]
 
 

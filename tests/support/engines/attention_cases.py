@@ -74,7 +74,7 @@ def rows(draw: st.DrawFn) -> Row:
 
 @st.composite
 def cases(draw: st.DrawFn, dims: Sequence[int] = (8, 12, 16, 20, 32, 48, 64, 80, 128)) -> Case:
-    """Layers of one shape, with a head dimension among `dims`. Some have a window, and a configured one may apply to all."""
+    """Layers of one shape, with a head dimension among `dims`. Some have windows, or all have a configured one."""
     kv_heads, shared = draw(st.sampled_from([(1, 1), (3, 1), (2, 3), (1, 8), (1, 32), (2, 4)]))
     dim = draw(st.sampled_from(dims))
     windows = draw(st.lists(st.sampled_from([None, None, 2, 7, 16, 33, 100]), min_size=1, max_size=3))
