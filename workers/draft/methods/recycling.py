@@ -93,17 +93,13 @@ class RecyclingSession(DraftedSession):
 
     def learn(self, evidence: Sequence[Evidence]) -> None:
         """See `DraftedSession`. Stores the target's most probable tokens after accepted tokens, and its
-        decisions after the other ones."""
+        decisions after the other ones, whose longer contexts the text does not have."""
         contexts, table = self._contexts, self.table
         for one in evidence:
-            if one.decisions and one.base_len <= len(self.tokens):
-                below: list[Context] = []
-                root = contexts.before(self.tokens, one.base_len)
-                for token, parent, decision in zip(one.tree.tokens, one.tree.parents, one.decisions[1:], strict=False):
-                    context = self.longer(root if parent == ROOT else below[parent], token)
-                    below.append(context)
+            if one.decisions:
+                for token, decision in zip(one.tree.tokens, one.decisions[1:], strict=False):
                     if decision >= 0:
-                        contexts.add(context, decision)
+                        contexts.add((token,), decision)
                         table.add(token, decision)
             for position, best in enumerate(one.top, one.base_len):
                 if 0 < position < len(self.tokens):

@@ -290,7 +290,8 @@ Items pilotfish_items(const Step *step, const Layer *layer, int64_t kind, int64_
     }
     if (longest < items.tokens) items.tokens = longest;
     items.tiles = divide_rows(step, items.tokens, first);
-    while (team > 1 && items.tiles * layer->kv_heads < ITEMS * team && items.tokens * shared > LEAST_QUERIES) {
+    while (items.tokens > 1 && team > 1 && items.tiles * layer->kv_heads < ITEMS * team &&
+           items.tokens * shared > LEAST_QUERIES) {
         items.tokens = (items.tokens + 1) / 2; /* one tree alone is work for all threads */
         items.tiles = divide_rows(step, items.tokens, first);
     }

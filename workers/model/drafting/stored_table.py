@@ -44,6 +44,7 @@ def read_successors_for(target: Path, directory: Path) -> NDArray[np.int32] | No
     A table helps at the start alone, so that drafts do without one. A target may be another model than the one that the
     packaged table with its name was made for. Nothing is compared where the target's directory is not on this machine.
     """
+    target = target.expanduser()
     if not (target / "config.json").is_file():
         return read_successors(directory)
     found = decoder_vocabulary_size(AutoConfig.from_pretrained(target, trust_remote_code=False).get_text_config())

@@ -108,7 +108,7 @@ def test_the_target_ranks_successors_of_whole_contexts() -> None:
     assert next_tokens(found)[:3] == [20, 21, 22], "5 and 10 came before; 40 and 41 follow 10 alone"
 
 
-def test_the_decision_after_a_rejected_node_follows_the_path_to_it() -> None:
+def test_the_decision_after_a_rejected_node_follows_its_token() -> None:
     method = drafter()
     tree(method, first([5, 10]))
     verified = TokenTree((20, 40), (-1, 0))

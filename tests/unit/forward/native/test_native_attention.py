@@ -124,6 +124,19 @@ def test_the_number_of_threads_does_not_change_a_bit(dtype: torch.dtype, code: s
     assert torch.equal(found[0], found[2])
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_token_with_many_heads_per_kv_head_is_computed_by_several_threads(dtype: torch.dtype, code: str) -> None:
+    """A single token cannot be divided further, however many heads share its keys."""
+    bench = Bench(Case((LayerShape(1, 64, None, 32),), KvSection(), (Row(40, 1),)), dtype, code)
+    found = []
+    for count in (1, 2, 4):
+        torch.set_num_threads(count)
+        found.append(bench.attend(0)[0])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 48), (torch.bfloat16, 64)], ids=str)
 @settings(max_examples=30, deadline=None)
 @given(
