@@ -61,7 +61,7 @@ def test_a_translator_is_drafted_for_by_its_packaged_draft_on_the_target() -> No
 
 
 def test_a_translator_without_a_packaged_draft_has_no_drafts(tmp_path: Path) -> None:
-    """Its answers do not repeat the words of their source, so lookups would find nothing."""
+    """A translation does not repeat words of its source text, so lookups would find nothing to draft."""
     (tmp_path / "config.json").write_text('{"model_type": "marian"}')
     for target in ("opus-mt-en-fr", str(tmp_path)):
         assert not load_settings("cpu", [f"target.path={target}"], {}).configuration.draft.is_enabled

@@ -1,4 +1,4 @@
-"""Which of `draft.method` and `draft.methods` selects the drafts: the one in the later layer of settings."""
+"""`draft.method` or `draft.methods`: the one in the later layer (preset, file, `--set`) selects the drafts."""
 
 from __future__ import annotations
 

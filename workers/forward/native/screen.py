@@ -16,7 +16,7 @@ _PARTS = 16  # as in leading.h
 _MOST_SCREENED = 16
 """Most rows that are screened. With more of them, products take longer than reading the head does."""
 _MOST_SCREENED_ON_TILES = 64
-"""The same on tile registers, where more rows hardly take longer."""
+"""Most rows that are screened on tile registers, on which more rows take hardly longer."""
 _SPLIT_ERROR = 1.7e-5
 """Bound on |x - what is multiplied on tiles| ÷ the largest |x| of a row: half a fine step of 1 ÷ (127 * 254), and some
 percent for rounding. See `pilotfish_split_rows` in tiles.c."""

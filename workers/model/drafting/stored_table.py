@@ -39,10 +39,11 @@ def read_successors(directory: Path) -> NDArray[np.int32]:
 
 
 def read_successors_for(target: Path, directory: Path) -> NDArray[np.int32] | None:
-    """As `read_successors`; `None`, with a warning, if the target's vocabulary has another size than the table's.
+    """The table [vocabulary, k] of successors in `directory`, for the target in the directory `target`.
 
-    A table helps at the start alone, so that drafts do without one. A target may be another model than the one that the
-    packaged table with its name was made for. Nothing is compared where the target's directory is not on this machine.
+    `None`, with a warning, if the target's vocabulary has another size than the table's: drafts do without a table, and
+    a directory with a packaged target's name may hold another model. Nothing is compared where the target's directory
+    is not on this machine. Raises `ModelLoadError` if `directory` holds no valid table.
     """
     target = target.expanduser()
     if not (target / "config.json").is_file():
