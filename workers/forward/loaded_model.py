@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from cluster.core.request import USUAL_SCORING, BeamScoring
 from workers.forward.layout import RowShape
 from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.kv.pool import KvPool
@@ -88,6 +89,8 @@ class SourceParts:
     forced_eos_token_id: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     no_repeat_ngram_size: int = 0
+    min_tokens: int = 0
+    beam_scoring: BeamScoring = USUAL_SCORING
     renormalize_logits: bool = False
     """Whether log-probabilities are those among the tokens that can be chosen, as beam search then takes them."""
     relative_bias: Callable[[torch.Tensor], torch.Tensor] | None = None

@@ -79,7 +79,7 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("kernels", ["native", "emulated"])
 def test_no_logit_is_beyond_the_bounds_of_the_screen(kernels: str, emulated: str) -> None:
-    """Inputs of 128 numbers are multiplied on tile registers, where there are some, as two rows of integers."""
+    """Inputs of 128 numbers are multiplied as two rows of integers, where the processor multiplies integers."""
     library = load_library(emulated if kernels == "emulated" else None)
     assert library is not None
     weight, bias = values(1003, 128), values(1003, seed=1)
