@@ -34,6 +34,7 @@ _SOURCES = (
     "attention_tiles.c",
     "products.c",
     "rows.c",
+    "split.c",
     "tiles.c",
     "decoder.c",
     "leading.c",
@@ -83,6 +84,17 @@ def kernel_identity(directory: str | None) -> str | None:
         return None
     parts = (code, str(library.pilotfish_use_tiles()).encode(), _processor())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
+
+
+def products(directory: str | None) -> str:
+    """Name the products of the CPU kernels: on tile registers or not, int8 weights as integers (AMX, VNNI) or not.
+
+    Results differ between them in the last bits. Empty without a library.
+    """
+    library = load_library(directory)
+    if library is None:
+        return ""
+    return f"tiles {library.pilotfish_use_tiles()}, integers {library.pilotfish_splits_rows(ctypes.c_int64(64))}"
 
 
 def _load(file: Path) -> ctypes.CDLL:

@@ -21,7 +21,11 @@ class InstructionSet:
 
 
 INSTRUCTION_SETS = (
-    InstructionSet("x86-64-v4-bf16", _AVX512 | {"avx512_bf16"}, ("-march=x86-64-v4", "-mavx512bf16")),
+    InstructionSet(
+        "x86-64-v4-bf16",
+        _AVX512 | {"avx512_bf16", "avx512_vnni"},
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+    ),
     InstructionSet("x86-64-v4", _AVX512, ("-march=x86-64-v4",)),
     InstructionSet("x86-64-v3", _AVX2, ("-march=x86-64-v3",)),
 )

@@ -33,7 +33,7 @@ typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
-enum { FLOAT32, BFLOAT16, INT8, INT8_TILES }; /* kinds of numbers; INT8_TILES is INT8 in the order of tile registers */
+enum { FLOAT32, BFLOAT16, INT8, INT8_TILES }; /* kinds of numbers; INT8_TILES is INT8 in the order of tile registers and VNNI */
 
 /* e^x for x <= 0, within two units in the last place; very small results become 0. */
 static inline float exponential(float x)

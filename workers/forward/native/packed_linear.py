@@ -20,7 +20,7 @@ from workers.forward.native.structures import Matrix
 from workers.kv.huge_pages import Arena
 
 INT8_TILES = 3
-"""The kind of int8 weights in the order of tile registers; see products.h."""
+"""The kind of int8 weights in the order of tile registers and VNNI; see products.h."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,7 +158,7 @@ class PackedMatrix:
 
 
 def has_int8_tiles(directory: str | None) -> bool:
-    """Whether int8 weights are multiplied on tile registers (AMX): few rows then take half the time of bfloat16."""
+    """Whether int8 weights are multiplied as integers (AMX, VNNI): few rows then take half the time of bfloat16."""
     library = load_library(directory)
     return library is not None and is_on_tiles(library, torch.int8, 64)
 
@@ -166,14 +166,14 @@ def has_int8_tiles(directory: str | None) -> bool:
 def pack_matrix(
     weight: torch.Tensor, dtype: torch.dtype, library: ctypes.CDLL, bias: torch.Tensor | None = None
 ) -> PackedMatrix:
-    """Weights `[out, in]` in this dtype. int8 weights are multiplied on tile registers (AMX) where there are some."""
+    """Weights `[out, in]` in this dtype. int8 weights are multiplied as integers where AMX or VNNI can."""
     on_tiles = is_on_tiles(library, dtype, weight.shape[1])
     return PackedMatrix(*stored_as(weight, dtype), bias, block_columns(library), on_tiles=on_tiles)
 
 
 def is_on_tiles(library: ctypes.CDLL, dtype: torch.dtype, inputs: int) -> bool:
-    """Whether weights `[out, inputs]` of this dtype are packed for int8 products on tile registers (AMX)."""
-    return dtype is torch.int8 and bool(library.pilotfish_on_tiles(ctypes.byref(Matrix(INT8_TILES, inputs))))
+    """Whether weights `[out, inputs]` of this dtype are packed for integer products, in the order of tile registers."""
+    return dtype is torch.int8 and bool(library.pilotfish_splits_rows(ctypes.c_int64(inputs)))
 
 
 def stored_as(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:

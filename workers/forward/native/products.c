@@ -336,15 +336,16 @@ static void multiply_on_tiles(const Matrix *matrix, const void *input, const Out
     pilotfish_finish_pending(&pending);
 }
 
-/* This thread's share of a product with int8 weights on tiles. Each thread splits the rows for itself. */
+/* This thread's share of a product with INT8_TILES weights. Each thread splits the rows for itself. */
 static void multiply_split(const Matrix *matrix, const float *input, const Output *output, int64_t rows, int64_t team)
 {
     const int64_t inputs = matrix->inputs, fitting = CHUNK / (2 * inputs), most = fitting > TILE_GROUP / 2 ? fitting : TILE_GROUP / 2;
     const int64_t chunks = (rows + most - 1) / most, size = (rows + chunks - 1) / chunks;
     const int64_t items = chunks * matrix->blocks, thread = omp_get_thread_num(), end = items * (thread + 1) / team;
     int8_t numbers[2 * size * inputs] __attribute__((aligned(LINE)));
+    int32_t excess[2 * size];
     float steps[size];
-    const SplitRows split = {numbers, steps};
+    const SplitRows split = {numbers, excess, steps};
     for (int64_t item = items * thread / team, known = -1; item < end; item++) {
         const int64_t chunk = item / matrix->blocks, row = rows * chunk / chunks, some = rows * (chunk + 1) / chunks - row;
         if (chunk != known) pilotfish_split_rows(input + row * inputs, some, inputs, &split);

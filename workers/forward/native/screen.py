@@ -15,11 +15,11 @@ MOST_LEADERS = 8  # as in leading.h
 _PARTS = 16  # as in leading.h
 _MOST_SCREENED = 16
 """Most rows that are screened. With more of them, products take longer than reading the head does."""
-_MOST_SCREENED_ON_TILES = 64
-"""Most rows that are screened on tile registers, on which more rows take hardly longer."""
+_MOST_SCREENED_AS_INTEGERS = 64
+"""Most rows that are screened where int8 weights multiply as integers, which takes less time."""
 _SPLIT_ERROR = 1.7e-5
-"""Bound on |x - what is multiplied on tiles| ÷ the largest |x| of a row: half a fine step of 1 ÷ (127 * 254), and some
-percent for rounding. See `pilotfish_split_rows` in tiles.c."""
+"""Bound on |x - what is multiplied| ÷ the largest |x| of a row: half a fine step of 1 ÷ (127 * 254), and some
+percent for rounding. See `pilotfish_split_rows` in split.c."""
 _CHUNK_ROWS = 8192
 
 
@@ -34,7 +34,7 @@ class HeadScreen:
         size = -(-len(weight) // columns) * columns * weight.shape[1]
         self._packed = PackedMatrix(stored, scale, bias, columns, Arena(size + CACHE_LINE), on_tiles=on_tiles)
         self._error = pad_rows(_error_bounds(weight, stored, scale, bias, is_split=on_tiles), columns).clone()
-        self.most_rows = _MOST_SCREENED_ON_TILES if on_tiles else _MOST_SCREENED
+        self.most_rows = _MOST_SCREENED_AS_INTEGERS if on_tiles else _MOST_SCREENED
         """Most rows for which the screen saves time."""
         self.structure = Screen(self._packed.matrix, self._error.data_ptr())
         self._blocks = len(self._packed.weight)

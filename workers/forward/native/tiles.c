@@ -4,9 +4,8 @@
    outputs. An output is summed over 32 inputs, the even ones and the odd ones by themselves; these two sums are added,
    and then added to the sum of the inputs before. The order does not depend on the number of rows.
 
-   int8 weights need activations in int8. One number of 8 bits is too coarse, so an activation is the sum of two, and
-   each row of activations two rows of a tile. Sums of integers are exact. Few rows take half the time of bfloat16, since
-   half as many bytes are read; many rows take as long.
+   int8 weights need activations in int8: split.c makes two numbers of each, so a row of activations is two rows of a tile.
+   Few rows take half the time of bfloat16, since half as many bytes are read; many rows take as long.
 
    Tiles are used after a trial on the processor itself shows that they compute what the same code computes on
    emulated registers. */
@@ -19,8 +18,6 @@
 #include <unistd.h>
 #endif
 
-#define FINE 254.0f                            /* fine steps of a coarse one; the fine number is at most 127, too */
-#define MOST_SPLIT 8192                        /* inputs of an INT8_TILES matrix: rows are split on the stack */
 #define OUTPUTS (2 * HALF)                     /* outputs of a block that tiles can multiply */
 #define SLAB 9                                 /* steps of a slab: 32 rows and a block of a slab fit the first-level cache */
 #define NEAR 2048                              /* bytes of weights to prefetch to the first-level cache */
@@ -119,9 +116,7 @@ int pilotfish_has_tiles(void)
 
 int pilotfish_on_tiles(const Matrix *matrix)
 {
-    if (!is_enabled) return 0;
-    if (matrix->kind == INT8_TILES) return matrix->inputs % INT8_INPUTS == 0 && matrix->inputs <= MOST_SPLIT;
-    return matrix->kind == BFLOAT16 && matrix->inputs % INPUTS == 0;
+    return is_enabled && matrix->kind == BFLOAT16 && matrix->inputs % INPUTS == 0;
 }
 
 #ifdef EMULATE_TILES
@@ -172,34 +167,8 @@ void pilotfish_finish_pending(Pending *pending)
     finish_some(pending, pending->rows);
 }
 
-void pilotfish_split_rows(const float *x, int64_t rows, int64_t inputs, const SplitRows *to)
-{
-    for (int64_t r = 0; r < rows; r++, x += inputs) {
-        int8_t *coarse = to->numbers + 2 * r * inputs, *fine = coarse + inputs;
-        float lanes[LANES] = {0}, zeros[LANES] = {0}, most = 0.0f, zero = 0.0f;
-        for (int64_t i = 0; i < inputs; i += LANES) /* INT8_INPUTS is a multiple of it */
-            for (int l = 0; l < LANES; l++) {
-                lanes[l] = fabsf(x[i + l]) > lanes[l] ? fabsf(x[i + l]) : lanes[l];
-                zeros[l] += x[i + l] * 0.0f; /* NaN from the first NaN or infinity on */
-            }
-        for (int l = 0; l < LANES; l++) most = lanes[l] > most ? lanes[l] : most, zero += zeros[l];
-        if (zero != 0.0f) { /* no integers: all sums of the row are NaN */
-            memset(coarse, 0, 2 * (size_t)inputs);
-            to->steps[r] = NAN;
-            continue;
-        }
-        const float step = most / 127.0f, factor = step > 0.0f ? 1.0f / step : 0.0f;
-        to->steps[r] = factor < INFINITY ? step : 0.0f;
-        for (int64_t i = 0; i < inputs; i++) {
-            const float value = factor < INFINITY ? x[i] * factor : 0.0f, whole = rintf(value);
-            coarse[i] = (int8_t)(int32_t)whole;
-            fine[i] = (int8_t)(int32_t)rintf((value - whole) * FINE);
-        }
-    }
-}
-
-void pilotfish_multiply_split(const Matrix *matrix, const SplitRows *input, const Output *output, int64_t block, int64_t row,
-                              int64_t rows)
+void pilotfish_multiply_split_on_tiles(const Matrix *matrix, const SplitRows *input, const Output *output, int64_t block,
+                                       int64_t row, int64_t rows)
 {
     enum { MOST = TILE_GROUP / 2 };
     const int64_t inputs = matrix->inputs;

@@ -10,9 +10,10 @@ import torch
 
 from workers.forward.linear import quantize
 from workers.forward.native import build, packed_linear
-from workers.forward.native.packed_linear import InputNorm, PackedLinear
+from workers.forward.native.packed_linear import InputNorm, PackedLinear, has_int8_tiles
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+EMULATED = ("-DLANES=16", "-DREGISTERS=32", "-DEMULATE_TILES")
 SHAPES = ((64, 48), (1, 2), (99, 84), (33, 250))
 """[out, in]. Not all fill the blocks of packed weights."""
 
@@ -106,7 +107,7 @@ def test_no_bit_of_a_row_depends_on_the_other_rows(dtype: torch.dtype, code: Pat
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_tile_registers_multiply_as_torch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulated registers show that the code for AMX addresses the right numbers, also where rows fill no register."""
-    flags = ["-O2", "-fPIC", "-fopenmp", "-DLANES=16", "-DREGISTERS=32", "-DEMULATE_TILES"]
+    flags = ["-O2", "-fPIC", "-fopenmp", *EMULATED]
     monkeypatch.setattr(build, "_FLAGS", flags)
     library = build.load_library(str(tmp_path))
     assert library is not None
@@ -125,13 +126,32 @@ def test_tile_registers_multiply_as_torch_does(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_integer_products_have_the_bits_of_emulated_tile_registers(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of integers are exact, with VNNI and on tile registers. These inputs are split without rounding."""
+    if not has_int8_tiles(str(code)):
+        pytest.skip("this processor does not multiply integers")
+    inputs = torch.randint(-127 * 256, 127 * 256, (19, 640), generator=torch.Generator().manual_seed(0)) / 256.0
+    inputs[:, 0] = 127.0  # a coarse step is 1
+    weight = values(99, 640)
+    weight[0], weight[1] = 1.0, -1.0  # the largest numbers of both signs
+    inputs[3] = 127.0
+    found = PackedLinear(weight, torch.int8, directory=str(code)).multiply(inputs)
+    monkeypatch.setattr(build, "_FLAGS", ["-O2", "-fPIC", "-fopenmp", *EMULATED])
+    emulated = PackedLinear(weight, torch.int8, directory=str(tmp_path))
+    for rows in range(1, len(inputs) + 1):
+        assert torch.equal(emulated.multiply(inputs[:rows]), found[:rows])
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize("emulated", [False, True])
 def test_an_input_that_is_no_number_leaves_no_number_in_its_row_only(
     emulated: bool, code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a broken model's tokens would look like decisions. 64 inputs fit tile registers."""
     if emulated:
-        flags = ["-O2", "-fPIC", "-fopenmp", "-DLANES=16", "-DREGISTERS=32", "-DEMULATE_TILES"]
+        flags = ["-O2", "-fPIC", "-fopenmp", *EMULATED]
         monkeypatch.setattr(build, "_FLAGS", flags)
     packed = PackedLinear(values(33, 64), torch.int8, None, str(tmp_path if emulated else code))
     x = values(3, 64)
