@@ -11,7 +11,7 @@ from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftDistribution, Evid
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvLayout, KvOccupancy
-from cluster.core.request import SequenceStart, TokenLogprobs
+from cluster.core.request import USUAL_SCORING, BeamScoring, SequenceStart, TokenLogprobs
 from cluster.core.tree import EMPTY_TREE, TokenTree
 
 
@@ -175,6 +175,10 @@ class TargetInfo:
     """Token sequences that the model's generation configuration forbids in every answer."""
     no_repeat_ngram_size: int = 0
     """Length of the token sequences that the model's generation configuration forbids to repeat; 0: none."""
+    min_tokens: int = 0
+    """Fewest tokens of an answer whose request gives no number, as the model's generation configuration says."""
+    beam_scoring: BeamScoring = USUAL_SCORING
+    """What a beam search has whose request says nothing else, as the model's generation configuration says."""
 
     @property
     def is_encoder_decoder(self) -> bool:

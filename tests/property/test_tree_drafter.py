@@ -13,13 +13,14 @@ from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import ROOT
-from tests.support.fakes.fake_expander import BLOCK, FakeExpander, ranked
+from tests.support.fakes.fake_expander import BLOCK, FakeExpander, SourcedFakeExpander, ranked
 from workers.draft.expansion.draft_tree import DraftTree
 from workers.draft.expansion.drafter import TreeDrafter
 from workers.draft.expansion.settings import ExpansionSettings
 
 NAMES = "abc"
 SAMPLINGS = (SamplingParameters(temperature=0.0), SamplingParameters(seed=1))
+SOURCES = ((1, 2, 3), (4, 5) * 9)
 CONTEXT = 40
 
 
@@ -38,10 +39,13 @@ class TreeDrafterMachine(RuleBasedStateMachine):
         drafted=st.integers(1, 3),
         chunk=st.integers(4, 64),
         lookup=st.sampled_from(["off", "on"]),
+        expander=st.sampled_from([FakeExpander, SourcedFakeExpander]),
     )
-    def begin(self, mode: Any, blocks: int, width: int, drafted: int, chunk: int, lookup: Any) -> None:
+    def begin(
+        self, mode: Any, blocks: int, width: int, drafted: int, chunk: int, lookup: Any, expander: type[FakeExpander]
+    ) -> None:
         self.has_lookup = lookup == "on"
-        self.expander = FakeExpander(blocks, CONTEXT, confidences=(0.6, 0.2, 0.1)[:drafted])
+        self.expander = expander(blocks, CONTEXT, confidences=(0.6, 0.2, 0.1)[:drafted])
         settings, draft = ExpansionSettings(mode=mode, width=width), DraftSection(max_nodes=8, max_depth=6)
         self.drafter = TreeDrafter(self.expander, settings, draft, self.has_lookup, chunk, clock=lambda: 0.0)
         self.tokens: dict[str, list[int]] = {}
@@ -81,10 +85,14 @@ class TreeDrafterMachine(RuleBasedStateMachine):
         prompt=st.lists(st.integers(0, 6), min_size=1, max_size=30),
         sampling=st.sampled_from(SAMPLINGS),
         nodes=st.integers(0, 8),
+        source=st.sampled_from(SOURCES),
     )
-    def start(self, name: str, prompt: list[int], sampling: SamplingParameters, nodes: int) -> None:
+    def start(
+        self, name: str, prompt: list[int], sampling: SamplingParameters, nodes: int, source: tuple[int, ...]
+    ) -> None:
         self.tokens[name] = list(prompt)
-        self.propose([self.row(name, nodes, 6, SequenceStart(len(prompt), sampling))])
+        read = source if isinstance(self.expander, SourcedFakeExpander) else ()
+        self.propose([self.row(name, nodes, 6, SequenceStart(len(prompt), sampling, source=read))])
 
     @rule(data=st.data(), nodes=st.integers(0, 8), depth=st.integers(0, 6))
     def commit(self, data: st.DataObject, nodes: int, depth: int) -> None:
@@ -144,7 +152,8 @@ class TreeDrafterMachine(RuleBasedStateMachine):
             self.check_tree(session.tree, self.tokens.get(str(name), session.tokens))
             tables |= session.tree.tables()
         held = {block for table in tables for block in table.blocks[0]}
-        assert self.expander.memory.blocks_held == len(held)  # no block leaks
+        of_sources = getattr(self.expander, "source_blocks", 0)
+        assert self.expander.memory.blocks_held == len(held) + of_sources  # no block leaks
         for table in tables:
             assert len(table.blocks[0]) == -(-table.stored_len // BLOCK)  # every held block is used
             assert self.expander.memory.read(table) == table.tokens

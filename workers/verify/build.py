@@ -14,6 +14,7 @@ from cluster.core.ports import DraftMethod
 from cluster.core.verification import StepSample
 from workers.forward.loaded_model import LoadedModel
 from workers.kv.pool import KvPool, blocks_that_fit
+from workers.kv.populate import populate
 from workers.model.fingerprint import fingerprint
 from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
 from workers.sampling.acceptance import create_rule
@@ -58,6 +59,8 @@ def build_engine(
     except BaseException:
         engine.close()
         raise
+    if section.kv.pool_bytes is not None and model.kv_spec.device.type == "cpu":
+        populate(pool)  # after the warm-up, which measures steps; a share of free memory is taken as it is used
     if file is not None and packed is None:
         keep_packed(section, file, model)  # after the warm-up, whose times it would lengthen
     return engine

@@ -13,6 +13,7 @@ from workers.forward.loaded_model import LoadedModel
 from workers.sampling.context import DecisionContext
 from workers.sampling.decide import Undecidable, decide, largest
 from workers.sampling.distribution import log_distribution
+from workers.sampling.most_probable import most_probable
 from workers.verify.sequence_state import ReadyRow
 
 
@@ -52,6 +53,14 @@ class Decider(Protocol):
         """Return `[rows, vocabulary]` from all ranks' parts of rows of logits; `None` on all ranks but the first."""
         ...
 
+    def most_probable(self, logits: torch.Tensor, count: int) -> torch.Tensor | None:
+        """The tokens with the largest logits, best first, int64 `[rows, count or the size of a smaller vocabulary]`.
+
+        `logits` is `[rows, vocabulary (this rank's part)]`; `None` on all ranks but the first. Which of equal logits
+        comes first is not defined.
+        """
+        ...
+
 
 class LocalDecider:
     """Decides on a rank whose logits cover the whole vocabulary."""
@@ -63,6 +72,10 @@ class LocalDecider:
     def whole(self, logits: torch.Tensor) -> torch.Tensor | None:
         """See `Decider`."""
         return logits
+
+    def most_probable(self, logits: torch.Tensor, count: int) -> torch.Tensor | None:
+        """See `Decider`."""
+        return most_probable(logits, min(count, logits.shape[1]))
 
     def decide(
         self, logits: torch.Tensor, contexts: Sequence[DecisionContext], with_distribution: bool = False
@@ -96,6 +109,10 @@ class RenormalizingDecider:
     def whole(self, logits: torch.Tensor) -> torch.Tensor | None:
         """See `Decider`."""
         return self._decider.whole(logits)
+
+    def most_probable(self, logits: torch.Tensor, count: int) -> torch.Tensor | None:
+        """See `Decider`."""
+        return self._decider.most_probable(logits, count)
 
     def decide(
         self, logits: torch.Tensor, contexts: Sequence[DecisionContext], with_distribution: bool = False

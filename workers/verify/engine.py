@@ -69,7 +69,7 @@ class TargetEngine:
         self._model, self._pool, self._fingerprint = model, pool, fingerprint
         self._evidence = evidence or EvidenceSection()
         self._runner = ModelRunner(model, pool, resolve_taps(self._evidence.taps, len(model.layers)))
-        self._collector = EvidenceCollector(self._evidence, self._runner, model.tensor_parallel == 1, method)
+        self._collector = EvidenceCollector(self._evidence, self._runner, decider, model.tensor_parallel == 1, method)
         self._decider = decider
         self._rule = rule or create_rule(TargetSection())
         self._name = served_name or model.name

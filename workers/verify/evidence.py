@@ -16,7 +16,7 @@ from cluster.core.ports import ReadsHiddenStates
 from cluster.core.verification import Verdict, VerifyRow
 from workers.forward.runner import ModelRunner
 from workers.sampling.acceptance import Accepted
-from workers.sampling.most_probable import most_probable
+from workers.verify.decider import Decider
 
 MAX_SENT_BYTES = MAX_MESSAGE_BYTES // 2
 """Most bytes of hidden states that the verdicts of one step bring; the rows share them equally."""
@@ -46,17 +46,18 @@ class EvidenceCollector:
         self,
         section: EvidenceSection,
         runner: ModelRunner,
-        has_whole_vocabulary: bool,
+        decider: Decider,
+        is_alone: bool,
         method: object = None,
     ) -> None:
-        """`method` drafts on this rank, if it is not `None`."""
+        """`method` drafts on this rank, if it is not `None`. `is_alone`: this rank is the only one."""
         self._section = section
         self._runner = runner
-        self._top = section.top if has_whole_vocabulary else 0
+        self._decider = decider
         self._paths: dict[SequenceId, torch.Tensor] = {}
-        """Logits `[tokens, vocabulary]` along the accepted paths of the last pass, until `complete`."""
+        """This rank's logits `[tokens, vocabulary]` along the accepted paths of the last pass, until `complete`."""
         # Several ranks record hidden states together, and only the batch is the same on all of them.
-        self._reader = method if has_whole_vocabulary and isinstance(method, ReadsHiddenStates) else None
+        self._reader = method if is_alone and isinstance(method, ReadsHiddenStates) else None
 
     def is_needed(self, rows: Iterable[VerifyRow]) -> bool:
         """Whether drafts are asked for with any of these rows, or evidence of it."""
@@ -70,20 +71,20 @@ class EvidenceCollector:
 
     def ranked(self, rows: Sequence[VerifyRow]) -> int:
         """How many of the most probable tokens the evidence of these rows shows: that many logits must be computed."""
-        return self._top if any(map(self._is_drafted, rows)) else 0
+        return self._section.top if any(map(self._is_drafted, rows)) else 0
 
     def collect(
         self, index: int, row: VerifyRow, accepted: Accepted, decisions: Sequence[int], logits: torch.Tensor
     ) -> Evidence | None:
         """Take the evidence of row `index` of the pass; `None` if nothing is asked for.
 
-        `decisions` and `logits` `[nodes + 1, vocabulary]` are those at the root and at every node, or empty for a row
-        that decides nothing. Call this before the next pass. The most probable tokens follow in `complete`.
+        `decisions` and this rank's `logits` `[nodes + 1, vocabulary]` are those at the root and at every node, or empty
+        for a row that decides nothing. Call this before the next pass. The most probable tokens follow in `complete`.
         """
         if not self._section.any or not self._needs(row):
             return None
         is_drafted = self._is_drafted(row)
-        if self._top and row.decide and is_drafted:
+        if self._section.top and row.decide and is_drafted:
             self._paths[row.sequence_id] = logits[[0, *(node + 1 for node in accepted.nodes)]]
         return Evidence(
             base_len=row.base_len,
@@ -93,12 +94,17 @@ class EvidenceCollector:
         )
 
     def complete(self, verdicts: dict[SequenceId, Verdict]) -> None:
-        """Add the most probable tokens to the evidence in the verdicts of the last pass, found for all rows at once."""
+        """Add the most probable tokens to the evidence in the verdicts of the last pass, found for all rows at once.
+
+        Of several ranks, all must call this; only the first one adds them.
+        """
         paths, self._paths = self._paths, {}
         if not paths:
             return
-        logits = torch.cat(list(paths.values()))
-        best = iter(most_probable(logits, min(self._top, logits.shape[1])).tolist())
+        found = self._decider.most_probable(torch.cat(list(paths.values())), self._section.top)
+        if found is None:
+            return
+        best = iter(found.tolist())
         for sequence_id, path in paths.items():
             top = tuple(tuple(tokens) for tokens in islice(best, len(path)))
             verdict = verdicts[sequence_id]

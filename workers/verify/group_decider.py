@@ -15,6 +15,7 @@ from torch import distributed
 from workers.forward.loaded_model import LoadedModel
 from workers.sampling.context import DecisionContext
 from workers.sampling.decide import is_shardable, merge_winners, shard_winners
+from workers.sampling.most_probable import most_probable
 from workers.verify.decider import Decisions, LocalDecider, decide_where_possible
 
 
@@ -60,6 +61,22 @@ class GroupDecider:
         """See `Decider`."""
         gathered = self._gather(self._padded(logits))
         return None if gathered is None else torch.cat(gathered, dim=1)[:, : self._model.vocabulary_size]
+
+    def most_probable(self, logits: torch.Tensor, count: int) -> torch.Tensor | None:
+        """See `Decider`. Each rank sends the largest logits of its part."""
+        count = min(count, self._model.vocabulary_size)
+        own = most_probable(logits, min(count, logits.shape[1]))
+        least = torch.finfo(logits.dtype).min  # above what fills the rows of a part with less than `count` tokens
+        found = torch.stack(
+            [logits.gather(1, own).clamp(min=least).double(), (own + self._model.vocabulary_offset).double()]
+        )
+        filled = torch.nn.functional.pad(found, (0, count - own.shape[1]), value=float("-inf"))
+        gathered = self._gather(filled)
+        if gathered is None:
+            return None
+        values, tokens = torch.cat(gathered, dim=2)
+        chosen: torch.Tensor = tokens.gather(1, values.topk(count).indices).long()
+        return chosen
 
     def _by_winners(self, logits: torch.Tensor, contexts: Sequence[DecisionContext]) -> list[int]:
         """Merge the best scores and tokens of all parts, on every rank."""

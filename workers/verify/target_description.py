@@ -31,4 +31,6 @@ def describe_target(model: LoadedModel, pool: KvPool, name: str, *, is_lossless:
         forced_eos_token_id=model.source.forced_eos_token_id,
         bad_words=model.source.bad_words,
         no_repeat_ngram_size=model.source.no_repeat_ngram_size,
+        min_tokens=model.source.min_tokens,
+        beam_scoring=model.source.beam_scoring,
     )

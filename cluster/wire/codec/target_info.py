@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from cluster.core import bounds
 from cluster.core.kv import KvGroup, KvLayout, KvOccupancy
+from cluster.core.request import USUAL_SCORING
 from cluster.core.verification import StepSample, TargetInfo
+from cluster.wire.codec.beam_search import decode_beam_search, encode_beam_search
 from cluster.wire.codec.common import decode_words
 from pilotfish.v1 import common_pb2
 from pilotfish.v1 import target_pb2 as pb
@@ -45,6 +47,8 @@ def encode_target_info(info: TargetInfo) -> pb.TargetServiceGetInfoResponse:
         forced_eos_token_id=info.forced_eos_token_id,
         bad_words=[common_pb2.TokenIds(ids=word) for word in info.bad_words],
         no_repeat_ngram_size=info.no_repeat_ngram_size,
+        min_tokens=info.min_tokens,
+        beam_search=encode_beam_search(info.beam_scoring),
         fingerprint=info.fingerprint,
     )
 
@@ -76,6 +80,8 @@ def decode_target_info(message: pb.TargetServiceGetInfoResponse) -> TargetInfo:
         no_repeat_ngram_size=bounds.integer(
             "no_repeat_ngram_size", message.no_repeat_ngram_size, 0, bounds.MAX_NO_REPEAT_NGRAM
         ),
+        min_tokens=bounds.integer("min_tokens", message.min_tokens, 0, bounds.MAX_TOKENS),
+        beam_scoring=decode_beam_search(message.beam_search, USUAL_SCORING),
         fingerprint=bounds.text("fingerprint", message.fingerprint, bounds.MAX_NAME_BYTES),
     )
 

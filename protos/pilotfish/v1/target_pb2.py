@@ -23,43 +23,44 @@ _sym_db = _symbol_database.Default()
 
 
 from pilotfish.v1 import common_pb2 as pilotfish_dot_v1_dot_common__pb2
+from pilotfish.v1 import generation_pb2 as pilotfish_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pilotfish/v1/target.proto\x12\x0cpilotfish.v1\x1a\x19pilotfish/v1/common.proto\"O\n\x18TargetServiceOpenRequest\x12#\n\x04rows\x18\x01 \x03(\x0b\x32\x15.pilotfish.v1.OpenRow\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\"j\n\x07OpenRow\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12*\n\x05start\x18\x03 \x01(\x0b\x32\x1b.pilotfish.v1.SequenceStart\x12\x0e\n\x06parent\x18\x04 \x01(\t\"W\n\x19TargetServiceOpenResponse\x12\x13\n\x0bstored_lens\x18\x01 \x03(\r\x12%\n\x02kv\x18\x02 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\"\xb8\x02\n\x18TargetServiceStepRequest\x12\x14\n\x0csequence_ids\x18\x03 \x03(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\x12\x11\n\tbase_lens\x18\x04 \x03(\r\x12\x14\n\x0cpending_lens\x18\x05 \x03(\r\x12\x0f\n\x07pending\x18\x06 \x03(\r\x12\x0f\n\x07\x64\x65\x63ides\x18\x07 \x03(\x08\x12\x12\n\ntree_sizes\x18\x08 \x03(\r\x12\x13\n\x0btree_tokens\x18\t \x03(\r\x12\x14\n\x0ctree_parents\x18\n \x03(\x11\x12\x16\n\x0enext_max_nodes\x18\x0b \x03(\r\x12\x17\n\x0fnext_max_depths\x18\x0c \x03(\r\x12/\n\x07\x64\x65tails\x18\r \x03(\x0b\x32\x1e.pilotfish.v1.VerifyRowDetailsJ\x04\x08\x01\x10\x02R\x04rows\"\x83\x01\n\x10VerifyRowDetails\x12\x0b\n\x03row\x18\x01 \x01(\r\x12*\n\x05start\x18\x02 \x01(\x0b\x32\x1b.pilotfish.v1.SequenceStart\x12\x36\n\rdistributions\x18\x03 \x03(\x0b\x32\x1f.pilotfish.v1.DraftDistribution\"\x8e\x02\n\x19TargetServiceStepResponse\x12\x14\n\x0csequence_ids\x18\x05 \x03(\t\x12%\n\x02kv\x18\x02 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\x12\x14\n\x0cstep_seconds\x18\x03 \x01(\x01\x12\x15\n\rdraft_seconds\x18\x04 \x01(\x01\x12\x11\n\tbase_lens\x18\x06 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x07 \x03(\r\x12\x0e\n\x06tokens\x18\x08 \x03(\r\x12\x0f\n\x07\x64rafted\x18\t \x03(\r\x12-\n\x07\x64\x65tails\x18\n \x03(\x0b\x32\x1c.pilotfish.v1.VerdictDetailsJ\x04\x08\x01\x10\x02R\x08verdicts\"\x94\x02\n\x0eVerdictDetails\x12\x0b\n\x03row\x18\x01 \x01(\r\x12-\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1b.pilotfish.v1.TokenLogprobs\x12%\n\x05\x66\x61ult\x18\x03 \x01(\x0b\x32\x16.pilotfish.v1.RowFault\x12(\n\x08\x65vidence\x18\x04 \x01(\x0b\x32\x16.pilotfish.v1.Evidence\x12(\n\x08proposal\x18\x05 \x01(\x0b\x32\x16.pilotfish.v1.Proposal\x12\x34\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x1b.pilotfish.v1.TokenLogprobs\x12\x15\n\rforced_tokens\x18\x07 \x03(\r\"8\n\x0bKvOccupancy\x12\x14\n\x0c\x62locks_total\x18\x01 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x02 \x01(\r\"8\n\x07KvGroup\x12\x0e\n\x06tables\x18\x01 \x01(\r\x12\x0e\n\x06window\x18\x02 \x01(\r\x12\r\n\x05sinks\x18\x03 \x01(\r\"P\n\x1bTargetServiceReleaseRequest\x12\x14\n\x0csequence_ids\x18\x01 \x03(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\x12\x0e\n\x06\x63lient\x18\x03 \x01(\t\"E\n\x1cTargetServiceReleaseResponse\x12%\n\x02kv\x18\x01 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\"\x1d\n\x1bTargetServiceGetInfoRequest\"\x90\x04\n\x1cTargetServiceGetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x02 \x01(\r\x12\x17\n\x0fmax_context_len\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12%\n\x02kv\x18\x05 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x17\n\x0ftensor_parallel\x18\x07 \x01(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\t\x12%\n\x06groups\x18\n \x03(\x0b\x32\x15.pilotfish.v1.KvGroup\x12)\n\x07profile\x18\x0b \x03(\x0b\x32\x18.pilotfish.v1.StepSample\x12\r\n\x05lossy\x18\x0c \x01(\x08\x12\x15\n\rdecoder_start\x18\r \x03(\r\x12\x16\n\x0emax_source_len\x18\x0e \x01(\r\x12 \n\x13\x66orced_eos_token_id\x18\x0f \x01(\rH\x00\x88\x01\x01\x12)\n\tbad_words\x18\x10 \x03(\x0b\x32\x16.pilotfish.v1.TokenIds\x12\x1c\n\x14no_repeat_ngram_size\x18\x13 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x12 \x01(\tB\x16\n\x14_forced_eos_token_id\";\n\nStepSample\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x32\x89\x03\n\rTargetService\x12W\n\x04Open\x12&.pilotfish.v1.TargetServiceOpenRequest\x1a\'.pilotfish.v1.TargetServiceOpenResponse\x12[\n\x04Step\x12&.pilotfish.v1.TargetServiceStepRequest\x1a\'.pilotfish.v1.TargetServiceStepResponse(\x01\x30\x01\x12`\n\x07Release\x12).pilotfish.v1.TargetServiceReleaseRequest\x1a*.pilotfish.v1.TargetServiceReleaseResponse\x12`\n\x07GetInfo\x12).pilotfish.v1.TargetServiceGetInfoRequest\x1a*.pilotfish.v1.TargetServiceGetInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pilotfish/v1/target.proto\x12\x0cpilotfish.v1\x1a\x19pilotfish/v1/common.proto\x1a\x1dpilotfish/v1/generation.proto\"O\n\x18TargetServiceOpenRequest\x12#\n\x04rows\x18\x01 \x03(\x0b\x32\x15.pilotfish.v1.OpenRow\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\"j\n\x07OpenRow\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12*\n\x05start\x18\x03 \x01(\x0b\x32\x1b.pilotfish.v1.SequenceStart\x12\x0e\n\x06parent\x18\x04 \x01(\t\"W\n\x19TargetServiceOpenResponse\x12\x13\n\x0bstored_lens\x18\x01 \x03(\r\x12%\n\x02kv\x18\x02 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\"\xb8\x02\n\x18TargetServiceStepRequest\x12\x14\n\x0csequence_ids\x18\x03 \x03(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\x12\x11\n\tbase_lens\x18\x04 \x03(\r\x12\x14\n\x0cpending_lens\x18\x05 \x03(\r\x12\x0f\n\x07pending\x18\x06 \x03(\r\x12\x0f\n\x07\x64\x65\x63ides\x18\x07 \x03(\x08\x12\x12\n\ntree_sizes\x18\x08 \x03(\r\x12\x13\n\x0btree_tokens\x18\t \x03(\r\x12\x14\n\x0ctree_parents\x18\n \x03(\x11\x12\x16\n\x0enext_max_nodes\x18\x0b \x03(\r\x12\x17\n\x0fnext_max_depths\x18\x0c \x03(\r\x12/\n\x07\x64\x65tails\x18\r \x03(\x0b\x32\x1e.pilotfish.v1.VerifyRowDetailsJ\x04\x08\x01\x10\x02R\x04rows\"\x83\x01\n\x10VerifyRowDetails\x12\x0b\n\x03row\x18\x01 \x01(\r\x12*\n\x05start\x18\x02 \x01(\x0b\x32\x1b.pilotfish.v1.SequenceStart\x12\x36\n\rdistributions\x18\x03 \x03(\x0b\x32\x1f.pilotfish.v1.DraftDistribution\"\x8e\x02\n\x19TargetServiceStepResponse\x12\x14\n\x0csequence_ids\x18\x05 \x03(\t\x12%\n\x02kv\x18\x02 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\x12\x14\n\x0cstep_seconds\x18\x03 \x01(\x01\x12\x15\n\rdraft_seconds\x18\x04 \x01(\x01\x12\x11\n\tbase_lens\x18\x06 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x07 \x03(\r\x12\x0e\n\x06tokens\x18\x08 \x03(\r\x12\x0f\n\x07\x64rafted\x18\t \x03(\r\x12-\n\x07\x64\x65tails\x18\n \x03(\x0b\x32\x1c.pilotfish.v1.VerdictDetailsJ\x04\x08\x01\x10\x02R\x08verdicts\"\x94\x02\n\x0eVerdictDetails\x12\x0b\n\x03row\x18\x01 \x01(\r\x12-\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1b.pilotfish.v1.TokenLogprobs\x12%\n\x05\x66\x61ult\x18\x03 \x01(\x0b\x32\x16.pilotfish.v1.RowFault\x12(\n\x08\x65vidence\x18\x04 \x01(\x0b\x32\x16.pilotfish.v1.Evidence\x12(\n\x08proposal\x18\x05 \x01(\x0b\x32\x16.pilotfish.v1.Proposal\x12\x34\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x1b.pilotfish.v1.TokenLogprobs\x12\x15\n\rforced_tokens\x18\x07 \x03(\r\"8\n\x0bKvOccupancy\x12\x14\n\x0c\x62locks_total\x18\x01 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x02 \x01(\r\"8\n\x07KvGroup\x12\x0e\n\x06tables\x18\x01 \x01(\r\x12\x0e\n\x06window\x18\x02 \x01(\r\x12\r\n\x05sinks\x18\x03 \x01(\r\"P\n\x1bTargetServiceReleaseRequest\x12\x14\n\x0csequence_ids\x18\x01 \x03(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\x12\x0e\n\x06\x63lient\x18\x03 \x01(\t\"E\n\x1cTargetServiceReleaseResponse\x12%\n\x02kv\x18\x01 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\"\x1d\n\x1bTargetServiceGetInfoRequest\"\xd3\x04\n\x1cTargetServiceGetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x02 \x01(\r\x12\x17\n\x0fmax_context_len\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12%\n\x02kv\x18\x05 \x01(\x0b\x32\x19.pilotfish.v1.KvOccupancy\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x17\n\x0ftensor_parallel\x18\x07 \x01(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\t\x12%\n\x06groups\x18\n \x03(\x0b\x32\x15.pilotfish.v1.KvGroup\x12)\n\x07profile\x18\x0b \x03(\x0b\x32\x18.pilotfish.v1.StepSample\x12\r\n\x05lossy\x18\x0c \x01(\x08\x12\x15\n\rdecoder_start\x18\r \x03(\r\x12\x16\n\x0emax_source_len\x18\x0e \x01(\r\x12 \n\x13\x66orced_eos_token_id\x18\x0f \x01(\rH\x00\x88\x01\x01\x12)\n\tbad_words\x18\x10 \x03(\x0b\x32\x16.pilotfish.v1.TokenIds\x12\x1c\n\x14no_repeat_ngram_size\x18\x13 \x01(\r\x12\x12\n\nmin_tokens\x18\x14 \x01(\r\x12-\n\x0b\x62\x65\x61m_search\x18\x15 \x01(\x0b\x32\x18.pilotfish.v1.BeamSearch\x12\x13\n\x0b\x66ingerprint\x18\x12 \x01(\tB\x16\n\x14_forced_eos_token_id\";\n\nStepSample\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x32\x89\x03\n\rTargetService\x12W\n\x04Open\x12&.pilotfish.v1.TargetServiceOpenRequest\x1a\'.pilotfish.v1.TargetServiceOpenResponse\x12[\n\x04Step\x12&.pilotfish.v1.TargetServiceStepRequest\x1a\'.pilotfish.v1.TargetServiceStepResponse(\x01\x30\x01\x12`\n\x07Release\x12).pilotfish.v1.TargetServiceReleaseRequest\x1a*.pilotfish.v1.TargetServiceReleaseResponse\x12`\n\x07GetInfo\x12).pilotfish.v1.TargetServiceGetInfoRequest\x1a*.pilotfish.v1.TargetServiceGetInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pilotfish.v1.target_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TARGETSERVICEOPENREQUEST']._serialized_start=70
-  _globals['_TARGETSERVICEOPENREQUEST']._serialized_end=149
-  _globals['_OPENROW']._serialized_start=151
-  _globals['_OPENROW']._serialized_end=257
-  _globals['_TARGETSERVICEOPENRESPONSE']._serialized_start=259
-  _globals['_TARGETSERVICEOPENRESPONSE']._serialized_end=346
-  _globals['_TARGETSERVICESTEPREQUEST']._serialized_start=349
-  _globals['_TARGETSERVICESTEPREQUEST']._serialized_end=661
-  _globals['_VERIFYROWDETAILS']._serialized_start=664
-  _globals['_VERIFYROWDETAILS']._serialized_end=795
-  _globals['_TARGETSERVICESTEPRESPONSE']._serialized_start=798
-  _globals['_TARGETSERVICESTEPRESPONSE']._serialized_end=1068
-  _globals['_VERDICTDETAILS']._serialized_start=1071
-  _globals['_VERDICTDETAILS']._serialized_end=1347
-  _globals['_KVOCCUPANCY']._serialized_start=1349
-  _globals['_KVOCCUPANCY']._serialized_end=1405
-  _globals['_KVGROUP']._serialized_start=1407
-  _globals['_KVGROUP']._serialized_end=1463
-  _globals['_TARGETSERVICERELEASEREQUEST']._serialized_start=1465
-  _globals['_TARGETSERVICERELEASEREQUEST']._serialized_end=1545
-  _globals['_TARGETSERVICERELEASERESPONSE']._serialized_start=1547
-  _globals['_TARGETSERVICERELEASERESPONSE']._serialized_end=1616
-  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_start=1618
-  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_end=1647
-  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_start=1650
-  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_end=2178
-  _globals['_STEPSAMPLE']._serialized_start=2180
-  _globals['_STEPSAMPLE']._serialized_end=2239
-  _globals['_TARGETSERVICE']._serialized_start=2242
-  _globals['_TARGETSERVICE']._serialized_end=2635
+  _globals['_TARGETSERVICEOPENREQUEST']._serialized_start=101
+  _globals['_TARGETSERVICEOPENREQUEST']._serialized_end=180
+  _globals['_OPENROW']._serialized_start=182
+  _globals['_OPENROW']._serialized_end=288
+  _globals['_TARGETSERVICEOPENRESPONSE']._serialized_start=290
+  _globals['_TARGETSERVICEOPENRESPONSE']._serialized_end=377
+  _globals['_TARGETSERVICESTEPREQUEST']._serialized_start=380
+  _globals['_TARGETSERVICESTEPREQUEST']._serialized_end=692
+  _globals['_VERIFYROWDETAILS']._serialized_start=695
+  _globals['_VERIFYROWDETAILS']._serialized_end=826
+  _globals['_TARGETSERVICESTEPRESPONSE']._serialized_start=829
+  _globals['_TARGETSERVICESTEPRESPONSE']._serialized_end=1099
+  _globals['_VERDICTDETAILS']._serialized_start=1102
+  _globals['_VERDICTDETAILS']._serialized_end=1378
+  _globals['_KVOCCUPANCY']._serialized_start=1380
+  _globals['_KVOCCUPANCY']._serialized_end=1436
+  _globals['_KVGROUP']._serialized_start=1438
+  _globals['_KVGROUP']._serialized_end=1494
+  _globals['_TARGETSERVICERELEASEREQUEST']._serialized_start=1496
+  _globals['_TARGETSERVICERELEASEREQUEST']._serialized_end=1576
+  _globals['_TARGETSERVICERELEASERESPONSE']._serialized_start=1578
+  _globals['_TARGETSERVICERELEASERESPONSE']._serialized_end=1647
+  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_start=1649
+  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_end=1678
+  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_start=1681
+  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_end=2276
+  _globals['_STEPSAMPLE']._serialized_start=2278
+  _globals['_STEPSAMPLE']._serialized_end=2337
+  _globals['_TARGETSERVICE']._serialized_start=2340
+  _globals['_TARGETSERVICE']._serialized_end=2733
 # @@protoc_insertion_point(module_scope)

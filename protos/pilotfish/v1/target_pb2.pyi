@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from pilotfish.v1 import common_pb2 as _common_pb2
+from pilotfish.v1 import generation_pb2 as _generation_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -523,6 +524,8 @@ class TargetServiceGetInfoResponse(_message.Message):
     FORCED_EOS_TOKEN_ID_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     NO_REPEAT_NGRAM_SIZE_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    BEAM_SEARCH_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name of the model, as clients send it."""
@@ -546,6 +549,8 @@ class TargetServiceGetInfoResponse(_message.Message):
     """The last token of an answer of full length, if the model forces one."""
     no_repeat_ngram_size: _builtins.int
     """Length of the token sequences that the model forbids to repeat; 0: none. Bound: 1024."""
+    min_tokens: _builtins.int
+    """Fewest tokens of an answer whose request gives no number. Bound: 1048576."""
     fingerprint: _builtins.str
     """A name of what answers depend on: weights, number format, kernels, ranks, and settings that are lossy."""
     @_builtins.property
@@ -572,6 +577,10 @@ class TargetServiceGetInfoResponse(_message.Message):
     def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenIds]:
         """Token sequences that the model forbids in every answer. Bound: 512 of 1 to 64 tokens."""
 
+    @_builtins.property
+    def beam_search(self) -> _generation_pb2.BeamSearch:
+        """What a beam search has whose request says nothing else."""
+
     def __init__(
         self,
         *,
@@ -592,11 +601,13 @@ class TargetServiceGetInfoResponse(_message.Message):
         forced_eos_token_id: _builtins.int | None = ...,
         bad_words: _abc.Iterable[_common_pb2.TokenIds] | None = ...,
         no_repeat_ngram_size: _builtins.int = ...,
+        min_tokens: _builtins.int = ...,
+        beam_search: _generation_pb2.BeamSearch | None = ...,
         fingerprint: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_forced_eos_token_id", b"_forced_eos_token_id", "forced_eos_token_id", b"forced_eos_token_id", "kv", b"kv"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_forced_eos_token_id", b"_forced_eos_token_id", "beam_search", b"beam_search", "forced_eos_token_id", b"forced_eos_token_id", "kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forced_eos_token_id", b"_forced_eos_token_id", "bad_words", b"bad_words", "block_size", b"block_size", "decoder_start", b"decoder_start", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "forced_eos_token_id", b"forced_eos_token_id", "groups", b"groups", "kv", b"kv", "lossy", b"lossy", "max_context_len", b"max_context_len", "max_source_len", b"max_source_len", "model", b"model", "no_repeat_ngram_size", b"no_repeat_ngram_size", "profile", b"profile", "tensor_parallel", b"tensor_parallel", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forced_eos_token_id", b"_forced_eos_token_id", "bad_words", b"bad_words", "beam_search", b"beam_search", "block_size", b"block_size", "decoder_start", b"decoder_start", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "forced_eos_token_id", b"forced_eos_token_id", "groups", b"groups", "kv", b"kv", "lossy", b"lossy", "max_context_len", b"max_context_len", "max_source_len", b"max_source_len", "min_tokens", b"min_tokens", "model", b"model", "no_repeat_ngram_size", b"no_repeat_ngram_size", "profile", b"profile", "tensor_parallel", b"tensor_parallel", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__forced_eos_token_id: _TypeAlias = _typing.Literal["forced_eos_token_id"]  # noqa: Y015
     _WhichOneofArgType__forced_eos_token_id: _TypeAlias = _typing.Literal["_forced_eos_token_id", b"_forced_eos_token_id"]  # noqa: Y015

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,8 +21,9 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from cluster.core.verification import OpenRow, StepBatch, VerifyRow
+from cluster.wire.codec.step import step_batch_to_bytes
 from tests.support.engines.kept_kernels import KEPT
-from tests.support.engines.rank_processes import start_ranks
+from tests.support.engines.rank_processes import Group, free_port, start_ranks
 from tests.support.models import tiny, tiny_tokenizer
 
 if TYPE_CHECKING:
@@ -51,12 +51,6 @@ BLOCK_BYTES = 4 * 2 * 2 * 8 * 4
 HOST_BLOCKS = 8
 DISK_BYTES = (1 << 20, 6 << 10, 1 << 20)
 """Bytes on the disk of each rank. The disks differ in size."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def section(directory: Path, ranks: int, quantization: str = "none", **memory: Any) -> TargetSection:
@@ -107,6 +101,9 @@ def serve_rank(rank: int, directory: Path, port: int, pipe: Connection | None) -
 
 def serve_pipe(group: DriverRank, engine: TargetEngine, pipe: Connection) -> None:
     """Execute calls from the pipe until the group is closed."""
+    from torch import distributed
+
+    distributed.broadcast = broadcast = Mock(wraps=distributed.broadcast)
     pipe.send("ready")
     while True:
         method, arguments = pipe.recv()
@@ -116,6 +113,8 @@ def serve_pipe(group: DriverRank, engine: TargetEngine, pipe: Connection) -> Non
             if method == "tiers":
                 tiers = engine._pool.tiers
                 pipe.send(tiers and (tiers.host, tiers.disk))
+            elif method == "broadcasts":
+                pipe.send(broadcast.call_count)
             else:
                 pipe.send(getattr(group, method)(*arguments))
         except Exception as error:
@@ -123,24 +122,6 @@ def serve_pipe(group: DriverRank, engine: TargetEngine, pipe: Connection) -> Non
         if method == "close":
             group.close()  # closing twice is harmless
             return
-
-
-@dataclass
-class Group:
-    pipe: Connection
-    processes: list[Any]
-
-    def ask(self, method: str, *arguments: object) -> Any:
-        self.pipe.send((method, arguments))
-        answer = self.pipe.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def form_next(self) -> None:
-        """Close the group. The same processes then form the group of the next kind."""
-        self.ask("close")
-        assert self.pipe.recv() == "ready"
 
 
 @pytest.fixture(scope="module")
@@ -213,9 +194,27 @@ def test_forks_are_the_same_on_every_rank(group: Group) -> None:
     group.ask("release_all")
 
 
+@pytest.mark.parametrize(("unknown", "broadcasts"), [(0, 1), (120, 2)])
+def test_a_step_takes_one_broadcast_and_one_of_more_than_8_kib_takes_two(
+    group: Group, unknown: int, broadcasts: int
+) -> None:
+    """Rows of sequences that the target does not know make the command long; each of them is a fault."""
+    start = SequenceStart(len(PROMPT), SETTINGS["greedy"])
+    row = VerifyRow(SequenceId("known"), len(PROMPT), PROMPT, start=start)
+    expected = group.ask("step", StepBatch((row,))).verdicts
+    others = (VerifyRow(SequenceId(f"{index:0100}"), len(PROMPT), PROMPT[-1:]) for index in range(unknown))
+    batch = StepBatch((row, *others))
+    assert (len(step_batch_to_bytes(batch)) > (8 << 10) - 16) == (broadcasts == 2)
+    before = group.ask("broadcasts")
+    verdicts = group.ask("step", batch).verdicts
+    assert group.ask("broadcasts") - before == broadcasts
+    assert verdicts[:1] == expected
+    assert all(verdict.fault is not None for verdict in verdicts[1:])
+    group.ask("release_all")
+
+
 @pytest.mark.parametrize("count", [1, 250, 2000])
 def test_commands_of_every_length_reach_all_ranks(group: Group, count: int) -> None:
-    """A long command takes two broadcasts, a short one takes one."""
     start = SequenceStart(len(PROMPT), SETTINGS["greedy"])
     row = VerifyRow(SequenceId("kept"), len(PROMPT), PROMPT, start=start)
     first = group.ask("step", StepBatch((row,))).verdicts

@@ -19,6 +19,7 @@ from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.sampling.acceptance import Accepted
+from workers.verify.decider import LocalDecider
 from workers.verify.evidence import EvidenceCollector
 
 BUDGET = DraftBudget(4, 4)
@@ -68,7 +69,7 @@ def collector(
     runner: ModelRunner, method: DraftMethod | None, *, is_alone: bool = True, is_sent: bool = False
 ) -> EvidenceCollector:
     section = EvidenceSection(taps=(1,), decisions=True, is_sent=is_sent)
-    return EvidenceCollector(section, runner, is_alone, method)
+    return EvidenceCollector(section, runner, LocalDecider(), is_alone, method)
 
 
 def test_hidden_states_are_recorded_for_rows_with_a_budget_only(runner: ModelRunner) -> None:
