@@ -12,6 +12,8 @@ Clock = Callable[[], float]
 _ANSWERS, _STATES, _END = 0.5, 0.2, 0.08
 """Shares of the time for answers and for the target's hidden states, if they are missing, and for measuring and writing
 at the end. Training has the rest."""
+MEASURED = 0.1
+"""Most of the training's time in which a drafting module is measured as it is served, as a share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,10 @@ class Budget:
         """Seconds until training must end."""
         return max(0.0, self.started + self.seconds * (1 - _END) - self.clock())
 
+    def left(self) -> float:
+        """Seconds until the command must end."""
+        return max(0.0, self.started + self.seconds - self.clock())
+
     def plan(self) -> str:
         """The plan in words."""
         if self.minutes is None:
@@ -73,4 +79,6 @@ class Budget:
         rest = self.seconds * (1 - _END) - self.answer_seconds - self.state_seconds
         stages += [(rest, "training"), (self.seconds * _END, "measuring")]
         parts = [f"{name} {seconds / 60:.1f} min" for seconds, name in stages if seconds > 0]
+        if self.needs_states:
+            parts[-2] += f" (up to {rest * MEASURED / 60:.1f} min of them for tokens per step)"
         return f"plan for {self.minutes:g} min: {', '.join(parts)} at most"

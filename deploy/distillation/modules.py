@@ -4,39 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
 from deploy.distillation.budget import Budget
-from deploy.distillation.data import DistillData, begin_budget, budgeted, collect_answers, draft_vocabulary
-from deploy.distillation.module_plan import (
-    CURVE,
-    checkpoint_of,
-    start_module,
-    training_plans,
-    wanted_shape,
-    with_defaults,
-)
+from deploy.distillation.data import DistillData, begin_budget, collect_answers, draft_vocabulary
+from deploy.distillation.module_plan import CURVE, start_module, wanted_shape, with_defaults
+from deploy.distillation.module_training import ModuleRun, ModuleTrainer, Trained, served_tokens, stored_states
 from deploy.distillation.options import DistillOptions
 from deploy.distillation.seq2seq import decoder_rows, is_encoder_decoder, read_source_files, translate_all
 from deploy.models import Models, resolve_models, served_name
 from deploy.progress import ProgressReporter
 from deploy.settings import Settings
 from deploy.terminal import notices
-from workers.distill.answers import Answer
 from workers.distill.chart import loss_curve
-from workers.distill.checkpoints import Progress
 from workers.distill.export import check_replaceable, replaced_directory
 from workers.distill.modules.exit_search import ExitCandidate, search_exit
-from workers.distill.modules.learner import Acceptance, ModulePlan, ModuleTraining, measure
 from workers.distill.modules.module_card import ModuleFacts, write_card
 from workers.distill.modules.successors import count_successors
-from workers.distill.modules.tap_cache import TapCache
 from workers.distill.prompts import read_prompts
 from workers.distill.seq2seq.answers import decoder_start
 from workers.distill.seq2seq.student import load_seq2seq_target
@@ -44,37 +34,19 @@ from workers.distill.student import load_target
 from workers.model.devices import choose_device
 from workers.model.draft_card import DraftCard
 from workers.model.draft_shapes import ExitShape, TableShape
-from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.files import DraftingModule, load_ends, make_module, save_drafter
 from workers.model.drafting.table import SuccessorTable
 from workers.model.target_ends import decoder_vocabulary_size
-
-_MAX_STORED_LENGTH = 4096
-"""Most tokens of a prompt and its answer whose states are stored. Evaluated prompts are longer than training rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What all stages of one command share."""
-
-    options: DistillOptions
-    target: Path
-    data: DistillData
-    budget: Budget
-    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
     """A finished module, and what the model card says of it."""
 
-    card: DraftCard
     module: DraftingModule
     vocabulary: torch.Tensor | None
+    trained: Trained
     start: str = ""
-    progress: Progress = field(default_factory=Progress)
-    measured: dict[str, Acceptance] = field(default_factory=dict)
-    notes: str = ""
 
 
 def run_module(settings: Settings, options: DistillOptions, command_line: str) -> None:
@@ -89,26 +61,30 @@ def run_module(settings: Settings, options: DistillOptions, command_line: str) -
     name = served_name(models.configuration)
     sizes = decoder_vocabulary_size(config), int(config.hidden_size)
     card = DraftCard(name, *sizes, options.layers, options.vocabulary_size, options.kind, options.taps, shape)
-    stage = _Run(options, models.target, data, budget, choose_device(options.device, 0))
+    stage = ModuleRun(models.configuration, options, models.target, data, budget, choose_device(options.device, 0))
     made = _make(stage, card)
     notes = "" if options.notes is None else options.notes.read_text(encoding="utf-8")
-    curve = loss_curve(made.progress, is_tokens=True) if made.progress.losses else None
+    trained = made.trained
+    progress = trained.progress
+    curve = loss_curve(progress, is_tokens=True) if progress.losses or progress.served else None
     facts = ModuleFacts(
-        card=made.card,
+        card=trained.card,
         target_dtype=models.configuration.target.dtype,
         command_line=command_line,
         answers=data.train,
         start=made.start,
         parameters=sum(value.numel() for value in made.module.parameters()),
-        progress=made.progress,
+        progress=progress,
         device=_device_name(stage.device),
-        measured=made.measured,
+        measured=trained.accepted,
+        served=trained.served,
+        serving=_serving(models.configuration),
         curve=CURVE if curve else "",
-        notes=made.notes + notes,
+        notes="\n".join(filter(None, (trained.notes, notes))),
     )
     with replaced_directory(options.out, write_card(facts), {} if curve is None else {CURVE: curve}) as scratch:
-        save_drafter(scratch, made.card, made.module, made.vocabulary, int8=options.int8)
-    tokens = [f", estimated {each.tokens_per_step:.2f} tokens per step on {of}" for of, each in made.measured.items()]
+        save_drafter(scratch, trained.card, made.module, made.vocabulary, int8=options.int8)
+    tokens = [f", {each.tokens_per_step:.2f} tokens per step on {of}" for of, each in trained.served.items()]
     notices.print(f"{options.out}: {options.kind} for {name}{''.join(tokens)}")
 
 
@@ -126,7 +102,7 @@ def _data(models: Models, options: DistillOptions, *, has_encoder: bool) -> tupl
     return decoder_rows(data, decoder_start(target)), budget
 
 
-def _load_target(stage: _Run) -> Any:
+def _load_target(stage: ModuleRun) -> Any:
     """The target as a module of `transformers`."""
     load = load_seq2seq_target if is_encoder_decoder(stage.target) else load_target
     return load(stage.target, stage.device)
@@ -137,7 +113,16 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
 
 
-def _make(stage: _Run, card: DraftCard) -> _Made:
+def _serving(configuration: Configuration) -> str:
+    """The settings of a measurement in the engine, for the model card."""
+    draft, target = configuration.draft, configuration.target
+    return (
+        f"greedy answers of the target in {target.dtype}, at most {draft.max_nodes} drafted tokens in a tree and "
+        f"{draft.max_depth} on a path, always the largest tree"
+    )
+
+
+def _make(stage: ModuleRun, card: DraftCard) -> _Made:
     """Make and train the module that the card describes, or the one that a search finds."""
     options, data = stage.options, stage.data
     if card.shape is None:
@@ -147,7 +132,7 @@ def _make(stage: _Run, card: DraftCard) -> _Made:
     if isinstance(card.shape, TableShape):
         table = SuccessorTable(card.shape, card.target_vocabulary_size)
         notices.print(f"{count_successors(table, data.train):,} tokens have successors")
-        return _Made(card, table, None)
+        return _Made(table, None, Trained(card))
     vocabulary = torch.tensor(draft_vocabulary(options, data, stage.target, card.target_vocabulary_size))
     model = _load_target(stage)
     model.to(dtype)
@@ -158,75 +143,16 @@ def _make(stage: _Run, card: DraftCard) -> _Made:
     ends = load_ends(stage.target, card, vocabulary, dtype, stage.device)
     module = make_module(ends, card.shape or ExitShape((0,)), card.taps).to(stage.device)
     if not card.taps:
-        return _Made(card, module, vocabulary, notes=notes)
-    cache = _states(stage, model, card)
+        trained = served_tokens(stage, card, module, vocabulary)
+        return _Made(module, vocabulary, replace(trained, notes=notes))
+    cache = stored_states(stage, model, card)
     del model
     start = start_module(module, ends, cache, options, stage.target, data.train)
-    progress, measured = _train(stage, module, ends, cache)
-    return _Made(card, module, vocabulary, start, progress, measured)
+    trained = ModuleTrainer(stage, card, module, ends, vocabulary, cache).train()
+    return _Made(module, vocabulary, trained, start)
 
 
-def _states(stage: _Run, model: Any, card: DraftCard) -> TapCache:
-    """The target's hidden states of all answers, computed where they are missing while the budget lasts."""
-    options, data = stage.options, stage.data
-    cache = TapCache(options.work_directory, card.taps, card.hidden_size, _MAX_STORED_LENGTH)
-    # Held-out answers come first: without them nothing is measured.
-    answers = (*data.held_out, *data.train, *data.evaluation)
-    with ProgressReporter(notices, "hidden states") as reporter:
-
-        def report(done: int, wanted: int) -> None:
-            reporter(done / max(1, wanted), f"{done:,} of {wanted:,} tokens")
-
-        ends = stage.budget.states_end if options.minutes is not None else None
-        cache.fill(model, answers, report, ends)
-    return cache
-
-
-def _train(
-    stage: _Run, module: DraftingModule, ends: TargetEnds, cache: TapCache
-) -> tuple[Progress, dict[str, Acceptance]]:
-    options, data = stage.options, stage.data
-    plan, module_plan = training_plans(options)
-    answers = [answer for answer in data.train if cache.has(answer)]
-    if not answers:
-        raise ConfigurationError(
-            f"--minutes: {options.minutes} is refused; its share of {stage.budget.state_seconds:.0f} s gave the hidden "
-            f"states of no answer to train on"
-        )
-    held_out = [answer for answer in data.held_out if cache.has(answer)]
-    checkpoint = checkpoint_of(options)
-    plan = budgeted(plan, checkpoint, stage.budget)
-    training = ModuleTraining(module, ends, cache, answers, held_out, plan, module_plan, checkpoint)
-    with ProgressReporter(notices, "training") as reporter:
-
-        def report(progress: Progress, done: float) -> None:
-            loss = f", loss {progress.losses[-1][2]:.3f}" if progress.losses else ""
-            tokens = f", {progress.agreements[-1][2]:.2f} tokens per step" if progress.agreements else ""
-            reporter(done, f"epoch {progress.epoch}, step {progress.step}{loss}{tokens}")
-
-        progress = training.run(report)
-    name = "evaluation" if options.evaluate is None else options.evaluate.name
-    measured = {
-        "held-out prompts": _measured(module, ends, cache, held_out, options, module_plan, options.max_length),
-        name: _measured(module, ends, cache, data.evaluation, options, module_plan, _MAX_STORED_LENGTH),
-    }
-    return progress, {key: found for key, found in measured.items() if found.paths}
-
-
-def _measured(
-    module: DraftingModule,
-    ends: TargetEnds,
-    cache: TapCache,
-    answers: Sequence[Answer],
-    options: DistillOptions,
-    plan: ModulePlan,
-    max_length: int,
-) -> Acceptance:
-    is_bfloat16 = options.precision == "bfloat16"
-    return measure(module, ends, cache, answers, max_length, plan.measured_depths, is_bfloat16)
-
-
-def _search(stage: _Run, model: Any) -> list[ExitCandidate]:
+def _search(stage: ModuleRun, model: Any) -> list[ExitCandidate]:
     """Candidates for early exit, best first."""
     options = stage.options
     with ProgressReporter(notices, "search") as reporter:

@@ -1,4 +1,4 @@
-"""The loss curve: loss and agreement over the time of a training."""
+"""The learning curve: loss and quality over the time of a training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from workers.distill.checkpoints import Progress
 def loss_curve(progress: Progress, *, is_tokens: bool = False) -> bytes | None:
     """Draw the curve as a PNG. Returns `None` where matplotlib is not installed, which is optional.
 
-    `is_tokens`: quality is measured in tokens per step, otherwise as a share of positions.
+    The quality is the measured tokens per step where there are some. `is_tokens`: otherwise it is estimated in tokens
+    per step, else as a share of positions.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -25,15 +26,24 @@ def loss_curve(progress: Progress, *, is_tokens: bool = False) -> bytes | None:
     loss.plot(
         [seconds / 60 for _, seconds, _ in progress.losses], [value for _, _, value in progress.losses], "tab:blue"
     )
-    if progress.agreements:
-        share = loss.twinx()
-        label = "estimated tokens per step on held-out answers" if is_tokens else "agreement on held-out answers (%)"
-        share.set_ylabel(label, color="tab:red")
-        minutes = [seconds / 60 for _, seconds, _ in progress.agreements]
-        share.plot(
-            minutes, [value if is_tokens else 100 * value for _, _, value in progress.agreements], "o-", color="tab:red"
-        )
-        share.set_ylim(bottom=0)
+    label, points = _quality(progress, is_tokens=is_tokens)
+    if points:
+        quality = loss.twinx()
+        quality.set_ylabel(label, color="tab:red")
+        quality.plot([minutes for minutes, _ in points], [value for _, value in points], "o-", color="tab:red")
+        quality.set_ylim(0, 1.1 * max(value for _, value in points) or 1)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=100, metadata={"Software": None})
     return picture.getvalue()
+
+
+def _quality(progress: Progress, *, is_tokens: bool) -> tuple[str, list[tuple[float, float]]]:
+    """What the quality is, and its points (minutes, value)."""
+    if progress.served:
+        return "measured tokens per step, held-out prompts", [(entry[1] / 60, entry[-1]) for entry in progress.served]
+    if is_tokens:
+        found = "estimated tokens per step on held-out answers"
+        return found, [(seconds / 60, value) for _, seconds, value in progress.agreements]
+    return "agreement on held-out answers (%)", [
+        (seconds / 60, 100 * value) for _, seconds, value in progress.agreements
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from cluster.core.errors import ConfigurationError
 
 TENSORS = "checkpoint.safetensors"
 _PROGRESS = "progress"
+_BEST = "best."
+"""Begins the names of the tensors of `Progress.best`."""
 
 
 @dataclass(slots=True)
@@ -36,6 +38,17 @@ class Progress:
     """(step, seconds, mean loss since the previous entry)."""
     agreements: list[tuple[int, float, float]] = field(default_factory=list)
     """(step, seconds, quality on held-out answers: agreement, or the estimated tokens per step)."""
+    served: list[tuple[int, float, int, float]] = field(default_factory=list)
+    """(step, seconds, `answer_tokens`, tokens per step measured in a cluster that serves what is trained)."""
+    served_as: str = ""
+    """What `served` was measured with; see `EarlyStopping.identity`."""
+    best: dict[str, Tensor] = field(default_factory=dict)
+    """The parameters of the highest entry of `served`, on the CPU; empty before the first."""
+
+    @property
+    def best_served(self) -> float:
+        """The highest measured tokens per step; 0 where nothing was measured."""
+        return max((entry[-1] for entry in self.served), default=0.0)
 
 
 def save_checkpoint(
@@ -52,7 +65,8 @@ def save_checkpoint(
         for optimizer in optimizers:
             for key, value in optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{key}.{name}"] = torch.as_tensor(value)
-    metadata = {_PROGRESS: json.dumps(asdict(progress)), "fingerprint": fingerprint}
+    tensors |= {f"{_BEST}{name}": value for name, value in progress.best.items()}
+    metadata = {_PROGRESS: json.dumps(asdict(replace(progress, best={}))), "fingerprint": fingerprint}
     scratch = path.with_name(f"{path.name}.part")
     save_file({name: value.contiguous() for name, value in tensors.items()}, scratch, metadata=metadata)
     os.replace(scratch, path)  # one file, so that tensors and progress always match
@@ -76,6 +90,7 @@ def load_checkpoint(
             f"checkpoint {path}: it belongs to a training with other settings ({metadata.get('fingerprint')}), "
             f"this training has {fingerprint}; use another directory, or remove the checkpoint"
         )
+    best = {name.removeprefix(_BEST): tensors.pop(name) for name in list(tensors) if name.startswith(_BEST)}
     state: dict[str, dict[str, Tensor]] = {}
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -92,9 +107,9 @@ def load_checkpoint(
                 entry: value if entry == "step" else value.to(device) for entry, value in state[name].items()
             }
     values: dict[str, Any] = json.loads(metadata[_PROGRESS])
-    for name in ("losses", "agreements"):
-        values[name] = [tuple(entry) for entry in values[name]]
-    return Progress(**values)
+    for name in ("losses", "agreements", "served"):
+        values[name] = [tuple(entry) for entry in values.get(name, ())]
+    return Progress(**values | {"best": best})
 
 
 def stored_seconds(path: Path) -> float:

@@ -1,4 +1,4 @@
-"""The training loop, its learning rate schedule and its checkpoints, for whatever learns."""
+"""The training loop, its learning rate schedule, early stopping and checkpoints, for whatever learns."""
 
 from __future__ import annotations
 
@@ -96,6 +96,72 @@ class TrainingPlan:
         return found.hexdigest()[:16]
 
 
+@dataclass(frozen=True, slots=True)
+class EarlyStopping:
+    """When a training is measured as it is served, and when it ends because nothing improves.
+
+    The first measure comes before the first step and the last one after the last step. The best parameters are kept.
+    """
+
+    measure: Callable[[], float | None]
+    """The tokens per step of a cluster that serves what is trained now; `None` if it cannot be measured."""
+    identity: str = ""
+    """Names the prompts and settings of `measure`. What a run before measured with others is forgotten."""
+    interval: float = 0.1
+    """Least share of the training between two measures."""
+    cost: float = 0.1
+    """Most of the training's time that measures may take, as a share; the last measure is not counted."""
+    first_seconds: float = 15.0
+    """Time that the first measure is expected to take, in seconds; later ones as long as the longest so far."""
+    patience: int = 4
+    """Measures in a row that bring nothing before the training ends."""
+
+
+_MOST_RESERVED = 0.25
+"""Largest share of a training that is kept for its last measure. A measure that takes longer ends after it."""
+_NO_MEASURES = EarlyStopping(lambda: None, cost=0.0)
+
+
+class _Measures:
+    """The measures of one run: when the next one is due, and whether the training still improves."""
+
+    def __init__(self, rules: EarlyStopping, clock: Clock, progress: Progress, done: float) -> None:
+        self._rules, self._clock = rules, clock
+        # A run that continues measures at the next multiple of the interval.
+        self._next = (done // rules.interval + 1) * rules.interval if progress.served else done
+        self._spent, self._longest = 0.0, rules.first_seconds
+        self._stale = 0  # measures since the best one of this run
+        self._reserve = 0.0  # seconds that are kept for the last measure
+
+    def must_end(self, progress: Progress, seconds: float | None) -> bool:
+        """Whether measures in a row brought nothing, or `seconds` leave time for the last measure alone."""
+        is_late = self._reserve > 0 and seconds is not None and progress.seconds + self._reserve >= seconds
+        return is_late or self._stale >= self._rules.patience
+
+    def is_due(self, done: float, seconds: float) -> bool:
+        """Whether to measure now. `seconds` is the length of the whole training."""
+        return done >= self._next and self._spent + self._longest <= self._rules.cost * seconds
+
+    def take(self, progress: Progress, parameters: Mapping[str, nn.Parameter], done: float, seconds: float) -> None:
+        """Measure, and keep the parameters if they are the best so far. Nothing happens at a measured step."""
+        if progress.served and progress.served[-1][0] == progress.step:
+            return
+        begun = self._clock()
+        found = self._rules.measure()
+        took = self._clock() - begun
+        self._spent += took
+        self._reserve = max(self._reserve, min(took, _MOST_RESERVED * seconds))
+        self._longest = took if self._spent == took else max(self._longest, took)
+        self._next = done + max(self._rules.interval, took / max(1e-9, self._rules.cost * seconds))
+        if found is None:
+            return
+        self._stale += 1
+        if found > progress.best_served:
+            self._stale = 0
+            progress.best = {name: value.detach().to("cpu", copy=True) for name, value in parameters.items()}
+        progress.served.append((progress.step, progress.seconds, progress.answer_tokens, found))
+
+
 class TrainingLoop:
     """Trains one learner on answers. After an interruption, `run()` continues from the last checkpoint."""
 
@@ -107,6 +173,7 @@ class TrainingLoop:
         checkpoint: Path,
         fingerprint: str,
         clock: Clock = time.monotonic,
+        early_stopping: EarlyStopping | None = None,
     ) -> None:
         # A prompt that fills the whole length leaves no position to train on.
         learnable = [answer for answer in answers if len(answer.prompt) < plan.max_length and answer.answer]
@@ -118,17 +185,32 @@ class TrainingLoop:
         self._checkpoint = checkpoint
         self._fingerprint = fingerprint
         self._clock = clock
+        self._early_stopping = early_stopping or _NO_MEASURES
 
     def run(self, report: Report) -> Progress:
-        """Train until the plan is finished. Raises `ConfigurationError` for a checkpoint of another training."""
+        """Train until the plan is finished or nothing improves; the learner then has the best measured parameters.
+
+        Raises `ConfigurationError` for a checkpoint of another training.
+        """
         plan, learner = self._plan, self._learner
         progress = (
             load_checkpoint(self._checkpoint, learner.parameters, learner.optimizers, self._fingerprint) or Progress()
         )
+        if progress.served_as != self._early_stopping.identity:
+            progress.served, progress.best, progress.served_as = [], {}, self._early_stopping.identity
         begun = self._clock() - progress.seconds
         saved, recent_losses = progress.seconds, []
-        while (done := self._done(progress)) < 1:
+        measures = _Measures(self._early_stopping, self._clock, progress, self._done(progress))
+        while (done := self._done(progress)) < 1 and not measures.must_end(progress, plan.seconds):
             for indices in self._remaining_batches(progress):
+                whole = plan.seconds or progress.seconds / max(1e-9, done)
+                if measures.is_due(done, whole):
+                    measures.take(progress, learner.parameters, done, whole)
+                    progress.seconds = self._clock() - begun
+                    self._save(progress)
+                    saved = progress.seconds
+                    if measures.must_end(progress, plan.seconds):
+                        break
                 loss, positions = self._step(indices, done, progress.step)
                 recent_losses.append(loss)
                 progress.step += 1
@@ -143,13 +225,17 @@ class TrainingLoop:
                     saved = progress.seconds
                 done = self._done(progress)
                 report(progress, done)
-                if done >= 1:
+                if done >= 1 or measures.must_end(progress, plan.seconds):
                     break
             else:
                 progress.epoch, progress.batch = progress.epoch + 1, 0
                 self._measure(progress)
         self._measure(progress)
+        measures.take(progress, learner.parameters, 1.0, progress.seconds)
         self._save(progress)
+        with torch.no_grad():
+            for name, value in progress.best.items():
+                learner.parameters[name].copy_(value)
         return progress
 
     def _remaining_batches(self, progress: Progress) -> Iterator[tuple[int, ...]]:

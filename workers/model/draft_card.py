@@ -18,6 +18,8 @@ LAYERS = "layers"
 """The kind of a draft that is a language model of its own."""
 WEIGHTS = "model.safetensors"
 """Name of the file with the draft's own weights; the embedding and the head are the target's."""
+_MOST_NODES, _MOST_RANKS = 256, 16
+"""Bounds of a static tree."""
 VOCABULARY = "vocabulary"
 """Name of the tensor, int32 [vocabulary_size], with the tokens of a reduced head in ascending order."""
 
@@ -42,10 +44,15 @@ class DraftCard:
     """Taps of the target that it reads: tap `l` is the residual stream after `l` decoder layers."""
     shape: Shape | None = None
     """The sizes of its module; `None` for the kind `layers`, whose `config.json` has them."""
+    tree: tuple[tuple[int, ...], ...] = ()
+    """Nodes of a static draft tree, the best first, each as the ranks along its path; empty: the drafter chooses."""
 
     def write(self, directory: Path) -> None:
         """Write the card into the draft's directory."""
-        text = json.dumps({"format_version": FORMAT_VERSION} | asdict(self), indent=2)
+        values = asdict(self)
+        if not self.tree:
+            del values["tree"]
+        text = json.dumps({"format_version": FORMAT_VERSION} | values, indent=2)
         (directory / CARD).write_text(text + "\n", encoding="utf-8")
 
 
@@ -75,7 +82,22 @@ def read_card(directory: Path) -> DraftCard:
     if version == 1:
         return DraftCard(target, whole, hidden, layers, reduced)
     kind, shape = _kind(file, card)
-    return DraftCard(target, whole, hidden, layers, reduced, kind, _numbers(file, card, "taps"), shape)
+    taps, tree = _numbers(file, card, "taps"), _tree(file, card)
+    return DraftCard(target, whole, hidden, layers, reduced, kind, taps, shape, tree)
+
+
+def _tree(file: Path, card: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+    found = card.get("tree", [])
+    wanted = f"at most {_MOST_NODES} lists of ranks below {_MOST_RANKS}, each after its parent"
+    if not isinstance(found, list) or len(found) > _MOST_NODES:
+        raise _problem(file, "tree", found, wanted)
+    known: dict[tuple[int, ...], None] = {(): None}
+    for path in found:
+        is_path = isinstance(path, list) and path and all(_is_count(one, least=0) for one in path)
+        if not is_path or max(path) >= _MOST_RANKS or tuple(path[:-1]) not in known or tuple(path) in known:
+            raise _problem(file, "tree", path, wanted)
+        known[tuple(path)] = None
+    return tuple(known)[1:]
 
 
 def _kind(file: Path, card: dict[str, Any]) -> tuple[str, Shape | None]:

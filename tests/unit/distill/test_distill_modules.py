@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deploy import cli
-from deploy.distillation import answers
+from deploy.distillation import answers, engine
 from deploy.distillation.budget import Budget
 from tests.support.models import tiny, tiny_tokenizer
 from workers.model.draft_card import read_card
@@ -29,6 +29,7 @@ class ModuleRun:
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.directory, self.work = directory, directory / "work"
         self._monkeypatch = monkeypatch
+        monkeypatch.setattr(engine, "_MAX_TOKENS", 8)
         self.target = tiny_tokenizer.byte_level(tiny.save(directory / "target", tiny.llama(**SHAPE)))
         template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
         (self.target / "chat_template.jinja").write_text(template)
@@ -65,6 +66,18 @@ def test_the_command_makes_a_module_that_the_loader_reads(module_run: ModuleRun,
     assert f"The kind is `{kind}`" in card
     assert f"--kind {kind}" in card
     assert str(module_run.directory) not in card
+    assert "## Measured tokens per step" in card
+    assert "| held-out prompts | " in card
+    assert ("## Static tree" in card) == (kind in ("heads", "block"))
+    assert bool(loaded.card.tree) == ("uses the static tree" in card)
+
+
+def test_a_second_run_continues_the_curve_of_measured_tokens_per_step(module_run: ModuleRun) -> None:
+    assert module_run.run("exit", "--steps", "4") == 0
+
+    card = (module_run.directory / "exit" / "README.md").read_text()
+    curve = card.partition("| minutes | positions trained on | loss | tokens per step |\n")[2].splitlines()[1:3]
+    assert all(line.count("|") == 5 for line in curve)  # after 3 steps, and after 4
 
 
 def test_a_table_needs_no_training(module_run: ModuleRun) -> None:
@@ -86,7 +99,10 @@ def test_a_search_finds_the_layers_that_draft(module_run: ModuleRun) -> None:
 
 
 @pytest.mark.parametrize("kind", ["block", "eagle"])
-def test_a_module_can_start_as_layers_of_the_target_and_be_trained_further(module_run: ModuleRun, kind: str) -> None:
+def test_a_module_can_start_as_layers_of_the_target_and_be_trained_further(
+    module_run: ModuleRun, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(engine.EngineMeasure, "measure", lambda *_: None)
     for file in module_run.work.glob("checkpoint-*"):
         file.unlink()
 
@@ -117,7 +133,7 @@ def test_minutes_bound_the_whole_command_and_the_plan_is_told_first(
 
     assert time.monotonic() - began < 180  # a busy machine takes long to load and to write
     told = capsys.readouterr().err
-    assert "plan for 0.4 min: answers 0.2 min, hidden states 0.1 min, training 0.1 min, measuring 0.0 min" in told
+    assert "plan for 0.4 min: answers 0.2 min, hidden states 0.1 min, training 0.1 min (up to 0.0 min of them" in told
     assert (module_run.directory / "heads" / "README.md").is_file()
 
 
@@ -166,7 +182,8 @@ class TestBudget:
         ready = Budget.begin(10, needs_answers=False, needs_states=False, clock=lambda: now[0])
 
         assert whole.plan() == (
-            "plan for 10 min: answers 5.0 min, hidden states 2.0 min, training 2.2 min, measuring 0.8 min at most"
+            "plan for 10 min: answers 5.0 min, hidden states 2.0 min, training 2.2 min (up to 0.2 min of them for "
+            "tokens per step), measuring 0.8 min at most"
         )
         assert ready.plan() == "plan for 10 min: training 9.2 min, measuring 0.8 min at most"
         assert (whole.answers_end, whole.states_end) == (400.0, 520.0)

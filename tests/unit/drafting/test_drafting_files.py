@@ -104,6 +104,8 @@ class TestRefusals:
             ),
             ({"shape": {"depths": "2", "mix_rank": 0, "selector_rank": 0}}, "shape.depths: '2' is refused; .* be int"),
             ({"hidden_size": 32}, "hidden_size is 32 in pilotfish_draft.json and 48 in the config.json of the target"),
+            ({"tree": [[0], [1, 0]]}, r"tree must be .* each after its parent, not \[1, 0\]"),
+            ({"tree": [[16]]}, r"tree must be at most 256 lists of ranks below 16"),
             ({"format_version": 3}, "format_version must be 1 or 2, not 3"),
         ],
     )

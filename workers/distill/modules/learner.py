@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from workers.distill.answers import Answer
 from workers.distill.checkpoints import Progress
-from workers.distill.loop import Clock, Report, TrainingLoop, TrainingPlan
-from workers.distill.modules.batches import tap_batch
+from workers.distill.loop import Clock, EarlyStopping, Report, TrainingLoop, TrainingPlan
+from workers.distill.modules.batches import TapBatch, tap_batch
 from workers.distill.modules.path_loss import accepted, path_loss
-from workers.distill.modules.paths import predict
+from workers.distill.modules.paths import Paths, predict
 from workers.distill.modules.tap_cache import TapCache
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.files import DraftingModule
@@ -59,15 +59,16 @@ class ModuleTraining:
         module_plan: ModulePlan,
         checkpoint: Path,
         *,
+        early_stopping: EarlyStopping | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._module = module
         learner = _ModuleLearner(module, ends, cache, held_out, plan, module_plan)
         fingerprint = plan.fingerprint(learner.parameters, ends.row_of)
-        self._loop = TrainingLoop(learner, answers, plan, checkpoint, fingerprint, clock)
+        self._loop = TrainingLoop(learner, answers, plan, checkpoint, fingerprint, clock, early_stopping)
 
     def run(self, report: Report) -> Progress:
-        """Train until the plan is finished. Raises `ConfigurationError` for a checkpoint of another training."""
+        """Train until the plan is finished or nothing improves; see `TrainingLoop.run`."""
         self._module.train()
         return self._loop.run(report)
 
@@ -96,6 +97,27 @@ def measure(
     autocast: bool,
 ) -> Acceptance:
     """Measure on answers; use greedy ones, since tokens are compared. At most 4,096 positions are drawn."""
+
+    def lengths_of(paths: Paths, batch: TapBatch) -> Tensor:
+        return accepted(paths, batch, ends, selector_of(module))
+
+    lengths = over_paths(module, ends, cache, answers, max_length, depths, autocast, lengths_of)
+    found = torch.cat(lengths) if lengths else torch.zeros(0, dtype=torch.long)
+    most = int(found.max()) if len(found) else 0
+    return Acceptance(len(found), tuple(int((found > depth).sum()) for depth in range(most)))
+
+
+def over_paths(
+    module: DraftingModule,
+    ends: TargetEnds,
+    cache: TapCache,
+    answers: Sequence[Answer],
+    max_length: int,
+    depths: int,
+    autocast: bool,
+    count: Callable[[Paths, TapBatch], Tensor],
+) -> list[Tensor]:
+    """What `count` finds, batch by batch, in the predictions from at most 4,096 positions drawn from the answers."""
     was_training = module.training
     module.eval()
     device = ends.head.device
@@ -103,16 +125,13 @@ def measure(
     chosen = [answer for answer in answers if cache.has(answer) and len(answer.prompt) < max_length]
     batches = [chosen[start : start + _MEASURED_ROWS] for start in range(0, len(chosen), _MEASURED_ROWS)]
     limit = max(1, _MEASURED_PATHS // max(1, len(batches)))
-    lengths: list[Tensor] = []
+    found: list[Tensor] = []
     for rows in batches:
         batch = tap_batch(rows, cache, ends, max_length)
         with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            paths = predict(module, ends, batch, limit, generator, depths)
-            lengths.append(accepted(paths, batch, ends, selector_of(module)))
+            found.append(count(predict(module, ends, batch, limit, generator, depths), batch))
     module.train(was_training)
-    found = torch.cat(lengths) if lengths else torch.zeros(0, dtype=torch.long)
-    most = int(found.max()) if len(found) else 0
-    return Acceptance(len(found), tuple(int((found > depth).sum()) for depth in range(most)))
+    return found
 
 
 def selector_of(module: DraftingModule) -> Selector | None:

@@ -1,4 +1,4 @@
-"""The model card of a drafting module: what it is, how it was made, and its estimated tokens per step."""
+"""The model card of a drafting module: what it is, how it was made, and its measured tokens per step."""
 
 from __future__ import annotations
 
@@ -21,6 +21,22 @@ _METHODS = {
 
 
 @dataclass(frozen=True, slots=True)
+class ServedTokens:
+    """What a cluster counted that served a module."""
+
+    prompts: int
+    tokens: int
+    """Tokens of all answers."""
+    steps: int
+    """Forward passes of the target that decided them, summed over the answers."""
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that one pass of the target adds to an answer (τ)."""
+        return self.tokens / max(1, self.steps)
+
+
+@dataclass(frozen=True, slots=True)
 class ModuleFacts:
     """The contents of the card."""
 
@@ -36,7 +52,11 @@ class ModuleFacts:
     progress: Progress
     device: str
     measured: Mapping[str, Acceptance]
-    """By the kind of answers."""
+    """How many tokens of a greedy chain are right, by the kind of answers."""
+    served: Mapping[str, ServedTokens]
+    """What the engine measured, by the kind of prompts."""
+    serving: str
+    """The settings of the measurement, in words."""
     curve: str
     """File name of the learning curve; empty where none was drawn."""
     notes: str
@@ -69,13 +89,14 @@ def write_card(facts: ModuleFacts) -> str:
         )
     if facts.curve:
         lines.append(f"\n![Loss and tokens per step]({facts.curve})")
+    lines += _served(facts)
     if facts.measured:
         lines += [
-            "\n## Estimated tokens per step\n",
-            "One token of the target and the accepted part of a greedy chain, on the target's own greedy answers. This "
-            "is an estimate from text; trees and the controller change what serving gives.\n",
-            "| answers to | tokens per step | first token accepted | first two | first three | positions |",
-            "|---|---|---|---|---|---|",
+            "\n## Accepted part of a chain\n",
+            "From the text of the target's own greedy answers, without trees: how often the first tokens of a greedy "
+            "chain are all right.\n",
+            "| answers to | first token | first two | first three | positions |",
+            "|---|---|---|---|---|",
             *(_row(name, found) for name, found in facts.measured.items()),
         ]
     if facts.notes.strip():
@@ -83,9 +104,38 @@ def write_card(facts: ModuleFacts) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _served(facts: ModuleFacts) -> list[str]:
+    if not facts.served:
+        return []
+    lines = [
+        "\n## Measured tokens per step\n",
+        f"Tokens that one step of the target adds to an answer, in a cluster that serves the draft: {facts.serving}.\n",
+        "| prompts | tokens per step | answers | tokens |",
+        "|---|---|---|---|",
+        *(
+            f"| {name} | {found.tokens_per_step:.2f} | {found.prompts} | {found.tokens:,} |"
+            for name, found in facts.served.items()
+        ),
+    ]
+    curve = facts.progress.served
+    if not curve:
+        return lines
+    best = max(entry[-1] for entry in curve)
+    lines += [
+        "\nDuring the training, on the held-out prompts. The best of these states is the draft.\n",
+        "| minutes | positions trained on | loss | tokens per step |",
+        "|---|---|---|---|",
+    ]
+    for step, seconds, positions, value in curve:
+        loss = next((found for at, _, found in reversed(facts.progress.losses) if at <= step), None)
+        marked = f"**{value:.2f}**" if value == best else f"{value:.2f}"
+        lines.append(f"| {seconds / 60:.1f} | {positions:,} | {'–' if loss is None else f'{loss:.3f}'} | {marked} |")
+    return lines
+
+
 def _row(name: str, found: Acceptance) -> str:
     shares = [f"{found.reached[depth] / found.paths:.1%}" if depth < len(found.reached) else "–" for depth in range(3)]
-    return f"| {name} | {found.tokens_per_step:.2f} | {' | '.join(shares)} | {found.paths:,} |"
+    return f"| {name} | {' | '.join(shares)} | {found.paths:,} |"
 
 
 def _sources(answers: Sequence[Answer]) -> str:

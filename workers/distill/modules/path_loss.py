@@ -44,19 +44,27 @@ def accepted(paths: Paths, batch: TapBatch, ends: TargetEnds, selector: Selector
 
     In the part that is accepted, the token before is the written one, so no chain has to be drafted for the selector.
     """
+    ranks, _ = written_ranks(paths, batch, ends, selector)
+    return (ranks == 0).long().cumprod(dim=1).sum(dim=1)
+
+
+def written_ranks(paths: Paths, batch: TapBatch, ends: TargetEnds, selector: Selector | None) -> tuple[Tensor, Tensor]:
+    """The rank of each written token among the candidates below the written token before it, and where one is known.
+
+    Both [paths, depths]: int64, -1 where it is no candidate or unknown, and bool.
+    """
     positions, is_known = _predicted(paths, batch)
     rows = paths.rows.unsqueeze(1).expand_as(positions)
     places = positions.clamp(max=batch.tokens.shape[1] - 1)
     hidden = paths.hidden.to(ends.head.dtype)
     candidates, _ = top_candidates(ends, hidden)
-    best = candidates[..., 0].clone()
     if selector is not None and hidden.shape[1] > 1:
         previous = ends.embed(batch.tokens[rows, places - 1][:, 1:])
         corrected = selector(paths.hidden[:, 1:], previous.to(paths.hidden.dtype)).to(ends.head.dtype)
-        scores = ends.logits_of(candidates[:, 1:], corrected)
-        best[:, 1:] = candidates[:, 1:].gather(-1, scores.argmax(dim=-1, keepdim=True)).squeeze(-1)
-    is_right = (ends.tokens_of(best) == batch.tokens[rows, places]) & is_known
-    return is_right.long().cumprod(dim=1).sum(dim=1)
+        order = ends.logits_of(candidates[:, 1:], corrected).argsort(dim=-1, descending=True, stable=True)
+        candidates = torch.cat([candidates[:, :1], candidates[:, 1:].gather(-1, order)], dim=1)
+    is_written = (ends.tokens_of(candidates) == batch.tokens[rows, places].unsqueeze(-1)) & is_known.unsqueeze(-1)
+    return torch.where(is_written.any(dim=-1), is_written.long().argmax(dim=-1), -1), is_known
 
 
 def _predicted(paths: Paths, batch: TapBatch) -> tuple[Tensor, Tensor]:

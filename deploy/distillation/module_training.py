@@ -1,0 +1,213 @@
+"""Trains a drafting module on stored hidden states, and measures it: in the engine and on text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster.core.config.sections import Configuration
+from cluster.core.errors import ConfigurationError
+from deploy.bench.contestants.answers import BenchPrompt
+from deploy.distillation.budget import MEASURED, Budget
+from deploy.distillation.data import DistillData, budgeted
+from deploy.distillation.engine import EngineMeasure
+from deploy.distillation.module_plan import checkpoint_of, training_plans
+from deploy.distillation.options import DistillOptions
+from deploy.progress import ProgressReporter
+from deploy.terminal import notices
+from workers.distill.answers import Answer
+from workers.distill.checkpoints import Progress
+from workers.distill.loop import EarlyStopping
+from workers.distill.modules.learner import Acceptance, ModuleTraining, measure
+from workers.distill.modules.module_card import ServedTokens
+from workers.distill.modules.tap_cache import TapCache
+from workers.distill.modules.tree_search import MOST_NODES, greedy_tree, rank_accuracies
+from workers.model.draft_card import DraftCard
+from workers.model.drafting.ends import TargetEnds
+from workers.model.drafting.files import DraftingModule, save_drafter
+
+HELD_OUT = "held-out prompts"
+MAX_STORED_LENGTH = 4096
+"""Most tokens of a prompt and its answer whose states are stored. Evaluated prompts are longer than training rows."""
+_WITH_TREES = ("heads", "block")
+"""The kinds that predict all depths at once, so that a tree may be static."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRun:
+    """What all stages of one command share."""
+
+    configuration: Configuration
+    """The configuration of the command. It names models by their directories."""
+    options: DistillOptions
+    target: Path
+    data: DistillData
+    budget: Budget
+    device: torch.device
+
+    @property
+    def evaluation(self) -> str:
+        """The name of the prompts of `--evaluate`."""
+        return "evaluation" if self.options.evaluate is None else self.options.evaluate.name
+
+    @property
+    def is_bfloat16(self) -> bool:
+        """Whether matrices are multiplied in bfloat16."""
+        return self.options.precision == "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a training found."""
+
+    card: DraftCard
+    """The card of the trained module. It has a static tree if that commits more tokens per step."""
+    progress: Progress = field(default_factory=Progress)
+    accepted: Mapping[str, Acceptance] = field(default_factory=dict)
+    served: Mapping[str, ServedTokens] = field(default_factory=dict)
+    notes: str = ""
+
+
+def stored_states(run: ModuleRun, model: Any, card: DraftCard) -> TapCache:
+    """The target's hidden states of all answers, computed where they are missing while the budget lasts."""
+    options, data = run.options, run.data
+    cache = TapCache(options.work_directory, card.taps, card.hidden_size, MAX_STORED_LENGTH)
+    # Held-out answers come first: without them nothing is measured.
+    answers = (*data.held_out, *data.train, *data.evaluation)
+    with ProgressReporter(notices, "hidden states") as reporter:
+
+        def report(done: int, wanted: int) -> None:
+            reporter(done / max(1, wanted), f"{done:,} of {wanted:,} tokens")
+
+        cache.fill(model, answers, report, run.budget.states_end if options.minutes is not None else None)
+    return cache
+
+
+def served_tokens(run: ModuleRun, card: DraftCard, module: DraftingModule, vocabulary: torch.Tensor | None) -> Trained:
+    """What the engine measures of a module that needs no training, on the held-out prompts."""
+    engine = EngineMeasure(run.configuration, card.kind, run.options.max_length)
+
+    def write(directory: Path) -> None:
+        save_drafter(directory, card, module, vocabulary, int8=run.options.int8)
+
+    found = engine.measure(write, engine.chosen(run.data.held_out))
+    return Trained(card, served={} if found is None else {HELD_OUT: found})
+
+
+class ModuleTrainer:
+    """Trains one module as the options say."""
+
+    def __init__(
+        self,
+        run: ModuleRun,
+        card: DraftCard,
+        module: DraftingModule,
+        ends: TargetEnds,
+        vocabulary: torch.Tensor | None,
+        cache: TapCache,
+    ) -> None:
+        self._run, self._card, self._vocabulary = run, card, vocabulary
+        self._module, self._ends, self._cache = module, ends, cache
+        self._held_out = [answer for answer in run.data.held_out if cache.has(answer)]
+        self._plan, self._module_plan = training_plans(run.options)
+        self._engine = EngineMeasure(run.configuration, card.kind, run.options.max_length)
+        self._prompts = self._engine.chosen(run.data.held_out)
+        self._cost = 0.0  # seconds of the longest measurement
+        self._best: ServedTokens | None = None  # of the best state that this run measured
+
+    def train(self) -> Trained:
+        """Train, measure on the way, and keep the best state. Raises `ConfigurationError` without hidden states."""
+        run, prompts = self._run, self._engine.chosen(self._run.data.evaluation)
+        progress = self._trained()
+        is_older = self._best is None or self._best.tokens_per_step < progress.best_served
+        if progress.served and is_older and self._has_time():
+            self._best = self._serve(self._card, self._prompts)  # an earlier run measured the best state
+        card, notes = self._with_tree(self._best)
+        found = self._serve(card, prompts) if self._has_time() else None
+        served = {name: each for name, each in ((HELD_OUT, self._best), (run.evaluation, found)) if each is not None}
+        accepted = {
+            HELD_OUT: self._accepted(self._held_out, run.options.max_length),
+            run.evaluation: self._accepted(run.data.evaluation, MAX_STORED_LENGTH),
+        }
+        return Trained(card, progress, {key: each for key, each in accepted.items() if each.paths}, served, notes)
+
+    def _trained(self) -> Progress:
+        run, options = self._run, self._run.options
+        answers = [answer for answer in run.data.train if self._cache.has(answer)]
+        if not answers:
+            raise ConfigurationError(
+                f"--minutes: {options.minutes} is refused; its share of {run.budget.state_seconds:.0f} s gave the "
+                f"hidden states of no answer to train on"
+            )
+        checkpoint = checkpoint_of(options)
+        training = ModuleTraining(
+            self._module,
+            self._ends,
+            self._cache,
+            answers,
+            self._held_out,
+            budgeted(self._plan, checkpoint, run.budget),
+            self._module_plan,
+            checkpoint,
+            early_stopping=EarlyStopping(self._measure, self._engine.identity(self._prompts), cost=MEASURED),
+        )
+        with ProgressReporter(notices, "training") as reporter:
+
+            def report(progress: Progress, done: float) -> None:
+                loss = f", loss {progress.losses[-1][2]:.3f}" if progress.losses else ""
+                tokens = f", {progress.served[-1][-1]:.2f} tokens per step" if progress.served else ""
+                reporter(done, f"epoch {progress.epoch}, step {progress.step}{loss}{tokens}")
+
+            return training.run(report)
+
+    def _measure(self) -> float | None:
+        found = self._serve(self._card, self._prompts)
+        if found is None:
+            return None
+        if self._best is None or found.tokens_per_step > self._best.tokens_per_step:
+            self._best = found
+        return found.tokens_per_step
+
+    def _serve(self, card: DraftCard, prompts: Sequence[BenchPrompt]) -> ServedTokens | None:
+        def write(directory: Path) -> None:
+            save_drafter(directory, card, self._module, self._vocabulary, int8=self._run.options.int8)
+
+        begun = time.monotonic()
+        found = self._engine.measure(write, prompts)
+        self._cost = max(self._cost, time.monotonic() - begun)
+        return found
+
+    def _has_time(self) -> bool:
+        """Whether one more measurement ends within the budget."""
+        return self._run.budget.left() > self._cost
+
+    def _with_tree(self, dynamic: ServedTokens | None) -> tuple[DraftCard, str]:
+        """The card with the static tree of the highest expected accepted length, if the engine accepts more with it."""
+        run, card, options = self._run, self._card, self._run.options
+        if dynamic is None or card.kind not in _WITH_TREES or not self._has_time():
+            return card, ""
+        accuracies = rank_accuracies(
+            self._module, self._ends, self._cache, self._held_out, options.max_length, autocast=self._run.is_bfloat16
+        )
+        tree = greedy_tree(accuracies, MOST_NODES)
+        if len(tree) < run.configuration.draft.max_nodes:  # a target would draft the most probable nodes instead
+            return card, ""
+        static = self._serve(replace(card, tree=tree), self._prompts)
+        if static is None:
+            return card, ""
+        is_better = static.tokens_per_step > dynamic.tokens_per_step
+        return replace(card, tree=tree) if is_better else card, (
+            f"## Static tree\n\nThe static tree of the highest expected accepted length (Medusa's greedy search on "
+            f"held-out answers) has {static.tokens_per_step:.2f} tokens per step on the held-out prompts, the trees of "
+            f"the most probable nodes {dynamic.tokens_per_step:.2f}. The draft uses the "
+            f"{'static tree' if is_better else 'latter'}.\n"
+        )
+
+    def _accepted(self, answers: Sequence[Answer], max_length: int) -> Acceptance:
+        depths = self._module_plan.measured_depths
+        return measure(self._module, self._ends, self._cache, answers, max_length, depths, self._run.is_bfloat16)

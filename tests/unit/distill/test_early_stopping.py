@@ -1,0 +1,177 @@
+"""A training is measured as it is served: at intervals, within its share of the time, and the best state is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from workers.distill.answers import Answer
+from workers.distill.chart import loss_curve
+from workers.distill.checkpoints import Progress
+from workers.distill.loop import EarlyStopping, TrainingLoop, TrainingPlan
+
+ANSWERS = tuple(Answer(f"prompts:{row}:0:0", "", 0.0, False, (3, 4), (5, 6)) for row in range(4))
+
+
+class Line:
+    """One parameter, which every step raises; a step takes one second of a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        value = nn.Parameter(torch.zeros(()))
+        self.parameters: Mapping[str, nn.Parameter] = {"value": value}
+        self.optimizers: Sequence[torch.optim.Optimizer] = (torch.optim.SGD([value], lr=1.0),)
+
+    @property
+    def value(self) -> float:
+        return float(self.parameters["value"].detach())
+
+    def loss(self, answers: Sequence[Answer], number: int) -> tuple[Tensor, int]:
+        self.now += 1
+        return -self.parameters["value"], 10 * len(answers)
+
+    def measure(self) -> float | None:
+        return None
+
+
+def train(line: Line, tmp_path: Path, rules: EarlyStopping, seconds: float = 1000.0) -> Progress:
+    plan = TrainingPlan(seconds=seconds, learning_rate=1.0, batch_tokens=16, checkpoint_seconds=1e9)
+    return TrainingLoop(line, ANSWERS, plan, tmp_path / "checkpoint", "", lambda: line.now, rules).run(_ignore)
+
+
+def rules_of(
+    line: Line, values: Sequence[float], took: float = 1.0, **changes: float
+) -> tuple[EarlyStopping, list[float]]:
+    """Rules whose measures find `values` in turn (the last one again and again), and the times of the measures."""
+    times: list[float] = []
+
+    def measure() -> float | None:
+        times.append(line.now)
+        line.now += took
+        return values[min(len(times), len(values)) - 1]
+
+    return EarlyStopping(measure, **{"patience": 99, **changes}), times  # type: ignore[arg-type]
+
+
+def test_a_training_is_measured_before_after_and_at_every_tenth_of_its_time(tmp_path: Path) -> None:
+    line = Line()
+    rules, times = rules_of(line, range(1, 99))
+
+    progress = train(line, tmp_path, rules)
+
+    assert len(times) == 11
+    assert all(abs(time - 100 * number) <= 11 for number, time in enumerate(times))
+    assert [round(value) for *_, value in progress.served] == list(range(1, 12))
+    positions = [entry[2] for entry in progress.served]
+    assert positions[0] == 0
+    assert positions == sorted(positions)
+
+
+@pytest.mark.parametrize("took", [5.0, 30.0, 90.0])
+def test_measures_during_the_training_take_at_most_their_share_of_its_time(tmp_path: Path, took: float) -> None:
+    line = Line()
+    rules, times = rules_of(line, range(1, 99), took)
+
+    train(line, tmp_path, rules)
+
+    assert took * (len(times) - 1) <= 100  # the last one comes after the training
+    assert len(times) == {5.0: 11, 30.0: 4, 90.0: 2}[took]
+    assert line.now <= 1001  # the last one is within the time of the plan
+
+
+def test_a_training_too_short_for_a_measure_has_one_at_its_end(tmp_path: Path) -> None:
+    line = Line()
+    rules, times = rules_of(line, (2.0,))
+
+    assert len(train(line, tmp_path, rules, seconds=100).served) == len(times) == 1
+
+
+def test_the_best_state_is_kept(tmp_path: Path) -> None:
+    line = Line()
+    seen: list[float] = []
+    values = iter([1.0, 3.0, 2.0, 2.5, *[1.0] * 9])
+
+    def measure() -> float | None:
+        seen.append(line.value)
+        return next(values)
+
+    progress = train(line, tmp_path, EarlyStopping(measure, patience=99))
+
+    assert progress.best_served == 3.0
+    assert line.value == seen[1] < seen[-1]
+
+
+def test_a_training_ends_when_measures_in_a_row_bring_nothing(tmp_path: Path) -> None:
+    line = Line()
+    rules, times = rules_of(line, (1.0, 2.0, 2.0, 1.5, 2.0), patience=3)
+
+    progress = train(line, tmp_path, rules)
+
+    assert len(times) == 5
+    assert line.now < 450
+    assert progress.best_served == 2.0
+
+
+def test_a_module_that_cannot_be_served_is_trained_all_the_same(tmp_path: Path) -> None:
+    line = Line()
+
+    progress = train(line, tmp_path, EarlyStopping(lambda: None, patience=1))
+
+    assert progress.served == []
+    assert line.now >= 1000
+
+
+def test_a_resumed_training_continues_the_curve_and_knows_the_best_state(tmp_path: Path) -> None:
+    first = Line()
+    rules, _ = rules_of(first, (1.0, 9.0, 2.0))
+    before = train(first, tmp_path, rules, seconds=300)
+    second = Line()
+    rules, times = rules_of(second, (3.0,))
+
+    progress = train(second, tmp_path, rules, seconds=1000)
+
+    assert progress.served[: len(before.served)] == before.served
+    assert len(progress.served) == len(before.served) + len(times)
+    assert [entry[1] for entry in progress.served] == sorted(entry[1] for entry in progress.served)
+    assert progress.best_served == 9.0
+    assert second.value == first.value  # the best state of the first run
+
+
+def test_the_chart_shows_the_measured_tokens_per_step() -> None:
+    pytest.importorskip("matplotlib")
+    progress = Progress(losses=[(20, 60.0, 2.0)], agreements=[(20, 60.0, 1.2)])
+
+    estimated = loss_curve(progress, is_tokens=True)
+    progress.served = [(0, 0.0, 0, 1.1), (20, 60.0, 900, 1.4)]
+
+    assert loss_curve(progress, is_tokens=True) != estimated
+
+
+def _ignore(progress: Progress, done: float) -> None:
+    pass
+
+
+def test_a_training_of_which_a_measure_takes_most_still_trains(tmp_path: Path) -> None:
+    line = Line()
+    rules, times = rules_of(line, [1.0, 2.0], took=600.0)
+
+    progress = train(line, tmp_path, rules)
+
+    assert progress.step >= 100
+    assert len(times) == 2
+    assert line.value > 0
+
+
+def test_what_was_measured_with_other_settings_is_forgotten(tmp_path: Path) -> None:
+    line = Line()
+    train(line, tmp_path, rules_of(line, [9.0, 1.0])[0], seconds=500.0)
+    other = EarlyStopping(lambda: 2.0, identity="other", patience=99)
+
+    progress = train(line, tmp_path, other)
+
+    assert progress.best_served == 2.0
+    assert [found for *_, found in progress.served] == [2.0] * len(progress.served)
