@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import DrafterUnavailable, TargetUnavailable
+from cluster.core.ids import SequenceId
+from cluster.core.kv import KvOccupancy
 from cluster.core.request import SamplingParameters
+from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
 from cluster.wire.codec.common import encode_sampling
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
@@ -22,6 +25,7 @@ from deploy.coordinator_server import CoordinatorServer, fixed_address
 from deploy.implied_settings import with_implied_settings
 from pilotfish.v1 import common_pb2, generation_pb2
 from workers.draft.registry import create
+from workers.serve.target_servicer import StepEngine
 from workers.serve.worker_server import WorkerHost, host_draft, host_target
 from workers.verify.build import build_engine
 
@@ -96,12 +100,60 @@ class RestartableDrafter:
             await host.stop()
 
 
+class MortalEngine:
+    """An engine that answers a number of steps and then none, as if its process were killed in the next one."""
+
+    def __init__(self, engine: StepEngine, steps: int | None, killed: Callable[[], None]) -> None:
+        """`steps`: `None` if it lives on. `killed` is called once, in the engine's thread."""
+        self._engine = engine
+        self._steps = steps
+        self._killed = killed
+        self.accepted = 0
+        """Drafted tokens that it has accepted."""
+
+    def step(self, batch: StepBatch) -> StepResult:
+        """See `StepEngine`."""
+        if self._steps == 0:
+            self._killed()
+        if self._steps is not None:
+            self._steps -= 1
+            if self._steps < 0:
+                raise TargetUnavailable("the target is killed")
+        result = self._engine.step(batch)
+        self.accepted += sum(verdict.accepted for verdict in result.verdicts)
+        return result
+
+    def open(self, rows: Sequence[OpenRow]) -> OpenResult:
+        """See `StepEngine`."""
+        return self._engine.open(rows)
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
+        """See `StepEngine`."""
+        return self._engine.release(sequence_ids)
+
+    def info(self) -> TargetInfo:
+        """See `StepEngine`."""
+        return self._engine.info()
+
+    def close(self) -> None:
+        """See `StepEngine`."""
+        self._engine.close()
+
+
 @dataclass
 class RestartableTarget:
     """A target, with the drafting method if it drafts itself. A restart loses all sequences."""
 
     configuration: Configuration
+    build: Callable[[Configuration], StepEngine]
+    """Builds an engine, in another thread."""
     host: WorkerHost | None = None
+    steps: int | None = None
+    """After so many steps, the engine that starts next is killed; `None`: it is not."""
+    engines: list[MortalEngine] = field(default_factory=list)
+    """The engine of each start."""
+    killed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when an engine is killed."""
 
     async def resolve(self) -> str:
         """Return the target's address. Raises `TargetUnavailable` while the target is stopped."""
@@ -111,9 +163,11 @@ class RestartableTarget:
 
     async def start(self) -> None:
         """Build a new engine and listen."""
-        draft, target = self.configuration.draft, self.configuration.target
-        method = await asyncio.to_thread(create, draft, target) if draft.is_colocated else None
-        host = host_target(LOOPBACK, await asyncio.to_thread(build_engine, target, method=method))
+        engine = await asyncio.to_thread(self.build, self.configuration)
+        loop, steps = asyncio.get_running_loop(), self.steps
+        self.steps = None
+        self.engines.append(MortalEngine(engine, steps, lambda: loop.call_soon_threadsafe(self.killed.set)))
+        host = host_target(LOOPBACK, self.engines[-1])
         await host.start()
         self.host = host
 
@@ -147,12 +201,26 @@ class RestartableCluster:
             await drafter.start()
 
 
+def build_alone(configuration: Configuration) -> StepEngine:
+    """The engine of a target with one rank, and the drafting method if it drafts itself."""
+    draft, target = configuration.draft, configuration.target
+    return build_engine(target, method=create(draft, target) if draft.is_colocated else None)
+
+
 @asynccontextmanager
-async def restartable_cluster(configuration: Configuration) -> AsyncIterator[RestartableCluster]:
-    """A cluster whose drafters run. Model paths in the configuration are local directories."""
+async def restartable_cluster(
+    configuration: Configuration,
+    steps: int | None = None,
+    build: Callable[[Configuration], StepEngine] = build_alone,
+) -> AsyncIterator[RestartableCluster]:
+    """A cluster whose drafters run. Model paths in the configuration are local directories.
+
+    The target, which `build` builds at each start, is killed after `steps` of its steps, unless that is `None`, and
+    stays so until the caller restarts it.
+    """
     configuration = with_implied_settings(configuration)
     async with AsyncExitStack() as stack:
-        restartable = RestartableTarget(configuration)
+        restartable = RestartableTarget(configuration, build, steps=steps)
         await restartable.start()
         stack.push_async_callback(restartable.stop)
         target = GrpcTarget(restartable.resolve)

@@ -12,14 +12,20 @@ from transformers import Gemma3TextConfig, PreTrainedConfig
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
+from cluster.core.ids import SequenceId
+from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
+from cluster.core.verification import StepBatch, VerifyRow
 from tests.support.models import tiny
 from workers.forward import runner as runners
-from workers.forward.cuda_graphs import Compute, CudaGraphRunner
+from workers.forward.cuda_graphs import Compute, CudaGraphRunner, GraphCapture
+from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.block_table import OUT_OF_WINDOW, BlockTable
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
+from workers.verify.decider import Decider, LocalDecider
+from workers.verify.engine import TargetEngine
 
 BLOCK = 4
 CPU = torch.device("cpu")
@@ -143,3 +149,45 @@ def scenario(bench: Bench) -> tuple[list[torch.Tensor], list[BlockTable]]:
         logits.append(bench.run(*(ForwardRow(table, (token,), select=(0,)) for table in tables)))
         logits.append(bench.run(ForwardRow(second, (token,), BRANCHING, tuple(range(7))), accepted=(0, 3, 5)))
     return logits, tables
+
+
+def open_engine(
+    directory: Path,
+    record: GraphCapture | None,
+    device: str = "cpu",
+    make_decider: Callable[[LoadedModel], Decider] = lambda _: LocalDecider(),
+) -> TargetEngine:
+    """An engine for the model in `directory`. With `record` it replays graphs."""
+    model = replace(
+        load_model(ModelSection.model_validate({"path": str(directory), "device": device, "native": "off"})),
+        uses_cuda_graphs=record is not None,
+    )
+
+    def graphed(_: object, pool: KvPool, compute: Compute) -> CudaGraphRunner | None:
+        return record and CudaGraphRunner(compute, record, pool.kv_groups, pool.scratch, model.device, capture_after=2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runners, "make_graph_runner", graphed)
+        return TargetEngine(model, KvPool(model.kv_spec, KvSection(block_size=BLOCK), blocks=100), make_decider(model))
+
+
+def decode_with_trees(
+    engine: TargetEngine, name: str, seed: int, temperature: float, known: Sequence[int], count: int = 24
+) -> list[int]:
+    """Decode `count` tokens. The draft trees contain tokens of `known`, the expected answer, and wrong tokens."""
+    prompt = some_tokens(11 + seed, seed=seed)
+    start = SequenceStart(len(prompt), SamplingParameters(temperature=temperature, seed=seed))
+    stored, pending, answer = 0, prompt, []
+    while len(answer) < count:
+        draft = known[len(answer) : len(answer) + 3]
+        tree = TokenTree.chain(draft)
+        if len(answer) % 2 and len(draft) == 3 and 90 not in draft[:2]:
+            tree = TokenTree((90, draft[0], 91, draft[1], draft[2]), (-1, -1, 0, 1, 3))
+        base_len = stored + len(pending)
+        row = VerifyRow(SequenceId(name), base_len, pending, tree, start=start if stored == 0 else None)
+        (verdict,) = engine.step(StepBatch((row,))).verdicts
+        assert verdict.fault is None
+        stored += len(pending) + len(verdict.tokens) - 1
+        answer += verdict.tokens
+        pending = verdict.tokens[-1:]
+    return answer[:count]

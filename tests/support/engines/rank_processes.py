@@ -6,7 +6,10 @@ They are forked from a server that has imported the libraries of the models, and
 from __future__ import annotations
 
 import multiprocessing
+import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -29,3 +32,31 @@ def start_ranks(run: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) 
         process.start()
         processes.append(process)
     return processes
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Group:
+    """Ranks of which the first executes calls that it receives through a pipe."""
+
+    pipe: Connection
+    processes: list[Any]
+
+    def ask(self, method: str, *arguments: object) -> Any:
+        """Call a method of rank 0. Returns its answer, or raises its error."""
+        self.pipe.send((method, arguments))
+        answer = self.pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def form_next(self) -> None:
+        """Close the group. The same processes then form the group of the next kind."""
+        self.ask("close")
+        assert self.pipe.recv() == "ready"

@@ -47,9 +47,9 @@ class SourcedModel:
         """An engine of its own."""
         return self.engine_and_pool(blocks, **section)[0]
 
-    def engine_and_pool(self, blocks: int = 300, **section: Any) -> tuple[TargetEngine, KvPool]:
+    def engine_and_pool(self, blocks: int = 300, device: str = "cpu", **section: Any) -> tuple[TargetEngine, KvPool]:
         """An engine and its pool. Computing a token costs 1 s, so that stored blocks are always loaded."""
-        model = load_model(ModelSection(path=str(self.directory), device="cpu"))
+        model = load_model(ModelSection.model_validate({"path": str(self.directory), "device": device}))
         pool = KvPool(model.kv_spec, KvSection(block_size=4, **section), blocks)
         pool.record_compute(1 << 40, 1 << 40, float(1 << 40), awaited=True)
         return TargetEngine(model, pool, decider_of_model(model, LocalDecider())), pool
@@ -59,7 +59,7 @@ def greedy_answer(reference: Any, source: Sequence[int], count: int) -> list[int
     """The tokens of `transformers` after the decoder's start, apart from how an answer ends."""
     start = 1 if reference.generation_config.forced_bos_token_id is None else 2
     output = reference.generate(
-        torch.tensor([list(source)]),
+        torch.tensor([list(source)], device=reference.device),
         max_new_tokens=count + start - 1,
         min_new_tokens=count + start - 1,
         do_sample=False,

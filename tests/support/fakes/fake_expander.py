@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout
+from cluster.core.ports import SourceStates
+from cluster.core.request import SequenceStart
 from workers.draft.expansion.expander import DraftedToken, ExpansionRow
 from workers.kv.allocator import BlockAllocator, BlockCopy
 from workers.kv.block_table import BlockTable
@@ -91,3 +94,38 @@ class FakeExpander:
             drafted = zip(ranked(row.table.tokens), self._confidences, strict=False)
             found.append(tuple(drafted) if row.is_last else ())
         return found
+
+
+@dataclass(frozen=True)
+class FakeSource:
+    """A source that was given room."""
+
+    tokens: tuple[int, ...]
+    expander: SourcedFakeExpander
+    table: BlockTable
+
+    def close(self) -> None:
+        self.expander.source_blocks -= len(self.table.blocks[0])
+        self.expander.memory.release(self.table)
+
+
+class SourcedFakeExpander(FakeExpander):
+    """Checks that every row of a sequence with a source comes with this source, which has blocks of its own."""
+
+    source_blocks = 0
+
+    def open_source(self, start: SequenceStart) -> FakeSource | None:
+        if not start.source:
+            return None
+        table = self.memory.new_table()
+        self.memory.reserve(table, len(start.source))
+        self.source_blocks += len(table.blocks[0])
+        return FakeSource(start.source, self, table)
+
+    def read_sources_from(self, states: SourceStates) -> None:
+        pass
+
+    def expand(self, rows: Sequence[ExpansionRow]) -> list[tuple[DraftedToken, ...]]:
+        for row in rows:
+            assert (row.source.tokens if isinstance(row.source, FakeSource) else ()) == row.start.source
+        return super().expand(rows)

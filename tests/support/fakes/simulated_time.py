@@ -166,6 +166,8 @@ class DraftingTarget(TimedTarget):
     def __init__(self, step_time: StepTime, model: DrafterModel) -> None:
         super().__init__(step_time)
         self.drafter = TimedDrafter(self, model)
+        self.drafted = 0
+        """Steps after which it has drafted."""
 
     async def step(self, batch: StepBatch) -> StepResult:
         """See `Target`."""
@@ -184,6 +186,7 @@ class DraftingTarget(TimedTarget):
             return result
         deepest = max(batch.rows[index].next_budget.max_depth for index in asked)
         seconds = model.call_seconds + model.row_seconds * len(asked) + model.depth_seconds * deepest
+        self.drafted += 1
         await asyncio.sleep(seconds)
         return replace(result, verdicts=tuple(verdicts), draft_seconds=seconds)
 

@@ -18,7 +18,7 @@ from cluster.core.errors import (
 )
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvLayout, KvOccupancy
-from cluster.core.request import SamplingParameters, SequenceStart
+from cluster.core.request import BeamScoring, EarlyStopping, SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo, Verdict, VerifyRow
 from cluster.wire.channel import open_channel
@@ -56,6 +56,8 @@ INFO = TargetInfo(
     forced_eos_token_id=0,
     bad_words=((7,), (8, 9)),
     no_repeat_ngram_size=3,
+    min_tokens=4,
+    beam_scoring=BeamScoring(2.0, EarlyStopping.YES),
 )
 BATCH = StepBatch((VerifyRow(SequenceId("s"), 2, (1, 2), TokenTree.chain([3])),))
 OPENS = (

@@ -12,6 +12,7 @@ from tests.support.fakes.simulated_time import (
     DraftingTarget,
     SimulatedCluster,
     StepTime,
+    TimedTarget,
     cpu_step,
     equal_requests,
     gpu_step,
@@ -82,6 +83,32 @@ def test_a_good_drafter_is_nearly_as_fast_as_with_the_best_fixed_length(
 def test_the_first_answers_have_drafts(batch: int) -> None:
     speed = simulate(tokens_per_second(gpu_step, GOOD["is quick"], batch, 60))
     assert speed >= 1.4 * plain(gpu_step, batch, 60)
+
+
+USELESS_ON_TARGET = {
+    "reads layers of the target": DrafterModel(0.25, call_seconds=0.001, row_seconds=0.0002, depth_seconds=0.0022),
+    "computes heads": DrafterModel(0.15, call_seconds=0.0029, row_seconds=0.0002),
+    "looks up": DrafterModel(0.1, call_seconds=0.0008, row_seconds=0.00004),
+    "is always wrong": DrafterModel(0.0, call_seconds=0.003, row_seconds=0.0001),
+}
+
+
+async def seconds_of_answers(target: TimedTarget, batch: int, count: int, **settings: object) -> float:
+    """The time of `count` times `batch` answers of 48 tokens, with nothing known at first."""
+    cluster = SimulatedCluster([], target, draft__max_nodes=7, draft__max_depth=7, **settings)
+    async with cluster.coordinator:
+        return sum([await cluster.serve(equal_requests(batch, 48, f"{index}-")) for index in range(count)])
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("character", USELESS_ON_TARGET)
+def test_useless_drafts_on_the_target_cost_at_most_three_percent(character: str, batch: int) -> None:
+    settings: dict[str, object] = {"draft__method": "ngram", "draft__placement": "target"}
+    target = DraftingTarget(cpu_step, USELESS_ON_TARGET[character])
+    count = 8 if batch == 1 else 4
+    without = simulate(seconds_of_answers(TimedTarget(cpu_step), batch, count, draft__method="none"))
+    assert without >= NEVER_SLOWER * simulate(seconds_of_answers(target, batch, count, **settings))
+    assert target.drafted  # drafts were tried
 
 
 ACCEPTANCES = (0.45, 0.45, 0.2, 0.2, 0.2, 0.2, 0.35, 0.35, 0.65, 0.65, 0.25, 0.25)

@@ -124,6 +124,7 @@ class TreeDrafter:
         planned = self._queue.take(_BACKGROUND_NODES, _BACKGROUND_TOKENS)
         if not planned:
             return False
+        planned = [expansion for expansion in planned if not self._lacks_source(expansion.session)]
         expanded = self._run_pass(planned, self._reserve_spare)
         if len(expanded) < len(planned):
             self._queue.clear()  # there is no room before the next call

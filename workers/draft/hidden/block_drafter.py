@@ -21,6 +21,7 @@ from workers.draft.hidden.context_window import ContextShape
 from workers.draft.hidden.settings import ContextModuleSettings, module_taps
 from workers.draft.hidden_states import TapReader
 from workers.draft.parallel.path_trees import PathHistory, PathTrees, decision_contexts
+from workers.draft.parallel.paths import Shape
 from workers.draft.parallel.product import make_product
 from workers.draft.parallel.ranking import PathRanker
 from workers.draft.parallel.shortlist import Shortlist
@@ -63,14 +64,15 @@ class BlockTreeDrafter:
         siblings: int,
         store: ContextStore,
         most_sequences: int,
+        form: Shape | None = None,
     ) -> None:
-        """`siblings` is the number of candidates below one node."""
+        """`siblings` is the number of candidates below one node. `form`: the nodes that a tree may have."""
         self._block = block
         self._ranker = ranker
         self._siblings = siblings
         shape = block.context_shape
         self._reader = ContextReader(taps, block.context)
-        self._trees = PathTrees(draft, block.depths)
+        self._trees = PathTrees(draft, block.depths, form)
         self._sessions = Sessions(
             lambda start: BlockSession(start, shape, store, block.device),
             vocabulary_size=block.vocabulary_size,
@@ -133,7 +135,11 @@ class BlockTreeDrafter:
 
 
 def load_block_drafter(
-    settings: ContextModuleSettings, draft: DraftSection, target: TargetSection, siblings: int
+    settings: ContextModuleSettings,
+    draft: DraftSection,
+    target: TargetSection,
+    siblings: int,
+    form: Shape | None = None,
 ) -> BlockTreeDrafter:
     """Load the module of the kind `block`; see `BlockTreeDrafter`. Raises `ModelLoadError` and `ConfigurationError`."""
     dtype = torch.float32 if settings.weights == "float32" else torch.bfloat16
@@ -148,4 +154,4 @@ def load_block_drafter(
     ranker = PathRanker(loaded.ends, loaded.module.selector, make, shortlist)
     taps = TapReader(module_taps(settings), target, loaded.ends.hidden_size)
     store = ContextStore(settings.store_tokens, dtype)
-    return BlockTreeDrafter(block, ranker, taps, draft, siblings, store, settings.sequences)
+    return BlockTreeDrafter(block, ranker, taps, draft, siblings, store, settings.sequences, form)

@@ -16,8 +16,8 @@ class ContextModuleSettings(DraftModuleSection):
     """A module that was trained for the target, and the memory for its keys and values."""
 
     weights: Weights = "auto"
-    """Type that the module's weights are multiplied in. `auto` is int8 on a CPU with tile registers (AMX), else
-    bfloat16."""
+    """Type that the module's weights are multiplied in. `auto` is int8 on a CPU that multiplies integers (AMX, VNNI),
+    else bfloat16."""
     sequences: Annotated[int, Field(ge=1, le=4096)] = 256
     """Most sequences whose keys and values are kept. Beyond it, the least recently used one is sent again."""
     store_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 1 << 15

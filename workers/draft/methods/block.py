@@ -6,25 +6,21 @@ candidates of each depth anew below each candidate of the depth before, and the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
-
-from pydantic import Field
+from typing import TYPE_CHECKING
 
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import EvidenceNeeds
 from workers.draft.hidden.settings import ContextModuleSettings, module_taps
+from workers.draft.parallel.settings import TreeSettings
 from workers.draft.registry import register
 
 if TYPE_CHECKING:
     from workers.draft.hidden.block_drafter import BlockTreeDrafter
 
 
-class BlockSettings(ContextModuleSettings):
-    """The block drafter, and the width of its trees."""
-
-    candidates: Annotated[int, Field(ge=1, le=16)] = 8
-    """Most candidates below one node."""
+class BlockSettings(ContextModuleSettings, TreeSettings):
+    """The block drafter, and the form of its trees."""
 
 
 @register(
@@ -41,4 +37,4 @@ def create_block(settings: BlockSettings, draft: DraftSection, target: TargetSec
     """
     from workers.draft.hidden.block_drafter import load_block_drafter
 
-    return load_block_drafter(settings, draft, target, settings.candidates)
+    return load_block_drafter(settings, draft, target, *settings.form(draft))

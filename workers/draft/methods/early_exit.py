@@ -106,7 +106,7 @@ class EarlyExitDrafter:
         """See `DraftsByTarget`."""
         part = self._part
         if part is None:
-            part = TargetPart(max(1, round(target.layers * _DEFAULT_SHARE)))
+            part = default_part(target.layers)
             logger.info(
                 "early_exit drafts with the first %d of the target's %d layers; draft.early_exit.layers changes it",
                 part.layers,
@@ -209,7 +209,12 @@ class EarlyExitDrafter:
                 return
 
 
-def _part_of(settings: EarlyExitSettings, target: TargetSection) -> TargetPart | None:
+def default_part(layers: int) -> TargetPart:
+    """The part of a target with so many layers that drafts where nothing describes one."""
+    return TargetPart(max(1, round(layers * _DEFAULT_SHARE)))
+
+
+def part_of(settings: EarlyExitSettings, target: TargetSection) -> TargetPart | None:
     """The part that the settings or the module's card describe; `None` if nothing describes one.
 
     Raises `ModelLoadError` and `ConfigurationError` for a module that is not an exit of this target.
@@ -245,4 +250,4 @@ def create_early_exit(settings: EarlyExitSettings, draft: DraftSection, target: 
 
     Raises `ModelLoadError` and `ConfigurationError` for a module that is not an exit of this target.
     """
-    return EarlyExitDrafter(settings, draft, _part_of(settings, target))
+    return EarlyExitDrafter(settings, draft, part_of(settings, target))

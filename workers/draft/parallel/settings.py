@@ -3,22 +3,64 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from cluster.core.config.draft_section import DraftModuleSection
+from pydantic import Field, field_validator
+
+from cluster.core.config.draft_section import DraftModuleSection, DraftSection
 from cluster.core.drafting import EvidenceNeeds
+from workers.draft.parallel.paths import Shape
 from workers.model.draft_card import read_card
 
 Weights = Literal["auto", "float32", "bfloat16", "int8"]
 """The types that a module's weights can be stored in."""
 
 
+_MOST_CANDIDATES = 16
+
+TreePath = Annotated[tuple[Annotated[int, Field(ge=0, lt=_MOST_CANDIDATES)], ...], Field(min_length=1, max_length=64)]
+Tree = Literal["auto"] | Annotated[tuple[TreePath, ...], Field(min_length=1, max_length=256)]
+
+
+class TreeSettings(DraftModuleSection):
+    """The form of the trees of a module that predicts all depths at once."""
+
+    candidates: Annotated[int, Field(ge=1, le=_MOST_CANDIDATES)] = 8
+    """Most candidates below one node, if `tree` lists no nodes."""
+    tree: Tree | None = None
+    """Nodes that a tree may have, each as the ranks along its path: `[[0], [1], [0, 0]]` is the best and the second
+    candidate, and the best one after the best. `auto` drafts the nodes of the highest estimated probability; unset: the
+    static tree of the module's card, else `auto`."""
+
+    @field_validator("tree")
+    @classmethod
+    def _check(cls, tree: Tree | None) -> Tree | None:
+        paths = () if tree is None or tree == "auto" else tree
+        for path in paths:
+            if len(path) > 1 and path[:-1] not in paths:
+                raise ValueError(f"tree: {list(path)} needs its parent {list(path[:-1])}")
+        return tree
+
+    def form(self, draft: DraftSection) -> tuple[int, Shape | None]:
+        """The most candidates below one node, and the nodes that a tree may have; `None`: any.
+
+        Of the tree of a card, as many nodes as `draft.max_nodes`; one with fewer nodes is not used.
+        """
+        nodes = () if self.tree == "auto" else self.tree
+        if nodes is None:
+            nodes = read_card(Path(self.path)).tree[: draft.max_nodes]
+            nodes = nodes if len(nodes) == draft.max_nodes else ()
+        if not nodes:
+            return self.candidates, None
+        return 1 + max(rank for path in nodes for rank in path), frozenset(nodes)
+
+
 class HeadsModuleSettings(DraftModuleSection):
     """Heads that were trained for the target."""
 
     weights: Weights = "auto"
-    """Type that the heads' weights are stored in. `auto` is int8 on a CPU with tile registers (AMX), else bfloat16. A
-    GPU stores int8 as bfloat16, too."""
+    """Type that the heads' weights are stored in. `auto` is int8 on a CPU that multiplies integers (AMX, VNNI), else
+    bfloat16. A GPU stores int8 as bfloat16, too."""
 
 
 def heads_needs(settings: DraftModuleSection) -> EvidenceNeeds:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 
@@ -17,5 +18,11 @@ def _example() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
-    return make_directories(tmp_path_factory.mktemp("contract"))
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Directories]:
+    """The tiny models of a family, which are made once."""
+    return cache(lambda family: make_directories(tmp_path_factory.mktemp(family), family))
+
+
+@pytest.fixture(scope="session")
+def directories(models: Callable[[str], Directories]) -> Directories:
+    return models("llama")

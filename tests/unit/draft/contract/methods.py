@@ -43,6 +43,10 @@ class MethodCase:
     """Whether it drafts the right tokens once the target repeats one token for ever."""
     is_lossless: bool = True
     """Whether answers are those of the target alone."""
+    keeps_sequences: bool = True
+    """Whether the method stores committed tokens, so that a row after a gap does not fit them."""
+    knows_target: bool = False
+    """Whether it computes nearly what the target does, so that drafts are right even where no text repeats itself."""
 
 
 def _draft_model(directories: Directories) -> Mapping[str, Any]:
@@ -65,9 +69,10 @@ CASES = {
     "block": MethodCase(_module("block", 1, 2)),
     "blockwise": MethodCase(_module("heads", 2)),
     "eagle": MethodCase(_module("eagle", 1, 2)),
+    "early_exit": MethodCase(knows_target=True, keeps_sequences=False),
     "heads": MethodCase(_module("heads", 2)),
-    "model": MethodCase(_draft_model),
-    "none": MethodCase(drafts=False),
+    "model": MethodCase(_draft_model, knows_target=True),
+    "none": MethodCase(drafts=False, keeps_sequences=False),
     "synthetic": MethodCase(lambda _: {"acceptance": (0.7,), "seconds": 0.0}, is_lossless=False),
 }
 
@@ -133,17 +138,26 @@ def values(name: str, directories: Directories, **drafting: Any) -> dict[str, An
     }
 
 
-SOURCED_NAMES = tuple(
-    name
-    for name in (*METHODS.names(), "heads+suffix", "early_exit+ngram", "suffix+recycling")
-    if name != "none" and all(METHODS.get(one).for_encoder_decoder for one in name.split("+"))
-)
-"""The methods for encoder-decoder targets."""
+def drafts_for_translators(name: str) -> bool:
+    """Whether all of the joined methods draft for encoder-decoder targets."""
+    return name != "none" and all(METHODS.get(one).for_encoder_decoder for one in name.split("+"))
 
 
-def make_directories(root: Path, family: str = "llama") -> Directories:
-    """Save the models in subdirectories of `root`."""
-    config = (tiny.FAMILIES | tiny.ENCODER_DECODER_FAMILIES)[family](vocab_size=VOCABULARY)
+with example_method():
+    SOURCED_NAMES_AND_PLACES = [(name, place) for name, place in NAMES_AND_PLACES if drafts_for_translators(name)]
+PLACES_OF_FAMILIES = {"bart": _PLACES, "marian": ("target",), "t5": ("target",), "t5_gated": ("drafter",)}
+"""Where methods draft for each family: at every place on the kernels (BART, Marian) and on modules (T5)."""
+SOURCED_CASES = [
+    (family, name, place)
+    for family, places in PLACES_OF_FAMILIES.items()
+    for name, place in SOURCED_NAMES_AND_PLACES
+    if place in places or "early_exit" in name  # it drafts on the target only
+]
+
+
+def make_directories(root: Path, family: str = "llama", **changes: Any) -> Directories:
+    """Save the models in subdirectories of `root`. `changes` are those of the family's configuration."""
+    config = (tiny.FAMILIES | tiny.ENCODER_DECODER_FAMILIES)[family](vocab_size=VOCABULARY, **changes)
     target = tiny.save(tiny_tokenizer.byte_level(root / "target"), config)
     (root / "others").mkdir()
     return Directories(target, tiny.blur(target, root / "draft", noise=0.05), root / "others")

@@ -47,10 +47,14 @@ class SimulatedSequence:
     tokens: list[int] = field(default_factory=list)
     sent_len: int = 0
     evidence: list[Evidence] = field(default_factory=list)
+    decoder_start: tuple[int, ...] = ()
+    """The prompt of an encoder-decoder target, which reads a source."""
 
     def __post_init__(self) -> None:
-        self.tokens = self._some(self.draw.randrange(2, 30))
-        self.start = SequenceStart(len(self.tokens), self.sampling, prediction=tuple(self._some(20)))
+        prompt = self._some(self.draw.randrange(2, 30))
+        self.tokens = [*self.decoder_start] or prompt
+        source = tuple(prompt) if self.decoder_start else ()
+        self.start = SequenceStart(len(self.tokens), self.sampling, prediction=tuple(self._some(20)), source=source)
 
     def row(self, budget: DraftBudget) -> DraftRow:
         """The next row. Evidence is sometimes missing, as after a cached prefix or a restart."""

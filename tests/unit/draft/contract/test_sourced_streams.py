@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
-from tests.unit.draft.contract.methods import SOURCED_NAMES, Directories, cases_of, make_directories
+from tests.unit.draft.contract.methods import SOURCED_CASES, Directories, cases_of
 from tests.unit.draft.contract.test_streams import NEVER_RIGHT, REPEATED, RIGHT, TOKENS, Answer, answer_all, serving
 
 
-@pytest.fixture(scope="module", params=["bart", "marian", "t5"])
-def sourced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Directories:
-    return make_directories(tmp_path_factory.mktemp(request.param), request.param)
+@pytest.fixture(scope="module")
+def sourced(request: pytest.FixtureRequest, models: Callable[[str], Directories]) -> Directories:
+    return models(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +30,13 @@ def plain(sourced: Directories) -> list[tuple[int, ...]]:
     return answers
 
 
-@pytest.mark.parametrize("name", SOURCED_NAMES)
-async def test_drafts_change_no_token(name: str, sourced: Directories, plain: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize(("sourced", "name", "place"), SOURCED_CASES, indirect=["sourced"])
+async def test_drafts_change_no_token(
+    name: str, place: str, sourced: Directories, plain: list[tuple[int, ...]]
+) -> None:
     """Drafts that are right, drafts that are never right, and usual ones, all at once."""
     cases = cases_of(name)
-    async with serving(name, sourced) as client:
+    async with serving(name, sourced, placement=place) as client:
         answers = await answer_all(client)
         without = await answer_all(client, drafts=False)
     assert [one.tokens for one in answers] == [one.tokens for one in without]

@@ -66,7 +66,7 @@ NEVER_RIGHT = [
     request(2, WRONG, parameters(temperature=0.0, repetition_penalty=2.0, frequency_penalty=2.0)),
     request(3, WRONG, parameters(temperature=2.0, repetition_penalty=2.0, presence_penalty=2.0)),
 ]
-"""The target avoids every token that it has seen, and the prediction is wrong."""
+"""The target avoids every token that it has seen, and the prediction is wrong: most drafts are refused."""
 USUAL = [
     request(4, PHRASE * 3, parameters(temperature=0.0)),
     request(5, PHRASE * 3, parameters(temperature=0.8, top_p=0.9)),
@@ -138,3 +138,6 @@ async def test_drafts_change_no_token(
     assert (sum(one.drafted for one in answers) > 0) == any(case.drafts for case in cases)
     if any(case.drafts and case.is_lossless and case.finds_repetitions for case in cases):
         assert all(one.accepted > 0 for one in answers[: len(RIGHT)])
+    if all(case.is_lossless and not case.knows_target for case in cases):
+        never = answers[len(RIGHT) :][: len(NEVER_RIGHT)]
+        assert 2 * sum(one.accepted for one in never) <= sum(one.drafted for one in never)

@@ -17,7 +17,8 @@ from cluster.core.ports import DraftMethod
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import ROOT
 from tests.support.models import drafting_modules, tiny
-from workers.draft.registry import create, needs_of
+from workers.draft.registry import METHODS, create, needs_of
+from workers.model.draft_card import read_card
 from workers.model.draft_shapes import HeadsShape
 from workers.serve.configuration import load_configuration
 
@@ -114,6 +115,25 @@ def test_the_methods_differ_in_the_form_of_the_tree(target: Path, heads: Path) -
     static = configured(target, heads, tree=[[0], [1], [0, 0], [2]]).propose([opening()])[0].tree
     assert sorted(static.parents) == [ROOT, ROOT, ROOT, 0]
     assert static.path_tokens(static.tokens.index(chain.tokens[0])) == chain.tokens[:1]
+
+
+@pytest.mark.parametrize("kind", ["heads", "block"])
+def test_the_tree_of_a_card_is_used_where_the_settings_have_none(target: Path, tmp_path: Path, kind: str) -> None:
+    drafting_modules.save(target, tmp_path, kind, (2,))
+    nodes = ((0,), (0, 0), (1,), (2,))
+    replace(read_card(tmp_path), tree=nodes).write(tmp_path)
+
+    def form(max_nodes: int, **settings: Any) -> Any:
+        draft = {"method": kind, "max_nodes": max_nodes, kind: {"path": str(tmp_path)} | settings}
+        section = load_configuration({"target": {"path": str(target)}, "draft": draft}).draft
+        settings_of_kind: Any = section.settings(kind, METHODS.get(kind).settings)
+        return settings_of_kind.form(section)
+
+    assert form(4) == (3, frozenset(nodes))
+    assert form(2) == (1, frozenset(nodes[:2]))
+    assert form(5) == (8, None)  # a tree of fewer nodes than may be drafted is not used
+    assert form(4, tree="auto") == (8, None)
+    assert form(4, tree=[[0], [1]]) == (2, frozenset({(0,), (1,)}))
 
 
 def test_settings_that_cannot_work_are_refused(target: Path, heads: Path, tmp_path: Path) -> None:
