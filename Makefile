@@ -80,6 +80,11 @@ nodes: $(WEIGHTS)  ## Test whole Ray clusters: ranks and drafters that are kille
 bench: $(WEIGHTS)  ## Measure (ARGS='serving --repeats 3'; --help lists the sections)
 	$(BIN)/python -m tests.bench $(ARGS)
 
+.PHONY: cuda
+cuda: $(WEIGHTS)  ## On a GPU: the tests that need one, then the device benchmark (ARGS='--repeats 2 --contexts 128')
+	$(PYTEST) -m cuda
+	$(BIN)/python -m tests.bench device $(ARGS)
+
 chaos: $(WEIGHTS)  ## Kill and freeze processes of every role while clients stream; every token is compared (ARGS='--rounds 300 --seed S')
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.chaos $(ARGS)
 

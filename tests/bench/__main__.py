@@ -3,7 +3,7 @@
     python -m tests.bench [SECTION …] [--repeats 3] [--tokens 48] [--set key=value …]
 
 `speculation` and `overlap` use the prompts of Spec-Bench: [--prompts FILE.jsonl] [--per-task 8] [--draft DIRECTORY].
-`serving-pairs` takes the numbers of requests in flight: [--batches 1,4,8].
+`serving-pairs` takes the numbers of requests in flight: [--batches 1,4,8]. `ranks` takes their number: [--ranks 2].
 
 Every ratio compares two things that were measured in turn in the same run. Its spread is over the repetitions.
 """
@@ -24,14 +24,14 @@ SECTIONS = {
     "round": "where the time of a round goes inside `pilotfish serve`, against the step alone",
     "loop": "a round without its step, of 1 to 256 rows, while none and 10,000 requests wait",
     "widths": "a step of 1 to 1,500 tokens: kernels against modules, reading the weights, the peak of products",
-    "device": "random weights in the shapes of large models: batches, drafts, recorded graphs, prompts",
+    "device": "random weights in the shapes of large models: plain, compiled, recorded; --contexts 128,4096",
     "throughput": "plain decoding at batch 8 and 32, against transformers generate",
     "prefix": "cost of a token with and without stored keys and values; a prompt asked twice",
     "routing": "two replicas and requests with shared beginnings: routed against round robin",
     "latency": "between tokens while long prompts arrive, with max_prompt_tokens and without",
     "start": "from the command `pilotfish serve` to its first answer, warm, by stage; CPU time by process",
     "memory": "peak of the target's process; start to ready, cold and warm",
-    "ranks": "tensor parallelism on CPU: three ranks against one rank with the same cores",
+    "ranks": "tensor parallelism on CPU: --ranks 3 against one rank with the same cores",
     "serving": "the whole cluster, with and without drafts",
     "streams": "many HTTP streams at once against the engine alone; CPU time of each process per 1,000 tokens",
     "serving-pairs": "two clusters with default settings, plain and with a draft model, in turn (--pairs 10)",

@@ -35,6 +35,12 @@ class Options:
     """Number of prompts of each task of Spec-Bench."""
     batches: tuple[int, ...]
     """Numbers of requests in flight, for some sections. Empty: the section's own choice."""
+    lengths: tuple[int, ...]
+    """Tokens of the prompts whose way `round` follows. Empty: it measures decoding."""
+    contexts: tuple[int, ...]
+    """Numbers of stored tokens of each sequence, for `device`. Empty: the section's own choice."""
+    ranks: int
+    """Number of tensor-parallel ranks, for `ranks`."""
     draft: str | None
     """Directory or packaged name of a draft model. `None` takes the shipped one."""
     plot: Path | None
@@ -120,8 +126,13 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
         "--batches",
         type=_counts,
         default=(),
-        help="requests in flight, for `round`, `streams` and `serving-pairs`: 1,4,8",
+        help="requests at once for `round`, `streams` and `serving-pairs`, sequences for `device` and `ranks`: 1,4,8",
     )
+    parser.add_argument(
+        "--lengths", type=_counts, default=(), help="tokens of prompts to follow to their first token, for `round`"
+    )
+    parser.add_argument("--contexts", type=_counts, default=(), help="stored tokens for `device`: 128,4096")
+    parser.add_argument("--ranks", type=int, default=3, help="tensor-parallel ranks for `ranks`")
     parser.add_argument("--draft", help="a draft model: directory or packaged name (default: the shipped one)")
     parser.add_argument("--plot", type=Path, help="where `prefix` draws its curve (PNG; needs matplotlib)")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="types that `throughput` and `memory` hold")
@@ -144,6 +155,9 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
         answer_tokens=min(asked.tokens or QUICK_TOKENS, QUICK_TOKENS) if asked.quick else asked.tokens or ANSWER_TOKENS,
         per_task=1 if asked.quick else max(1, asked.per_task),
         batches=asked.batches,
+        lengths=asked.lengths,
+        contexts=asked.contexts,
+        ranks=max(2, asked.ranks),
         draft=asked.draft,
         plot=asked.plot,
         dtypes=tuple(name for name in asked.dtypes.split(",") if name),

@@ -33,9 +33,11 @@ def verified_flex_attention(model: LoadedModel, pool: KvPool, flex: Flex | None 
     `flex` defaults to the compiled kernel.
     """
     layout = pool.layout
-    if layout.tables * pool.blocks_total > _MAX_MAP or not all(
-        is_supported(shape, layout.block_size) for shape in model.layers
-    ):
+    if layout.tables * pool.blocks_total > _MAX_MAP:
+        logger.info("FlexAttention is not used: %d blocks are more than its map may have", pool.blocks_total)
+        return None
+    if not all(is_supported(shape, layout.block_size) for shape in model.layers):
+        logger.info("FlexAttention is not used: it does not support these heads, or blocks of %d", layout.block_size)
         return None
     chosen = compiled_flex_attention() if flex is None else flex
     try:
@@ -44,7 +46,9 @@ def verified_flex_attention(model: LoadedModel, pool: KvPool, flex: Flex | None 
         problem = f"its output differs from the reference for {wrong[0]}" if wrong else None
     except Exception as error:  # the compiler may raise anything
         problem = repr(error)
-    if problem is not None:
+    if problem is None:
+        logger.info("FlexAttention passed its trial on this device")
+    else:
         logger.warning("FlexAttention is not used on this device: %s", problem)
     return chosen if _all_ranks(problem is None, model) else None
 

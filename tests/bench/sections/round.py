@@ -3,6 +3,9 @@
 One answer at a time, so each round has one row; with `--batches 8`, eight at once, without drafts. Drafts are synthetic
 chains that are always rejected: every step has the same number of tokens, and a proposal costs next to nothing. The
 engine alone runs while the cluster is idle.
+
+With `--lengths 400,1150`, prompts of these lengths are followed to their first token instead, without drafts, one at a
+time and none twice. The engine alone computes each prompt in the parts that the cluster computes, then in one step.
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ from __future__ import annotations
 import asyncio
 import os
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+import httpx
 import torch
 
 from tests.bench.client import RequestOptions, ask, connected
@@ -35,6 +40,17 @@ PARTS = {
     "target_step": "step, as the target sees it",
 }
 """Histograms of the coordinator, and what they time."""
+FIRST_TOKEN = {
+    "first": "first token over HTTP",
+    "steps": "the target's steps",
+    "loop": "the coordinator's rounds without the target's steps",
+    "rest": "the rest: client, proxy, ingress, and the wait for the first round",
+    "parts": "steps of the engine alone, the same parts",
+    "whole": "one step of the engine alone",
+}
+"""The parts of a prompt's way."""
+RECORDED_SECONDS = 0.1
+"""Time in which an answer's last round gets into the histograms."""
 Shape = tuple[int, int]
 """Rows of a round, and drafted tokens of each row."""
 Milliseconds = dict[str, list[float]]
@@ -43,8 +59,11 @@ Milliseconds = dict[str, list[float]]
 
 def run(options: Options) -> None:
     """Measure and report."""
-    heading("Round: where its time goes, against the step alone")
     torch.set_num_threads(os.cpu_count() or 1)
+    if options.lengths:
+        _prompts(options)
+        return
+    heading("Round: where its time goes, against the step alone")
     settings = (
         *("draft.method=synthetic", "draft.placement=drafter", "draft.synthetic.acceptance=[0.0]"),
         *("draft.synthetic.seconds=0", "draft.controller=off"),
@@ -126,3 +145,54 @@ def _report(spent: Mapping[Shape, Milliseconds], busy: Mapping[Shape, Millisecon
     roles = sorted({role for roles in busy.values() for role in roles})
     write("CPU time in a round, by process:")
     table(columns, [row(role, [roles_of[role] for roles_of in busy.values()]) for role in roles])
+
+
+def _prompts(options: Options) -> None:
+    """Measure and report the way of prompts."""
+    heading("Round: the way of a prompt to its first token")
+    settings = ("draft.method=none", *options.assignments)
+    configuration = options.configuration(*settings)
+    spent: dict[int, Milliseconds] = {length: defaultdict(list) for length in options.lengths}
+    with (
+        decoding(configuration.target, configuration.scheduler.max_step_tokens) as in_parts,
+        ServeCommand(options.config, settings) as server,
+        httpx.Client(base_url=server.http_url, timeout=60.0) as client,
+    ):
+        engines = {"parts": in_parts, "whole": Decoding(in_parts.engine, max(options.lengths))}
+        for repeat in range(options.repeats + 1):  # the first one warms up
+            for index, length in enumerate(options.lengths):
+                prompt = options.long_prompt(length, repeat * len(options.lengths) + index)
+                times = first_token(client, server.http_url, prompt)
+                for name, engine in engines.items():
+                    times[name] = 1e3 * engine.add("prompt", prompt)
+                    engine.clear()
+                for name, value in times.items() if repeat else ():
+                    spent[length][name].append(value)
+    table(
+        ["", *(f"{length} tokens, ms" for length in spent)],
+        [[text, *(spread(parts[name], 1) for parts in spent.values())] for name, text in FIRST_TOKEN.items()],
+    )
+    for length, parts in spent.items():
+        write(f"{length} tokens: the target's steps ÷ alone {spread(ratios(parts['steps'], parts['parts']))}")
+
+
+def first_token(client: httpx.Client, url: str, prompt: Sequence[int]) -> dict[str, float]:
+    """Milliseconds to the first token of a prompt, in all and by part. Raises `httpx.HTTPError`."""
+    name = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+    body = {
+        "model": name,
+        "prompt": list(prompt),
+        "max_tokens": 1,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    }
+    before, begun = histograms(url), time.perf_counter()
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        response.raise_for_status()
+        next(line for line in response.iter_lines() if line)
+        first = 1e3 * (time.perf_counter() - begun)
+    time.sleep(RECORDED_SECONDS)
+    after = histograms(url)
+    steps, loop = (1e3 * (after[part][0] - before[part][0]) for part in ("target_step", "round_overhead"))
+    return {"first": first, "steps": steps, "loop": loop, "rest": first - steps - loop}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -20,11 +22,13 @@ from tests.bench.options import Options
 from tests.bench.processes import clusters
 from tests.bench.processes.role_process import Role, running_role
 from tests.bench.sections import overlap, speculation
+from tests.bench.sections import round as round_section
 from tests.bench.sections.coordinator import loop
 from tests.bench.sections.target import device
 from tests.support.models import tiny, tiny_tokenizer
 from tests.unit.bench.test_task_prompts import write_prompts
 from workers.draft.registry import create
+from workers.model import loading
 from workers.serve.configuration import load_configuration
 from workers.serve.worker_server import host_draft
 
@@ -122,11 +126,25 @@ def test_overlap_shows_every_table_and_what_is_not_lossless(
 def test_the_device_section_runs_without_a_gpu(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The compiler is left out: it takes most of the time of this section."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    device.run(options.parse(SECTIONS, ["--quick"])[1])
+    monkeypatch.setattr(loading, "compile_or_warn", lambda *_: None)
+    assigned = ("target.kv.block_size=4", "target.kv.pool_bytes=1048576", "target.max_context_len=256")
+    settings = [part for assignment in assigned for part in ("--set", assignment)]
+    device.run(options.parse(SECTIONS, ["--quick", "--contexts", "16,1000", "--batches", "2", *settings])[1])
     shown = capsys.readouterr().out
-    for words in ("| small | eager | 1 | 0 |", "| small | compiled, recorded | 8 | 4 |", "| small | eager | 64 |"):
+    for words in (
+        "| small | plain | 16 | 2 | 0 |",
+        "| small | compiled | 16 | 2 | 4 |",
+        "| small, one of 2 ranks | compiled, recorded | 16 | 2 | 4 |",
+        "| small | plain | 64 |",
+        "small, plain, 1000: 2 sequences do not fit",
+        "FlexAttention is not used: it does not support these heads, or blocks of 4",
+        "Not included: the time on the links between GPUs",
+    ):
         assert words in shown
+    replayed = {line.split("|")[2].strip() for line in shown.splitlines() if line.endswith("| 100% |")}
+    assert replayed == {"compiled, recorded"}
 
 
 def test_the_loop_section_measures_rounds_with_and_without_requests_that_wait(
@@ -136,3 +154,26 @@ def test_the_loop_section_measures_rounds_with_and_without_requests_that_wait(
     shown = capsys.readouterr().out
     for words in ("| 1 | 0 |", "| 8 | 100 |"):
         assert words in shown
+
+
+def test_the_parts_of_a_prompts_way_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The histograms hold sums over all rounds, so those of one prompt are the differences."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "tiny"}]})
+        body = json.loads(request.content)
+        assert (body["model"], body["prompt"], body["max_tokens"]) == ("tiny", [5, 6, 7], 1)
+        return httpx.Response(200, text="id: 1\ndata: {}\n\n")
+
+    states = iter(
+        [
+            {"target_step": (1.0, 4), "round_overhead": (0.5, 4)},
+            {"target_step": (1.25, 6), "round_overhead": (0.625, 6)},
+        ]
+    )
+    monkeypatch.setattr(round_section, "histograms", lambda _: next(states))
+    with httpx.Client(transport=httpx.MockTransport(answer), base_url="http://server") as client:
+        times = round_section.first_token(client, "http://server", (5, 6, 7))
+    assert (times["steps"], times["loop"]) == (250.0, 125.0)
+    assert times["first"] == pytest.approx(times["steps"] + times["loop"] + times["rest"])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,33 +11,27 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
-from cluster.core.ids import SequenceId
-from cluster.core.request import SamplingParameters, SequenceStart
-from cluster.core.tree import TokenTree
-from cluster.core.verification import StepBatch, VerifyRow
 from tests.support.engines.graph_replay import (
     BLOCK,
     BRANCHING,
     CONFIGURATIONS,
-    CPU,
     TOLERANCE,
     Bench,
     FakeRecorder,
+    decode_with_trees,
     open_bench,
+    open_engine,
     scenario,
     some_tokens,
 )
 from tests.support.fakes.host_waits import OnGpu
 from tests.support.models import tiny
 from workers.forward import runner as runners
-from workers.forward.cuda_graphs import Compute, CudaGraphRunner
 from workers.forward.flex_attention import Flex
 from workers.forward.graph_buffers import GraphLimits
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
-from workers.verify.decider import LocalDecider
-from workers.verify.engine import TargetEngine
 
 WITHOUT_CUDA = not torch.cuda.is_available()
 
@@ -53,41 +46,6 @@ def unfused(monkeypatch: pytest.MonkeyPatch) -> Flex:
     """The kernel as `torch` defines it, over the whole pool."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     return flex_attention
-
-
-def open_engine(directory: Path, record: FakeRecorder | None) -> TargetEngine:
-    model = replace(
-        load_model(ModelSection(path=str(directory), device="cpu", native="off")), uses_cuda_graphs=record is not None
-    )
-
-    def graphed(_: object, pool: KvPool, compute: Compute) -> CudaGraphRunner | None:
-        return record and CudaGraphRunner(compute, record, pool.kv_groups, pool.scratch, CPU, capture_after=2)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runners, "make_graph_runner", graphed)
-        return TargetEngine(model, KvPool(model.kv_spec, KvSection(block_size=BLOCK), blocks=100), LocalDecider())
-
-
-def decode_with_trees(
-    engine: TargetEngine, name: str, seed: int, temperature: float, known: Sequence[int], count: int = 24
-) -> list[int]:
-    """Decode `count` tokens. The draft trees contain tokens of `known`, the expected answer, and wrong tokens."""
-    prompt = some_tokens(11 + seed, seed=seed)
-    start = SequenceStart(len(prompt), SamplingParameters(temperature=temperature, seed=seed))
-    stored, pending, answer = 0, prompt, []
-    while len(answer) < count:
-        draft = known[len(answer) : len(answer) + 3]
-        tree = TokenTree.chain(draft)
-        if len(answer) % 2 and len(draft) == 3 and 90 not in draft[:2]:
-            tree = TokenTree((90, draft[0], 91, draft[1], draft[2]), (-1, -1, 0, 1, 3))
-        base_len = stored + len(pending)
-        row = VerifyRow(SequenceId(name), base_len, pending, tree, start=start if stored == 0 else None)
-        (verdict,) = engine.step(StepBatch((row,))).verdicts
-        assert verdict.fault is None
-        stored += len(pending) + len(verdict.tokens) - 1
-        answer += verdict.tokens
-        pending = verdict.tokens[-1:]
-    return answer[:count]
 
 
 @pytest.mark.parametrize("gathers", [True, False])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from torch import distributed
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.tree import TokenTree
-from tests.support.engines.rank_processes import start_ranks
+from tests.support.engines.rank_processes import free_port, start_ranks
 from tests.support.models import tiny
 from workers.forward.partial_pass import PartialPass
 from workers.forward.runner import ForwardRow, ModelRunner
@@ -58,10 +57,7 @@ def run_rank(rank: int, directory: Path, port: int) -> None:
 
 def test_ranks_have_the_hidden_states_and_the_partial_passes_of_one_rank_alone(tmp_path: Path) -> None:
     directory = tiny.save(tmp_path, tiny.llama(num_attention_heads=4, num_key_value_heads=2), sharpness=1.5)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    ranks = start_ranks(run_rank, [(directory, port)] * RANKS)
+    ranks = start_ranks(run_rank, [(directory, free_port())] * RANKS)
     alone = passes(directory)
     for process in ranks:
         process.join(SECONDS)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import uvloop
 
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
@@ -66,10 +69,16 @@ def run(options: Options) -> None:
     rows = []
     for batch in batches:
         for waiting in QUICK_WAITING if options.quick else WAITING:
-            found = [asyncio.run(_beside_step(options, batch, waiting)) for _ in range(options.repeats)]
+            found = [_run(_beside_step(options, batch, waiting)) for _ in range(options.repeats)]
             goal = GOAL_SECONDS + GOAL_ROW_SECONDS * batch
             rows.append([str(batch), f"{waiting:,}", spread([1e3 * one for one in found]), f"{1e3 * goal:.2f}"])
     table(["rows", "requests that wait", "round without its step, ms", "goal, ms"], rows)
+
+
+def _run(measurement: Coroutine[Any, Any, float]) -> float:
+    """Run on the event loop that Ray's actors have."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(measurement)
 
 
 async def _beside_step(options: Options, batch: int, waiting: int) -> float:

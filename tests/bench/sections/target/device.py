@@ -1,4 +1,4 @@
-"""Steps of large models with random weights: batches, drafts, recorded graphs and prompts, against reading the weights.
+"""Steps of large models with random weights: contexts, batches, drafts, forms and prompts, against reading the weights.
 
 On a GPU, the models have the shapes of Llama 3.1: 8B, and what one of eight tensor-parallel ranks holds of 70B. On CPU
 the same tables come from a small shape, which shows that the section runs.
@@ -6,161 +6,212 @@ the same tables come from a small shape, which shows that the section runs.
 
 from __future__ import annotations
 
-import json
+import gc
 import statistics
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import LlamaConfig
 
 from cluster.core.config.target_section import TargetSection
 from deploy.bench.measuring.roofs import ReadBandwidth
-from tests.bench.decoding import Decoding, decoding
+from deploy.settings import load_settings
 from tests.bench.machine import weight_bytes
 from tests.bench.options import Options
+from tests.bench.random_model import Shape
 from tests.bench.report import Stopwatch, heading, ratios, spread, table, write
+from tests.bench.sections.target.engine_forms import FORMS, Form, Measured, built
+from tests.support.engines.one_rank import group_of_one
+from workers.model.devices import choose_device
 
-CONTEXT, CHUNK = 128, 2048
-"""Tokens stored for each sequence, and most tokens of a prompt in one step."""
+CHUNK = 2048
+"""Most tokens of a prompt in one step."""
+CONTEXTS = {"cuda": (128, 4096), "cpu": (128,)}
 BATCHES, DRAFTED = (1, 8, 32, 128), (0, 4, 8, 32)
 WARM_STEPS, TIMED_STEPS = 10, 12
 """A size of step is recorded as a CUDA graph when it occurs for the eighth time."""
-GRAPHS = {"eager": "off", "compiled, recorded": "auto"}
-"""Values of `target.compile`. On CUDA, everything but `off` compiles layers and records steps as CUDA graphs."""
+ON_GPU = ("target.kv.pool_bytes=null", "target.kv.memory_fraction=0.5")
+DEFAULTS = (
+    "target.dtype=bfloat16",
+    "target.device=auto",
+    "target.native=off",
+    "draft.methods=[none]",
+)
+"""Settings of the section, on a GPU with those of `ON_GPU`. A configuration file replaces them; `--set` overrides."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """The sizes of a Llama-like model."""
+class Model:
+    """A model that is measured."""
 
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-    head: int = 128
-
-    def write(self, directory: Path) -> None:
-        """Write the configuration into `directory`, where `load_format: dummy` reads it."""
-        LlamaConfig(
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head,
-            vocab_size=self.vocabulary,
-            max_position_embeddings=8192,
-            rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-            tie_word_embeddings=False,
-            architectures=["LlamaForCausalLM"],
-        ).save_pretrained(directory)
+    name: str
+    shape: Shape
+    in_a_group: bool = False
+    """Whether it is a tensor-parallel rank: its steps have all-reduces, and its decisions an all-gather."""
 
 
-LARGE = {
-    "Llama-3.1-8B": Shape(4096, 14336, 32, 32, 8, 128256),
-    "Llama-3.1-70B, one of 8 ranks": Shape(8192, 3584, 80, 8, 1, 16032),
+MODELS = {
+    "cuda": (
+        Model("Llama-3.1-8B", Shape(4096, 14336, 32, 32, 8, 128256)),
+        Model("Llama-3.1-70B, one of 8 ranks", Shape(8192, 3584, 80, 8, 1, 16032), in_a_group=True),
+    ),
+    "cpu": (
+        Model("small", Shape(256, 768, 4, 4, 2, 4096, head=64)),
+        Model("small, one of 2 ranks", Shape(256, 384, 4, 2, 1, 2048, head=64), in_a_group=True),
+    ),
 }
-SMALL = {"small": Shape(256, 768, 4, 4, 2, 4096, head=64)}
+NOTES = """
+- floor: weight bytes that a step reads ÷ read bandwidth. Steps hold random tokens, which are rejected.
+- stored: tokens of each sequence before the first step; every step adds one.
+- plain: layers as PyTorch runs them; compiled: `target.compile: on` without CUDA graphs; recorded: with them.
+- replayed: share of the timed steps that were replayed. Larger ones (`GraphLimits`) run without a graph.
+- one of n ranks: the only rank of a group over NCCL (gloo on CPU). The all-reduces after each attention and each
+  feed-forward network run inside the step, recorded where the step is; an all-gather decides. With one rank they move
+  no bytes. Not included: the time on the links between GPUs, waiting for other ranks, the broadcast of commands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured: numbers of sequences, of drafted tokens for each, and of tokens in a prompt."""
+    """What is measured: stored tokens, numbers of sequences, drafted tokens for each, and tokens in a prompt."""
 
+    contexts: tuple[int, ...]
     batches: tuple[int, ...]
     drafted: tuple[int, ...]
     prompt: int
     steps: int
+    repeats: int
+
+    @property
+    def warm_steps(self) -> int:
+        """Steps before the timed ones."""
+        return WARM_STEPS if self.steps >= TIMED_STEPS else 1
+
+    def end(self, context: int) -> int:
+        """Most tokens that a sequence has at its end, drafted ones included."""
+        steps = self.repeats * len(self.drafted) * (self.warm_steps + self.steps)
+        return context + steps * 2 + 1 + max(self.drafted)  # an accepted token now and then
 
 
 def run(options: Options) -> None:
     """Measure and report."""
-    on_gpu = torch.cuda.is_available()
-    device = "cuda" if on_gpu else "cpu"
     heading("Device: random weights in the shapes of large models")
-    write(torch.cuda.get_device_name() if on_gpu else "no CUDA device: a small shape on CPU")
-    sizes = Sizes(BATCHES, DRAFTED, CHUNK, TIMED_STEPS)
+    device = choose_device(_section(options).device, 0).type
+    write(torch.cuda.get_device_name() if device == "cuda" else "no GPU: small shapes on CPU, and nothing is recorded")
+    contexts, batches = options.contexts or CONTEXTS[device], options.batches or BATCHES
+    sizes = Sizes(contexts, batches, DRAFTED, CHUNK, TIMED_STEPS, options.repeats)
     if options.quick:
-        sizes = Sizes(BATCHES[:2], DRAFTED[:2], 64, 2)
+        sizes = Sizes(contexts[:2], batches[:2], DRAFTED[:2], 64, 2, 1)
     bandwidth = ReadBandwidth(device)
     found = [bandwidth.measure() for _ in range(max(2, options.repeats))]
     del bandwidth
     write(f"read bandwidth: {spread([value / 1e9 for value in found], 0)} GB/s")
     rows: list[list[str]] = []
     prompts: list[list[str]] = []
-    for name, shape in (LARGE if on_gpu else SMALL).items():
-        for graphs, compiled in GRAPHS.items():
-            with _random_model(shape, device, compiled) as section:
-                floor = weight_bytes(section, read_by_a_step=True) / max(found)
-                with decoding(section, CHUNK) as engine:
-                    rows += _steps([name, graphs], engine, sizes, floor, options.repeats)
-                    prompts.append([name, graphs, *_prompt(engine, sizes, section, options.repeats)])
-            write(f"{name}, {graphs}: measured")
-    columns = ("model", "steps", "batch", "drafted each", "step, ms", "÷ floor", "÷ no draft", "steps × batch, 1/s")
-    table(columns, rows)
-    table(("model", "steps", "prompt, tokens", "tokens/s", "TFLOP/s in weights"), prompts)
-    write("floor: weight bytes that a step reads ÷ read bandwidth. Steps hold random tokens, which are rejected.")
+    for model in MODELS[device]:
+        for form in FORMS:
+            if device == "cuda":
+                torch.cuda.empty_cache()  # the next pool is a share of the free memory
+            with group_of_one(device) if model.in_a_group else nullcontext():
+                lines, prompt = _in_form(options, model, form, sizes, max(found))
+                gc.collect()  # nothing refers to the model any more
+            rows += lines
+            prompts.append([model.name, form.name, *prompt])
+    figures = ("step, ms", "÷ floor", "÷ no draft", "steps × batch, 1/s", "replayed")
+    table(("model", "form", "stored", "batch", "drafted each", *figures), rows)
+    table(("model", "form", "prompt, tokens", "tokens/s", "TFLOP/s in weights"), prompts)
+    write(NOTES.strip())
+
+
+def _in_form(
+    options: Options, model: Model, form: Form, sizes: Sizes, bandwidth: float
+) -> tuple[list[list[str]], list[str]]:
+    """The lines of a model in one form in the table of steps, and the figures of its prompt."""
+    with _random_model(options, model, form) as section:
+        floor = weight_bytes(section, read_by_a_step=True) / bandwidth
+        with built(section, form, CHUNK) as measured:
+            write(f"{model.name}, {form.name}: attention by {measured.attention}")
+            rows = _steps([model.name, form.name], measured, sizes, floor)
+            return rows, _prompt(measured, sizes, section)
 
 
 @contextmanager
-def _random_model(shape: Shape, device: str, compiled: str) -> Iterator[TargetSection]:
-    """A target with random weights, bfloat16."""
+def _random_model(options: Options, model: Model, form: Form) -> Iterator[TargetSection]:
+    """A target with random weights. What the section compares overrides the settings."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "model"
-        shape.write(directory)
-        settings: dict[str, Any] = json.loads(TargetSection(path=str(directory)).model_dump_json())
-        settings |= {"load_format": "dummy", "dtype": "bfloat16", "device": device, "compile": compiled}
-        if device == "cuda":
-            settings["kv"] |= {"memory_fraction": 0.5}
-        yield TargetSection.model_validate(settings)
+        model.shape.write(directory)
+        fixed = (f"target.path={directory}", "target.load_format=dummy", f"target.compile='{form.compile}'")
+        yield _section(options, *fixed)
 
 
-def _steps(names: list[str], engine: Decoding, sizes: Sizes, floor: float, repeats: int) -> list[list[str]]:
-    """One line of the table per batch and number of drafted tokens."""
+def _section(options: Options, *fixed: str) -> TargetSection:
+    """The chosen settings of the target, with those that are `fixed` over them."""
+    own = (*DEFAULTS, *(ON_GPU if torch.cuda.is_available() else ()))
+    below = options.assignments if options.config else (*own, *options.assignments)
+    return load_settings(options.config, fixed, below=below).configuration.target
+
+
+def _steps(names: list[str], measured: Measured, sizes: Sizes, floor: float) -> list[list[str]]:
+    """One line of the table per context, batch and number of drafted tokens."""
     lines: list[list[str]] = []
-    for batch in sizes.batches:
-        for index in range(batch):
-            engine.add(f"s{index}", [(7 * index + position) % 4000 for position in range(CONTEXT)])
-        plain: list[float] = []
-        for drafted in sizes.drafted:
-            seconds = [_median(engine, drafted, sizes.steps) for _ in range(repeats)]
-            plain = plain or seconds
-            lines.append(
-                [
-                    *names,
-                    str(batch),
-                    str(drafted),
-                    spread([value * 1e3 for value in seconds]),
-                    spread([value / floor for value in seconds]),
-                    spread(ratios(seconds, plain)),
-                    spread([batch / value for value in seconds], 0),
-                ]
-            )
-        engine.clear()
+    info = measured.engine.engine.info()
+    for context in sizes.contexts:
+        longest = min(sizes.end(context), info.max_context_len)
+        fitting = info.kv.blocks_total // -(-longest // info.layout.block_size)
+        for batch in sizes.batches:
+            if batch > fitting or sizes.end(context) > info.max_context_len:
+                write(f"{', '.join(names)}, {context}: {batch} sequences do not fit into the KV pool, or the context")
+                continue
+            for index in range(batch):
+                prompt = [(7 * index + position) % 2000 for position in range(context)]
+                measured.engine.add(f"s{index}", prompt)
+            lines += _of_batch([*names, str(context), str(batch)], measured, sizes, floor, batch)
+            measured.engine.clear()
     return lines
 
 
-def _median(engine: Decoding, drafted: int, steps: int) -> float:
-    """Median seconds of a step with `drafted` tokens after the last one of each sequence."""
-    for _ in range(WARM_STEPS if steps > WARM_STEPS else 1):
-        engine.step(1 + drafted)
-    return statistics.median(engine.step(1 + drafted) for _ in range(steps))
+def _of_batch(names: list[str], measured: Measured, sizes: Sizes, floor: float, batch: int) -> list[list[str]]:
+    """One line of the table per number of drafted tokens."""
+    lines: list[list[str]] = []
+    plain: list[float] = []
+    for drafted in sizes.drafted:
+        seconds, replayed = [], 0
+        for _ in range(sizes.repeats):
+            seconds.append(_warm_median(measured, drafted, sizes))
+            replayed += measured.replayed
+        plain = plain or seconds
+        lines.append(
+            [
+                *names,
+                str(drafted),
+                spread([value * 1e3 for value in seconds]),
+                spread([value / floor for value in seconds]),
+                spread(ratios(seconds, plain)),
+                spread([batch / value for value in seconds], 0),
+                f"{replayed / (sizes.repeats * sizes.steps):.0%}",
+            ]
+        )
+    return lines
 
 
-def _prompt(engine: Decoding, sizes: Sizes, section: TargetSection, repeats: int) -> list[str]:
+def _warm_median(measured: Measured, drafted: int, sizes: Sizes) -> float:
+    """Median seconds of a step with `drafted` tokens after the last one of each sequence. Counts replays from 0."""
+    for _ in range(sizes.warm_steps):
+        measured.engine.step(1 + drafted)
+    measured.replayed = 0
+    return statistics.median(measured.engine.step(1 + drafted) for _ in range(sizes.steps))
+
+
+def _prompt(measured: Measured, sizes: Sizes, section: TargetSection) -> list[str]:
     """Rate of a prompt, and the products with weights that it is equal to."""
     seconds: list[float] = []
-    for repeat in range(1 + repeats):
+    for repeat in range(1 + sizes.repeats):
         with Stopwatch() as watch:
-            engine.add("prompt", [(repeat + position) % 4000 for position in range(sizes.prompt)])
-        engine.clear()
+            measured.engine.add("prompt", [(repeat + position) % 2000 for position in range(sizes.prompt)])
+        measured.engine.clear()
         seconds.append(watch.seconds)
     rates = [sizes.prompt / value for value in seconds[1:]]  # the first one compiles
     parameters = weight_bytes(section, read_by_a_step=True) / 2

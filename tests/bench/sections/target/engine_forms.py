@@ -1,0 +1,120 @@
+"""One target three ways: layers as they are, compiled, and compiled with steps that are recorded as CUDA graphs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+from cluster.core.config.target_section import TargetSection
+from tests.bench.decoding import Decoding, decoding
+from workers.forward import cuda_graphs, flex_trial
+from workers.forward.cuda_graphs import CudaGraphRunner
+from workers.forward.loaded_model import LoadedModel
+from workers.kv.pool import KvPool
+from workers.model import loading
+from workers.model.devices import choose_device
+
+GATHERED = "scaled_dot_product_attention of PyTorch over gathered blocks"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a target computes its steps."""
+
+    name: str
+    compile: str
+    """Value of `target.compile`."""
+    recorded: bool
+    """Whether steps of recurring sizes are recorded as CUDA graphs. On CPU they are only padded and called again."""
+
+
+FORMS = (Form("plain", "off", False), Form("compiled", "on", False), Form("compiled, recorded", "on", True))
+
+
+@dataclass(slots=True)
+class Measured:
+    """A target in one form."""
+
+    engine: Decoding
+    attention: str = GATHERED
+    """What computes attention, and what the trial of FlexAttention found."""
+    replayed: int = 0
+    """Steps that were replayed so far."""
+
+
+@contextmanager
+def built(section: TargetSection, form: Form, chunk: int) -> Iterator[Measured]:
+    """The target in this form."""
+    device = choose_device(section.device, 0).type
+    said = _Messages()
+    load = loading.load_model
+
+    def load_in_form(*arguments: Any, **options: Any) -> LoadedModel:
+        return replace(load(*arguments, **options), uses_cuda_graphs=form.recorded)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(loading, "load_model", load_in_form))
+        stack.enter_context(said.of(flex_trial.logger))
+        if device == "cpu":
+            stack.enter_context(patch.object(cuda_graphs, "CudaGraphCapture", lambda _: _call_again))
+            stack.enter_context(patch.object(cuda_graphs, "verified_flex_attention", _try_flex_attention))
+        measured = Measured(stack.enter_context(decoding(section, chunk)))
+        measured.attention = _attention(measured.engine, said)
+        replay = CudaGraphRunner.run
+
+        def counted(*arguments: Any) -> Any:
+            found = replay(*arguments)
+            measured.replayed += found is not None
+            return found
+
+        stack.enter_context(patch.object(CudaGraphRunner, "run", counted))
+        yield measured
+
+
+def _call_again(function: Callable[[], None]) -> Callable[[], None]:
+    """Stands for the capture of a CUDA graph where there is no GPU."""
+    function()
+    return function
+
+
+def _try_flex_attention(model: LoadedModel, pool: KvPool) -> None:
+    """Run the trial of FlexAttention, and do not use it: on CPU, its kernels compile for minutes."""
+    if flex_trial.verified_flex_attention(model, pool) is not None:
+        flex_trial.logger.info("it is not used on CPU")
+
+
+def _attention(engine: Decoding, said: _Messages) -> str:
+    """What computes attention in recorded steps, or in all steps if none is recorded."""
+    runner = engine.engine._runner
+    graphs = runner._graphs
+    if graphs is None:
+        return GATHERED if runner._kernel is None else "the CPU kernel"
+    return f"{GATHERED if graphs._flex is None else 'FlexAttention'} ({'; '.join(said.messages) or 'no trial'})"
+
+
+class _Messages(logging.Handler):
+    """Keeps what a logger says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        self.messages.append(record.getMessage())
+
+    @contextmanager
+    def of(self, logger: logging.Logger) -> Iterator[None]:
+        """Keep everything that `logger` says inside, from information on."""
+        level = logger.level
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            logger.removeHandler(self)
+            logger.setLevel(level)

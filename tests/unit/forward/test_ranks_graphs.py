@@ -1,0 +1,85 @@
+"""A step with the collectives of tensor parallelism can be recorded, and the texts stay those of one rank alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import distributed
+
+from tests.support.engines.graph_replay import FakeRecorder, decode_with_trees, open_engine
+from tests.support.engines.one_rank import group_of_one
+from tests.support.models import tiny
+from workers.forward.cuda_graphs import CudaGraphCapture
+from workers.verify.engine import TargetEngine
+from workers.verify.group_decider import GroupDecider
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.cuda,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and NCCL"),
+        ],
+    ),
+]
+LAYERS = 2
+
+
+class Recorder(FakeRecorder):
+    """Records CUDA graphs on a GPU. On CPU, a replay calls the function again. Counts the collectives inside."""
+
+    def __init__(self, device: str, reduced: Mock) -> None:
+        super().__init__()
+        self._capture = CudaGraphCapture(torch.device(device)) if device == "cuda" else None
+        self._reduced = reduced
+        self.collectives: set[int] = set()
+
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
+        def counted() -> None:
+            before = self._reduced.call_count
+            function()
+            self.collectives.add(self._reduced.call_count - before)
+
+        if self._capture is None:
+            return super().__call__(counted)
+        self.recorded += 1
+        replay = self._capture(counted)
+
+        def counted_replay() -> None:
+            self.replayed += 1
+            replay()
+
+        return counted_replay
+
+
+def check(engine: TargetEngine, answers: Sequence[Sequence[int]], temperature: float) -> None:
+    """The engine decodes the answers. Nothing refers to it afterwards."""
+    for seed, answer in enumerate(answers):
+        assert decode_with_trees(engine, f"s{seed}", seed, temperature, answer) == answer
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("device", DEVICES)
+def test_texts_are_equal_alone_in_a_group_and_with_recorded_collectives(
+    device: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft trees contain tokens of the answer and wrong tokens, so that several sizes of step recur."""
+    directory = tiny.save(tmp_path, tiny.llama(num_hidden_layers=LAYERS))
+    reduced = Mock(wraps=distributed.all_reduce)
+    monkeypatch.setattr(distributed, "all_reduce", reduced)
+    alone = open_engine(directory, None, device)
+    answers = [decode_with_trees(alone, f"s{seed}", seed, temperature, ()) for seed in range(3)]
+    assert reduced.call_count == 0
+    with group_of_one(device):
+        record = Recorder(device, reduced)
+        for recorder in (None, record):
+            check(open_engine(directory, recorder, device, lambda model: GroupDecider(model, 0)), answers, temperature)
+            assert reduced.call_count > 0
+    assert record.recorded > 1
+    assert record.replayed > record.recorded
+    assert record.collectives == {2 * LAYERS}  # after each attention and each feed-forward network
