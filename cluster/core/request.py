@@ -153,13 +153,25 @@ class EarlyStopping(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class BeamScoring:
+    """How a beam search scores its answers and when it ends."""
+
+    length_penalty: float = 1.0
+    """The score of a finished answer is its summed log-probability ÷ (its tokens ** length_penalty)."""
+    early_stopping: EarlyStopping = EarlyStopping.NO
+
+
+USUAL_SCORING = BeamScoring()
+"""That of a beam search of which neither its request nor the model says anything."""
+
+
+@dataclass(frozen=True, slots=True)
 class BeamParameters:
-    """Beam search, which follows the `width` most probable continuations in parallel."""
+    """Beam search, which follows the `width` most probable continuations in parallel. See `BeamScoring`."""
 
     width: int
     """Number of beams; at least 2."""
     length_penalty: float = 1.0
-    """The score of a finished answer is its summed log-probability ÷ (its tokens ** length_penalty)."""
     early_stopping: EarlyStopping = EarlyStopping.NO
 
 

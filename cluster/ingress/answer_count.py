@@ -8,16 +8,11 @@ from cluster.core import bounds
 from cluster.core.beam import candidates_needed
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
-from cluster.core.request import BeamParameters, EarlyStopping, SamplingParameters, StoppingCriteria
+from cluster.core.request import BeamParameters, SamplingParameters, StoppingCriteria
 from cluster.core.verification import TargetInfo
+from cluster.wire.codec.beam_search import decode_beam_search
 from pilotfish.v1 import generation_pb2
 
-_EARLY_STOPPING = {
-    generation_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.NO,
-    generation_pb2.EARLY_STOPPING_NO: EarlyStopping.NO,
-    generation_pb2.EARLY_STOPPING_YES: EarlyStopping.YES,
-    generation_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
-}
 _INCOMPATIBLE_WITH_BEAMS = (
     "top_k",
     "top_p",
@@ -27,7 +22,6 @@ _INCOMPATIBLE_WITH_BEAMS = (
     "frequency_penalty",
     "logit_bias",
     "logprobs",
-    "min_tokens",
     "allowed_token_ids",
     "bad_words",
     "grammar",
@@ -83,18 +77,9 @@ def answer_count(
         raise _incompatible("bad_words", list(request.bad_words), "left out")
     if request.return_drafts:
         raise InvalidRequest("return_drafts", True, "false with beam search, which has no drafts")
-    return AnswerCount(returned, generated, _beam_parameters(request.beam_search, generated))
-
-
-def _beam_parameters(message: generation_pb2.BeamSearch, width: int) -> BeamParameters:
-    penalty = message.length_penalty if message.HasField("length_penalty") else BeamParameters(width).length_penalty
-    if message.early_stopping not in _EARLY_STOPPING:
-        raise InvalidRequest("early_stopping", message.early_stopping, "true, false or never")
-    return BeamParameters(
-        width,
-        bounds.number("length_penalty", penalty, -bounds.MAX_LENGTH_PENALTY, bounds.MAX_LENGTH_PENALTY),
-        _EARLY_STOPPING[message.early_stopping],
-    )
+    scoring = decode_beam_search(request.beam_search, info.beam_scoring)
+    beam = BeamParameters(generated, scoring.length_penalty, scoring.early_stopping)
+    return AnswerCount(returned, generated, beam)
 
 
 def _check_width(width: int, stopping: StoppingCriteria, info: TargetInfo) -> None:

@@ -64,6 +64,8 @@ class ValidatedRequest:
     """What the caller has of each generated answer; empty for a new request."""
     returns_drafts: bool = False
     """Whether draft trees are reported."""
+    takes_min_tokens: bool = False
+    """Whether the model's `min_tokens` holds, because the request gives none."""
     traceparent: str = ""
     """See `GenerationRequest.traceparent`."""
     priority: int = 0
@@ -124,6 +126,7 @@ def validate(
         received=received_parts(request, answers, info, limits),
         traceparent=bounds.text("traceparent", request.traceparent, bounds.MAX_TRACEPARENT_BYTES),
         returns_drafts=request.return_drafts,
+        takes_min_tokens=not request.stopping.HasField("min_tokens"),
         priority=request.priority,
     )
 
@@ -165,6 +168,7 @@ def fit_to_context(
             request.answers.engine_sampling(request.sampling),
             bad_words=(*info.bad_words, *request.sampling.bad_words),
             no_repeat_ngram_size=request.sampling.no_repeat_ngram_size or info.no_repeat_ngram_size,
+            min_tokens=min(info.min_tokens, max_tokens) if request.takes_min_tokens else request.sampling.min_tokens,
         ),
         stopping=replace(request.stopping, max_tokens=max_tokens),
         text=request.text,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.errors import InvalidRequest
 from cluster.core.kv import KvGroup, KvLayout, KvOccupancy
-from cluster.core.request import SamplingParameters, SequenceStart, TokenLogprobs
+from cluster.core.request import BeamScoring, EarlyStopping, SamplingParameters, SequenceStart, TokenLogprobs
 from cluster.core.tree import TokenTree
 from cluster.core.verification import (
     OpenResult,
@@ -168,6 +168,8 @@ infos = st.builds(
     forced_eos_token_id=st.none() | st.just(0),
     bad_words=st.lists(st.lists(st.just(0), min_size=1, max_size=3).map(tuple), max_size=2).map(tuple),
     no_repeat_ngram_size=st.integers(0, 1024),
+    min_tokens=st.integers(0, 2**20),
+    beam_scoring=st.builds(BeamScoring, st.floats(-10, 10), st.sampled_from(EarlyStopping)),
 )
 quick = settings(max_examples=80, deadline=None)
 

@@ -12,6 +12,7 @@ import torch
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ModelLoadError
 from workers.forward.loaded_model import LoadedModel
+from workers.forward.native.build import products
 
 _SAMPLE_BYTES = 1024
 _MOST_HEADER_BYTES = 100 * 1024 * 1024
@@ -30,7 +31,7 @@ def fingerprint(section: TargetSection, model: LoadedModel) -> str:
         weights_digest(Path(section.path)),
         str(model.dtype),
         section.quantization,
-        _kernels(model),
+        _kernels(section, model),
         model.tensor_parallel,
         rule,
         window,
@@ -71,10 +72,11 @@ def _add_weights(opened: BinaryIO, file: Path, digest: Any) -> None:
         digest.update(opened.read(min(_SAMPLE_BYTES, last - first)))
 
 
-def _kernels(model: LoadedModel) -> list[str]:
-    """Return what computes: Pilotfish's kernels or those of torch, and the kind of processor."""
+def _kernels(section: TargetSection, model: LoadedModel) -> list[str]:
+    """Return what computes: Pilotfish's kernels with their products or torch's, and the kind of processor."""
     if model.device.type == "cuda":
         processor = torch.cuda.get_device_name(model.device)
     else:
         processor = torch.backends.cpu.get_cpu_capability()
-    return ["torch" if model.native is None else "native", processor, torch.__version__]
+    kernels = "torch" if model.native is None else f"native, {products(section.compile_directory)}"
+    return [kernels, processor, torch.__version__]

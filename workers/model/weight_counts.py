@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,10 @@ _EMBEDDINGS = (*_TOKEN_EMBEDDINGS, "embed_positions.weight", "wpe.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _OF_SOURCE = re.compile(r"(^|\.)encoder\.|\.(encoder_attn\.[kv]_proj|EncDecAttention\.[kv])\.")
 """Weights of an encoder-decoder model that compute once for a source instead of once for each token."""
+_MATRICES = ("weight", "weights")
+"""The ends of the names of matrices, unlike those of biases, norms and other parameters."""
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|block)\.(\d+)\.")
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,36 @@ def count_weights(directory: Path) -> WeightCounts:
     parameters = sum(math.prod(shape) for shape in shapes.values())
     once = sum(count for name, count in matrices.items() if name in of_source and not name.endswith(_EMBEDDINGS))
     return WeightCounts(parameters, sum(matrices.values()) - lookups - once + head, sum(of_source.values()))
+
+
+def count_matrices(directory: Path) -> dict[str, int]:
+    """The number of weights of each stored matrix. Raises `ModelLoadError`."""
+    shapes = tensor_shapes(directory)
+    return {name: math.prod(shape) for name, shape in shapes.items() if name.endswith(_MATRICES) and len(shape) == 2}
+
+
+def count_layers(directory: Path) -> int:
+    """The number of a model's decoder layers. Raises `ModelLoadError`."""
+    names = [name for name in count_matrices(directory) if not _OF_SOURCE.search(name)]
+    return 1 + max((int(layer[1]) for name in names if (layer := _LAYER.search(name))), default=-1)
+
+
+def count_part(
+    directory: Path, layers: int | None, skip_attention: Collection[int] = (), skip_mlp: Collection[int] = ()
+) -> int:
+    """Multiply-adds per token of a model that ends after its first `layers` and leaves out some parts of them.
+
+    They include the head. `None` means all layers. Raises `ModelLoadError`.
+    """
+    left_out = 0
+    for name, count in count_matrices(directory).items():
+        layer = _LAYER.search(name)
+        if layer is None or _OF_SOURCE.search(name):
+            continue
+        number, skipped = int(layer[1]), skip_attention if _ATTENTION.search(name) else skip_mlp
+        if (layers is not None and number >= layers) or number in skipped:
+            left_out += count
+    return count_weights(directory).multiply_adds - left_out
 
 
 def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:

@@ -79,15 +79,16 @@ class BeamSearch:
         )
 
     def _refused(self, slot: int) -> frozenset[int]:
-        """Tokens that would complete a forbidden token sequence or repeat an n-gram after one beam."""
+        """Tokens that one beam cannot have next."""
         tokens = self._request.prompt + self._state.running[slot].tokens
-        return self._request.sampling.repeated_ngram_ends(tokens) | self._ends_of_bad_words(slot)
+        return self._request.sampling.repeated_ngram_ends(tokens) | self._excluded(slot)
 
-    def _ends_of_bad_words(self, slot: int) -> frozenset[int]:
-        """The last tokens of the forbidden token sequences whose other tokens end one beam."""
-        tokens = self._state.running[slot].tokens
-        words = self._request.sampling.bad_words
-        return frozenset(word[-1] for word in words if tokens[len(tokens) - len(word) + 1 :] == word[:-1])
+    def _excluded(self, slot: int) -> frozenset[int]:
+        """Stop tokens while one beam is too short, and the last tokens of forbidden sequences whose others end it."""
+        tokens, sampling = self._state.running[slot].tokens, self._request.sampling
+        stops = self._state.stop_token_ids if len(tokens) < sampling.min_tokens else frozenset()
+        ends = (word[-1] for word in sampling.bad_words if tokens[len(tokens) - len(word) + 1 :] == word[:-1])
+        return stops.union(ends)
 
     def _needed(self, slot: int) -> int:
         """How many alternatives the search needs of one beam: some of them may be refused."""
@@ -103,7 +104,7 @@ class BeamSearch:
                 temperature=0.0,
                 logprobs=self._needed(slot),
                 # The beam's tokens are the prompt here, and bad words are looked for in the answer alone.
-                bad_words=tuple((token,) for token in sorted(self._ends_of_bad_words(slot))),
+                bad_words=tuple((token,) for token in sorted(self._excluded(slot))),
                 no_repeat_ngram_size=sampling.no_repeat_ngram_size,
             ),
             stopping=StoppingCriteria(max_tokens=1),

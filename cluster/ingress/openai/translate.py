@@ -20,7 +20,8 @@ from cluster.wire.codec.grammar import encode_grammar
 from pilotfish.v1 import common_pb2, generation_pb2
 
 _SEEDS = 1 << 64
-_EARLY_STOPPING: dict[bool | str, generation_pb2.EarlyStopping.ValueType] = {
+_EARLY_STOPPING: dict[bool | str | None, generation_pb2.EarlyStopping.ValueType] = {
+    None: generation_pb2.EARLY_STOPPING_UNSPECIFIED,
     False: generation_pb2.EARLY_STOPPING_NO,
     True: generation_pb2.EARLY_STOPPING_YES,
     "never": generation_pb2.EARLY_STOPPING_NEVER,
@@ -152,7 +153,7 @@ def _answer_fields(body: Parameters) -> _AnswerFields:
         return {"n": body.n, "best_of": body.best_of, "beam_search": beam_search}
     if body.length_penalty not in (None, BeamParameters(2).length_penalty):
         raise InvalidRequest("length_penalty", body.length_penalty, "left out unless use_beam_search is true")
-    if body.early_stopping is not False:
+    if body.early_stopping not in (None, False):
         raise InvalidRequest("early_stopping", body.early_stopping, "left out unless use_beam_search is true")
     return {"n": body.n, "best_of": body.best_of, "beam_search": None}
 

@@ -27,7 +27,7 @@ class _EarlyStopping:
 class _EarlyStoppingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlyStopping.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     EARLY_STOPPING_UNSPECIFIED: _EarlyStopping.ValueType  # 0
-    """The default, NO."""
+    """The default."""
     EARLY_STOPPING_NO: _EarlyStopping.ValueType  # 1
     """End when the best running beam, at its current length, scores no better than the worst finished answer."""
     EARLY_STOPPING_YES: _EarlyStopping.ValueType  # 2
@@ -39,7 +39,7 @@ class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
     """When a beam search ends, once it has as many finished answers as beams."""
 
 EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
-"""The default, NO."""
+"""The default."""
 EARLY_STOPPING_NO: EarlyStopping.ValueType  # 1
 """End when the best running beam, at its current length, scores no better than the worst finished answer."""
 EARLY_STOPPING_YES: EarlyStopping.ValueType  # 2
@@ -263,7 +263,7 @@ class StoppingCriteria(_message.Message):
     """Continue after the model's end-of-sequence tokens. Default: false."""
     min_tokens: _builtins.int
     """Fewest tokens of the answer. Before, no token that ends the answer is drawn, and a stop string that is complete
-    does not end it. Bound: 0 to max_tokens. Default: 0.
+    does not end it. Bound: 0 to max_tokens. Unset: the model's generation configuration, else 0.
     """
     include_stop: _builtins.bool
     """Keep the stop string, or the text of the stop token, in the text. Default: false."""
@@ -368,10 +368,10 @@ class BeamSearch(_message.Message):
     EARLY_STOPPING_FIELD_NUMBER: _builtins.int
     length_penalty: _builtins.float
     """The score of an answer is its summed log-probability divided by (its tokens to this power). Bound: -10 to 10.
-    Default: 1.
+    Unset: the model's generation configuration, else 1.
     """
     early_stopping: Global___EarlyStopping.ValueType
-    """When the search ends."""
+    """When the search ends. Unset: the model's generation configuration, else NO."""
     def __init__(
         self,
         *,

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+import torch
 
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
-from cluster.core.drafting import DraftBudget, DraftRow, Proposal
+from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from cluster.core.tree import TokenTree
@@ -25,27 +27,31 @@ from workers.model.loading import load_model
 
 SOURCES = (SOURCE, (7, 2), tuple(some_tokens(21, 1)), tuple(some_tokens(12, 2)))
 BUDGET = DraftBudget(4, 4)
+WIDE = DraftBudget(8, 4)
 COUNT = 16
+Mode = Literal["serial", "run_ahead", "enumerate"]
 
 
 class SourcedDrafter:
     """A drafter with an encoder-decoder model."""
 
-    def __init__(self, directory: Path, blocks: int, target: Path | None = None) -> None:
+    def __init__(self, directory: Path, blocks: int, target: Path | None = None, mode: Mode = "serial") -> None:
         model = load_model(ModelSection(path=str(directory), device="cpu"), target_directory=target)
         assert model.source is not None
         self.model = model
         self.start = model.source.decoder_start
         self.pool = KvPool(model.kv_spec, KvSection(block_size=4), blocks, truncatable=True)
         expander = ModelExpander(model, self.pool, 1)
-        draft = DraftSection(max_nodes=4, max_depth=4)
-        self.drafter = TreeDrafter(expander, ExpansionSettings(mode="serial"), draft, clock=lambda: 0.0)
+        draft = DraftSection(max_nodes=8, max_depth=4)
+        self.drafter = TreeDrafter(expander, ExpansionSettings(mode=mode), draft, clock=lambda: 0.0)
 
-    def first(self, source: Sequence[int], name: str = "a", answer: Sequence[int] = ()) -> DraftRow:
+    def first(
+        self, source: Sequence[int], name: str = "a", answer: Sequence[int] = (), budget: DraftBudget = BUDGET
+    ) -> DraftRow:
         """The first row of a sequence."""
         tokens = (*self.start, *answer)
         start = SequenceStart(len(self.start), GREEDY, source=tuple(source))
-        return DraftRow(SequenceId(name), len(tokens), tokens, BUDGET, start)
+        return DraftRow(SequenceId(name), len(tokens), tokens, budget, start)
 
     def propose(self, *rows: DraftRow) -> tuple[Proposal, ...]:
         """The proposals, which have no faults."""
@@ -75,6 +81,53 @@ def test_it_drafts_its_own_greedy_answer_for_every_source(model: SourcedModel, b
     assert drafter.pool.blocks_free == drafter.pool.blocks_total
 
 
+@pytest.mark.parametrize("mode", ["run_ahead", "enumerate"])
+def test_trees_that_grow_between_calls_read_the_source(model: SourcedModel, mode: Mode) -> None:
+    """Wherever a node was expanded, its first child is what `transformers` decides there."""
+    drafter, reference = SourcedDrafter(model.directory, 300, mode=mode), model.reference()
+    answers = [greedy_answer(reference, source, COUNT) for source in SOURCES]
+    rows = [drafter.first(source, f"s{index}", budget=WIDE) for index, source in enumerate(SOURCES)]
+    ready = 0
+    for length in range(0, COUNT, 4):
+        for proposal, source, answer in zip(drafter.propose(*rows), SOURCES, answers, strict=True):
+            tree, known = proposal.tree, [*drafter.start, *answer[:length]]
+            ready += proposal.ready
+            for node in {*tree.parents}:
+                decided = decided_after(reference, source, [*known, *tree.path_tokens(node)])
+                children = [tree.tokens[child] for child, parent in enumerate(tree.parents) if parent == node]
+                assert decided in children
+        while drafter.drafter.run_ahead():
+            pass
+        rows = [
+            replace(row, base_len=row.base_len + 4, new_tokens=tuple(answer[length : length + 4]), start=None)
+            for row, answer in zip(rows, answers, strict=True)
+        ]
+    assert ready > 0
+    drafter.drafter.release([row.sequence_id for row in rows])
+    assert drafter.pool.blocks_free == drafter.pool.blocks_total
+
+
+def decided_after(reference: Any, source: Sequence[int], written: Sequence[int]) -> int:
+    """The greedy token of `transformers` after the decoder's start and an answer."""
+    with torch.inference_mode():
+        logits = reference(input_ids=torch.tensor([list(source)]), decoder_input_ids=torch.tensor([list(written)]))
+    return int(logits.logits[0, -1].argmax())
+
+
+@pytest.mark.parametrize("mode", ["serial", "enumerate"])
+def test_an_answer_is_not_computed_between_calls_before_its_source_has_room(model: SourcedModel, mode: Mode) -> None:
+    """A row without a budget opens no source."""
+    drafter, other = (SourcedDrafter(model.directory, 100, mode=mode) for _ in range(2))
+    answer = greedy_answer(model.reference(), SOURCE, 28)
+    row = drafter.first(SOURCE, answer=answer[:24])
+    drafter.propose(replace(row, budget=NO_DRAFT))
+    while drafter.drafter.run_ahead():
+        pass
+    (found,), (expected,) = drafter.propose(row), other.propose(row)
+    assert found.tree == expected.tree == TokenTree.chain(answer[24:])
+    assert found.probabilities == pytest.approx(expected.probabilities, rel=1e-4)
+
+
 def test_another_source_for_the_same_sequence_is_read_anew(marian: SourcedModel) -> None:
     drafter, reference = SourcedDrafter(marian.directory, 100), marian.reference()
     for source in (SOURCES[0], SOURCES[2], SOURCES[0]):
@@ -93,8 +146,6 @@ def test_one_sequence_evicts_another_and_its_source(marian: SourcedModel) -> Non
 
 
 def test_a_distilled_draft_has_the_encoder_of_its_target(marian: SourcedModel, tmp_path: Path) -> None:
-    import torch
-
     from workers.distill.export import export
     from workers.distill.seq2seq.answers import decoder_start
     from workers.distill.seq2seq.student import load_seq2seq_target, make_seq2seq_student

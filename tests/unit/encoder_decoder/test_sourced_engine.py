@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from cluster.core.drafting import RowFaultCode
 from cluster.core.ids import SequenceId
@@ -146,4 +147,28 @@ def test_a_step_that_fails_after_reading_a_source_is_repeated(
     assert verify(engine, row).tokens == tuple(translate(engine, 1, (8, 8, 8)))
     engine.release([sequence.name])
     assert translate(engine, 5) == plain
+    assert engine.info().kv.blocks_free == engine.info().kv.blocks_total
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_texts_on_a_gpu_are_those_of_transformers_there(model: SourcedModel) -> None:
+    check_texts_on(model, "cuda")
+
+
+def test_texts_of_an_engine_are_those_of_transformers_on_its_device(model: SourcedModel) -> None:
+    """What the test on a GPU checks, on CPU."""
+    check_texts_on(model, "cpu")
+
+
+def check_texts_on(model: SourcedModel, device: str) -> None:
+    """Greedy and sampled texts, without drafts and with right and wrong ones, on one device."""
+    engine, reference = model.engine(device=device), model.reference().to(device)
+    start = list(engine.info().decoder_start)
+    for source in SOURCES:
+        answer = translate(engine, 24, source)
+        assert answer == greedy_answer(reference, source, 24)
+        assert translate(engine, 24, source, propose=drafts_near([*start, *answer])) == answer
+        sampled = translate(engine, 24, source, SAMPLED)
+        assert translate(engine, 24, source, SAMPLED, propose=drafts_near([*start, *sampled])) == sampled
     assert engine.info().kv.blocks_free == engine.info().kv.blocks_total

@@ -10,7 +10,7 @@ import pytest
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, UnknownModel
 from cluster.core.kv import KvLayout, KvOccupancy
-from cluster.core.request import BeamParameters, EarlyStopping, GenerationRequest, SamplingParameters
+from cluster.core.request import BeamParameters, BeamScoring, EarlyStopping, GenerationRequest, SamplingParameters
 from cluster.core.verification import TargetInfo
 from cluster.ingress.text.chat_template import Message
 from cluster.ingress.text.prompts import ChatPrompt, TextPrompt, TokenPrompt
@@ -190,9 +190,9 @@ def test_answer_counts_and_beams_out_of_bounds_are_refused_by_name(request_: Req
     assert caught.value.field == field
 
 
-def admitted(request: Request, prediction: tuple[int, ...] = ()) -> GenerationRequest:
-    valid = validate(request, INFO, LIMITS, INFO.eos_token_ids)
-    return fit_to_context(valid, (1, 2), prediction, INFO, LIMITS, 0.0)
+def admitted(request: Request, prediction: tuple[int, ...] = (), info: TargetInfo = INFO) -> GenerationRequest:
+    valid = validate(request, info, LIMITS, info.eos_token_ids)
+    return fit_to_context(valid, (1, 2), prediction, info, LIMITS, 0.0)
 
 
 def test_sampling_has_the_tokens_that_end_the_answer_and_its_minimal_length() -> None:
@@ -236,6 +236,17 @@ def test_the_beam_width_is_best_of_or_else_n(temperature: float) -> None:
     request = admitted(several(Sampling(temperature=temperature, top_p=1.0), n=2, best_of=4, beam_search=search))
     assert (request.n, request.beam) == (2, BeamParameters(4, -0.5, EarlyStopping.NEVER))
     assert admitted(several(n=3, beam_search=BeamSearch())).beam == BeamParameters(3)
+
+
+def test_what_a_request_does_not_say_is_as_the_model_says() -> None:
+    info = replace(INFO, min_tokens=6, beam_scoring=BeamScoring(2.0, EarlyStopping.YES))
+    search = BeamSearch(length_penalty=0.5, early_stopping=generation_pb2.EARLY_STOPPING_NO)
+    assert admitted(beams(), info=info).beam == BeamParameters(4, 2.0, EarlyStopping.YES)
+    assert admitted(several(n=2, beam_search=search), info=info).beam == BeamParameters(2, 0.5)
+    assert admitted(stopped(), info=info).sampling.min_tokens == 6
+    assert admitted(stopped(min_tokens=3), info=info).sampling.min_tokens == 3
+    assert admitted(stopped(min_tokens=0), info=info).sampling.min_tokens == 0
+    assert admitted(stopped(max_tokens=4), info=info).sampling.min_tokens == 4
 
 
 def test_a_beam_has_no_more_candidates_than_the_vocabulary() -> None:

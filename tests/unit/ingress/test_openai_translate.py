@@ -54,7 +54,7 @@ def test_a_chat_becomes_one_request() -> None:
 @pytest.mark.parametrize(
     ("early_stopping", "expected"),
     [
-        (None, generation_pb2.EARLY_STOPPING_NO),
+        (None, generation_pb2.EARLY_STOPPING_UNSPECIFIED),
         (False, generation_pb2.EARLY_STOPPING_NO),
         (True, generation_pb2.EARLY_STOPPING_YES),
         ("never", generation_pb2.EARLY_STOPPING_NEVER),

@@ -10,6 +10,7 @@ from typing import Any
 
 from cluster.core import bounds
 from cluster.core.errors import ModelLoadError
+from cluster.core.request import USUAL_SCORING, BeamScoring, EarlyStopping
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class GenerationDefaults:
     forced_eos_token_id: int | None
     bad_words: tuple[tuple[int, ...], ...]
     no_repeat_ngram_size: int = 0
+    min_tokens: int = 0
+    beam_scoring: BeamScoring = USUAL_SCORING
     renormalize_logits: bool = False
     """Log-probabilities are those among the tokens that can be chosen."""
 
@@ -36,24 +39,63 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
             "config.json; the decoder of an encoder-decoder model starts with it"
         )
     forced = _token(found, "forced_bos_token_id")
+    reader = _Numbers(found, directory)
+    decoder_start = (start,) if forced is None else (start, forced)
     words = [*(found.get("bad_words_ids") or ()), *([token] for token in found.get("suppress_tokens") or ())]
     return GenerationDefaults(
-        decoder_start=(start,) if forced is None else (start, forced),
+        decoder_start=decoder_start,
         forced_eos_token_id=_token(found, "forced_eos_token_id"),
         bad_words=tuple(dict.fromkeys(tuple(map(int, word)) for word in words)),
-        no_repeat_ngram_size=_no_repeat_ngram_size(found, directory),
+        no_repeat_ngram_size=reader.integer("no_repeat_ngram_size", bounds.MAX_NO_REPEAT_NGRAM),
+        min_tokens=_min_tokens(reader, len(decoder_start)),
+        beam_scoring=_beam_scoring(reader),
         renormalize_logits=found.get("renormalize_logits") is True,
     )
 
 
-def _no_repeat_ngram_size(found: Mapping[str, Any], directory: Path) -> int:
-    size = found.get("no_repeat_ngram_size", 0)
-    if not isinstance(size, int) or not 0 <= size <= bounds.MAX_NO_REPEAT_NGRAM:
-        raise ModelLoadError(
-            f"model directory {str(directory)!r}: no_repeat_ngram_size: {size!r} is refused; it must be an integer "
-            f"from 0 to {bounds.MAX_NO_REPEAT_NGRAM}"
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """Reads numbers of a generation configuration. Raises `ModelLoadError`."""
+
+    found: Mapping[str, Any]
+    directory: Path
+
+    def integer(self, name: str, most: int) -> int:
+        """An integer from 0 to `most`; 0 if it is missing."""
+        value = self.found.get(name, 0)
+        if not isinstance(value, int) or not 0 <= value <= most:
+            raise self.refusal(name, f"an integer from 0 to {most}")
+        return value
+
+    def number(self, name: str, default: float, most: float) -> float:
+        """A number from -`most` to `most`."""
+        value = self.found.get(name, default)
+        if not isinstance(value, int | float) or not -most <= value <= most:
+            raise self.refusal(name, f"a number from {-most:g} to {most:g}")
+        return float(value)
+
+    def refusal(self, name: str, bound: str) -> ModelLoadError:
+        """The error for a value that is outside of its bound."""
+        return ModelLoadError(
+            f"model directory {str(self.directory)!r}: {name}: {self.found[name]!r} is refused; it must be {bound}"
         )
-    return size
+
+
+def _min_tokens(reader: _Numbers, start_len: int) -> int:
+    """Fewest tokens after the decoder's start. `min_length` counts all of it, `min_new_tokens` what is forced in it.
+
+    `min_new_tokens` has precedence, as in `transformers`.
+    """
+    whole, new = reader.integer("min_length", bounds.MAX_TOKENS), reader.integer("min_new_tokens", bounds.MAX_TOKENS)
+    return max(0, (new + 1 if "min_new_tokens" in reader.found else whole) - start_len)
+
+
+def _beam_scoring(reader: _Numbers) -> BeamScoring:
+    ending = reader.found.get("early_stopping", False)
+    if ending not in (True, False, "never"):
+        raise reader.refusal("early_stopping", "true, false or never")
+    stopping = EarlyStopping.NEVER if ending == "never" else EarlyStopping.YES if ending else EarlyStopping.NO
+    return BeamScoring(reader.number("length_penalty", 1.0, bounds.MAX_LENGTH_PENALTY), stopping)
 
 
 def _merged(directory: Path) -> Mapping[str, Any]:

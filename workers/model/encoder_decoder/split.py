@@ -66,6 +66,8 @@ def split_encoder_decoder(
         forced_eos_token_id=defaults.forced_eos_token_id,
         bad_words=defaults.bad_words,
         no_repeat_ngram_size=defaults.no_repeat_ngram_size,
+        min_tokens=defaults.min_tokens,
+        beam_scoring=defaults.beam_scoring,
         renormalize_logits=defaults.renormalize_logits,
         relative_bias=bias,
     )

@@ -17,9 +17,11 @@ class VllmParameters(StrictModel):
     use_beam_search: bool = False
     """Return the best answers of a beam search instead of samples."""
     length_penalty: float | None = None
-    """Exponent of the length in the score of a beam search: log-probability ÷ (number of tokens ** length_penalty)."""
-    early_stopping: Literal[True, False, "never"] = False
-    """When a beam search (`use_beam_search`) ends, as in `transformers`."""
+    """Exponent of the length in the score of a beam search: log-probability ÷ (number of tokens ** length_penalty).
+    Unset: the model's generation configuration, else 1."""
+    early_stopping: Literal[True, False, "never"] | None = None
+    """When a beam search (`use_beam_search`) ends, as in `transformers`. Unset: the model's generation configuration,
+    else false."""
     request_id: Text | None = None
     """Names the request for `Abort`. Running requests have distinct names."""
     cache_salt: Text | None = None
