@@ -19,7 +19,7 @@ class ContestOptions:
     Raises `ConfigurationError` for a value out of bounds.
     """
 
-    POSITIVE: ClassVar[tuple[str, ...]] = ("repeats", "together", "devices", "peer_seconds")
+    POSITIVE: ClassVar[tuple[str, ...]] = ("repeats", "together", "devices")
     """Options that must be at least 1."""
     WITH_URL: ClassVar[tuple[str, ...]] = ("plain_url",)
     """Options that mean something only with `url`."""
@@ -64,9 +64,9 @@ class ContestOptions:
         int,
         typer.Option(
             help="Longest time of one method of transformers for one task, in seconds. A slower one is left out there, "
-            "with the reason."
+            "with the reason. 0: two seconds for each token that may be asked, at least 600."
         ),
-    ] = 600
+    ] = 0
     repeats: Annotated[int, typer.Option(help="Repetitions of each measurement.")] = 1
     together: Annotated[
         int,
@@ -89,6 +89,8 @@ class ContestOptions:
         for name in self.POSITIVE:
             if getattr(self, name) < 1:
                 self._refuse(name, "it must be at least 1")
+        if self.peer_seconds < 0:
+            self._refuse("peer_seconds", "it must be at least 0")
         if not self.batches or any(batch < 1 for batch in self.batches):
             self._refuse("batches", "each must be at least 1")
         if not self.temperatures or any(not 0 <= temperature <= 2 for temperature in self.temperatures):

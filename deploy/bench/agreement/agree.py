@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
@@ -14,9 +14,10 @@ from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
 from cluster.ingress.text.tokenizer import Tokenizer
 from deploy.bench.agreement.options import AgreementOptions
-from deploy.bench.agreement.positions import compare
+from deploy.bench.agreement.positions import Text, compare
 from deploy.bench.agreement.prediction import RoundTimes
 from deploy.bench.agreement.report import ANSWERS, AgreementReport, Measured, markdown
+from deploy.bench.agreement.texts import Pair, read_pairs, read_texts
 from deploy.bench.contestants.answers import BenchAnswer, BenchPass, BenchPrompt, BenchTasks
 from deploy.bench.contestants.model_kind import is_encoder_decoder
 from deploy.bench.contestants.peers import load_assistant, load_target
@@ -29,7 +30,7 @@ from deploy.bench.measuring.setup import context_len, empty_results, render_prom
 from deploy.models import served_name
 from deploy.progress import ProgressReporter
 from deploy.terminal import notices
-from workers.distill.prompts import read_prompts
+from workers.model.encoder_decoder.generation_defaults import GenerationDefaults, read_generation_defaults
 
 _TASK = "texts"
 
@@ -50,65 +51,38 @@ def run(options: AgreementOptions, settings_source: BenchSettings) -> AgreementR
     transformers_logging.disable_progress_bar()
     plain, competitor = _configurations(options, settings_source)
     target, tokenizer = Path(plain.target.path), Tokenizer.load(Path(plain.target.path))
-    if is_encoder_decoder(target):
-        raise ConfigurationError(f"--target: needed a decoder-only model, found {target.name} with an encoder")
+    defaults = read_generation_defaults(target) if is_encoder_decoder(target) else None
     weights = competitor.configuration.draft.weights
     if weights is None:
         raise ConfigurationError("--draft: needed a draft model, found none")
-    texts = list(read_texts(options.file))[: options.texts]
+    longest = context_len(plain, target) - options.max_tokens
+    asked = _asked(_read(options, reads_source=defaults is not None), tokenizer, longest)
     report = AgreementReport(
-        f"{served_name(plain)} and {Path(weights.path).name}; {len(texts)} texts of {options.file.name}",
+        f"{served_name(plain)} and {Path(weights.path).name}; {len(asked)} texts of {options.file.name}",
         competitor.configuration.draft.max_nodes,
         competitor.configuration.draft.max_depth,
         options.temperature,
     )
     answered: CellResult | None = None
-    prompts = _prompts(texts, tokenizer, context_len(plain, target) - options.max_tokens)
     if options.measure:
-        answered = _answer(options, plain, competitor, prompts)
+        answered = _answer(options, plain, competitor, tuple(prompt for _, prompt in asked))
         report.measured = _measured(answered)
     model = load_target(plain)
     assistant = load_assistant(Path(weights.path), target, model)
-    tokens = [(tokenizer.encode(text)[: options.text_tokens], 1) for text in texts]
-    report.sources["texts"] = compare(model, assistant, tokens, options.temperature)
+    compared = {"texts": [_text(pair, prompt, tokenizer, options.text_tokens, defaults) for pair, prompt in asked]}
     if answered is not None:
-        own = [
-            ((*prompt.tokens, *answer.tokens), len(prompt.tokens))
-            for prompt, answer in zip(prompts, answered.plain[0].answers, strict=True)
+        answers = answered.plain[0].answers
+        compared[ANSWERS] = [
+            _answered(prompt, answer, defaults) for (_, prompt), answer in zip(asked, answers, strict=True)
         ]
-        report.sources[ANSWERS] = compare(model, assistant, own, options.temperature)
+    forbidden = () if defaults is None else tuple(word[0] for word in defaults.bad_words if len(word) == 1)
+    for name, texts in compared.items():
+        report.sources[name] = compare(model, assistant, texts, options.temperature, forbidden)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "agreement.md").write_text(markdown(report), encoding="utf-8")
         (options.out / "agreement.json").write_text(report.to_json(), encoding="utf-8")
     return report
-
-
-def read_texts(file: Path) -> Iterator[str]:
-    """The texts of a JSONL file (the field `text`, or the first message of each prompt), or the lines of another file.
-
-    Raises `ConfigurationError`.
-    """
-    try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{file}: needed a readable file of texts; {error}") from None
-    if not lines:
-        raise ConfigurationError(f"{file}: needed at least one line, found none")
-    if file.suffix != ".jsonl":
-        yield from lines
-        return
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            break
-        yield row["text"]
-    else:
-        return
-    yield from (prompt.turns[0] for prompt in read_prompts(file) if prompt.turns)
 
 
 def _configurations(options: AgreementOptions, settings_source: BenchSettings) -> tuple[Configuration, Competitor]:
@@ -122,11 +96,35 @@ def _configurations(options: AgreementOptions, settings_source: BenchSettings) -
     return source.plain().configuration, Competitor("model", source.settings(own).configuration, tuple(own))
 
 
-def _prompts(texts: Sequence[str], tokenizer: Tokenizer, longest: int) -> tuple[BenchPrompt, ...]:
-    found = tuple(filter(None, (render_prompt(text, tokenizer, longest) for text in texts)))
+def _read(options: AgreementOptions, *, reads_source: bool) -> list[Pair]:
+    if reads_source:
+        return read_pairs(options.file, options.fields, options.texts)
+    return [Pair(text) for text in islice(read_texts(options.file), options.texts)]
+
+
+def _asked(pairs: Sequence[Pair], tokenizer: Tokenizer, longest: int) -> list[tuple[Pair, BenchPrompt]]:
+    """Each pair with its prompt. Pairs with a longer prompt are left out."""
+    prompts = [render_prompt(pair.prompt, tokenizer, longest, as_chat=not pair.source) for pair in pairs]
+    found = [(pair, prompt) for pair, prompt in zip(pairs, prompts, strict=True) if prompt is not None]
     if not found:
         raise ConfigurationError(f"every text is longer than {longest} tokens, the context less --max-tokens")
     return found
+
+
+def _text(
+    pair: Pair, prompt: BenchPrompt, tokenizer: Tokenizer, most: int, defaults: GenerationDefaults | None
+) -> Text:
+    """The first `most` tokens of a text of the file; behind its source, the text ends with the end token."""
+    if defaults is None:
+        return Text(tokenizer.encode(pair.text)[:most], 1)
+    tokens = (*tokenizer.encode_answer(pair.text), *tokenizer.eos_token_ids[:1])[:most]
+    return Text((*defaults.decoder_start, *tokens), len(defaults.decoder_start), prompt.tokens)
+
+
+def _answered(prompt: BenchPrompt, answer: BenchAnswer, defaults: GenerationDefaults | None) -> Text:
+    if defaults is None:
+        return Text((*prompt.tokens, *answer.tokens), len(prompt.tokens))
+    return Text((*defaults.decoder_start, *answer.tokens), len(defaults.decoder_start), prompt.tokens)
 
 
 def _answer(

@@ -21,9 +21,13 @@ class AgreementOptions:
         Path,
         typer.Argument(
             help="JSONL of prompts (Spec-Bench, GSM8K, chat messages, …) or of lines with `text`, or plain text with "
-            "one text per line."
+            "one text per line. For a target with an encoder: JSONL with a source and a text per line, as in Multi30k."
         ),
     ]
+    fields: Annotated[
+        str,
+        typer.Option(metavar="SOURCE,TEXT", help="Fields of each line, for a target with an encoder."),
+    ] = "fr,en"
     draft: Annotated[
         str,
         typer.Option(help="The draft model: a directory, hub id or packaged name. Unset: the target's own."),

@@ -16,6 +16,18 @@ MAX_RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
+class Text:
+    """Tokens at whose positions two models are compared."""
+
+    tokens: tuple[int, ...]
+    """The tokens that are compared, after those before them: a prompt, or the start of a decoder."""
+    first: int
+    """Index of the first token that is predicted; at least 1."""
+    source: tuple[int, ...] = ()
+    """What the encoder reads; empty for decoder-only models."""
+
+
+@dataclass(frozen=True, slots=True)
 class TextAgreement:
     """The comparison at the positions of one text."""
 
@@ -74,25 +86,31 @@ class Agreement:
         return sum(text.outside for text in self.texts) / self.positions if self.positions else 0.0
 
 
-def compare(target: Any, draft: Any, texts: Sequence[tuple[Sequence[int], int]], temperature: float = 1.0) -> Agreement:
-    """Compare two models on texts. Each text has its tokens, and the index of the first one that is predicted.
+def compare(
+    target: Any, draft: Any, texts: Sequence[Text], temperature: float = 1.0, forbidden: Sequence[int] = ()
+) -> Agreement:
+    """Compare two models on texts. Tokens that are `forbidden` have the probability 0 in both.
 
     The models have the type `Any`, because the annotations of `transformers` do not cover what is called here. Raises
     `ConfigurationError` for models of different vocabularies.
     """
-    known = [(tokens, max(1, first)) for tokens, first in texts if len(tokens) > max(1, first)]
-    return Agreement(tuple(_compare(target, draft, tokens, first, temperature) for tokens, first in known))
+    known = [text for text in texts if len(text.tokens) > text.first]
+    return Agreement(tuple(_compare(target, draft, text, temperature, list(forbidden)) for text in known))
 
 
 @torch.inference_mode()
-def _compare(target: Any, draft: Any, tokens: Sequence[int], first: int, temperature: float) -> TextAgreement:
-    row = torch.tensor([list(tokens)], device=target.device)
-    own, other = (_logits(model, row)[first - 1 : -1] for model in (target, draft))  # [positions, vocabulary]
+def _compare(target: Any, draft: Any, text: Text, temperature: float, forbidden: list[int]) -> TextAgreement:
+    row = torch.tensor([text.tokens], device=target.device)
+    source = torch.tensor([text.source], device=target.device)
+    # [positions, vocabulary]
+    own, other = (_logits(model, row, source)[text.first - 1 : -1] for model in (target, draft))
     if own.shape != other.shape:
         raise ConfigurationError(
             f"--draft: needed the target's vocabulary of {own.shape[-1]} tokens, found {other.shape[-1]}"
         )
-    following = row[0, first:].unsqueeze(-1)
+    for logits in (own, other):
+        logits[:, forbidden] = float("-inf")
+    following = row[0, text.first :].unsqueeze(-1)
     chosen = own.argmax(-1, keepdim=True)
     ranks = (other > other.gather(-1, chosen)).sum(-1).clamp(max=MAX_RANK)
     impossible = other.gather(-1, chosen).squeeze(-1) == float("-inf")
@@ -109,9 +127,13 @@ def _compare(target: Any, draft: Any, tokens: Sequence[int], first: int, tempera
     )
 
 
-def _logits(model: Any, row: torch.Tensor) -> torch.Tensor:
-    """Logits in single precision, `[positions, vocabulary]`."""
-    found: torch.Tensor = model(row, use_cache=False).logits[0].float()
+def _logits(model: Any, row: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Logits in single precision, `[positions, vocabulary]`. A model without an encoder has an empty source."""
+    if source.numel():
+        inputs = {"input_ids": source, "attention_mask": torch.ones_like(source), "decoder_input_ids": row}
+    else:
+        inputs = {"input_ids": row}
+    found: torch.Tensor = model(**inputs, use_cache=False).logits[0].float()
     return found
 
 

@@ -29,17 +29,25 @@ def tau_on_texts(ranks: Sequence[Sequence[int]], tree: TreeShape) -> float:
 
     A drafted token is accepted where the target's token has a rank below the width of the tree.
     """
-    tokens = rounds = 0
-    for row in ranks:
-        position = 0
-        while position < len(row):
-            accepted = 0
-            while accepted < tree.depth and position + accepted < len(row) and row[position + accepted] < tree.width:
-                accepted += 1
-            position += accepted + 1
-            rounds += 1
-        tokens += len(row)
-    return tokens / rounds if rounds else 0.0
+    rounds = sum(_rounds(row, tree) for row in ranks)
+    return sum(map(len, ranks)) / rounds if rounds else 0.0
+
+
+def tau_with_prompts(ranks: Sequence[Sequence[int]], tree: TreeShape) -> float:
+    """Committed tokens per target step, if the step that reads the prompt decides each text's first token undrafted."""
+    rounds = sum(1 + _rounds(row[1:], tree) for row in ranks)
+    return sum(map(len, ranks)) / rounds if rounds else 0.0
+
+
+def _rounds(row: Sequence[int], tree: TreeShape) -> int:
+    position = rounds = 0
+    while position < len(row):
+        accepted = 0
+        while accepted < tree.depth and position + accepted < len(row) and row[position + accepted] < tree.width:
+            accepted += 1
+        position += accepted + 1
+        rounds += 1
+    return rounds
 
 
 def tau_of_rate(rate: float, depth: int) -> float:

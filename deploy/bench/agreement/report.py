@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from deploy.bench.agreement.positions import Agreement
-from deploy.bench.agreement.prediction import RoundTimes, TreeShape, tau_of_rate, tau_on_texts
+from deploy.bench.agreement.prediction import RoundTimes, TreeShape, tau_of_rate, tau_on_texts, tau_with_prompts
 from deploy.bench.report.tables import UNKNOWN, markdown_table, number
 
 _WIDTHS = (1, 2, 4, 8)
@@ -26,7 +26,9 @@ _PREDICTION_NOTE = (
     "tree; smaller trees take less time."
 )
 _MEASURED_NOTE = (
-    "Predicted: the best of the trees above that fit, on the target's answers. The measured tree has no fixed shape."
+    "Predicted: the best of the trees above that fit, on the target's answers. τ counts the prompt's step, which "
+    "decides the first token without drafts; the speed-up without prompts does not. The measured tree has no fixed "
+    "shape."
 )
 ANSWERS = "the target's answers"
 """The name of what the target wrote, among the sources."""
@@ -112,14 +114,16 @@ def _prediction_table(report: AgreementReport) -> str:
 
 def _measured_table(report: AgreementReport, found: Measured) -> str:
     times, answers = found.times, report.sources.get(ANSWERS)
-    taus = [tau_on_texts(answers.ranks, tree) for tree in _TREES if _fits(report, tree)] if answers is not None else []
-    predicted = max(taus, default=None)
+    ranks = () if answers is None else answers.ranks
+    fitting = [tree for tree in _TREES if _fits(report, tree)] if ranks else []
+    predicted = max((tau_with_prompts(ranks, tree) for tree in fitting), default=None)
+    later = max((tau_on_texts([row[1:] for row in ranks], tree) for tree in fitting), default=None)
     rows = [
         [
             f"at most {report.max_nodes} nodes, {report.max_depth} deep",
             number(predicted),
             number(found.tau),
-            number(None if predicted is None else times.speedup(predicted)),
+            number(None if later is None else times.speedup(later)),
             number(found.token_speedup),
             number(found.speedup),
             found.exactness,

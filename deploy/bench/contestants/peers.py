@@ -30,6 +30,8 @@ LOOKUP_TOKENS = 10
 """Most tokens that prompt lookup drafts at once, as the documentation of `transformers` recommends."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NO_CHANGE = RequestOptions()
+_SECONDS_PER_TOKEN, _LEAST_SECONDS = 2.0, 600.0
+"""Bound of the time of a pass without a bound of its own: for each token that the prompts ask for, and at least."""
 _NO_BATCH = "transformers drafts for one sequence at a time"
 
 
@@ -76,9 +78,9 @@ class TransformersPeer:
         method: str,
         assistant: Any = None,
         options: RequestOptions = _NO_CHANGE,
-        most_seconds: float = math.inf,
+        most_seconds: float = 0.0,
     ) -> None:
-        """A pass that would take longer than about `most_seconds` is refused."""
+        """A pass that takes longer than about `most_seconds` is refused; 0: two per token that may be asked, or 600."""
         self._most_seconds = most_seconds
         self._model = model
         self._method = method
@@ -108,11 +110,12 @@ class TransformersPeer:
         begun = time.perf_counter()
         answers: list[BenchAnswer] = []
         passes = 0
+        most = self._most_seconds or max(_LEAST_SECONDS, _SECONDS_PER_TOKEN * request.max_tokens * len(request.prompts))
         for first in range(0, len(request.prompts), request.batch):
-            if first and time.perf_counter() - begun > self._most_seconds:
+            if first and time.perf_counter() - begun > most:
                 raise WorkerUnavailable(
                     f"transformers: {first} of {len(request.prompts)} prompts took longer than --peer-seconds "
-                    f"({self._most_seconds:g})"
+                    f"({most:g})"
                 )
             prompts = [prompt.tokens for prompt in request.prompts[first : first + request.batch]]
             try:
@@ -213,7 +216,8 @@ def load_assistant(directory: Path, target: Path, model: Any) -> Any:
     """
     config = AutoConfig.from_pretrained(directory)
     if not is_distilled(directory):
-        assistant: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=model.dtype)
+        family: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        assistant: Any = family.from_pretrained(directory, dtype=model.dtype)
         return assistant.to(model.device).eval().requires_grad_(False)
     register()  # it is loaded with the project's attention, and changed below
     draft = load_distilled_draft(directory, target, config, model.dtype, model.device)

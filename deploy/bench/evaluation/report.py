@@ -24,21 +24,25 @@ _STATUS_NOTE = (
     "`other target` (settings of the target differ), `LOSSY`, or `WRONG`. chrF to plain: plain decoding's answers as "
     "the references. Plain decoding runs before and after every pass."
 )
-_COST_COLUMNS = (
+_PERCENTILES = " / ".join(f"p{100 * share:.0f}" for share in measures.QUANTILES)
+_SPEED_COLUMNS = (
     *("competitor", "equal to plain", "tokens/s", "÷ plain", "÷ plain, per device"),
-    *(f"{figure} p{100 * share:.0f}, ms" for figure in ("TTFT", "TPOT") for share in measures.QUANTILES),
-    *("τ", "passes per token", "target GFLOP per token", "draft GFLOP per token", "weights read, MB per token"),
-    *("KV read, MB per token", "CPU s", "busy s", "J", "peak, MiB"),
+    *(f"{figure} {_PERCENTILES}, ms" for figure in ("TTFT", "TPOT")),
+)
+_WORK_COLUMNS = (
+    *("competitor", "τ", "passes per token", "target GFLOP", "draft GFLOP", "weights, MB", "KV, MB"),
+    *("CPU s", "busy s", "J", "peak, MiB"),
 )
 _COST_NOTE = (
-    "All tasks in turn. TPOT: per token after the first commit, a mean for each answer. τ: committed tokens per target "
-    "step. Passes and GFLOP leave out prompts; GFLOP are those of the matrices, and the draft model's are estimated "
-    "from the number of proposed tokens. Bytes are computed, not measured: every pass reads the target's weights once, "
-    "every step the keys and values before it, and a draft model reads its weights once for each proposed token of a "
-    "sequence (an upper bound for trees). CPU s, busy s (what target and drafters computed: GPU seconds on GPUs) and "
-    "J (where the device reports energy) are per 1,000 tokens. Peak: the largest resident memory of one measured "
-    "process. Where clusters run in this process, it holds the plain one as well, and what the system has not got back "
-    "of earlier ones."
+    "TPOT: per token after the first commit, a mean for each answer. τ: committed tokens per target step. Passes, "
+    "GFLOP and MB are per token. Passes and GFLOP leave out prompts; GFLOP are those of the matrices, and the draft "
+    "model's are estimated from the number of proposed tokens. MB (weights and KV that are read) are computed, not "
+    "measured: every pass reads the target's weights once, every step the keys and values before it, and a draft "
+    "model reads its weights once for each proposed token of a sequence (an upper bound for trees). CPU s, busy s "
+    "(what target and drafters computed: GPU seconds on GPUs) and J (where the device reports energy) are per 1,000 "
+    "tokens. Peak: the largest resident memory of one measured process. Where clusters run in this process, it holds "
+    "the plain one as well, and what the system has not got back of earlier ones. Columns without a figure are left "
+    "out."
 )
 
 
@@ -53,9 +57,13 @@ def markdown(evaluation: Evaluation) -> str:
         lines = evaluation.lines(batch, temperature)
         where = f"batch {batch}, temperature {temperature:g}"
         for task in evaluation.tasks:
-            table = _quality_table(evaluation, task, [line.within(task.name) for line in lines])
+            within = [line.within(task.name) for line in lines]
+            table = _quality_table(evaluation, task, within)
             parts.append(f"## {task.name}, {where}\n\n{table}")
-        parts.append(f"## Cost, {where}\n\n{_cost_table(lines)}\n\n{_COST_NOTE}")
+            parts.append(f"### Cost of {task.name}, {where}\n\n{_cost_tables(within)}")
+        if len(evaluation.tasks) > 1:
+            parts.append(f"## Cost of all tasks in turn, {where}\n\n{_cost_tables(lines)}")
+    parts.append(_COST_NOTE)
     parts.append(_settings(evaluation))
     parts.append(_skipped(evaluation))
     if evaluation.roofs is not None:
@@ -129,15 +137,23 @@ def status(entry: Entry, cells: Sequence[CellResult]) -> str:
     return "rounding" if total.explained else "equal"
 
 
-def _cost_table(lines: Sequence[Line]) -> str:
-    return markdown_table(_COST_COLUMNS, [[line.name, *_cost_figures(line)] for line in lines])
+def _cost_tables(lines: Sequence[Line]) -> str:
+    """How fast each competitor is, and what a token costs."""
+    known = [line for line in lines if line.passes]
+    speeds = [[line.name, *_speed_figures(line)] for line in known]
+    works = [[line.name, *_work_figures(line)] for line in known]
+    return "\n\n".join([_known_columns(_SPEED_COLUMNS, speeds), _known_columns(_WORK_COLUMNS, works)])
 
 
-def _cost_figures(line: Line) -> list[str]:
+def _known_columns(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table without the columns in which no row has a figure."""
+    kept = [index for index in range(len(columns)) if any(row[index] != UNKNOWN for row in rows)]
+    return markdown_table([columns[index] for index in kept], [[row[index] for index in kept] for row in rows])
+
+
+def _speed_figures(line: Line) -> list[str]:
     passes = line.passes
     ratios = [] if line.entry is None else measures.speed_ratios(*over_tasks(line.cells))
-    latencies = [*measures.first_token_percentiles(passes), *measures.per_token_percentiles(passes)]
-    costs = token_costs(line.cost, passes)
     exactness = sum((cell.exactness for cell in line.cells), Exactness())
     compared = exactness.equal + exactness.explained + exactness.wrong
     return [
@@ -145,7 +161,15 @@ def _cost_figures(line: Line) -> list[str]:
         or_unknown(measures.spread([found.rate for found in passes])),
         "1" if line.entry is None else or_unknown(measures.spread(ratios)),
         "1" if line.entry is None else or_unknown(measures.spread([one / line.cost.devices for one in ratios])),
-        *(_scaled(value, 1e3) for value in latencies),
+        _milliseconds(measures.first_token_percentiles(passes)),
+        _milliseconds(measures.per_token_percentiles(passes)),
+    ]
+
+
+def _work_figures(line: Line) -> list[str]:
+    passes = line.passes
+    costs = token_costs(line.cost, passes)
+    return [
         number(measures.committed_per_step(passes)),
         number(costs.steps),
         _scaled(costs.target_flops, 1 / _GIGA, 3),
@@ -157,6 +181,12 @@ def _cost_figures(line: Line) -> list[str]:
         number(costs.joules),
         _scaled(None if costs.peak_bytes is None else float(costs.peak_bytes), 1 / _MIB, 0),
     ]
+
+
+def _milliseconds(values: Sequence[float | None]) -> str:
+    """Percentiles in one cell; a dash if none is known."""
+    known = [value for value in values if value is not None]
+    return " / ".join(f"{1e3 * value:.1f}" for value in known) if known else UNKNOWN
 
 
 def _scaled(value: float | None, factor: float, digits: int = 2) -> str:

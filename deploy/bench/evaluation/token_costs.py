@@ -23,7 +23,7 @@ class TokenCosts:
     target_flops: float | None = None
     """Floating-point operations of the target per token, without prompts."""
     draft_flops: float | None = None
-    """Floating-point operations of the draft model per token, estimated from the number of proposed tokens."""
+    """Floating-point operations of drafting per token, estimated: see `measures.draft_flops`."""
     weight_bytes: float | None = None
     """Bytes of weights that are read per token, prompts included."""
     kv_bytes: float | None = None
@@ -49,7 +49,6 @@ def token_costs(cost: Cost, passes: Sequence[BenchPass]) -> TokenCosts:
         return TokenCosts()
     target_flops = cost.target_flops * cost.sequences
     per_token = measures.per_committed_token(passes)
-    proposed = _counted(passes, "proposed_tokens")
     weights, kv = _weight_bytes(cost, passes), kv_bytes_read(cost, passes)
     flops = _flops(cost, passes)
     read = None if weights is None or kv is None else weights + kv
@@ -61,7 +60,7 @@ def token_costs(cost: Cost, passes: Sequence[BenchPass]) -> TokenCosts:
     return TokenCosts(
         steps=None if per_token is None else per_token[0],
         target_flops=None if per_token is None or not target_flops else target_flops * per_token[1],
-        draft_flops=cost.draft_flops * proposed / tokens if cost.target_flops else None,
+        draft_flops=measures.draft_flops(cost, passes) / tokens if cost.target_flops else None,
         weight_bytes=None if weights is None else weights / tokens,
         kv_bytes=None if kv is None else kv / tokens,
         cpu_seconds=_per_thousand(cpu, tokens),
@@ -114,13 +113,13 @@ def _weight_bytes(cost: Cost, passes: Sequence[BenchPass]) -> float | None:
 
 
 def _flops(cost: Cost, passes: Sequence[BenchPass]) -> float | None:
-    """Operations of target and draft model, prompts included; `None` where they are unknown."""
+    """Operations of the target, prompts included, and of drafting; `None` where they are unknown."""
     answers = [answer for found in passes for answer in found.answers]
     if not cost.target_flops or not all(answer.steps for answer in answers if answer.completion_tokens):
         return None
     computed = sum(answer.prompt_tokens - answer.cached_tokens for answer in answers)
     computed += cost.sequences * sum(answer.steps + answer.drafted for answer in answers)
-    return cost.target_flops * computed + cost.draft_flops * _counted(passes, "proposed_tokens")
+    return cost.target_flops * computed + measures.draft_flops(cost, passes)
 
 
 def _counted(passes: Sequence[BenchPass], name: str) -> float:

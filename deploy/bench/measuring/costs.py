@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.sections import Configuration
 from cluster.core.config.target_section import TargetSection
+from deploy.bench.measuring.draft_flops import count_draft_flops
 from deploy.bench.measuring.results import Cost, KvLayer
 from workers.model.weight_counts import count_weights
 
@@ -29,23 +30,27 @@ def resident_bytes() -> int:
 
 
 def configuration_cost(configuration: Configuration, grown_bytes: int = 0) -> Cost:
-    """The cost of a configuration whose paths are local directories. Raises `ModelLoadError`."""
+    """The cost of a configuration whose paths are local directories.
+
+    Raises `ModelLoadError`, and `ConfigurationError` for a module of a wrong kind.
+    """
     target = count_weights(Path(configuration.target.path))
     weights = configuration.draft.weights
     modules = [count_weights(Path(section.path)) for section in configuration.draft.modules.values()]
     draft_bytes = sum(_BYTES[configuration.target.dtype] * module.parameters for module in modules)
-    draft_flops = sum(2.0 * module.multiply_adds for module in modules)
+    flops = count_draft_flops(configuration)
     if weights is not None:
         draft = count_weights(Path(weights.path))
         draft_bytes += _weight_bytes(weights, draft.parameters)
-        draft_flops += 2.0 * draft.multiply_adds
     return Cost(
         target_bytes=_weight_bytes(configuration.target, target.parameters),
         read_bytes=_weight_bytes(configuration.target, target.parameters - target.source_parameters),
         draft_bytes=draft_bytes,
         resident_bytes=max(0, grown_bytes),
         target_flops=2.0 * target.multiply_adds,
-        draft_flops=draft_flops,
+        draft_flops=flops.proposed,
+        draft_step_flops=flops.step,
+        draft_committed_flops=flops.committed,
         kv_layers=kv_layers(Path(configuration.target.path), configuration.target),
     )
 

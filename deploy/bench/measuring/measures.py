@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from deploy.bench.contestants.answers import BenchPass
+from deploy.bench.measuring.results import Cost
 
 QUANTILES = (0.5, 0.9, 0.99)
 
@@ -104,6 +105,19 @@ def per_committed_token(passes: Sequence[BenchPass]) -> tuple[float, float] | No
         return None
     steps, drafted = sum(answer.steps for answer in answers), sum(answer.drafted for answer in answers)
     return steps / tokens, (steps + drafted) / tokens
+
+
+def draft_flops(cost: Cost, passes: Sequence[BenchPass]) -> float:
+    """Floating-point operations of drafting in some passes, without prompts: an estimate, at most too high.
+
+    Where a pass drafts one token, every proposed token counts as a pass. Where a pass drafts all depths, every step of
+    a sequence counts as one, but there are not more of them than proposed tokens.
+    """
+    proposed = sum(found.counters.get("proposed_tokens", 0.0) for found in passes)
+    steps = sum(answer.steps for found in passes for answer in found.answers)
+    committed = sum(found.tokens for found in passes) if proposed else 0
+    by_step = cost.draft_step_flops * min(steps, proposed)
+    return cost.draft_flops * proposed + by_step + cost.draft_committed_flops * committed
 
 
 def drafted_tokens(passes: Sequence[BenchPass]) -> tuple[int, int]:

@@ -51,7 +51,11 @@ class Cost:
     target_flops: float = 0.0
     """Floating-point operations of the target's matrices for one token."""
     draft_flops: float = 0.0
-    """The same of the draft model."""
+    """Floating-point operations for one proposed token, of a drafter whose passes draft one token each."""
+    draft_step_flops: float = 0.0
+    """Floating-point operations of one pass, of a drafter whose pass drafts all depths."""
+    draft_committed_flops: float = 0.0
+    """Floating-point operations of a drafter for the hidden states of one committed token."""
     devices: int = 1
     sequences: int = 1
     """Sequences that an answer runs at a time: its beams."""

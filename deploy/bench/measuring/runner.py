@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -46,12 +45,12 @@ async def bench_clusters(
     find_draft: Callable[[], Path] | None = None,
     *,
     together: int = 1,
-    peer_seconds: float = math.inf,
+    peer_seconds: float = 0.0,
 ) -> None:
     """Measure clusters in this process, then the methods `peers` of `transformers`.
 
     `find_draft` finds the draft model of assisted generation. `together` competitors are held in memory at a time.
-    A peer that takes longer than `peer_seconds` for one pass through a task has no row there.
+    A peer that takes longer than `peer_seconds` for one pass through a task has no row there; see `TransformersPeer`.
     Raises `PilotfishError` if plain decoding cannot start.
     """
     async with _plain_cluster(plain) as baseline:

@@ -98,8 +98,8 @@ class BenchSession:
         """
         self.results.entries.extend(one.entry for one in started)
         cells = self.cells
-        for one in started:
-            await self._warm(one.contestant, plain)
+        for runner in filter(None, (plain, *(one.contestant for one in started))):
+            await self._warm(runner)
         for number, cell in enumerate(cells):
             done = (self.started + len(started) * number / len(cells)) / max(1, self.total)
             self.report(done, f"{', '.join(one.entry.name for one in started)}: {cell}")
@@ -116,7 +116,7 @@ class BenchSession:
         self.results.skipped.append(Skipped(name, reason))
         self.started += 1
 
-    async def _warm(self, contestant: Contestant, plain: Contestant | None) -> None:
+    async def _warm(self, contestant: Contestant) -> None:
         """Answer a few prompts at each batch, so that all is compiled and the controller has measured times.
 
         Where passes share stored blocks, all prompts are answered, so that each is stored before the measurements.
@@ -125,10 +125,9 @@ class BenchSession:
         for batch in self.options.batches:
             warming = Cell("", batch, self.options.temperatures[0])
             some = (prompts * (2 * batch))[: max(2, 2 * batch)]
-            for runner in filter(None, (plain, contestant)):
-                is_stored = isinstance(runner, LocalContestant) and runner.options.reuses_cache
-                with suppress(PilotfishError):  # every cell reports the reason again
-                    await runner.answer(replace(self._request(warming), prompts=prompts if is_stored else some))
+            is_stored = isinstance(contestant, LocalContestant) and contestant.options.reuses_cache
+            with suppress(PilotfishError):  # every cell reports the reason again
+                await contestant.answer(replace(self._request(warming), prompts=prompts if is_stored else some))
 
     async def _cell(self, cell: Cell, started: Sequence[Started], plain: Contestant | None) -> list[CellResult]:
         own: list[list[BenchPass]] = [[] for _ in started]

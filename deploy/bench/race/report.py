@@ -81,13 +81,12 @@ def _speed_figures(entry: Entry, found: Sequence[CellResult]) -> list[str]:
 
 
 def flops_per_token(entry: Entry, passes: Sequence[BenchPass]) -> float:
-    """Floating-point operations of target and draft model per token of the answers, without prompts."""
+    """Floating-point operations of target and drafting per token of the answers, without prompts."""
     costs = measures.per_committed_token(passes)
     tokens = sum(found.tokens for found in passes)
     if costs is None or not tokens:
         return 0.0
-    proposed = sum(found.counters.get("proposed_tokens", 0.0) for found in passes)
-    return entry.cost.target_flops * costs[1] + entry.cost.draft_flops * proposed / tokens
+    return entry.cost.target_flops * costs[1] + measures.draft_flops(entry.cost, passes) / tokens
 
 
 def _label(entry: Entry, found: Sequence[CellResult]) -> str:

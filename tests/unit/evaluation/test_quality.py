@@ -158,16 +158,32 @@ def test_unknown_costs_stay_unknown() -> None:
     assert token_costs(COST, []).steps is None
 
 
-def test_the_cost_table_names_the_quality_as_well() -> None:
+def test_every_task_has_tables_of_speed_and_of_cost() -> None:
     own = one_pass(answer("is 2", 2, 2, drafted=2), answer("is 3", 2, 2, drafted=2), seconds=1.0, proposed=8.0)
-    cells = row(markdown(evaluation((entry("lookup"), own, Exactness(equal=2)))), "lookup", "## Cost")
-    assert (cells["equal to plain"], cells["÷ plain"], cells["τ"], cells["TTFT p50, ms"]) == (
-        "2 of 2",
-        "2.00",
-        "2.00",
-        "500.00",
-    )
-    assert (cells["CPU s"], cells["J"], cells["peak, MiB"]) == ("187.50", "–", "3")
+    text = markdown(evaluation((entry("lookup"), own, Exactness(equal=2))))
+    cost = "### Cost of sums, batch 1"
+    speed = row(text, "lookup", cost)
+    assert (speed["equal to plain"], speed["÷ plain"], speed["÷ plain, per device"]) == ("2 of 2", "2.00", "2.00")
+    assert speed["TTFT p50 / p90 / p99, ms"] == "500.0 / 500.0 / 500.0"
+    assert speed["TPOT p50 / p90 / p99, ms"] == "250.0 / 250.0 / 250.0"
+    work = row(text[text.index(cost) :], "lookup", "| competitor | τ")
+    assert (work["τ"], work["passes per token"], work["CPU s"], work["peak, MiB"]) == ("2.00", "0.50", "187.50", "3")
+    assert work["weights, MB"] == "0.00" and "J" not in work  # no device reported energy
+    assert "Cost of all tasks" not in text  # there is one
+
+
+def test_a_task_has_the_costs_of_its_own_passes_and_all_tasks_have_a_table_together() -> None:
+    slow, fast = (one_pass(answer("is 2", 2, 2), answer("is 3", 2, 2), seconds=seconds) for seconds in (4.0, 1.0))
+    found = evaluation((entry("lookup"), slow, Exactness(equal=2)))
+    other = replace(TASK, name="more sums")
+    found.tasks = (*found.tasks, other)
+    found.quality.tasks = {task.name: task for task in found.tasks}
+    cell = replace(found.results.cells[0], cell=replace(CELL, task="more sums"), passes=(fast,))
+    found.results.cells.append(cell)
+    found.quality.update(found.results)
+    text = markdown(found)
+    rates = [row(text, "lookup", f"## Cost of {name}")["tokens/s"] for name in ("sums", "more sums", "all tasks")]
+    assert rates == ["2.00", "8.00", "3.20"]
 
 
 def test_what_did_not_run_is_listed() -> None:

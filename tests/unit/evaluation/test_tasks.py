@@ -89,7 +89,7 @@ def test_arithmetic_compares_the_last_number(tmp_path: Path) -> None:
         read_arithmetic(write_jsonl(tmp_path, {"question": "?", "answer": "#### none"}), 8)
 
 
-def test_spec_bench_has_a_task_per_category_and_invents_no_metric(tmp_path: Path) -> None:
+def test_spec_bench_has_a_task_per_category_and_scores_what_has_references(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"category": "rag", "turns": ["Who sings?"], "reference": [["James Ray", "George Harrison"]]},
         {"category": "summarization", "turns": ["Summarize."], "reference": ["Short."]},
@@ -104,7 +104,20 @@ def test_spec_bench_has_a_task_per_category_and_invents_no_metric(tmp_path: Path
     }
     assert scores(tasks["spec-bench retrieval"], "by George Harrison") == {"contains an answer, %": 100}
     assert scores(tasks["spec-bench mathematics"], "so 7") == {"exact match, %": 100}
-    assert scores(tasks["spec-bench summarization"], "Short.") == {}
+    assert scores(tasks["spec-bench summarization"], " Short.") == {"chrF": 100}
+    assert 0 < scores(tasks["spec-bench summarization"], "Shorter.")["chrF"] < 100
+    assert scores(tasks["spec-bench question-answering"], "There.") == {}
+
+
+def test_every_task_of_spec_bench_with_references_in_the_file_is_scored(tmp_path: Path) -> None:
+    rows = [
+        {"category": "translation", "turns": ["Translate German to English: Hallo"], "reference": ["Hello"]},
+        {"category": "summarization", "turns": ["Summarize: long."], "reference": ["Short."]},
+        {"category": "rag", "turns": ["Who?"], "reference": ["He"]},
+        {"category": "math_reasoning", "turns": ["How many?"], "reference": ["#### 7"]},
+    ]
+    for task in read_spec_bench(write_jsonl(tmp_path, *rows), 8):
+        assert scores(task, "7"), task.name
 
 
 class TestCode:

@@ -133,6 +133,26 @@ def test_two_models_are_compared_on_a_file(target: Path, tmp_path: Path, monkeyp
     assert "the target's answers | chain of 7" in (out / "agreement.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("family", ["marian", "bart", "t5"])
+def test_two_translators_are_compared_on_pairs(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    translator = save_translator(tmp_path / "translator", family)
+    rows = [{"fr": french, "en": english} for french, english in zip(FRENCH, ENGLISH, strict=True)]
+    out = tmp_path / "out"
+    arguments = ["agreement", str(write_jsonl(tmp_path, *rows)), "--draft", str(translator), "--out", str(out)]
+    assert command(monkeypatch, translator, *arguments, "--max-tokens", "8", "--texts", "3") == 0
+    found: dict[str, Any] = json.loads((out / "agreement.json").read_text(encoding="utf-8"))
+    assert set(found["sources"]) == {"texts", "the target's answers"}
+    for source in found["sources"].values():
+        assert len(source["texts"]) == 3 and all(rank == 0 for text in source["texts"] for rank in text["ranks"])
+    means = {
+        name: sum(text["target_log_probability"] for text in source["texts"])
+        / sum(len(text["ranks"]) for text in source["texts"])
+        for name, source in found["sources"].items()
+    }
+    assert means["the target's answers"] > means["texts"]  # the answers are its most probable tokens
+    assert found["measured"]["tau"] > 1.5 and found["measured"]["exactness"] == "3 / 0 / 0"
+
+
 def test_a_missing_file_ends_the_command_with_its_name(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

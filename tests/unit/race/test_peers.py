@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from cluster.core.config.sections import Configuration
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.request import SamplingParameters
+from deploy.bench.contestants import peers
 from deploy.bench.contestants.answers import BenchPass, BenchPrompt, PassRequest
 from deploy.bench.contestants.peers import (
     ASSISTED,
@@ -39,7 +40,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tmp_path_factory.mktemp("peer") / "target", tiny.llama())
 
 
-async def answers(directory: Path, method: str, batch: int, most_seconds: float = math.inf) -> BenchPass:
+async def answers(directory: Path, method: str, batch: int, most_seconds: float = 0.0) -> BenchPass:
     model = load_target(Configuration(target=TargetSection(path=str(directory), device="cpu")))
     assistant = load_target(Configuration(target=TargetSection(path=str(directory), device="cpu")))
     peer = TransformersPeer(model, method, assistant, most_seconds=most_seconds)
@@ -77,6 +78,16 @@ async def test_drafts_for_several_sequences_are_refused(directory: Path, method:
 async def test_a_pass_that_takes_too_long_is_refused(directory: Path) -> None:
     with pytest.raises(WorkerUnavailable, match=r"1 of 2 prompts took longer than --peer-seconds \(1e-09\)"):
         await answers(directory, GENERATE, 1, 1e-9)
+
+
+async def test_without_a_bound_the_time_follows_from_the_tokens_asked(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_LEAST_SECONDS", 1e-9)
+    assert len((await answers(directory, GENERATE, 1)).answers) == len(PROMPTS)
+    monkeypatch.setattr(peers, "_SECONDS_PER_TOKEN", 1e-9)
+    with pytest.raises(WorkerUnavailable, match=re.escape(f"({len(PROMPTS) * TOKENS * 1e-9:g})")):
+        await answers(directory, GENERATE, 1)
 
 
 @pytest.mark.parametrize("family", ["marian", "bart", "t5"])

@@ -10,7 +10,7 @@ from cluster.core.errors import ConfigurationError
 from deploy.bench.evaluation.tasks.arithmetic import NOTE as ARITHMETIC_NOTE
 from deploy.bench.evaluation.tasks.arithmetic import score_arithmetic
 from deploy.bench.evaluation.tasks.jsonl import Row, read_rows
-from deploy.bench.evaluation.tasks.metrics import contains_one, last_number, percentage
+from deploy.bench.evaluation.tasks.metrics import chrf, contains_one, last_number, percentage
 from deploy.bench.evaluation.tasks.task import Example, Scorer, Scores, Task, no_scores
 from deploy.bench.evaluation.tasks.translation import NOTE as TRANSLATION_NOTE
 from deploy.bench.evaluation.tasks.translation import score_translation
@@ -22,6 +22,10 @@ _NAMES = {"math_reasoning": "mathematics", "rag": "retrieval", "qa": "question-a
 _RETRIEVAL_NOTE = (
     "Contains an answer: the share of answers with one of the references in them, without case, punctuation and "
     "articles."
+)
+_SUMMARY_NOTE = (
+    "chrF: sacrebleu with its defaults, over the whole corpus, against the reference summary. Two good summaries may "
+    "differ much."
 )
 _NO_METRIC = "No metric: only equality with plain decoding, chrF to its answers, and the number of tokens."
 
@@ -49,8 +53,11 @@ def _task(category: str, rows: Sequence[Row]) -> Task:
 def _scorer(category: str, examples: Sequence[Example]) -> tuple[Scorer, tuple[str, ...]]:
     """The metric of a category, if every example has what it needs."""
     if all(example.references for example in examples):
-        if category == "translation" and all(len(example.references) == 1 for example in examples):
+        has_one_each = all(len(example.references) == 1 for example in examples)
+        if category == "translation" and has_one_each:
             return score_translation, (TRANSLATION_NOTE,)
+        if category == "summarization" and has_one_each:
+            return score_summaries, (_SUMMARY_NOTE,)
         if category == "rag":
             return score_retrieval, (_RETRIEVAL_NOTE,)
         if category == "math_reasoning" and all(last_number(_result(example)) is not None for example in examples):
@@ -74,6 +81,12 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for part in value:
             yield from _texts(part)
+
+
+def score_summaries(examples: Sequence[Example], answers: Sequence[str]) -> Scores:
+    """chrF with the only reference of each example."""
+    found = [answer.strip() for answer in answers]
+    return {"chrF": chrf(found, [example.references[0].strip() for example in examples])}
 
 
 def score_retrieval(examples: Sequence[Example], answers: Sequence[str]) -> Scores:

@@ -1,0 +1,65 @@
+"""Arithmetic of drafting: the matrices of drafting models, of drafting modules and of parts of the target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.core.config.sections import Configuration
+from workers.draft.methods.early_exit import EarlyExitSettings, default_part, part_of
+from workers.model.draft_card import DraftCard, read_card
+from workers.model.draft_shapes import BlockShape, HeadsShape, TableShape
+from workers.model.weight_counts import count_layers, count_matrices, count_part, count_weights
+
+_EXIT = "early_exit"
+_OF_CONTEXT = ("fusion.", "contexts.")
+"""Weights of a block drafter that compute once for each committed token."""
+_PER_DEPTH = ("layers.", "selector.")
+"""Weights of a module that compute for each depth of a draft."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFlops:
+    """Floating-point operations of drafting for one sequence."""
+
+    proposed: float = 0.0
+    """For each proposed token, where a pass drafts one: an upper bound for trees, whose leaves take no pass."""
+    step: float = 0.0
+    """For each draft, where one pass drafts all depths."""
+    committed: float = 0.0
+    """For each committed token, whose hidden states a module reads."""
+
+
+def count_draft_flops(configuration: Configuration) -> DraftFlops:
+    """The operations of all selected methods. Raises `ModelLoadError`, and `ConfigurationError` for a wrong module."""
+    proposed = step = committed = 0
+    if (weights := configuration.draft.weights) is not None:
+        proposed += count_weights(Path(weights.path)).multiply_adds
+    if _EXIT in configuration.draft.selected("method"):
+        target = Path(configuration.target.path)
+        part = part_of(configuration.draft.settings(_EXIT, EarlyExitSettings), configuration.target)
+        part = part or default_part(count_layers(target))
+        proposed += count_part(target, part.layers, part.skip_attention, part.skip_mlp)
+    for name, section in configuration.draft.modules.items():
+        directory = Path(section.path)
+        card = read_card(directory)
+        match card.shape:
+            case HeadsShape(depths=depths):
+                step += _one_pass(directory, card, depths)
+            case BlockShape(block=depths):
+                matrices = count_matrices(directory)
+                committed += sum(count for name, count in matrices.items() if name.startswith(_OF_CONTEXT))
+                step += _one_pass(directory, card, depths)
+            case TableShape():
+                pass  # it looks tokens up
+            case _ if name != _EXIT:
+                proposed += count_weights(directory).multiply_adds
+    return DraftFlops(2.0 * proposed, 2.0 * step, 2.0 * committed)
+
+
+def _one_pass(directory: Path, card: DraftCard, depths: int) -> int:
+    """Multiply-adds of a pass that drafts `depths` tokens: the head, layers and selector compute for each of them."""
+    matrices = {name: count for name, count in count_matrices(directory).items() if not name.startswith(_OF_CONTEXT)}
+    deep = sum(count for name, count in matrices.items() if name.startswith(_PER_DEPTH))
+    head = (card.vocabulary_size or card.target_vocabulary_size) * card.hidden_size
+    return sum(matrices.values()) - deep + depths * (deep + head)
