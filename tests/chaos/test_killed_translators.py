@@ -1,7 +1,8 @@
-"""A translator with its draft model on it is killed while drafts are in flight. Texts are those of `transformers`."""
+"""A process of a translating cluster is killed while drafts are in flight. Texts are those of `transformers`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,7 @@ SENTENCES = [Sentence(" ".join((*FRENCH[number:], *FRENCH[:number])), "") for nu
 PLAN = Plan("model", 1, 5, 60, "target")
 
 
-@pytest.fixture(params=sorted(tiny.ENCODER_DECODER_FAMILIES))
-def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return save_translator(tmp_path / request.param, request.param)
-
-
-def configure(directory: Path) -> Configuration:
+def configure(directory: Path, method: str = "model", **settings: object) -> Configuration:
     """A cluster whose draft has the target's own weights, at the place that is the default."""
     target: dict[str, Any] = {"path": str(directory), "device": "cpu", "compile": "off", "compile_directory": str(KEPT)}
     model = {"path": str(directory), "device": "cpu", "kv": {"pool_bytes": 8 << 20}}
@@ -37,28 +33,31 @@ def configure(directory: Path) -> Configuration:
         load_configuration(
             {
                 "target": target | {"kv": {"pool_bytes": 8 << 20}},
-                "draft": {"method": "model", "model": model, "controller": "off", "max_nodes": 4, "max_depth": 2},
-                "scheduler": {"max_sequences": 2 * PLAN.at_once},
+                "draft": {"method": method, "model": model, "controller": "off", "max_nodes": 4, "max_depth": 2},
+                "scheduler": {"max_sequences": 6 * PLAN.at_once},
                 "server": {"grpc_port": 0, "http_port": 0},
-            }
+            },
+            settings,
         )
     )
 
 
-def answers(directory: Path) -> dict[str, Answer]:
+def answers(directory: Path, beams: int = 1) -> dict[str, Answer]:
     """What `generate` writes for each sentence."""
     model: Any = AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer, found = Tokenizer.load(directory), {}
     starts = 2 if model.generation_config.forced_bos_token_id is not None else 1
     for source in {sentence.source for sentence in SENTENCES}:
         encoded = torch.tensor([tokenizer.encode(source)])
-        written = model.generate(encoded, num_beams=1, do_sample=False, max_new_tokens=PLAN.most + starts - 1)
+        written = model.generate(encoded, num_beams=beams, do_sample=False, max_new_tokens=PLAN.most + starts - 1)
         tokens = tuple(written[0, starts:].tolist())
         found[source] = Answer(tokens, tokenizer.decode(tokens))
     return found
 
 
-async def test_a_killed_target_with_its_draft_changes_no_text_and_drafts_again(directory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", sorted(tiny.ENCODER_DECODER_FAMILIES))
+async def test_a_killed_target_with_its_draft_changes_no_text_and_drafts_again(family: str, tmp_path: Path) -> None:
+    directory = save_translator(tmp_path / family, family)
     configuration = configure(directory)
     assert configuration.draft.is_colocated
     outcome = await translate(configuration, PLAN, SENTENCES, tmp_path)
@@ -67,3 +66,14 @@ async def test_a_killed_target_with_its_draft_changes_no_text_and_drafts_again(d
     assert [kind for kind, _ in outcome.reasons] == ["target"]
     assert outcome.with_drafts
     assert outcome.accepted_before and outcome.accepted_after
+
+
+async def test_beams_on_two_ranks_outlive_a_killed_rank(tmp_path: Path) -> None:
+    directory = save_translator(tmp_path / "bart", "bart")
+    plan = replace(PLAN, method="none", beams=3, kill="rank")
+    configuration = configure(directory, "none", **{"target.tensor_parallel": 2})
+    outcome = await translate(configuration, plan, SENTENCES, tmp_path)
+    expected = answers(directory, plan.beams)
+    assert outcome.answers == [expected[sentence.source] for sentence in SENTENCES]
+    assert len(outcome.reasons) == 1
+    assert outcome.interrupted

@@ -1,6 +1,6 @@
 """`make translations`: real translations equal those of `transformers`, token for token, with every method.
 
-    python -m tests.translations FILE [--model opus-mt-fr-en] [--sentences 300] [--methods none,model,ngram,suffix]
+    python -m tests.translations FILE [--model opus-mt-fr-en] [--sentences 300] [--methods none,model,…]
         [--beams 1,4] [--at-once 1,16] [--kill target,draft] [--placement auto] [--kept FILE] [--json FILE]
 
 FILE has one JSON object per line with a field for each language, as Multi30k. Each method translates greedily, and by
@@ -38,6 +38,12 @@ from tests.translations.run import Outcome, Plan, translate
 from tests.translations.sentences import Sentence, read_sentences
 
 _MOST_TOKENS = 96
+_METHODS = (
+    *("none", "model", "heads", "blockwise"),
+    *("ngram", "suffix", "prediction", "lookahead", "recycling", "early_exit"),
+)
+_LOADING = {"model": "draft", "heads": "heads", "blockwise": "heads"}
+"""Methods that load a packaged draft, and the end of its name. They are left out for a model without one."""
 
 
 def main() -> None:
@@ -76,7 +82,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", default="opus-mt-fr-en", help="a packaged model whose name ends with its languages")
     parser.add_argument("--sentences", type=int, default=300, help="number of sentences")
     parser.add_argument("--first", type=int, default=0, help="first line, from 0")
-    parser.add_argument("--methods", default="none,model,ngram,suffix", help="drafting methods")
+    parser.add_argument("--methods", default=",".join(_METHODS), help="drafting methods")
     parser.add_argument("--beams", default="1,4", help="numbers of beams; beams are not drafted for")
     parser.add_argument("--at-once", default="1,16", help="numbers of translations at once")
     parser.add_argument("--kill", default="", help="processes to kill: target, draft; empty: none")
@@ -85,8 +91,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kept", type=Path, help="file that keeps the translations of transformers between runs")
     parser.add_argument("--json", type=Path, help="file that the results are appended to")
     options = parser.parse_args()
-    if packaged_draft(options.model) is None:
-        options.methods = ",".join(name for name in options.methods.split(",") if name != "model")
+    options.methods = ",".join(
+        name for name in options.methods.split(",") if name not in _LOADING or packaged_draft(options.model, name)
+    )
     return options
 
 
@@ -96,13 +103,14 @@ def plans(options: argparse.Namespace) -> Iterator[Plan]:
         options.methods.split(","), map(int, options.beams.split(",")), map(int, options.at_once.split(","))
     ):
         for kill in options.kill.split(","):
-            if (beams == 1 or method == "none") and not (kill == "draft" and method == "none"):
+            has_drafter = method not in ("none", "early_exit")
+            if (beams == 1 or method == "none") and (has_drafter or kill != "draft"):
                 yield Plan(method, beams, at_once, _MOST_TOKENS, kill)
 
 
-def packaged_draft(model: str) -> Path | None:
-    """The shipped draft of a model, if there is one."""
-    return packaged_drafts().get(f"{model}-draft")
+def packaged_draft(model: str, method: str) -> Path | None:
+    """The shipped draft of a model that a method loads, if there is one."""
+    return packaged_drafts().get(f"{model}-{_LOADING[method]}") if method in _LOADING else None
 
 
 def configure(model: str, plan: Plan, placement: str) -> Configuration:
@@ -121,10 +129,11 @@ def configure(model: str, plan: Plan, placement: str) -> Configuration:
     }
     if plan.method != "none":
         settings["draft.placement"] = "drafter" if plan.kill == "draft" else placement
-    draft = packaged_draft(model)
-    if plan.method == "model" and draft is not None:
-        settings |= {"draft.timeout_seconds": 60.0, "draft.model.path": str(draft), "draft.model.device": "cpu"}
-        settings["draft.model.kv.pool_bytes"] = 100 << 20
+    draft = packaged_draft(model, plan.method)
+    if draft is not None:
+        settings |= {"draft.timeout_seconds": 60.0, f"draft.{plan.method}.path": str(draft)}
+    if plan.method == "model":
+        settings |= {"draft.model.device": "cpu", "draft.model.kv.pool_bytes": 100 << 20}
     found = load_settings(None, [f"{name}={value}" for name, value in settings.items()])
     resolved = resolve_models(found.configuration, found.cache_directory, lambda _: None).configuration
     return with_implied_settings(resolved)

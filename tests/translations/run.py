@@ -80,7 +80,7 @@ async def translate(configuration: Configuration, plan: Plan, sentences: Sequenc
             if sum(other.is_done for other in running) >= len(running) // 3:
                 reached.set()
 
-        killing = None if cluster is None else asyncio.create_task(_kill(cluster, plan.kill, reached, running, outcome))
+        killing = None if cluster is None else asyncio.create_task(_kill(cluster, plan, reached, running, outcome))
         await asyncio.gather(*map(one, sentences, running))
         if killing is not None and cluster is not None:
             if not outcome.interrupted:
@@ -105,7 +105,8 @@ async def _cluster(
         return
     draft = configuration.draft
     drafters = int(draft.is_enabled and not draft.is_colocated)
-    cluster = ChaosCluster(configuration, (1,), drafters, 1, logs, seed=0)
+    ranks = (configuration.target.tensor_parallel,)
+    cluster = ChaosCluster(configuration, ranks, drafters, 1, logs, seed=0)
     try:
         await cluster.start()
         client = GenerationClient(fixed_address(cluster.doors[0].address))
@@ -122,6 +123,8 @@ async def _translate(
     message = generation_pb2.GenerateRequest(
         text=sentence.source, stopping=generation_pb2.StoppingCriteria(max_tokens=plan.most)
     )
+    if plan.method == "prediction":
+        message.prediction_text = sentence.reference
     if plan.beams > 1:
         message.best_of = plan.beams
         message.beam_search.SetInParent()
@@ -136,19 +139,22 @@ async def _translate(
 
 
 async def _kill(
-    cluster: ChaosCluster, kind: str, reached: asyncio.Event, running: Sequence[_Progress], outcome: Outcome
+    cluster: ChaosCluster, plan: Plan, reached: asyncio.Event, running: Sequence[_Progress], outcome: Outcome
 ) -> int:
-    """Kill a process of this kind once enough translations are done, and wait until a new one serves.
+    """Kill a process of `plan.kill` once enough translations are done, and wait until a new one serves.
 
-    It is killed while the client has accepted draft tokens of a translation that goes on, if that happens before the
-    last third. Returns how many accepted draft tokens the client had when the new process served.
+    It is killed while a translation goes on. With drafts it is one of which the client has accepted draft tokens, if
+    that happens before the last third. Returns how many accepted draft tokens the client had when the new process
+    served.
     """
     await reached.wait()
-    while not any(progress.accepted and not progress.is_done for progress in running):
-        if sum(progress.is_done for progress in running) > 2 * len(running) // 3:
+    while not all(progress.is_done for progress in running):
+        going = [progress for progress in running if progress.is_begun and not progress.is_done]
+        is_late = sum(progress.is_done for progress in running) > 2 * len(running) // 3
+        if any(progress.accepted or plan.method == "none" or is_late for progress in going):
             break
         await asyncio.sleep(_GLANCE_SECONDS)
-    victim = next(victim for victim in cluster.victims() if victim.kind == kind)
+    victim = next(victim for victim in cluster.victims() if victim.kind == plan.kill)
     begun = [progress for progress in running if progress.is_begun and not progress.is_done]
     victim.signal(signal.SIGKILL)
     outcome.interrupted = len(begun)
