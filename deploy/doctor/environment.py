@@ -14,7 +14,7 @@ from deploy.machine import local_resources
 
 OLDEST_PYTHON = (3, 11)
 _PACKAGES = ("torch", "transformers", "ray", "grpcio")
-_INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8")
+_INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Ray puts its object store
 _LEAST_SHARED_BYTES = 128 * 2**20
 _GIB = 2**30
