@@ -1,6 +1,6 @@
-"""Each other process of a translating cluster is killed: a drafter, a coordinator, the second rank.
+"""Each process of a translating cluster is killed: the target, a drafter, a coordinator, the second rank.
 
-`tests/chaos/test_killed_translators.py` kills the target.
+`tests/chaos/test_killed_translators.py` kills the targets of other families.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ pytestmark = pytest.mark.ray  # whole clusters run one at a time
 @pytest.mark.parametrize(
     ("family", "kill", "settings"),
     [
+        ("marian", "target", {}),
+        ("t5_gated", "target", {}),
         ("marian", "draft", {"draft.placement": "drafter", "draft.timeout_seconds": 5.0}),
         ("t5_gated", "coordinator", {}),
         ("t5", "rank", {"target.tensor_parallel": 2}),
     ],
 )
-async def test_the_loss_of_any_other_process_changes_no_text_either(
+async def test_the_loss_of_any_process_changes_no_text(
     family: str, kill: str, settings: dict[str, object], tmp_path: Path
 ) -> None:
     directory = save_translator(tmp_path / family, family)

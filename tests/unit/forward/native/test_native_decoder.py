@@ -21,6 +21,7 @@ from workers.forward.native.decoder import NativeDecoder
 from workers.forward.native.decoder_shape import supported_shape
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
+from workers.model import loading
 from workers.model.loading import load_model
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -246,7 +247,8 @@ def test_a_token_outside_the_vocabulary_is_refused(load: Load) -> None:
         bench.row((3, tiny.VOCABULARY, 4), 1)
 
 
-def test_the_kernels_can_be_turned_off(load: Load) -> None:
+def test_the_kernels_can_be_turned_off(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "compile_or_warn", lambda *_: None)  # the compiler itself takes seconds
     assert load("llama", native="off").native is None
     assert load("llama", compile="on").native is None
 
