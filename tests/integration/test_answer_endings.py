@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from cluster.core.request import SamplingParameters
 from cluster.ingress.text.tokenizer import Tokenizer
@@ -52,22 +53,45 @@ class Received:
 
 
 class Alone:
-    """The target alone, by `transformers`."""
+    """The target alone, by `transformers`. An encoder-decoder model reads the prompt as its source."""
 
     def __init__(self, directory: Path) -> None:
         torch.set_num_threads(1)
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self.has_source = AutoConfig.from_pretrained(directory).is_encoder_decoder
+        kind: Any = AutoModelForSeq2SeqLM if self.has_source else AutoModelForCausalLM
+        self._model = kind.from_pretrained(directory, dtype=torch.float32).eval()
         self.tokenizer = Tokenizer.load(directory)
 
     def answer(self, prompt: Sequence[int], sampling: SamplingParameters, count: int = COUNT) -> tuple[int, ...]:
         """The first tokens of the answer, whatever they are."""
-        return write_alone(self._model, prompt, sampling, count)
+        if not self.has_source:
+            return write_alone(self._model, prompt, sampling, count)
+        defaults = self._model.generation_config
+        starts = (defaults.decoder_start_token_id, defaults.forced_bos_token_id)
+        with torch.inference_mode():
+            encoded = self._model.get_encoder()(torch.tensor([prompt]))
+
+        def decoder(tokens: torch.Tensor, **cache: Any) -> Any:
+            return self._model(encoder_outputs=encoded, decoder_input_ids=tokens, **cache)
+
+        return write_alone(decoder, [token for token in starts if token is not None], sampling, count)
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+CONFIGURATIONS = {
+    "llama": tiny.llama(vocab_size=VOCABULARY, max_position_embeddings=CONTEXT),
+    "t5": tiny.t5(vocab_size=VOCABULARY),
+    "bart": tiny.bart(vocab_size=VOCABULARY),
+}
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGURATIONS))
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tiny_tokenizer.byte_level(tmp_path_factory.mktemp("target"))
-    return tiny.save(directory, tiny.llama(vocab_size=VOCABULARY, max_position_embeddings=CONTEXT))
+    tiny.save(directory, CONFIGURATIONS[request.param])
+    file = directory / "generation_config.json"
+    defaults = json.loads(file.read_text("utf-8")) | {"forced_eos_token_id": None}
+    file.write_text(json.dumps(defaults), "utf-8")  # so that an answer may reach its largest length without an end
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -186,12 +210,15 @@ async def test_a_stop_string_across_tokens_ends_the_answer_at_the_token_that_com
     assert after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] == sent
 
 
-async def test_the_longest_answer_and_the_end_of_the_context_cut_a_block(
-    alone: Alone, client: GenerationClient
-) -> None:
+async def test_the_longest_answer_cuts_a_block(alone: Alone, client: GenerationClient) -> None:
     for most in (1, 2, 5, 11):
         got = await receive(client, prompt(1), GREEDY, max_tokens=most, ignore_eos=True)
         assert (got.tokens, got.finished.reason) == (alone.answer(prompt(1), GREEDY, most), LENGTH)
+
+
+async def test_the_end_of_the_context_cuts_a_block(alone: Alone, client: GenerationClient) -> None:
+    if alone.has_source:
+        pytest.skip("a source takes nothing of the context of its answer")
     long = prompt(2, CONTEXT - 40)  # longer than the drafter needs to read it
     got = await receive(client, long, GREEDY, ignore_eos=True)
     assert (got.tokens, got.finished.reason) == (alone.answer(long, GREEDY, 40), LENGTH)
