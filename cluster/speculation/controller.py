@@ -166,7 +166,7 @@ class SpeculationController:
         """Whether a sequence that begins to decode in a step of `rows` rows is drafted for before it is sized."""
         if not self._propose_latency.has_samples:
             return rows <= EAGER_ROWS
-        return not self.is_idle
+        return not self.is_idle and not self._speedup.pause(rows)
 
     def propose_seconds(self, rows: int, depth: int) -> float:
         """Expected time of proposals for `rows` sequences, in seconds; 0 if nothing was measured."""

@@ -73,7 +73,8 @@ class RoundObserver:
         asked = {row.sequence_id: row.next_budget.max_depth for row in rows if row.next_budget.max_nodes}
         if budgets is None or not asked:
             return False
+        expected = self._controller.propose_seconds(len(asked), max(asked.values()))
         if budgets.are_caught_up(asked):
             self._controller.observe_wait(len(asked), max(asked.values()), draft_seconds)
-        budgets.mark_caught_up(asked)
+        budgets.mark_caught_up(asked, draft_seconds - expected)
         return not asked.keys().isdisjoint(budgets.requested)

@@ -13,6 +13,9 @@ from cluster.core.ids import SequenceId
 from cluster.core.scheduling.state import Plan, PlannedRow
 from cluster.speculation.controller import SpeculationController
 
+_CATCH_UP_RATE = 0.25
+"""Share of a first draft's deviation that goes into the mean extra time of first drafts."""
+
 
 class TargetBudgets:
     """Chooses the budgets that the rows of a step bring, and remembers what they requested."""
@@ -36,6 +39,8 @@ class TargetBudgets:
         self._sized: Mapping[SequenceId, DraftBudget] = {}
         self._caught_up: set[SequenceId] = set()
         """Sequences that the target has drafted for before. A first draft also computes what came before it."""
+        self._catch_up_seconds = 0.0
+        """Mean time by which the first draft of a sequence exceeds later ones, in seconds."""
         self.requested: Mapping[SequenceId, DraftBudget] = {}
         """Budgets of the drafts that the target has proposed with the latest step."""
         self.chosen: Mapping[SequenceId, DraftBudget] = {}
@@ -51,7 +56,7 @@ class TargetBudgets:
         Rows of which the drafter will need what the step shows have the budget `EVIDENCE_ONLY`.
         """
         controller, rows = self._controller, len(plan.rows)
-        starts = controller is None or controller.starts_with_drafts(rows)
+        starts = controller is None or controller.starts_with_drafts(max(rows, len(self._running)))
         is_active = starts or (controller is not None and not controller.is_idle)
         is_near = self._drafts_are_near(rows)
         wanted: dict[SequenceId, DraftBudget] = {}
@@ -65,6 +70,8 @@ class TargetBudgets:
             if largest.max_nodes and (is_active or (is_near and row.decide and row.pending == 1)):
                 shown[live.id] = EVIDENCE_ONLY
             budget = self._budget(row, largest, starts=starts)
+            if budget.max_nodes and not self._is_worth_catching_up(live, rows):
+                budget = NO_DRAFT
             if budget.max_nodes:
                 wanted[live.id] = budget
         self.requested = wanted
@@ -75,8 +82,15 @@ class TargetBudgets:
         """Whether drafts of the target for the sequences compute little that came before them."""
         return all(map(self._is_caught_up, sequence_ids))
 
-    def mark_caught_up(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """Record that the target has drafted for the sequences."""
+    def mark_caught_up(self, sequence_ids: Iterable[SequenceId], extra_seconds: float = 0.0) -> None:
+        """Record that the target has drafted for the sequences.
+
+        `extra_seconds` is the time of these drafts that exceeds later ones, in seconds.
+        """
+        first = [sequence_id for sequence_id in sequence_ids if not self._is_caught_up(sequence_id)]
+        if first:
+            rate = _CATCH_UP_RATE if self._catch_up_seconds else 1.0
+            self._catch_up_seconds += rate * (max(0.0, extra_seconds) / len(first) - self._catch_up_seconds)
         self._caught_up.update(sequence_ids)
 
     def release(self, sequence_ids: Iterable[SequenceId]) -> None:
@@ -92,6 +106,12 @@ class TargetBudgets:
         if starts and (self._controller is None or row.pending > 1):
             return within(self._first_draft, largest)  # it has not been sized yet, because it did not decide
         return NO_DRAFT
+
+    def _is_worth_catching_up(self, live: LiveSequence, rows: int) -> bool:
+        """Whether drafts will save more time than the first one takes because it computes what came before it."""
+        if self._controller is None or self._is_caught_up(live.id):
+            return True
+        return self._controller.is_worth_prefilling(self._catch_up_seconds, rows, live.sequence.remaining)
 
     def _drafts_are_near(self, rows: int) -> bool:
         """Whether a probe or the end of a suspension is near, so that the drafter should know the steps before it."""

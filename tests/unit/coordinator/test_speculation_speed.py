@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 
+from tests.support.fakes.fake_cluster import request
 from tests.support.fakes.simulated_time import (
     DrafterModel,
     DraftingTarget,
@@ -109,6 +110,28 @@ def test_useless_drafts_on_the_target_cost_at_most_three_percent(character: str,
     without = simulate(seconds_of_answers(TimedTarget(cpu_step), batch, count, draft__method="none"))
     assert without >= NEVER_SLOWER * simulate(seconds_of_answers(target, batch, count, **settings))
     assert target.drafted  # drafts were tried
+
+
+async def seconds_of_crowds(target: TimedTarget, **settings: object) -> float:
+    """The time of eight answers at once, twice, after an answer alone. Of five such turns the last two count."""
+    cluster = SimulatedCluster([], target, draft__max_nodes=7, draft__max_depth=7, **settings)
+    prompt, seconds = [1 + token % 40 for token in range(90)], []
+    async with cluster.coordinator:
+        for turn in range(5):
+            await cluster.serve([request(f"{turn}-alone", prompt, max_tokens=32)])
+            crowd = [request(f"{turn}-{name}", prompt, max_tokens=12 + 4 * (name % 6)) for name in range(16)]
+            seconds.append(await cluster.serve(crowd[:8]) + await cluster.serve(crowd[8:]))
+    return sum(seconds[3:])
+
+
+def test_drafts_that_pay_for_one_answer_alone_do_not_slow_eight_down() -> None:
+    """A first draft also reads the prompt: it is not asked for where few tokens are left or drafts do not pay."""
+    target = DraftingTarget(cpu_step, DrafterModel(0.6, call_seconds=0.001, row_seconds=0.0008))
+    target.first_seconds = 0.003
+    without = simulate(seconds_of_crowds(TimedTarget(cpu_step), draft__method="none"))
+    on_target: dict[str, object] = {"draft__method": "ngram", "draft__placement": "target"}
+    assert without >= NEVER_SLOWER * simulate(seconds_of_crowds(target, **on_target))
+    assert target.accepted
 
 
 ACCEPTANCES = (0.45, 0.45, 0.2, 0.2, 0.2, 0.2, 0.35, 0.35, 0.65, 0.65, 0.25, 0.25)
