@@ -247,6 +247,24 @@ static void accumulate_all(Work *work, const int64_t *which, const uint32_t *see
     else accumulate_form(work, which, seen, keys, count, SINGLE);
 }
 
+/* Prefetch the keys and values of a row's committed positions first … end - 1, of all heads, to the second-level cache: the
+   processor's own prefetcher follows a block, but not a row from block to block. */
+static void prefetch_positions(const Step *step, const Layer *layer, int64_t row, int64_t first, int64_t end, int64_t number_bytes)
+{
+    const int64_t size = step->block_size, bytes = layer->kv_heads * layer->dim * number_bytes;
+    const int32_t *blocks = step->blocks + (layer->table * step->rows + row) * step->most_blocks;
+    end = end < step->base_len[row] ? end : step->base_len[row];
+    for (int64_t at = first, some; at < end; at += some) {
+        const int64_t within = at % size, from = (blocks[at / size] * size + within) * bytes;
+        some = size - within < end - at ? size - within : end - at;
+        if (blocks[at / size] < 0) continue; /* it left the window */
+        for (int64_t byte = 0; byte < some * bytes; byte += LINE) {
+            __builtin_prefetch((const char *)layer->keys + from + byte, 0, 2);
+            __builtin_prefetch((const char *)layer->values + from + byte, 0, 2);
+        }
+    }
+}
+
 static inline int64_t tokens_per_item(const Layer *layer, int64_t on_tiles)
 {
     const int64_t shared = layer->heads / layer->kv_heads, most = on_tiles ? MOST_ON_TILES : QUERIES;
@@ -290,7 +308,8 @@ Items pilotfish_items(const Step *step, const Layer *layer, int64_t kind, int64_
     }
     if (longest < items.tokens) items.tokens = longest;
     items.tiles = divide_rows(step, items.tokens, first);
-    while (items.tokens > 1 && team > 1 && items.tiles * layer->kv_heads < ITEMS * team &&
+    const int64_t enough = on_tiles ? 2 * team : ITEMS * team; /* on tiles, what every item repeats takes longer */
+    while (items.tokens > 1 && team > 1 && items.tiles * layer->kv_heads < enough &&
            items.tokens * shared > LEAST_QUERIES) {
         items.tokens = (items.tokens + 1) / 2; /* one tree alone is work for all threads */
         items.tiles = divide_rows(step, items.tokens, first);
@@ -354,7 +373,7 @@ static inline int load_##NAME(Work *work, const Layer *layer, int64_t head, cons
         for (int half = 0; half < end; half += LANES) {                                                                \
             Vector rows[LANES];                                                                                        \
             _Pragma("GCC unroll 16") for (int k = 0; k < LANES; k++) rows[k] = take_##NAME(key[half + k] + d, dim - d); \
-            transpose(rows, work->keys + d * KEYS + half);                                                             \
+            transpose(rows, KEYS, work->keys + d * KEYS + half);                                                       \
         }                                                                                                              \
     }                                                                                                                  \
     for (int64_t d = 0; d < padded && !is_direct && form == SINGLE; d += LANES)                                        \

@@ -1,10 +1,11 @@
 /* Attention on tile registers, for pools of bfloat16 numbers. See attention.c for what it computes.
 
    Positions are taken in steps of STEP. A step's keys are packed in pairs, so that a tile register multiplies 16 queries
-   with 16 keys; the weights of the step's positions are computed on vectors and rounded to bfloat16; and its values are
-   packed in pairs of positions and multiplied with the weights. The sums of the steps before are rescaled and the step's
-   sum is added (online softmax). Queries are rounded to bfloat16, as `transformers` rounds them in this type; scores,
-   largest scores, totals and sums are in single precision.
+   with 16 keys. For few queries, these are packed instead, once, and keys are read as they lie in the pool. The weights of
+   the step's positions are computed on vectors and rounded to bfloat16; and its values are packed in pairs of positions and
+   multiplied with the weights. The sums of the steps before are rescaled and the step's sum is added (online softmax).
+   Queries are rounded to bfloat16, as `transformers` rounds them in this type; scores, largest scores, totals and sums are
+   in single precision.
 
    A query's sums run over its own positions in order, in steps and tiles that begin at fixed positions. Positions that it
    does not see add zero. A row of a tile does not depend on its other rows. So no bit of the result depends on the batch,
@@ -16,6 +17,9 @@
 #define STEP 64              /* positions between two changes of a query's largest score */
 #define PARTS (STEP / KEYS)  /* parts of a step: what a tile register multiplies of its weights */
 #define LOG2_E 1.44269504f
+#define FEW_HEADS 8          /* most KV heads of an item of few queries */
+#define FEW (2 * HALF)       /* most query vectors of a KV head of such an item */
+#define PAIRED (FEW + HALF)  /* columns of their pairs: a tile may begin at the last one */
 
 int pilotfish_attends_on_tiles(const Layer *layer, int64_t kind)
 {
@@ -26,12 +30,15 @@ int pilotfish_attends_on_tiles(const Layer *layer, int64_t kind)
 
 typedef struct {
     ALIGNED uint16_t query[MOST_ON_TILES * MOST_DIM];  /* [vectors, dim] */
+    ALIGNED uint32_t pairs[FEW_HEADS][MOST_DIM / 2 * PAIRED]; /* pairs of a head's few queries, [dim / 2, PAIRED] */
     ALIGNED float sum[MOST_ON_TILES * MOST_DIM];       /* [vectors, dim] weighted sums of the values so far */
     ALIGNED Vector total[MOST_ON_TILES];               /* sums of the weights, by lane */
     float most[MOST_ON_TILES + TILE_ROWS];             /* largest scores */
     uint32_t seen[MOST_ON_TILES][PARTS];               /* the step's positions that each token sees, as bits */
     ALIGNED float keys[PARTS][MOST_DIM / 2 * KEYS];    /* pairs of a key's numbers, [dim / 2, KEYS] */
     ALIGNED uint32_t values[PARTS][KEYS / 2 * MOST_DIM]; /* pairs of positions, [KEYS / 2, dim] */
+    ALIGNED uint16_t rows[TILE_ROWS * MOST_DIM];       /* keys that do not follow each other in the pool, [keys, dim] */
+    ALIGNED float columns[STEP * HALF];                /* scores by position, [STEP, HALF] */
     ALIGNED float scores[TILE_ROWS * STEP];
     ALIGNED uint16_t weights[TILE_ROWS * STEP];
     ALIGNED float fresh[TILE_ROWS * MOST_DIM];         /* the step's weighted sums, [rows, dim] */
@@ -101,30 +108,100 @@ INLINE void put_weights(uint16_t *to, Vector first, Vector second)
 #endif
 }
 
+/* The first `rows` columns of [TILE_ROWS, HALF] as rows of a step's scores. */
+INLINE void transpose_columns(const float *from, int rows, float *to)
+{
+#if defined(IS_AVX512)
+    if (rows <= 4) {
+        __m512 four[4]; /* four numbers each of the positions i, 4 + i, 8 + i, 12 + i */
+        for (int i = 0; i < 4; i++) {
+            four[i] = _mm512_castps128_ps512(_mm_load_ps(from + i * HALF));
+            four[i] = _mm512_mask_broadcast_f32x4(four[i], 0x00f0, _mm_load_ps(from + (4 + i) * HALF));
+            four[i] = _mm512_mask_broadcast_f32x4(four[i], 0x0f00, _mm_load_ps(from + (8 + i) * HALF));
+            four[i] = _mm512_mask_broadcast_f32x4(four[i], 0xf000, _mm_load_ps(from + (12 + i) * HALF));
+        }
+        const __m512 a = _mm512_unpacklo_ps(four[0], four[1]), b = _mm512_unpacklo_ps(four[2], four[3]);
+        const __m512 c = _mm512_unpackhi_ps(four[0], four[1]), d = _mm512_unpackhi_ps(four[2], four[3]);
+        _mm512_store_ps(to, _mm512_shuffle_ps(a, b, 0x44));
+        if (rows > 1) _mm512_store_ps(to + STEP, _mm512_shuffle_ps(a, b, 0xee));
+        if (rows > 2) _mm512_store_ps(to + 2 * STEP, _mm512_shuffle_ps(c, d, 0x44));
+        if (rows > 3) _mm512_store_ps(to + 3 * STEP, _mm512_shuffle_ps(c, d, 0xee));
+        return;
+    }
+    Vector lines[TILE_ROWS];
+    for (int k = 0; k < TILE_ROWS; k++) lines[k] = *(const Vector *)(from + k * HALF);
+    transpose(lines, STEP, to);
+#else
+    for (int r = 0; r < rows; r++)
+        for (int k = 0; k < TILE_ROWS; k++) to[r * STEP + k] = from[k * HALF + r];
+#endif
+}
+
 /* --- keys and values ------------------------------------------------------------------------- */
 
 static const uint16_t nothing[MOST_DIM];
 
-/* Pack one head's keys and values of a part of a step; zeros for slots below 0. */
-static void pack(Work *work, const Layer *layer, int64_t head, const int64_t *slots, int part)
+/* One head's numbers of a slot; zeros for a slot below 0. */
+INLINE const uint16_t *numbers_of(const Layer *layer, const void *numbers, int64_t head, int64_t slot)
+{
+    return slot < 0 ? nothing : (const uint16_t *)numbers + (slot * layer->kv_heads + head) * layer->dim;
+}
+
+/* A row's committed positions among first … first + KEYS - 1, as bits. */
+INLINE uint32_t committed(const Step *step, int64_t row, int64_t first)
+{
+    const int64_t count = step->base_len[row] - first;
+    return count <= 0 ? 0 : count < KEYS ? (1u << count) - 1 : ALL;
+}
+
+/* Positions whose keys and values are prefetched to the second-level cache beside other work: all at once they would wait
+   for each other, because few lines can be on their way at a time. */
+typedef struct {
+    int64_t slots[STEP];
+    int64_t head, heads; /* the KV heads */
+    int64_t first, done; /* the first position, and how many of them are prefetched */
+} Ahead;
+
+/* Prefetch until `end` of the positions are. */
+INLINE void prefetch_ahead(const Layer *layer, Ahead *ahead, int64_t end)
+{
+    const int64_t bytes = ahead->heads * layer->dim * (int64_t)sizeof(uint16_t);
+    for (; ahead->done < end; ahead->done++) {
+        if (ahead->slots[ahead->done] < 0) continue;
+        const char *keys = (const char *)numbers_of(layer, layer->keys, ahead->head, ahead->slots[ahead->done]);
+        const char *values = (const char *)numbers_of(layer, layer->values, ahead->head, ahead->slots[ahead->done]);
+        for (int64_t byte = 0; byte < bytes; byte += LINE) {
+            __builtin_prefetch(keys + byte, 0, 2);
+            __builtin_prefetch(values + byte, 0, 2);
+        }
+    }
+}
+
+/* Pack one head's keys of a part of a step; zeros for slots below 0. */
+static void pack_keys(Work *work, const Layer *layer, int64_t head, const int64_t *slots, int part)
 {
     const int64_t dim = layer->dim;
-    const uint16_t *key[KEYS], *value[KEYS];
-    for (int k = 0; k < KEYS; k++) {
-        const int64_t at = (slots[k] * layer->kv_heads + head) * dim;
-        key[k] = slots[k] < 0 ? nothing : (const uint16_t *)layer->keys + at;
-        value[k] = slots[k] < 0 ? nothing : (const uint16_t *)layer->values + at;
-        for (int64_t d = 0; d < dim; d += LINE / (int64_t)sizeof **value) __builtin_prefetch(value[k] + d, 0, 3);
-    }
+    const uint16_t *key[KEYS];
+    for (int k = 0; k < KEYS; k++) key[k] = numbers_of(layer, layer->keys, head, slots[k]);
     for (int64_t d = 0; d < dim; d += 2 * LANES)
         for (int half = 0; half < KEYS; half += LANES) transpose_pairs(key + half, d, work->keys[part] + d / 2 * KEYS + half);
+}
+
+/* The same for values. Beside it, positions are prefetched up to `end`. */
+static void pack_values(Work *work, const Layer *layer, int64_t head, const int64_t *slots, Ahead *ahead, int64_t end, int part)
+{
+    const int64_t dim = layer->dim, begin = ahead->done;
     uint32_t *to = work->values[part];
-    for (int k = 0; k < KEYS; k += 2)
+    for (int k = 0; k < KEYS; k += 2) {
+        const uint16_t *one = numbers_of(layer, layer->values, head, slots[k]);
+        const uint16_t *other = numbers_of(layer, layer->values, head, slots[k + 1]);
         for (int64_t d = 0; d < dim; d += LANES, to += LANES) {
-            const Words low = __builtin_convertvector(*(const Halves *)(value[k] + d), Words);
-            const Words high = __builtin_convertvector(*(const Halves *)(value[k + 1] + d), Words);
+            const Words low = __builtin_convertvector(*(const Halves *)(one + d), Words);
+            const Words high = __builtin_convertvector(*(const Halves *)(other + d), Words);
             *(Words *)to = low | high << 16;
         }
+        prefetch_ahead(layer, ahead, begin + (end - begin) * (k + 2) / KEYS);
+    }
 }
 
 /* --- a group of queries ---------------------------------------------------------------------- */
@@ -159,6 +236,45 @@ INLINE void score(Emulated *emulated, Work *work, const uint16_t *query, int64_t
         SAVE(SUMS + 2, to + 2 * TILE_BYTES, step);
         SAVE(SUMS + 3, to + 3 * TILE_BYTES, step);
     }
+}
+
+/* The keys of TILE_ROWS slots as they lie in the pool, or copies of them. */
+INLINE const char *key_rows(Work *work, const Layer *layer, int64_t head, const int64_t *slots, int64_t *stride)
+{
+    int follow = slots[0] >= 0;
+    for (int k = 1; k < TILE_ROWS; k++) follow &= slots[k] == slots[0] + k;
+    *stride = layer->kv_heads * layer->dim * (int64_t)sizeof(uint16_t);
+    if (follow) return (const char *)numbers_of(layer, layer->keys, head, slots[0]);
+    *stride = layer->dim * (int64_t)sizeof(uint16_t);
+    for (int k = 0; k < TILE_ROWS; k++) memcpy(work->rows + k * layer->dim, numbers_of(layer, layer->keys, head, slots[k]), (size_t)*stride);
+    return (const char *)work->rows;
+}
+
+/* The scores of the keys of TILE_ROWS slots, from SLOTS on: the step's positions from FIRST * TILE_ROWS on. */
+#define SCORE_PART(FIRST, SLOTS)                                                                                       \
+    do {                                                                                                               \
+        int64_t stride;                                                                                                \
+        const char *keys = key_rows(work, layer, head, SLOTS, &stride);                                                \
+        CLEAR(SUMS + FIRST);                                                                                           \
+        for (int64_t d = 0; d < layer->dim; d += INPUTS) {                                                             \
+            LOAD(ROWS_OF_INPUTS, keys + d * (int64_t)sizeof(uint16_t), stride);                                        \
+            LOAD(WEIGHTS, pairs + d / 2 * PAIRED, PAIRED * (int64_t)sizeof(uint32_t));                                 \
+            MULTIPLY(SUMS + FIRST, ROWS_OF_INPUTS, WEIGHTS);                                                           \
+        }                                                                                                              \
+        SAVE(SUMS + FIRST, work->columns + FIRST * TILE_ROWS * HALF, TILE_BYTES);                                      \
+    } while (0)
+
+/* The same scores for few rows, those of `pairs` [dim / 2, PAIRED]: keys are the rows of the tiles, as they lie in the pool,
+   and are not packed. The order of a score's sum is that of `score`. */
+INLINE void score_few(Emulated *emulated, Work *work, const Layer *layer, int64_t head, const uint32_t *pairs, int rows,
+                      int64_t (*slots)[KEYS], int parts)
+{
+    SCORE_PART(0, slots[0]);
+    SCORE_PART(1, slots[0] + TILE_ROWS);
+    if (parts > 1) SCORE_PART(2, slots[1]);
+    if (parts > 1) SCORE_PART(3, slots[1] + TILE_ROWS);
+    for (int first = 0; first < parts * KEYS; first += TILE_ROWS)
+        transpose_columns(work->columns + first * HALF, rows, work->scores + first);
 }
 
 /* Weighted sums of the values of the first `parts` parts of the step, into `work->fresh`. */
@@ -232,8 +348,9 @@ INLINE void weigh(Work *work, const uint32_t (*const *seen)[PARTS], int64_t v, i
 }
 
 /* Add the step to the softmax of at most TILE_ROWS query vectors of one KV head: those from `from` on of the head's
-   `vectors`, whose states begin at v. */
-INLINE void attend_group(Emulated *emulated, Work *work, const Layer *layer, int64_t v, int64_t from, int rows)
+   `vectors`, whose states begin at v. With `pairs` of these rows, the keys of `slots` are read as they are, else packed. */
+INLINE void attend_group(Emulated *emulated, Work *work, const Layer *layer, int64_t head, int64_t v, int64_t from, int rows,
+                         int64_t (*slots)[KEYS], const uint32_t *pairs)
 {
     const int64_t dim = layer->dim, shared = layer->heads / layer->kv_heads;
     const uint32_t(*seen[TILE_ROWS])[PARTS];
@@ -244,8 +361,13 @@ INLINE void attend_group(Emulated *emulated, Work *work, const Layer *layer, int
         for (int part = parts; part < PARTS; part++) parts = (*seen[r])[part] ? part + 1 : parts;
     }
     if (!parts) return;
-    configure(emulated, rows, rows);
-    score(emulated, work, work->query + v * dim, dim, parts);
+    if (pairs) {
+        configure(emulated, TILE_ROWS, TILE_ROWS);
+        score_few(emulated, work, layer, head, pairs, rows, slots, parts);
+    } else {
+        configure(emulated, rows, rows);
+        score(emulated, work, work->query + v * dim, dim, parts);
+    }
     weigh(work, seen, v, rows, parts, layer->scale, factor);
     add_values(emulated, work, dim, parts);
     for (int r = 0; r < rows; r++) {
@@ -255,12 +377,21 @@ INLINE void attend_group(Emulated *emulated, Work *work, const Layer *layer, int
     }
 }
 
+/* Pairs of the numbers of a head's query vectors: at most FEW. */
+INLINE void pair_queries(Work *work, int64_t head, int64_t vectors, int64_t dim)
+{
+    for (int64_t v = 0; v < vectors; v++)
+        for (int64_t pair = 0; pair < dim / 2; pair++)
+            memcpy(work->pairs[head] + pair * PAIRED + v, work->query + (head * vectors + v) * dim + 2 * pair, sizeof(uint32_t));
+}
+
 /* --- an item --------------------------------------------------------------------------------- */
 
 INLINE void attend(Emulated *emulated, const Step *step, const Layer *layer, int64_t row, int64_t head, int64_t heads,
                    int64_t token, int64_t count)
 {
     const int64_t dim = layer->dim, shared = layer->heads / layer->kv_heads, vectors = count * shared;
+    const int is_few = vectors <= FEW && heads <= FEW_HEADS;
     Work work;
     int64_t least = INT64_MAX, last = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -277,6 +408,8 @@ INLINE void attend(Emulated *emulated, const Step *step, const Layer *layer, int
         work.total[v] = (Vector){0};
         work.most[v] = -INFINITY;
     }
+    Ahead ahead = {.head = head, .heads = heads, .first = -1};
+    for (int64_t h = 0; is_few && h < heads; h++) pair_queries(&work, h, vectors, dim);
     const int64_t nearest = layer->window ? least - layer->window + 1 : 0; /* the first position that some window reaches */
     for (int64_t first = 0; first <= last; first += STEP) {
         if (first + STEP <= nearest && first >= layer->sinks) { /* go on with the step that the first window reaches */
@@ -292,20 +425,32 @@ INLINE void attend(Emulated *emulated, const Step *step, const Layer *layer, int
         int common = 0; /* parts whose keys all queries share */
         while (common < parts && first + (common + 1) * KEYS <= step->base_len[row]) common++;
         int64_t slots[PARTS][KEYS];
-        for (int part = 0; part < common; part++) locate(step, layer, row, token, first + part * KEYS, any[part], slots[part]);
-        prefetch_positions(step, layer, row, first ? first + STEP : 0, first + 2 * STEP, sizeof(uint16_t));
+        memcpy(slots, ahead.slots, sizeof slots); /* what the step before has prefetched is what this one reads */
+        for (int part = 0; part < PARTS; part++) {
+            const int64_t from = first + part * KEYS, next = from + STEP;
+            if (part < common && ahead.first != first) locate(step, layer, row, token, from, any[part], slots[part]);
+            locate(step, layer, row, token, next, committed(step, row, next), ahead.slots + part * KEYS);
+        }
+        ahead.first = first + STEP, ahead.done = 0;
         for (int64_t h = 0; h < heads; h++) {
-            for (int part = 0; part < common; part++) pack(&work, layer, head + h, slots[part], part);
+            for (int part = 0; part < common; part++) {
+                const int64_t end = STEP * (h * common + part + 1) / (heads * common);
+                pack_values(&work, layer, head + h, slots[part], &ahead, end, part);
+                if (!is_few) pack_keys(&work, layer, head + h, slots[part], part);
+            }
             const int64_t each = common < parts ? shared : vectors; /* vectors with the same keys */
             for (int64_t own = 0; own < vectors; own += each) {
                 for (int part = common; part < parts; part++) {
                     const int64_t of = own / shared;
                     locate(step, layer, row, token + of, first + part * KEYS, work.seen[of][part], slots[part]);
-                    pack(&work, layer, head + h, slots[part], part);
+                    pack_values(&work, layer, head + h, slots[part], &ahead, ahead.done, part);
+                    if (!is_few) pack_keys(&work, layer, head + h, slots[part], part);
                 }
                 for (int64_t from = own; from < own + each; from += TILE_ROWS) {
                     const int64_t left = own + each - from;
-                    attend_group(emulated, &work, layer, h * vectors + from, from, left < TILE_ROWS ? (int)left : TILE_ROWS);
+                    const int rows = left < TILE_ROWS ? (int)left : TILE_ROWS;
+                    const uint32_t *pairs = is_few ? work.pairs[h] + from : NULL;
+                    attend_group(emulated, &work, layer, head + h, h * vectors + from, from, rows, slots, pairs);
                 }
             }
         }

@@ -36,24 +36,6 @@ static inline int last_seen(uint32_t seen)
     return seen ? 32 - __builtin_clz(seen) : 0;
 }
 
-/* Prefetch the keys and values of a row's committed positions first … end - 1, of all heads, to the second-level cache: the
-   processor's own prefetcher follows a block, but not a row from block to block. */
-static void prefetch_positions(const Step *step, const Layer *layer, int64_t row, int64_t first, int64_t end, int64_t number_bytes)
-{
-    const int64_t size = step->block_size, bytes = layer->kv_heads * layer->dim * number_bytes;
-    const int32_t *blocks = step->blocks + (layer->table * step->rows + row) * step->most_blocks;
-    end = end < step->base_len[row] ? end : step->base_len[row];
-    for (int64_t at = first, some; at < end; at += some) {
-        const int64_t within = at % size, from = (blocks[at / size] * size + within) * bytes;
-        some = size - within < end - at ? size - within : end - at;
-        if (blocks[at / size] < 0) continue; /* it left the window */
-        for (int64_t byte = 0; byte < some * bytes; byte += LINE) {
-            __builtin_prefetch((const char *)layer->keys + from + byte, 0, 2);
-            __builtin_prefetch((const char *)layer->values + from + byte, 0, 2);
-        }
-    }
-}
-
 /* The slots of the keys and values of a tile that the token sees; -1 for positions that it does not see. */
 static void locate(const Step *step, const Layer *layer, int64_t row, int64_t token, int64_t first, uint32_t seen, int64_t *slots)
 {
@@ -81,8 +63,8 @@ static inline float sum_of_lanes(Vector part)
     return sum;
 }
 
-/* Transpose LANES vectors into their half of the tile. */
-static inline void transpose(const Vector *rows, float *to)
+/* Transpose LANES vectors; `stride` numbers are from one result to the next. */
+static inline void transpose(const Vector *rows, const int64_t stride, float *to)
 {
 #if defined(IS_AVX512)
     __m512 a[LANES], b[LANES];
@@ -99,10 +81,10 @@ static inline void transpose(const Vector *rows, float *to)
     for (int i = 0; i < 4; i++) { /* b[4 g + i]: columns i, 4 + i, 8 + i, 12 + i of rows 4 g … 4 g + 3 */
         const __m512 p = _mm512_shuffle_f32x4(b[i], b[4 + i], 0x88), q = _mm512_shuffle_f32x4(b[i], b[4 + i], 0xdd);
         const __m512 r = _mm512_shuffle_f32x4(b[8 + i], b[12 + i], 0x88), s = _mm512_shuffle_f32x4(b[8 + i], b[12 + i], 0xdd);
-        _mm512_storeu_ps(to + i * KEYS, _mm512_shuffle_f32x4(p, r, 0x88));
-        _mm512_storeu_ps(to + (4 + i) * KEYS, _mm512_shuffle_f32x4(q, s, 0x88));
-        _mm512_storeu_ps(to + (8 + i) * KEYS, _mm512_shuffle_f32x4(p, r, 0xdd));
-        _mm512_storeu_ps(to + (12 + i) * KEYS, _mm512_shuffle_f32x4(q, s, 0xdd));
+        _mm512_storeu_ps(to + i * stride, _mm512_shuffle_f32x4(p, r, 0x88));
+        _mm512_storeu_ps(to + (4 + i) * stride, _mm512_shuffle_f32x4(q, s, 0x88));
+        _mm512_storeu_ps(to + (8 + i) * stride, _mm512_shuffle_f32x4(p, r, 0xdd));
+        _mm512_storeu_ps(to + (12 + i) * stride, _mm512_shuffle_f32x4(q, s, 0xdd));
     }
 #elif defined(IS_AVX2)
     __m256 a[LANES], b[LANES];
@@ -116,12 +98,12 @@ static inline void transpose(const Vector *rows, float *to)
             b[i + 2 * j + 1] = _mm256_shuffle_ps(a[i + j], a[i + j + 2], 0xee);
         }
     for (int i = 0; i < 4; i++) {
-        _mm256_storeu_ps(to + i * KEYS, _mm256_permute2f128_ps(b[i], b[4 + i], 0x20));
-        _mm256_storeu_ps(to + (4 + i) * KEYS, _mm256_permute2f128_ps(b[i], b[4 + i], 0x31));
+        _mm256_storeu_ps(to + i * stride, _mm256_permute2f128_ps(b[i], b[4 + i], 0x20));
+        _mm256_storeu_ps(to + (4 + i) * stride, _mm256_permute2f128_ps(b[i], b[4 + i], 0x31));
     }
 #else
     for (int i = 0; i < LANES; i++)
-        for (int j = 0; j < LANES; j++) to[j * KEYS + i] = rows[i][j];
+        for (int j = 0; j < LANES; j++) to[j * stride + i] = rows[i][j];
 #endif
 }
 
@@ -131,7 +113,7 @@ static inline void transpose_pairs(const uint16_t *const *keys, int64_t from, fl
     Vector pairs[LANES];
 #pragma GCC unroll 16
     for (int k = 0; k < LANES; k++) pairs[k] = (Vector)*(const Words *)(keys[k] + from);
-    transpose(pairs, to);
+    transpose(pairs, KEYS, to);
 }
 
 static inline float query_at(const Layer *layer, int64_t at)
