@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from cluster.core.verification import StepBatch, Verdict, VerifyRow
 from tests.bench.report import Stopwatch
+from workers.kv.populate import POPULATING
 from workers.verify.build import build_engine
 from workers.verify.engine import TargetEngine
 
@@ -108,6 +110,9 @@ class Decoding:
 def decoding(section: TargetSection, chunk: int) -> Iterator[Decoding]:
     """An engine as the configuration builds it, with the threads of this process."""
     engine = build_engine(section)
+    for thread in threading.enumerate():
+        if thread.name == POPULATING:
+            thread.join()  # it would take the memory's time from the first steps
     try:
         yield Decoding(engine, chunk)
     finally:

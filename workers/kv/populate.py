@@ -19,6 +19,8 @@ _POPULATE_WRITE = 23
 _PIECE = 2 << 20
 """Bytes of a call: a huge page."""
 _LEAST_PRIORITY = 19
+POPULATING = "populate"
+"""Name of the thread."""
 
 
 def populate(pool: KvPool) -> threading.Thread:
@@ -26,7 +28,7 @@ def populate(pool: KvPool) -> threading.Thread:
 
     Its priority is the lowest, and it ends early when the pool is freed, or on a system that cannot do this.
     """
-    thread = threading.Thread(target=_populate, args=(weakref.ref(pool),), name="populate", daemon=True)
+    thread = threading.Thread(target=_populate, args=(weakref.ref(pool),), name=POPULATING, daemon=True)
     thread.start()
     return thread
 
