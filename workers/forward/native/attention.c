@@ -418,7 +418,8 @@ static void attend_##NAME(const Step *step, const Layer *layer, int64_t row, int
         int64_t slots[KEYS];                                                                                           \
         const int keys = last_seen(any);                                                                               \
         if (is_common) locate(step, layer, row, token, first, any, slots);                                             \
-        prefetch_positions(step, layer, row, first ? first + KEYS : 0, first + 2 * KEYS, sizeof(TYPE));                \
+        const int64_t ahead = first + 2 * KEYS <= last ? first + 2 * KEYS : last + 1;                                  \
+        prefetch_positions(step, layer, row, first ? first + KEYS : 0, ahead, sizeof(TYPE));                           \
         for (int64_t h = 0; h < heads && some; h++) {                                                                  \
             if (is_common) {                                                                                           \
                 const int form = load_##NAME(&work, layer, head + h, slots, keys, some);                               \

@@ -11,7 +11,7 @@ typedef struct {
     const int64_t *slots;       /* [tables, tokens] where each token's key and value are stored */
     const int32_t *first_token; /* [rows + 1] */
     const int32_t *stored_len;  /* [rows] positions stored before this step */
-    const int32_t *base_len;    /* [rows] committed positions, this step's included */
+    const int32_t *base_len;    /* [rows] committed positions, this step's included; or more, if no row has a tree */
     const int32_t *position;    /* [tokens] absolute; nodes of one depth share theirs */
     const int32_t *path;        /* [tokens, most_depth] for a node of a tree: the nodes from the root down to itself */
 } Step;

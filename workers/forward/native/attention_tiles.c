@@ -147,10 +147,10 @@ INLINE const uint16_t *numbers_of(const Layer *layer, const void *numbers, int64
     return slot < 0 ? nothing : (const uint16_t *)numbers + (slot * layer->kv_heads + head) * layer->dim;
 }
 
-/* A row's committed positions among first … first + KEYS - 1, as bits. */
-INLINE uint32_t committed(const Step *step, int64_t row, int64_t first)
+/* A row's committed positions up to `last` among first … first + KEYS - 1, as bits. */
+INLINE uint32_t committed(const Step *step, int64_t row, int64_t first, int64_t last)
 {
-    const int64_t count = step->base_len[row] - first;
+    const int64_t count = (step->base_len[row] <= last ? step->base_len[row] : last + 1) - first;
     return count <= 0 ? 0 : count < KEYS ? (1u << count) - 1 : ALL;
 }
 
@@ -425,11 +425,12 @@ INLINE void attend(Emulated *emulated, const Step *step, const Layer *layer, int
         int common = 0; /* parts whose keys all queries share */
         while (common < parts && first + (common + 1) * KEYS <= step->base_len[row]) common++;
         int64_t slots[PARTS][KEYS];
-        memcpy(slots, ahead.slots, sizeof slots); /* what the step before has prefetched is what this one reads */
+        /* What the step before has prefetched is what this one reads. Some of it is not seen: its weights are zero. */
+        memcpy(slots, ahead.slots, sizeof slots);
         for (int part = 0; part < PARTS; part++) {
             const int64_t from = first + part * KEYS, next = from + STEP;
             if (part < common && ahead.first != first) locate(step, layer, row, token, from, any[part], slots[part]);
-            locate(step, layer, row, token, next, committed(step, row, next), ahead.slots + part * KEYS);
+            locate(step, layer, row, token, next, committed(step, row, next, last), ahead.slots + part * KEYS);
         }
         ahead.first = first + STEP, ahead.done = 0;
         for (int64_t h = 0; h < heads; h++) {

@@ -36,7 +36,7 @@ static inline int last_seen(uint32_t seen)
     return seen ? 32 - __builtin_clz(seen) : 0;
 }
 
-/* The slots of the keys and values of a tile that the token sees; -1 for positions that it does not see. */
+/* The slots of the keys and values of a tile's positions whose bits are set in `seen`; -1 for the others. */
 static void locate(const Step *step, const Layer *layer, int64_t row, int64_t token, int64_t first, uint32_t seen, int64_t *slots)
 {
     const int64_t size = step->block_size, base = step->base_len[row];
