@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from array import array
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +17,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import scaled_dot_product_attention
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
@@ -27,9 +25,8 @@ from tests.support.engines.attention_cases import Bench, Case, Row, cases, spec_
 from tests.support.models import tiny
 from workers.forward.layout import RowShape
 from workers.forward.native import build
-from workers.forward.native.attention import Kernel, NativeStep, StepHeader, address, load_kernel
+from workers.forward.native.attention import load_kernel
 from workers.forward.runner import ForwardRow, ModelRunner
-from workers.kv.groups import AttentionWindow, LayerPlacement
 from workers.kv.pool import KvPool
 from workers.kv.spec import LayerShape
 from workers.model.loading import load_model
@@ -38,29 +35,10 @@ ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}
 """Relative error of rounding an exact result to the nearest number."""
 WEIGHTS = 2.0**-6
 """Absolute error of weighted means of values below 8 where each weight is rounded to bfloat16 (2^-9 of it)."""
-EMULATED = ["-O2", "-fPIC", "-fopenmp", "-DLANES=16", "-DREGISTERS=32", "-DEMULATE_TILES"]
 
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None and shutil.which("gcc") is None, reason="no C compiler on this machine"
 )
-
-
-@pytest.fixture(scope="module")
-def code(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The directory of the compiled kernel."""
-    return str(tmp_path_factory.mktemp("code"))
-
-
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The directory of a kernel that computes as tile registers do, on any processor."""
-    directory = str(tmp_path_factory.mktemp("emulated"))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(build, "_FLAGS", EMULATED)
-        library = build.load_library(directory)
-    assert library is not None
-    assert library.pilotfish_has_tiles() == 1
-    return directory
 
 
 @pytest.fixture
@@ -199,35 +177,6 @@ def test_tile_registers_give_few_queries_the_bits_of_a_prompt(block_size: int, e
         bench.shapes = [RowShape(shape.blocks, stored, fresh_tokens, TokenTree.chain(range(nodes)))]
         bench.fresh = [[tensor[:, :, part] for tensor in fresh]]
         assert torch.equal(bench.attend(0)[0], whole[part])
-
-
-@pytest.mark.parametrize("on_tiles", [False, True], ids=["vectors", "tiles"])
-@pytest.mark.parametrize("tokens", [1, 40])
-@pytest.mark.parametrize("length", [17, 70, 100, 128])
-def test_a_source_is_read_from_its_own_blocks_alone(
-    length: int, tokens: int, on_tiles: bool, code: str, emulated: str
-) -> None:
-    """All tokens see a whole source, whose committed length says no bound: what follows its blocks is never read."""
-    dtype = torch.bfloat16 if on_tiles else torch.float32
-    library = build.load_library(emulated if on_tiles else code)
-    assert library is not None
-    generator = torch.Generator().manual_seed(length)
-    keys, values = torch.randn(2, 9, 16, 2, 64, generator=generator).to(dtype)
-    poisoned = 8
-    keys[poisoned] = values[poisoned] = float("nan")
-    used = -(-length // 16)
-    held = [3, 0, 5, 1, 6, 2, 4, 7][:used]
-    blocks, nothing = array("i", [*held, *[poisoned] * 8]), array("q", [0])
-    first, ends, position = array("i", [0, tokens]), array("i", [2**31 - 1]), array("i", [length - 1] * tokens)
-    arrays = (blocks, nothing, first, ends, ends, position, nothing)
-    step = NativeStep(StepHeader(1, 0, 16, used, 0, *map(address, arrays)), arrays, length)
-    query = torch.randn(1, 4, tokens, 64, generator=generator).to(dtype)
-    placement = LayerPlacement(0, 0, AttentionWindow())
-    found = Kernel(library, dtype).attend(step, placement, query, query[:, :2], query[:, :2], (keys, values), 0.125)
-    seen, read = (part[held].flatten(0, 1)[:length].transpose(0, 1).float() for part in (keys, values))
-    seen, read = (part.repeat_interleave(2, dim=0) for part in (seen, read))
-    expected = scaled_dot_product_attention(query[0].float(), seen, read, scale=0.125).transpose(0, 1)
-    torch.testing.assert_close(found[0].float(), expected, rtol=ROUNDING[dtype], atol=WEIGHTS if on_tiles else 1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 16), (torch.bfloat16, 16), (torch.bfloat16, 32)], ids=str)
