@@ -20,7 +20,7 @@ _PIECE = 2 << 20
 """Bytes of a call: a huge page."""
 _LEAST_PRIORITY = 19
 POPULATING = "populate"
-"""Name of the thread."""
+"""Name of the thread that populates a pool."""
 
 
 def populate(pool: KvPool) -> threading.Thread:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 def test_a_source_is_read_from_its_own_blocks_alone(
     length: int, tokens: int, on_tiles: bool, code: str, emulated: str
 ) -> None:
-    """All tokens see a whole source, whose committed length says no bound: what follows its blocks is never read."""
+    """All tokens see a whole source, whose committed length is no bound. What follows its blocks is never read."""
     dtype = torch.bfloat16 if on_tiles else torch.float32
     library = build.load_library(emulated if on_tiles else code)
     assert library is not None
