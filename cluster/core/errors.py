@@ -10,25 +10,30 @@
     ├── Overloaded                the queue is full; retry after `retry_after_seconds`
     │   └── RateLimited           the client has used what it may
     ├── NotReady                  the server starts, drains or has no target
+    ├── WorkerUnavailable         a worker cannot be reached
+    │   ├── TargetUnavailable     sequences wait and are sent again later
+    │   └── DrafterUnavailable    rows are verified without drafts
+    ├── KvPoolExhausted           no block is free; the row is scheduled again
     ├── DeadlineExceeded          the deadline passed before the answer was complete
     ├── Aborted                   the client disconnected or aborted the request
     ├── ModelChanged              the stream began with a model or settings that are no longer served
-    ├── WorkerUnavailable         a worker cannot be reached
-    │   ├── DrafterUnavailable    rows are verified without drafts
-    │   └── TargetUnavailable     sequences wait and are sent again later
-    ├── KvPoolExhausted           no block is free; the row is scheduled again
     ├── ConfigurationError        the settings cannot be served
     └── ModelLoadError            the weights are missing, unsafe or do not fit the settings
 
-`cluster.wire.status` maps them to gRPC statuses and back, `cluster.ingress.openai.errors` to HTTP responses.
+A class carries its statuses over gRPC and HTTP, its name for clients, its meaning and its advice; a subclass that says
+nothing else has those of its base. `cluster.wire.status` sends errors over gRPC and reads them back, and
+`cluster.ingress.openai.errors` makes HTTP responses of them. ERRORS.md is generated from the classes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Self
+from typing import ClassVar, Self
 
 _MAX_SHOWN_CHARS = 80
+_BUSY = "the server cannot answer now; try again"
+_RETRY = "Send the request again after a second or more, each time after twice as long."
+_OPERATOR = "Tell the operator of the server; its log has the cause."
 
 
 def shorten(value: object) -> str:
@@ -66,6 +71,29 @@ def _repr_parts(value: object) -> Iterator[str]:
 class PilotfishError(Exception):
     """The base class of all errors that Pilotfish raises on purpose."""
 
+    grpc_status: ClassVar[str] = "UNKNOWN"
+    """Name of the status in `grpc.StatusCode`."""
+    http_status: ClassVar[int] = 500
+    http_type: ClassVar[str] = "server_error"
+    """`error.type` in the body of an HTTP response."""
+    http_code: ClassVar[str | None] = "internal_error"
+    """`error.code` in the body of an HTTP response."""
+    meaning: ClassVar[str] = ""
+    """What the error means to a client."""
+    advice: ClassVar[str] = _OPERATOR
+    """What the client should do."""
+    is_public: ClassVar[bool] = False
+    """Whether clients may read the message. The message of any other error may name processes, addresses or files."""
+
+    @property
+    def public_message(self) -> str:
+        """What clients may read of this error."""
+        return str(self) if self.is_public else _BUSY
+
+    def without_internals(self) -> PilotfishError:
+        """Return this error, or one of its class with the message for clients."""
+        return self if self.public_message == str(self) else type(self)(self.public_message)
+
 
 class InvalidRequest(PilotfishError):
     """A value that the client sent is out of bounds.
@@ -73,6 +101,14 @@ class InvalidRequest(PilotfishError):
     `field` is the path of the value (`sampling.temperature`), `value` is what was sent, and `bound` describes the
     accepted values.
     """
+
+    grpc_status = "INVALID_ARGUMENT"
+    http_status = 400
+    http_type = "invalid_request_error"
+    http_code: ClassVar[str | None] = None
+    meaning = "A value is malformed or out of bounds. The message names the field, the value and the bound."
+    advice = "Change the request. The same request fails again."
+    is_public = True
 
     def __init__(self, field: str, value: object, bound: str) -> None:
         self.field = field
@@ -90,6 +126,10 @@ class InvalidRequest(PilotfishError):
 class UnsupportedParameter(InvalidRequest):
     """A parameter that the API has and this server does not support."""
 
+    http_code = "unsupported_parameter"
+    meaning = "The API has this parameter, and this server does not serve it. COMPATIBILITY.md lists what is served."
+    advice = "Leave the parameter out."
+
     def __init__(self, field: str, value: object, bound: str = "left out: it is not supported") -> None:
         super().__init__(field, value, bound)
 
@@ -97,21 +137,57 @@ class UnsupportedParameter(InvalidRequest):
 class TooLarge(InvalidRequest):
     """A body or message exceeds its byte bound. It is refused before it is read."""
 
+    grpc_status = "RESOURCE_EXHAUSTED"
+    http_status = 413
+    http_code = "request_too_large"
+    meaning = "The body or message exceeds `limits.max_body_bytes`."
+    advice = "Send less at a time."
+
 
 class UnknownModel(InvalidRequest):
     """The request names a model that is not served."""
+
+    grpc_status = "NOT_FOUND"
+    http_status = 404
+    http_code = "model_not_found"
+    meaning = "No model with this name is served."
+    advice = "Use a name that `GET /v1/models` or ListModels returns."
 
 
 class Unauthenticated(PilotfishError):
     """The caller presents no API key, or one that is not valid. The message never contains what was presented."""
 
+    grpc_status = "UNAUTHENTICATED"
+    http_status = 401
+    http_type = "invalid_request_error"
+    http_code = "invalid_api_key"
+    meaning = "The call has no API key, or one that is not valid."
+    advice = "Send `Authorization: Bearer KEY` with a key that the operator gave you."
+    is_public = True
+
 
 class PermissionDenied(PilotfishError):
     """The caller's API key is valid and does not allow the call."""
 
+    grpc_status = "PERMISSION_DENIED"
+    http_status = 403
+    http_type = "invalid_request_error"
+    http_code = "permission_denied"
+    meaning = "The API key is valid and does not open this."
+    advice = "Use the key of an operator, or another call."
+    is_public = True
+
 
 class Overloaded(PilotfishError):
     """The bounded queue is full."""
+
+    grpc_status = "RESOURCE_EXHAUSTED"
+    http_status = 429
+    http_type = "rate_limit_error"
+    http_code = "rate_limit_exceeded"
+    meaning = "The queue is full. The request has not begun."
+    advice = "Wait for the seconds in `retry-after`, then send it again."
+    is_public = True
 
     def __init__(self, message: str, retry_after_seconds: float = 1.0) -> None:
         self.retry_after_seconds = retry_after_seconds
@@ -121,42 +197,104 @@ class Overloaded(PilotfishError):
 class RateLimited(Overloaded):
     """The client has used what it may: requests or tokens a minute, or answers at a time."""
 
+    meaning = "The client of this API key has used its requests or tokens a minute, or has too many answers at a time."
+    advice = "Wait for the seconds in `retry-after`, then send it again; ask the operator for higher limits."
+
 
 class NotReady(PilotfishError):
     """The server starts, drains, or has no target."""
 
-
-class DeadlineExceeded(PilotfishError):
-    """The deadline of the request passed before its answer was complete."""
-
-
-class Aborted(PilotfishError):
-    """The client disconnected or aborted the request."""
-
-
-class ModelChanged(PilotfishError):
-    """The stream began with a model or settings that are no longer served, so nobody can continue it."""
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
+    http_code = "service_unavailable"
+    meaning = "The server starts, stops, or has lost its target."
+    advice = _RETRY
 
 
 class WorkerUnavailable(PilotfishError):
     """A worker cannot be reached, or it failed."""
 
-
-class DrafterUnavailable(WorkerUnavailable):
-    """The drafter cannot propose. Rows are verified with an empty tree."""
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
+    http_code = "service_unavailable"
+    meaning = "A process of the cluster failed while it answered."
+    advice = _RETRY
 
 
 class TargetUnavailable(WorkerUnavailable):
     """The target cannot verify. Sequences wait, and are sent again when the target is reachable."""
 
+    meaning = "The target was lost too often while it answered."
+
+
+class DrafterUnavailable(WorkerUnavailable):
+    """The drafter cannot propose. Rows are verified with an empty tree."""
+
+    meaning = "A drafter was lost. Answers go on without drafts."
+
 
 class KvPoolExhausted(PilotfishError):
     """The KV pool has too few free blocks."""
+
+    grpc_status = "RESOURCE_EXHAUSTED"
+    meaning = "The target's KV memory is full."
+    advice = _RETRY
+
+
+class DeadlineExceeded(PilotfishError):
+    """The deadline of the request passed before its answer was complete."""
+
+    grpc_status = "DEADLINE_EXCEEDED"
+    http_status = 504
+    http_type = "timeout_error"
+    http_code = "deadline_exceeded"
+    meaning = "The deadline passed before the answer was complete. Tokens that were sent are valid."
+    advice = "Allow more time (`x-request-timeout`, or the deadline of the gRPC call), or fewer tokens."
+    is_public = True
+
+
+class Aborted(PilotfishError):
+    """The client disconnected or aborted the request."""
+
+    grpc_status = "CANCELLED"
+    http_status = 499
+    http_type = "invalid_request_error"
+    http_code = "aborted"
+    meaning = "The client left, or the request was aborted."
+    advice = "Nothing, if it was meant."
+    is_public = True
+
+
+class ModelChanged(PilotfishError):
+    """The stream began with a model or settings that are no longer served, so nobody can continue it."""
+
+    grpc_status = "ABORTED"
+    http_status = 409
+    http_code = "model_changed"
+    meaning = "The answer began with a model or settings that are no longer served."
+    advice = "Send the request again from the start."
+    is_public = True
 
 
 class ConfigurationError(PilotfishError):
     """A configuration cannot be served. The message names the required value and the one found."""
 
+    grpc_status = "FAILED_PRECONDITION"
+    meaning = "The server's settings cannot be served."
+
 
 class ModelLoadError(PilotfishError):
     """The weights are missing, unsafe, or do not fit the configuration."""
+
+    grpc_status = "FAILED_PRECONDITION"
+    meaning = "The server's model cannot be loaded."
+
+
+def _with_subclasses(kind: type[PilotfishError]) -> Iterator[type[PilotfishError]]:
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from _with_subclasses(derived)
+
+
+ERROR_CLASSES: tuple[type[PilotfishError], ...] = tuple(_with_subclasses(PilotfishError))[1:]
+"""Every error that a client or a peer may meet, in the order of ERRORS.md: a base stands before its subclasses."""

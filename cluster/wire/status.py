@@ -11,24 +11,13 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from cluster.core.errors import (
+    ERROR_CLASSES,
     Aborted,
-    ConfigurationError,
     DeadlineExceeded,
-    DrafterUnavailable,
     InvalidRequest,
-    KvPoolExhausted,
-    ModelChanged,
-    ModelLoadError,
-    NotReady,
     Overloaded,
-    PermissionDenied,
     PilotfishError,
-    RateLimited,
-    TargetUnavailable,
     TooLarge,
-    Unauthenticated,
-    UnknownModel,
-    UnsupportedParameter,
     WorkerUnavailable,
 )
 
@@ -47,33 +36,7 @@ _BOUND_BYTES = 256
 _RICH_MESSAGE_BYTES = 512
 _WORD_START = re.compile(r"(?<!^)(?=[A-Z])")
 
-# The first matching class is used.
-_CODES: tuple[tuple[type[PilotfishError], grpc.StatusCode], ...] = (
-    (UnknownModel, grpc.StatusCode.NOT_FOUND),
-    (TooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
-    (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
-    (PermissionDenied, grpc.StatusCode.PERMISSION_DENIED),
-    (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (KvPoolExhausted, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (NotReady, grpc.StatusCode.UNAVAILABLE),
-    (WorkerUnavailable, grpc.StatusCode.UNAVAILABLE),
-    (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
-    (Aborted, grpc.StatusCode.CANCELLED),
-    (ModelChanged, grpc.StatusCode.ABORTED),
-    (ConfigurationError, grpc.StatusCode.FAILED_PRECONDITION),
-    (ModelLoadError, grpc.StatusCode.FAILED_PRECONDITION),
-)
-_KINDS: dict[str, type[PilotfishError]] = {
-    kind.__name__: kind
-    for kind in (
-        *(kind for kind, _ in _CODES),
-        UnsupportedParameter,
-        RateLimited,
-        TargetUnavailable,
-        DrafterUnavailable,
-    )
-}
+_BY_NAME = {kind.__name__: kind for kind in ERROR_CLASSES}
 
 
 def to_status(error: PilotfishError, code: grpc.StatusCode | None = None) -> tuple[grpc.StatusCode, str, Metadata]:
@@ -82,7 +45,7 @@ def to_status(error: PilotfishError, code: grpc.StatusCode | None = None) -> tup
     `code` replaces the status that belongs to the error.
     """
     if code is None:
-        code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.UNKNOWN)
+        code = grpc.StatusCode[error.grpc_status]
     detail: dict[str, Any] = {"kind": type(error).__name__}
     metadata: list[tuple[str, str | bytes]] = []
     if isinstance(error, InvalidRequest):
@@ -148,7 +111,7 @@ def _rebuild(error: grpc.aio.AioRpcError, message: str, unavailable: type[Pilotf
             continue
         try:
             detail = json.loads(value)
-            kind = _KINDS[detail["kind"]]
+            kind = _BY_NAME[detail["kind"]]
             if issubclass(kind, InvalidRequest):
                 return _with_message(kind(str(detail["field"]), "", str(detail["bound"])), message)
             if issubclass(kind, Overloaded):

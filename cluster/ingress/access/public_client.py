@@ -11,7 +11,6 @@ from cluster.core.config.client_limits import ClientLimitsSection
 from cluster.core.errors import PilotfishError
 from cluster.ingress.access.key_limits import ClientUse
 from cluster.ingress.client import FullClient
-from cluster.ingress.errors.catalogue import without_internals
 from pilotfish.v1 import generation_pb2
 
 logger = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ def _public_errors(request_id: str = "") -> Iterator[None]:
     try:
         yield
     except PilotfishError as error:
-        public = without_internals(error)
+        public = error.without_internals()
         if public is error:
             raise
         logger.warning("request %s: %s: %s", request_id or "-", type(error).__name__, error)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cluster.core.errors import InvalidRequest, PilotfishError
-from cluster.ingress.errors.catalogue import CATALOGUE, CatalogueEntry
+from cluster.core.errors import ERROR_CLASSES, InvalidRequest, PilotfishError
 from cluster.ingress.openai.errors import error_response
 from cluster.wire.status import to_status
 
@@ -44,11 +43,11 @@ def page() -> str:
 
 
 def _errors() -> Iterator[str]:
-    for entry in CATALOGUE:
-        error = sample(entry)
+    for kind in ERROR_CLASSES:
+        error = sample(kind)
         response, (code, _, _) = error_response(error), to_status(error)
-        cells = (f"`{entry.kind.__name__}`", response.status, _code(response.code), code.name)
-        yield _row(*cells, entry.meaning, entry.advice)
+        cells = (f"`{kind.__name__}`", response.status, _code(response.code), code.name)
+        yield _row(*cells, kind.meaning, kind.advice)
 
 
 def _others() -> Iterator[str]:
@@ -56,11 +55,11 @@ def _others() -> Iterator[str]:
         yield _row(status, _code(code), meaning, advice)
 
 
-def sample(entry: CatalogueEntry) -> PilotfishError:
-    """Return an error of the entry's kind."""
-    if issubclass(entry.kind, InvalidRequest):
-        return entry.kind("field", "value", "bound")
-    return entry.kind("message")
+def sample(kind: type[PilotfishError]) -> PilotfishError:
+    """Return an error of the class."""
+    if issubclass(kind, InvalidRequest):
+        return kind("field", "value", "bound")
+    return kind("message")
 
 
 def _row(*cells: object) -> str:

@@ -6,41 +6,7 @@ import json
 import math
 from dataclasses import dataclass, field
 
-from cluster.core.errors import (
-    Aborted,
-    DeadlineExceeded,
-    InvalidRequest,
-    ModelChanged,
-    NotReady,
-    Overloaded,
-    PermissionDenied,
-    PilotfishError,
-    TooLarge,
-    Unauthenticated,
-    UnknownModel,
-    UnsupportedParameter,
-    WorkerUnavailable,
-)
-from cluster.ingress.errors.catalogue import public_message
-
-_INVALID = "invalid_request_error"
-_SERVER = "server_error"
-
-# The first matching class is used: error, status, type, code.
-_TABLE: tuple[tuple[type[Exception], int, str, str | None], ...] = (
-    (UnsupportedParameter, 400, _INVALID, "unsupported_parameter"),
-    (TooLarge, 413, _INVALID, "request_too_large"),
-    (UnknownModel, 404, _INVALID, "model_not_found"),
-    (InvalidRequest, 400, _INVALID, None),
-    (Unauthenticated, 401, _INVALID, "invalid_api_key"),
-    (PermissionDenied, 403, _INVALID, "permission_denied"),
-    (Overloaded, 429, "rate_limit_error", "rate_limit_exceeded"),
-    (NotReady, 503, _SERVER, "service_unavailable"),
-    (WorkerUnavailable, 503, _SERVER, "service_unavailable"),
-    (DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
-    (Aborted, 499, _INVALID, "aborted"),
-    (ModelChanged, 409, _SERVER, "model_changed"),
-)
+from cluster.core.errors import InvalidRequest, Overloaded, PilotfishError, Unauthenticated
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +28,21 @@ class ErrorResponse:
 
 def error_response(error: Exception) -> ErrorResponse:
     """Convert an error. The text of an unexpected error, or of one inside the cluster, is not sent to the client."""
-    for kind, status, name, code in _TABLE:
-        if isinstance(error, kind):
-            message = public_message(error) if isinstance(error, PilotfishError) else str(error)
-            return ErrorResponse(status, message, name, _param(error), code, _headers(error))
-    if isinstance(error, PilotfishError):
-        return ErrorResponse(500, public_message(error), _SERVER, code="internal_error")
-    return ErrorResponse(500, "the server failed to answer; its log has the cause", _SERVER, code="internal_error")
+    if not isinstance(error, PilotfishError):
+        message = "the server failed to answer; its log has the cause"
+        return ErrorResponse(500, message, "server_error", code="internal_error")
+    return ErrorResponse(
+        error.http_status, error.public_message, error.http_type, _param(error), error.http_code, _headers(error)
+    )
 
 
-def _param(error: Exception) -> str | None:
+def _param(error: PilotfishError) -> str | None:
     if not isinstance(error, InvalidRequest) or error.field == "body":
         return None
     return error.field
 
 
-def _headers(error: Exception) -> dict[str, str]:
+def _headers(error: PilotfishError) -> dict[str, str]:
     if isinstance(error, Overloaded):
         return {"retry-after": str(max(1, math.ceil(error.retry_after_seconds)))}
     if isinstance(error, Unauthenticated):
