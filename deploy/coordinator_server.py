@@ -12,12 +12,12 @@ from cluster.coordinator.metrics import Metrics
 from cluster.core.config.sections import Configuration
 from cluster.core.membership import Load
 from cluster.core.ports import Drafter, Target
+from cluster.generation.service import GenerationService
+from cluster.generation.servicer import GenerationServicer
+from cluster.generation.text.tokenizer import Tokenizer
 from cluster.ingress.access.grpc_access import AccessInterceptor
 from cluster.ingress.access.key_ring import KeyRing
-from cluster.ingress.grpc import GenerationServicer
 from cluster.ingress.observability.operations import OperationsServicer
-from cluster.ingress.service import GenerationService
-from cluster.ingress.text.tokenizer import Tokenizer
 from cluster.wire.calls.servicer import CoordinatorServicer
 from cluster.wire.connection import Resolve
 from cluster.wire.peer_access import OPEN, PeerAccess

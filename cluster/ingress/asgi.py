@@ -15,8 +15,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.core.errors import Aborted, InvalidRequest, TooLarge
+from cluster.core.ids import is_request_id
 from cluster.ingress.openai.errors import error_response
-from cluster.ingress.validate import is_request_id
 
 _T = TypeVar("_T")
 _REQUEST_ID = "x-request-id"

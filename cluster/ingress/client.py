@@ -52,7 +52,7 @@ class ServiceClient(Protocol):
 class FullClient(ServiceClient, Protocol):
     """A client of all methods of the public services, as the gRPC API of an ingress needs it.
 
-    `GenerationClient` implements it for one server and `cluster.ingress.router.Router` for several.
+    `GenerationClient` implements it for one server and `cluster.ingress.router.router.Router` for several.
     """
 
     async def abort(self, request_id: str, client: str = "") -> bool:

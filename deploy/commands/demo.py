@@ -13,7 +13,7 @@ from rich.text import Text
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import WorkerUnavailable
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.tokenizer import Tokenizer
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.commands.streamed_answer import MarkedPrinter, TimedAnswer, measure, stream_chat
 from deploy.implied_settings import NOT_LOSSLESS

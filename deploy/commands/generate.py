@@ -14,8 +14,8 @@ import typer
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, InvalidRequest
-from cluster.ingress.router import Router
-from cluster.ingress.routing import CoordinatorView
+from cluster.ingress.router.choice import CoordinatorView
+from cluster.ingress.router.router import Router
 from cluster.wire.address import join_host_port
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PublicAccess

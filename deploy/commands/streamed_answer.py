@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cluster.core.errors import WorkerUnavailable
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.tokenizer import Tokenizer
 
 _DONE = "[DONE]"
 _RETRY_SECONDS = 0.2

@@ -16,8 +16,8 @@ import numpy as np
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishError
-from cluster.ingress.text.chat_template import Message
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.chat_template import Message
+from cluster.generation.text.tokenizer import Tokenizer
 from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster

@@ -12,7 +12,7 @@ from typing import TypeVar
 from transformers import AutoConfig, PreTrainedModel
 
 from cluster.core.errors import ConfigurationError
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.tokenizer import Tokenizer
 from deploy.distillation.budget import Budget
 from deploy.distillation.data import ANSWERS, EVALUATION, DistillData, draft_vocabulary
 from deploy.distillation.options import DistillOptions

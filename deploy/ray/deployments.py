@@ -25,8 +25,8 @@ from cluster.ingress.access.public_client import PublicClient
 from cluster.ingress.endpoints.page import Page
 from cluster.ingress.http import create_app
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
-from cluster.ingress.router import Router
-from cluster.ingress.routing import CoordinatorView
+from cluster.ingress.router.choice import CoordinatorView
+from cluster.ingress.router.router import Router
 from cluster.wire.address import join_host_port
 from cluster.wire.calls.client import CoordinatorClient
 from cluster.wire.drafter_client import GrpcDrafter

@@ -13,11 +13,11 @@ from cluster.coordinator.coordinator import Coordinator
 from cluster.core.config.sections import Configuration
 from cluster.core.drafting import Proposal
 from cluster.core.ids import SequenceId
-from cluster.ingress.grpc import GenerationServicer
-from cluster.ingress.routing import CoordinatorView
-from cluster.ingress.service import GenerationService
-from cluster.ingress.text.tokenizer import Tokenizer
-from cluster.ingress.text.vocabulary import JsonVocabulary
+from cluster.generation.service import GenerationService
+from cluster.generation.servicer import GenerationServicer
+from cluster.generation.text.tokenizer import Tokenizer
+from cluster.generation.text.vocabulary import JsonVocabulary
+from cluster.ingress.router.choice import CoordinatorView
 from cluster.wire.codec.common import decode_client, decode_sequence_ids
 from cluster.wire.codec.draft import decode_draft_rows, encode_proposals
 from cluster.wire.codec.opening import decode_open_rows, encode_open_result

@@ -7,8 +7,8 @@ from contextlib import aclosing
 from typing import cast
 
 from cluster.ingress.client import FullClient
-from cluster.ingress.router import Router
-from cluster.ingress.routing import CoordinatorView
+from cluster.ingress.router.choice import CoordinatorView
+from cluster.ingress.router.router import Router
 from deploy.simulation.network import Call, Endpoint, Network
 from deploy.simulation.nodes import CoordinatorNode
 from deploy.simulation.remote import RemoteGeneration

@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 
 from cluster.core.config.sections import Configuration
-from cluster.ingress.text.chat_template import Message
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.chat_template import Message
+from cluster.generation.text.tokenizer import Tokenizer
 from deploy.models import Models, resolve_models
 from deploy.settings import Settings, load_settings
 from tests.bench.tasks import read_user_prompts

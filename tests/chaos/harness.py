@@ -19,7 +19,7 @@ import psutil
 from cluster.core.config.base import MIB
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.tokenizer import Tokenizer
 from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from tests.chaos.cluster import ChaosCluster, Slot

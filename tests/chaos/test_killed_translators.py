@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from cluster.core.config.sections import Configuration
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.tokenizer import Tokenizer
 from deploy.implied_settings import with_implied_settings
 from tests.support.engines.kept_kernels import KEPT
 from tests.support.translation.tiny_marian import FRENCH, save_translator

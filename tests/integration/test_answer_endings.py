@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from cluster.core.request import SamplingParameters
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.tokenizer import Tokenizer
 from cluster.wire.codec.common import encode_sampling
 from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address

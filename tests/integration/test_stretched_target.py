@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cluster.core.config.sections import Configuration
-from cluster.ingress.text.chat_template import Message
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.chat_template import Message
+from cluster.generation.text.tokenizer import Tokenizer
 from deploy.bench.contestants.answers import BenchPass, BenchPrompt, PassRequest
 from deploy.bench.contestants.local import local_contestant
 from deploy.bench.measuring.measures import drafted_tokens

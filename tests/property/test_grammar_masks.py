@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cluster.core.grammar.grammar import Grammar
 from cluster.core.tree import TokenTree
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.tokenizer import Tokenizer
 from tests.support.models.tiny_tokenizer import byte_level
 from workers.sampling.grammar.compiler import GrammarCompiler
 from workers.sampling.grammar.matcher import GrammarMatcher

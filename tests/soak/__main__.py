@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 from cluster.core.config.base import MIB
 from cluster.core.config.sections import Configuration
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.tokenizer import Tokenizer
 from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster

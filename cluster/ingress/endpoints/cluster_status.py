@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.ingress.client import ServiceClient
-from cluster.ingress.coordinators.metrics_text import LABEL
+from cluster.ingress.router.metrics_text import LABEL
 
 _FIELDS: Mapping[str, str] = {
     "vllm:num_requests_running": "running",

@@ -12,7 +12,8 @@ from cluster.ingress.client import ServiceClient
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
 from cluster.ingress.observability.request_log import log_request
 from cluster.ingress.observability.request_record import RequestRecord, current, noted
-from cluster.ingress.observability.traces import TRACEPARENT, CallTracer
+from cluster.ingress.observability.traces import CallTracer
+from cluster.wire.request_values import TRACEPARENT
 from pilotfish.v1 import generation_pb2
 
 UNLOGGED = frozenset({"/health", "/ping", "/ready", "/metrics", "/load", "/version"})

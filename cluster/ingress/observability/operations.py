@@ -10,9 +10,9 @@ from typing import Any, Protocol, TypeAlias
 import grpc
 
 from cluster.core import bounds
+from cluster.core.ids import check_request_id
 from cluster.ingress.client import FullClient
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
-from cluster.ingress.validate import check_request_id
 from pilotfish.v1 import operations_pb2, operations_pb2_grpc
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

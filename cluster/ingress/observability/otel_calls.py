@@ -6,7 +6,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from cluster.ingress.observability.traces import TRACEPARENT
+from cluster.wire.request_values import TRACEPARENT
 
 _SERVER_ERROR = 500
 

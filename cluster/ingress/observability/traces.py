@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-TRACEPARENT = "traceparent"
-"""The header, and the key of gRPC's metadata, that names the caller's span in W3C's form."""
-_MOST_CHARS = 64
+from typing import Protocol
 
 
 class CallSpan(Protocol):
@@ -28,11 +24,3 @@ class CallTracer(Protocol):
     def begin(self, traceparent: str) -> CallSpan:
         """Start the span of a request whose caller names its own span, or none."""
         ...
-
-
-def traceparent_of(metadata: Any) -> str:
-    """Return the caller's span from the metadata of a gRPC call; one that cannot be right counts as none."""
-    for key, value in metadata or ():
-        if key == TRACEPARENT and isinstance(value, str) and len(value) <= _MOST_CHARS:
-            return value
-    return ""

@@ -13,8 +13,8 @@ from enum import StrEnum
 from hashlib import blake2b
 
 from cluster.core.errors import InvalidRequest
+from cluster.core.ids import is_request_id
 from cluster.ingress.openai.formats import Choice
-from cluster.ingress.validate import is_request_id
 from pilotfish.v1 import generation_pb2
 
 HEADER = "Last-Event-ID"

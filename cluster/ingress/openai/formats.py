@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cluster.ingress.events import ToolFormat
+from cluster.core.answer_format import ToolFormat
 from cluster.ingress.openai.parsing.answer_parser import AnswerParser, ReasoningParser
 from cluster.ingress.openai.parsing.call_parser import CallParser
 from cluster.ingress.openai.parsing.parts import Json

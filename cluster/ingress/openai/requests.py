@@ -1,6 +1,6 @@
 """The requests of OpenAI's API, with vLLM's additions.
 
-This module checks types and names. Bounds are checked by `cluster.ingress.validate`, so that both APIs share them.
+This module checks types and names. Bounds are checked by `cluster.generation.validate`, so that both APIs share them.
 Explicit nulls count as left out. Unsupported parameters are refused by name.
 """
 

@@ -15,8 +15,8 @@ from cluster.core.request import BeamParameters
 from cluster.ingress.openai.chat_input import chat_input
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
 from cluster.ingress.openai.responses import ResponseOptions
-from cluster.ingress.validate import draw_seed
 from cluster.wire.codec.grammar import encode_grammar
+from cluster.wire.request_values import draw_seed
 from pilotfish.v1 import common_pb2, generation_pb2
 
 _SEEDS = 1 << 64

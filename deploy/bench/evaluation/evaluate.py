@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from cluster.core.errors import ConfigurationError
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.tokenizer import Tokenizer
 from deploy.bench.contestants.answers import BenchTasks
 from deploy.bench.contestants.model_kind import is_encoder_decoder
 from deploy.bench.contestants.peers import GENERATE, PEERS, Peer

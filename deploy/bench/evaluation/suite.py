@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from cluster.core.errors import ConfigurationError
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.tokenizer import Tokenizer
 from deploy.bench.contestants.answers import BenchPrompt, BenchTasks
 from deploy.bench.evaluation.options import EvaluationOptions
 from deploy.bench.evaluation.tasks.arithmetic import read_arithmetic

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, InvalidRequest
-from cluster.ingress.text.chat_template import Message
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.chat_template import Message
+from cluster.generation.text.tokenizer import Tokenizer
 from deploy.bench.contestants.answers import BenchPrompt, BenchTasks
 from deploy.bench.measuring.costs import describe_machine
 from deploy.bench.measuring.results import BenchResults

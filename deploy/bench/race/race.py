@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from cluster.core.errors import ConfigurationError
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.tokenizer import Tokenizer
 from deploy.bench.contestants.answers import BenchTasks
 from deploy.bench.contestants.peers import PEERS
 from deploy.bench.measuring.competitors import BenchSettings, draft_model_directory, find_competitors

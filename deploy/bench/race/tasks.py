@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from cluster.core.errors import ConfigurationError
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.tokenizer import Tokenizer
 from deploy.bench.contestants.answers import BenchTasks
 from deploy.bench.measuring.setup import render_prompt
 from workers.distill.prompts import by_task, read_prompts

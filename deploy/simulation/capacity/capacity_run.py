@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from cluster.core.config.load import load
 from cluster.core.errors import Overloaded
-from cluster.ingress.router import Router
+from cluster.ingress.router.router import Router
 from deploy.simulation.block_memory import BlockMemory
 from deploy.simulation.capacity.options import CapacityOptions
 from deploy.simulation.capacity.step_times import Times

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 
 from cluster.core.errors import DeadlineExceeded, NotReady, Overloaded, PilotfishError
-from cluster.ingress.coordinators.progress import StreamProgress
+from cluster.ingress.router.progress import StreamProgress
 from deploy.simulation.faults.schedule import EOS_TOKENS, PATIENCE_SECONDS, PlannedRequest
 from deploy.simulation.hashed_model import HashedModel
 from deploy.simulation.invariants import Ledger

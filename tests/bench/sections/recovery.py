@@ -13,8 +13,8 @@ import time
 from itertools import pairwise
 
 from cluster.core.config.target_section import TargetSection
-from cluster.ingress.router import Router
-from cluster.ingress.routing import CoordinatorView
+from cluster.ingress.router.choice import CoordinatorView
+from cluster.ingress.router.router import Router
 from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from pilotfish.v1 import common_pb2, generation_pb2

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from cluster.core.config.sections import Configuration
 from cluster.core.grammar.grammar import Grammar, GrammarKind
 from cluster.core.request import SamplingParameters
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.tokenizer import Tokenizer
 from cluster.wire.codec.common import encode_sampling
 from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.core.config.sections import Configuration
-from cluster.ingress.router import Router
-from cluster.ingress.routing import CoordinatorView
+from cluster.ingress.router.choice import CoordinatorView
+from cluster.ingress.router.router import Router
 from cluster.wire.calls.client import CoordinatorClient
 from deploy.coordinator_server import CoordinatorServer, fixed_address
 from tests.support.fakes.fake_cluster import configure

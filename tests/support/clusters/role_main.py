@@ -28,8 +28,8 @@ from cluster.core.errors import PilotfishError
 from cluster.ingress.grpc import RoutedGenerationServicer
 from cluster.ingress.http import create_app
 from cluster.ingress.observability.operations import RoutedOperationsServicer
-from cluster.ingress.router import Router
-from cluster.ingress.routing import CoordinatorView
+from cluster.ingress.router.choice import CoordinatorView
+from cluster.ingress.router.router import Router
 from cluster.wire.calls.client import CoordinatorClient
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.server import WireServer

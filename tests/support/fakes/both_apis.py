@@ -15,9 +15,9 @@ from fastapi import FastAPI
 from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
+from cluster.generation.servicer import GenerationServicer
 from cluster.ingress.access.grpc_access import AccessInterceptor
 from cluster.ingress.access.key_ring import KeyRing
-from cluster.ingress.grpc import GenerationServicer
 from cluster.ingress.http import create_app
 from cluster.ingress.observability.operations import OperationsServicer
 from cluster.wire.generation_client import GenerationClient

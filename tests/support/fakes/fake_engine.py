@@ -22,12 +22,12 @@ from cluster.core.request import Commit, FinishReason, GenerationRequest, TokenL
 from cluster.core.sequence import Sequence as Record
 from cluster.core.tree import TokenTree
 from cluster.core.verification import TargetInfo, Verdict
+from cluster.generation.service import GenerationService
+from cluster.generation.servicer import GenerationServicer
+from cluster.generation.text.tokenizer import Tokenizer
 from cluster.ingress.connections.protocol import BoundedHttpProtocol, ConnectionBounds
 from cluster.ingress.connections.tls import tls_options
-from cluster.ingress.grpc import GenerationServicer
 from cluster.ingress.observability.operations import OperationsServicer
-from cluster.ingress.service import GenerationService
-from cluster.ingress.text.tokenizer import Tokenizer
 from cluster.wire.address import http_url
 from pilotfish.v1 import generation_pb2, operations_pb2
 from tests.support.models.tiny_tokenizer import byte_level

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from cluster.core.config.sections import LimitsSection
-from cluster.ingress.grpc import GenerationServicer
+from cluster.generation.servicer import GenerationServicer
 from cluster.ingress.http import create_app
 from tests.support.fakes.fake_engine import InProcessClient, fake_service
 

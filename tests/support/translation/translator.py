@@ -11,11 +11,11 @@ import httpx
 from fastapi import FastAPI
 
 from cluster.core.config.sections import LimitsSection
-from cluster.ingress.events import Event
-from cluster.ingress.grpc import GenerationServicer
+from cluster.generation.events import Event
+from cluster.generation.service import GenerationService
+from cluster.generation.servicer import GenerationServicer
+from cluster.generation.text.tokenizer import Tokenizer
 from cluster.ingress.http import create_app
-from cluster.ingress.service import GenerationService
-from cluster.ingress.text.tokenizer import Tokenizer
 from pilotfish.v1 import generation_pb2
 from tests.support.fakes.fake_engine import InProcessClient, ScriptedEngine
 from tests.support.translation.tiny_marian import ENGLISH, FRENCH, marian_tokenizer

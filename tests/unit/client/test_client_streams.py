@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.generation.servicer import GenerationServicer
 from cluster.ingress.access.api_keys import parse_keys
-from cluster.ingress.grpc import GenerationServicer
 from cluster.wire.peer_access import PeerAccess
 from cluster.wire.server import WireServer
 from deploy.coordinator_server import fixed_address

@@ -11,8 +11,8 @@ import pytest
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, InvalidRequest, NotReady, PilotfishError
-from cluster.ingress.text.chat_template import Message
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.chat_template import Message
+from cluster.generation.text.tokenizer import Tokenizer
 from cluster.wire.peer_access import OPEN
 from deploy.distillation import answers
 from deploy.distillation.answers import Quota, answer_all

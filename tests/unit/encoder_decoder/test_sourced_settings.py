@@ -14,7 +14,7 @@ from cluster.core.config.target_section import KvSection, TargetSection
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
 from cluster.core.verification import VerifyRow
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.tokenizer import Tokenizer
 from tests.support.engines.engine_rows import verify
 from tests.support.engines.engine_sequence import GREEDY, drafts_near
 from tests.support.engines.sourced import SAMPLED, SOURCE, SourcedModel, sourced, translate

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.core.errors import DeadlineExceeded, DrafterUnavailable, NotReady, Overloaded, TargetUnavailable
-from cluster.ingress.grpc import GenerationServicer
+from cluster.generation.servicer import GenerationServicer
 from cluster.ingress.http import create_app
 from tests.support.fakes.fake_engine import CONTEXT, MODEL, VOCABULARY, InProcessClient, ScriptedEngine, fake_service
 from tests.support.fakes.http_app import HI, LIMITS, HttpApi, chunks, error_of

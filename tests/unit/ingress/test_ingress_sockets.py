@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from cluster.core.config.sections import LimitsSection
-from cluster.ingress.grpc import GenerationServicer
+from cluster.generation.servicer import GenerationServicer
 from cluster.ingress.http import create_app
 from tests.support.deadline import deadline
 from tests.support.fakes.fake_engine import MODEL, InProcessClient, ScriptedEngine, fake_service, listening

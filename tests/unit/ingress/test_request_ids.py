@@ -11,7 +11,7 @@ import pytest
 from ray.serve._private.http_util import _apply_middlewares
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.ingress.grpc import GenerationServicer
+from cluster.generation.servicer import GenerationServicer
 from cluster.ingress.http import create_app
 from deploy.ray.proxy import middlewares
 from tests.support.fakes.fake_engine import InProcessClient, fake_service

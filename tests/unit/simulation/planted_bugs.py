@@ -15,7 +15,7 @@ from cluster.coordinator.commit import CommitResult, Committer
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.verification import StepResult, VerifyRow
-from cluster.ingress.coordinators.progress import StreamProgress
+from cluster.ingress.router.progress import StreamProgress
 from pilotfish.v1 import generation_pb2
 
 

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from cluster.core.config.sections import Configuration
-from cluster.ingress.coordinators.progress import StreamProgress
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.tokenizer import Tokenizer
+from cluster.ingress.router.progress import StreamProgress
 from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster

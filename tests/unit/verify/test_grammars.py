@@ -19,7 +19,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
 from cluster.core.verification import VerifyRow
-from cluster.ingress.text.tokenizer import Tokenizer
+from cluster.generation.text.tokenizer import Tokenizer
 from tests.support.engines.engine_rows import first_row, verify
 from tests.support.models import tiny, tiny_tokenizer
 from workers.kv.pool import KvPool

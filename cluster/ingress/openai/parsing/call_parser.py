@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable
 
-from cluster.ingress.events import ToolFormat
+from cluster.core.answer_format import ToolFormat
 from cluster.ingress.openai.parsing.json_span import JsonSpan
 from cluster.ingress.openai.parsing.parts import Part, PartKind, undecided
 

@@ -12,8 +12,8 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 
 from cluster.ingress.client import ServiceClient
-from cluster.ingress.router import Router
-from cluster.ingress.routing import CoordinatorView
+from cluster.ingress.router.choice import CoordinatorView
+from cluster.ingress.router.router import Router
 from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster

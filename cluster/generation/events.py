@@ -1,0 +1,116 @@
+"""The events of a request that a client reads: started once, then deltas and an end for each answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cluster.core.answer_format import TEXT_ONLY, AnswerFormat
+from cluster.core.ids import RequestId
+from cluster.core.request import Commit, FinishReason, TokenLogprobs, Usage
+from cluster.core.tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request was admitted."""
+
+    request_id: RequestId
+    model: str
+    seed: int
+    """The seed in force. Sending it again gives the same answer."""
+    prompt_tokens: int
+    prompt: tuple[int, ...] = ()
+    """The tokens of the prompt, if requested."""
+    answer_format: AnswerFormat = TEXT_ONLY
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Log-probabilities of the prompt's tokens after the first, if requested."""
+    queue_seconds: float | None = None
+    """How long the request waited before it ran, in seconds."""
+    fingerprint: str = ""
+    """See `TargetInfo.fingerprint`."""
+
+
+@dataclass(slots=True)
+class FirstReport:
+    """What the first event of a request reports of its first commits."""
+
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    queue_seconds: float | None = None
+
+    def note(self, commit: Commit) -> None:
+        """Take what a commit says."""
+        self.prompt_logprobs += commit.prompt_logprobs
+        self.queue_seconds = commit.queue_seconds if self.queue_seconds is None else self.queue_seconds
+
+    def added_to(self, started: Started) -> Started:
+        """Return the first event with what is known."""
+        return replace(started, prompt_logprobs=self.prompt_logprobs, queue_seconds=self.queue_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedDraft:
+    """How the tokens of one commit were drafted."""
+
+    tree: TokenTree
+    """The verified tree. Its root is the token before the commit."""
+    accepted: tuple[int, ...]
+    """The accepted nodes, from the root on."""
+    texts: tuple[str, ...]
+    """The text that became complete with each committed token. Together they are the text of the delta."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The text and tokens that one commit added to an answer."""
+
+    text: str
+    """Text that cannot change any more. It may lag behind `tokens`; all texts together are the answer."""
+    tokens: tuple[int, ...]
+    accepted: int
+    """How many of the leading `tokens` are accepted draft tokens."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    index: int = 0
+    """Number of the answer, from 0."""
+    drafted: int = 0
+    """Number of draft tokens that were verified to commit `tokens`."""
+    draft: VerifiedDraft | None = None
+    """How `tokens` were drafted, if requested."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of an answer: the reason and the usage."""
+
+    reason: FinishReason
+    usage: Usage
+    stop_string: str | None = None
+    """The stop string that ended the answer, if one did."""
+    stop_token: int | None = None
+    """The stop token that ended the answer, if one did."""
+    index: int = 0
+    """Number of the answer, from 0."""
+    accepted_prediction: int | None = None
+    """Number of tokens of the client's prediction that are in the answer; `None` without a prediction."""
+    rejected_prediction: int | None = None
+    """Number of tokens of the client's prediction that are not in the answer; `None` without a prediction."""
+
+
+Event = Started | Delta | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The served model, as clients see it."""
+
+    name: str
+    root: str
+    """The first name, which its answers have."""
+    created: int
+    """Time of loading, in seconds since the epoch."""
+    max_context_len: int
+    vocabulary_size: int
+    draft_method: str
+    is_lossless: bool
+    """See `TargetInfo.is_lossless`."""
+    max_source_len: int = 0
+    """Longest source of an encoder-decoder model, in tokens; 0 for other models."""

@@ -1,0 +1,54 @@
+"""The grammars of requests: those that clients send, and those of required calls of tools."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cluster.core.answer_format import AnswerFormat, ToolFormat
+from cluster.core.errors import InvalidRequest
+from cluster.core.grammar.grammar import Grammar
+from cluster.core.request import GenerationRequest
+from cluster.generation.grammar.checker import GrammarChecker
+from cluster.generation.grammar.tool_calls import MISTRAL_OPENING, tool_call_grammar, with_special_opening
+from cluster.generation.text.prompts import ChatPrompt
+from cluster.generation.text.tokenizer import Tokenizer
+from cluster.generation.validate import ValidatedRequest
+
+
+class Constraints:
+    """Gives requests the grammars that they need, and refuses those that cannot be compiled."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._checker = GrammarChecker()
+
+    async def apply(self, request: GenerationRequest, valid: ValidatedRequest, form: AnswerFormat) -> GenerationRequest:
+        """Return the request with a grammar that compiles, if it has one or requires a call of a tool.
+
+        Raises `InvalidRequest` (`grammar`, `tool_choice`, `tools`).
+        """
+        grammar = await self._grammar(request.sampling.grammar, valid)
+        if grammar is None:
+            return request
+        if form.begins_in_reasoning:
+            bound = "left out, or reasoning turned off by chat_template_kwargs: this prompt ends where reasoning begins"
+            raise InvalidRequest("grammar", grammar.kind.value, bound)
+        return replace(request, sampling=replace(request.sampling, grammar=grammar))
+
+    async def _grammar(self, grammar: Grammar | None, valid: ValidatedRequest) -> Grammar | None:
+        prompt = valid.prompt
+        if not isinstance(prompt, ChatPrompt) or prompt.required_tool is None:
+            return None if grammar is None else await self._checker.check(grammar)
+        if grammar is not None:
+            raise InvalidRequest("grammar", grammar.kind.value, "left out where a tool is required")
+        if valid.answers.beam is not None:
+            raise InvalidRequest("tool_choice", prompt.required_tool, "left out with beam search")
+        form = self._tokenizer.tool_format
+        tools, required = prompt.options.tools, prompt.required_tool
+        try:
+            calls = tool_call_grammar(tools, required, form, single=prompt.single_call)
+            calls = await self._checker.check(calls)
+        except InvalidRequest as error:
+            raise error.renamed("tools") if error.field == "grammar" else error from None
+        opening = self._tokenizer.special_token(MISTRAL_OPENING) if form is ToolFormat.MISTRAL else None
+        return calls if opening is None else with_special_opening(calls, opening)

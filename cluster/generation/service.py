@@ -1,0 +1,272 @@
+"""The generation service behind both APIs: validate, tokenize, generate, detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+
+from cluster.core import bounds
+from cluster.core.config.sections import LimitsSection
+from cluster.core.errors import InvalidRequest, NotReady, TargetUnavailable
+from cluster.core.ids import RequestId, check_request_id, scoped_request_id
+from cluster.core.request import GenerationRequest
+from cluster.core.verification import TargetInfo
+from cluster.generation import validate
+from cluster.generation.engine import Engine
+from cluster.generation.events import Delta, Event, Finished, FirstReport, ServedModel, Started
+from cluster.generation.grammar.constraints import Constraints
+from cluster.generation.recent_answers import RecentAnswers, RequestKey, request_key
+from cluster.generation.resume import ReceivedPart
+from cluster.generation.text.bad_words import without_bad_words
+from cluster.generation.text.prompts import (
+    answer_format,
+    chat_text,
+    decode_chat,
+    encode_prediction,
+    encode_prompt,
+)
+from cluster.generation.text.request_processor import RequestProcessor, best_answers
+from cluster.generation.text.thinking import with_bounded_thinking
+from cluster.generation.text.tokenizer import Tokenizer
+from cluster.generation.validate import ValidatedRequest
+from pilotfish.v1 import generation_pb2
+
+_TAKE_OVER_SECONDS = 5.0
+"""Longest wait for the end of an earlier call of a resumed request, in seconds."""
+
+_NamesModel = generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest | generation_pb2.DetokenizeRequest
+
+
+class GenerationService:
+    """Answers requests with one engine and one tokenizer."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        limits: LimitsSection,
+        *,
+        draft_method: str = "none",
+        aliases: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+        created: float | None = None,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._draft_method = draft_method
+        self._aliases = tuple(aliases)
+        self._clock = clock
+        self._created = int(time.time() if created is None else created)
+        self._running: dict[RequestId, asyncio.Event] = {}
+        self._recent = RecentAnswers()
+        self._constraints = Constraints(tokenizer)
+
+    async def generate(
+        self, message: generation_pb2.GenerateRequest, seconds_left: float | None = None
+    ) -> AsyncGenerator[Event, None]:
+        """Yield `Started`, then for each answer a `Delta` per commit and `Finished`.
+
+        A resumed request yields what follows the tokens that its caller has. The first event follows the first commit,
+        so a refused request yields nothing. Closing the iterator frees the memory of all answers. Raises
+        `InvalidRequest`, `UnknownModel`, `NotReady`, `Overloaded`, `DeadlineExceeded`, `TargetUnavailable`.
+        """
+        info = self._info()
+        self._resolve_alias(message)
+        longest = self._limits.max_timeout_seconds
+        deadline = self._clock() + (longest if seconds_left is None else min(seconds_left, longest))
+        valid = validate.validate(message, info, self._limits, info.eos_token_ids or self._tokenizer.eos_token_ids)
+        async with self._reserved(valid.scoped_id, take_over=bool(valid.received)):
+            self._engine.check_room(valid.client, valid.scoped_id, valid.answers.engine_n, valid.priority)
+            prompt = await encode_prompt(self._tokenizer, valid.prompt, valid.prompt_options, info)
+            prompt = valid.prompt_options.truncated(prompt, valid.max_tokens, info)
+            prediction = await encode_prediction(self._tokenizer, valid.prediction, self._limits)
+            request = validate.fit_to_context(valid, prompt, prediction, info, self._limits, deadline)
+            request = without_bad_words(request, self._tokenizer, valid.bad_words)
+            reported = prompt if valid.prompt_options.report else ()
+            form = answer_format(self._tokenizer, valid.prompt, prompt)
+            request = await self._constraints.apply(request, valid, form)
+            request = with_bounded_thinking(request, self._tokenizer)
+            started = Started(valid.request_id, info.model, request.sampling.seed, len(prompt), reported, form)
+            started = replace(started, fingerprint=info.fingerprint)
+            if form.needs_special_tokens:
+                request = replace(request, text=replace(request.text, skip_special_tokens=False))
+            first = FirstReport()
+            has_begun = False
+            async with aclosing(self._returned(request, valid, first)) as events:
+                async for event in events:
+                    if not has_begun:
+                        yield first.added_to(started)
+                        has_begun = True
+                    yield event
+            if not has_begun:
+                yield started  # the caller of a resumed request has all answers
+
+    async def _returned(
+        self, request: GenerationRequest, valid: ValidatedRequest, first: FirstReport
+    ) -> AsyncGenerator[Delta | Finished, None]:
+        """Yield the events of the returned answers: all as they come, or the best once all are complete.
+
+        `first` is filled before the first event.
+        """
+        if not valid.answers.selects_best:
+            received = valid.received if request.beam is None else ()
+            async with aclosing(self._generated(request, received, first)) as events:
+                async for event in events:
+                    yield event
+            return
+        async with aclosing(self._generated(request, (), first)) as events:
+            candidates = [event async for event in events]
+        for event in best_answers(candidates, valid.answers.returned, logprobs=valid.sampling.logprobs is not None):
+            yield event
+
+    async def _generated(
+        self, request: GenerationRequest, received: Sequence[ReceivedPart], first: FirstReport
+    ) -> AsyncGenerator[Delta | Finished, None]:
+        """Yield the events of all `request.n` answers, after what the caller has received of them."""
+        key = request_key(request)
+        request, processor, before = self._resumed(request, received, key)
+        last: tuple[Delta | Finished, ...] = ()
+        if processor.running:
+            async with aclosing(self._engine.generate(request)) as commits:
+                async for commit in commits:
+                    self._recent.append(key, commit.index, commit.tokens)
+                    first.note(commit)
+                    events = processor.process(commit)
+                    self._engine.count_sent(sum(len(event.tokens) for event in events if isinstance(event, Delta)))
+                    if commit.finish is None and events and isinstance(events[-1], Finished):
+                        self._engine.conclude(request.request_id, commit.index)
+                    if processor.done:
+                        last = events
+                        break  # close the engine's stream before the client reads the last event
+                    for event in (*before, *events):
+                        yield event
+                    before = ()
+        if processor.running:
+            raise TargetUnavailable(f"the answer to {request.request_id} broke off")
+        for event in (*before, *last):
+            yield event
+
+    def _resumed(
+        self, request: GenerationRequest, received: Sequence[ReceivedPart], key: RequestKey
+    ) -> tuple[GenerationRequest, RequestProcessor, tuple[Finished, ...]]:
+        """Continue after what the caller has: with its tokens, else the stored ones, else from the start.
+
+        Returns the request to the engine, the processor of its commits, and the ends that the caller does not have.
+        """
+        parts = tuple(
+            part.generated(part.tokens or self._recent.tokens(key, index)) for index, part in enumerate(received)
+        )
+        self._recent.begin(key, [part.tokens for part in parts] or [()] * request.n)
+        request = replace(request, resumed=parts)
+        skip = request.text.skip_special_tokens
+        starts_text = bool(request.source)  # an answer to a source does not continue a text
+        processor = RequestProcessor(
+            request, lambda: self._tokenizer.detokenizer(skip_special_tokens=skip, starts_text=starts_text)
+        )
+        ends = processor.resume(request, received)
+        left = processor.running
+        parts = tuple(replace(part, is_finished=index not in left) for index, part in enumerate(parts))
+        return replace(request, resumed=parts), processor, ends
+
+    def abort(self, request_id: str, client: str = "") -> bool:
+        """End the answers of a running request of `client` with `ABORT`. Raises `InvalidRequest` (`request_id`)."""
+        return self._engine.abort(scoped_request_id(client, check_request_id(request_id)))
+
+    async def tokenize(self, message: generation_pb2.TokenizeRequest) -> tuple[int, ...]:
+        """Return the token ids of a text or a conversation. Raises `InvalidRequest`, `UnknownModel`, `NotReady`."""
+        info = self._info()
+        self._resolve_alias(message)
+        validate.check_model(message.model if message.HasField("model") else None, info)
+        texts = self._tokenizer.texts
+        match message.WhichOneof("input"):
+            case "chat":
+                chat = decode_chat(message.chat, self._limits)
+                text, special = await texts.run(chat.chars, chat_text, self._tokenizer, chat, info)
+                return await texts.run(len(text), self._tokenizer.encode, text, special)
+            case "text":
+                special = message.add_special_tokens if message.HasField("add_special_tokens") else True
+                return await texts.run(len(message.text), self._tokenizer.encode, message.text, special)
+        raise InvalidRequest("prompt", None, "given: as text or messages")
+
+    async def detokenize(self, message: generation_pb2.DetokenizeRequest) -> str:
+        """Return the text of token ids. Raises `InvalidRequest`, `UnknownModel`, `NotReady`."""
+        info = self._info()
+        self._resolve_alias(message)
+        validate.check_model(message.model if message.HasField("model") else None, info)
+        most = max(info.max_context_len, info.max_source_len)
+        tokens = bounds.tokens("token_ids", message.token_ids, 0, most, info.vocabulary_size)
+        skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
+        return await self._tokenizer.texts.run(len(tokens), self._tokenizer.decode, tokens, skip)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that one token adds to a text."""
+        return self._tokenizer.token_bytes(token)
+
+    def model(self, name: str | None = None) -> ServedModel:
+        """Return the served model. Raises `UnknownModel`, `NotReady`."""
+        info = self._info()
+        if name not in self._aliases:
+            validate.check_model(name, info)
+        return ServedModel(
+            info.model if name is None else name,
+            info.model,
+            self._created,
+            info.max_context_len,
+            info.vocabulary_size,
+            self._draft_method,
+            info.is_lossless,
+            info.max_source_len,
+        )
+
+    def models(self) -> tuple[ServedModel, ...]:
+        """Return the served model under each of its names. Raises `NotReady`."""
+        return (self.model(), *map(self.model, self._aliases))
+
+    def _resolve_alias(self, message: _NamesModel) -> None:
+        if message.model in self._aliases:
+            message.ClearField("model")
+
+    @property
+    def draft_method(self) -> str:
+        """The name of the drafting method."""
+        return self._draft_method
+
+    @property
+    def is_lossless(self) -> bool:
+        """See `TargetInfo.is_lossless`. Available once the engine is ready."""
+        return self._engine.info.is_lossless
+
+    def _info(self) -> TargetInfo:
+        if not self._engine.ready:
+            raise NotReady("the server is starting or draining")
+        return self._engine.info
+
+    @asynccontextmanager
+    async def _reserved(self, request_id: RequestId, *, take_over: bool) -> AsyncIterator[None]:
+        """Reserve the id of a request while it runs. `take_over` ends the request that runs with it."""
+        if take_over:
+            await self._end_earlier(request_id)
+        if request_id in self._running:
+            raise InvalidRequest("request_id", request_id, "unlike those of running requests")
+        ended = self._running[request_id] = asyncio.Event()
+        try:
+            yield
+        finally:
+            del self._running[request_id]
+            ended.set()
+
+    async def _end_earlier(self, request_id: RequestId) -> None:
+        """End the earlier call of a resumed request, if it still runs. Raises `NotReady` if it does not end."""
+        ended = self._running.get(request_id)
+        if ended is None:
+            return
+        self._engine.abort(request_id)
+        try:
+            async with asyncio.timeout(_TAKE_OVER_SECONDS):
+                await ended.wait()
+        except TimeoutError:
+            raise NotReady(f"the earlier call of {request_id} has not ended yet") from None

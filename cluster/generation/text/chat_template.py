@@ -1,0 +1,257 @@
+"""Render a conversation with the chat template of the model, in a sandbox.
+
+The environment is that of `transformers`, for which the templates are written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from cluster.core.answer_format import ToolFormat
+from cluster.core.errors import ConfigurationError, InvalidRequest
+
+RENDER_SECONDS = 5.0
+"""Longest time for which a template may compute, in seconds of its thread."""
+Clock = Callable[[], float]
+
+OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception"})
+"""Variables of templates that requests cannot set by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class CalledTool:
+    """A call of a tool by the assistant."""
+
+    id: str
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation."""
+
+    role: str
+    content: str
+    name: str | None = None
+    tool_calls: tuple[CalledTool, ...] = ()
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    """What the assistant thought before the content."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """What a template renders besides the messages, and where the prompt ends."""
+
+    tools: tuple[str, ...] = ()
+    """Tools that the model may call, as JSON objects in OpenAI's form."""
+    arguments: str = ""
+    """Further variables, as a JSON object; empty: none."""
+    continue_final_message: bool = False
+    """End the prompt with the last message, which the answer continues."""
+    add_generation_prompt: bool = True
+    """End the prompt with the beginning of a new message of the assistant."""
+
+
+PLAIN = TemplateOptions()
+"""The messages alone, and the beginning of the answer."""
+
+
+class _GenerationTag(Extension):
+    """The tag `{% generation %}`, which marks the assistant's text for training. It renders its content unchanged."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox whose templates end with an error when they have computed for long."""
+
+    clock: Clock
+    """Returns the time that the current thread has computed, in seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        self.clock = clock
+        self._thread = threading.local()
+
+    def begin(self) -> None:
+        """Begin to render in this thread."""
+        self._thread.ends = self.clock() + RENDER_SECONDS
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Templates read attributes here."""
+        self._check()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Templates read entries here."""
+        self._check()
+        return super().getitem(obj, argument)
+
+    def call(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Templates call functions and macros here."""
+        self._check()
+        return super().call(*args, **kwargs)
+
+    def _check(self) -> None:
+        if self.clock() > getattr(self._thread, "ends", math.inf):
+            raise ValueError(f"it computes for more than {RENDER_SECONDS:g} s")
+
+
+class ChatTemplate:
+    """A compiled chat template and the special tokens that it uses.
+
+    Raises `ConfigurationError` if the source is not a valid template.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        now: Callable[[], datetime] = datetime.now,
+        clock: Clock = time.thread_time,
+    ) -> None:
+        self._environment = environment = _BoundedEnvironment(clock)
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise ConfigurationError(f"chat template: {error}") from None
+        self._special_tokens = dict(special_tokens)
+        self.reasons = "</think>" in source
+        """Whether the model writes what it thinks between `<think>` and `</think>`."""
+        self._renders_tools = "tools" in source
+        self.tool_format = _tool_format(source)
+
+    def render(
+        self, messages: Sequence[Message], options: TemplateOptions = PLAIN, most_chars: int | None = None
+    ) -> str:
+        """Return the conversation as text that ends where the assistant's answer begins.
+
+        Raises `InvalidRequest` (`messages`) if the template rejects the conversation, or writes more than `most_chars`
+        characters, or computes for more than `RENDER_SECONDS`.
+        """
+        tools = [json.loads(tool) for tool in options.tools]
+        if tools and not self._renders_tools:
+            messages = with_tools_as_text(messages, options.tools)
+        variables = {"documents": None, **(json.loads(options.arguments) if options.arguments else {})}
+        variables |= {
+            "messages": [_variables(message) for message in messages],
+            "tools": tools or None,
+            "add_generation_prompt": options.add_generation_prompt,
+        }
+        try:
+            text = self._generate({**self._special_tokens, **variables}, most_chars)
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+            roles = [message.role for message in messages]
+            raise InvalidRequest(
+                "messages", roles, f"a conversation that the model's template accepts: {error}"
+            ) from None
+        return _until_end_of(messages[-1].content, text) if options.continue_final_message else text
+
+    def _generate(self, variables: Mapping[str, Any], most_chars: int | None) -> str:
+        parts, length = [], 0
+        self._environment.begin()
+        for part in self._template.generate(variables):
+            parts.append(part)
+            length += len(part)
+            if most_chars is not None and length > most_chars:
+                raise ValueError(f"it writes more than {most_chars} characters, which the context cannot hold")
+        return "".join(parts)
+
+
+def with_tools_as_text(messages: Sequence[Message], tools: Sequence[str]) -> tuple[Message, ...]:
+    """Return a conversation that offers tools, and shows their calls, in its texts, for a template that knows none."""
+    offer = "\n".join(
+        (
+            "You can call these functions:",
+            "<tools>",
+            *tools,
+            "</tools>",
+            "To call one, write its name and arguments as JSON between tags:",
+            '<tool_call>{"name": "NAME", "arguments": {}}</tool_call>',
+        )
+    )
+    head, *others = messages
+    if head.role == "system":
+        head = Message("system", f"{head.content}\n\n{offer}", head.name)
+    else:
+        head, others = Message("system", offer), [head, *others]
+    return (head, *map(_with_calls_as_text, others))
+
+
+def _with_calls_as_text(message: Message) -> Message:
+    calls = [
+        f'<tool_call>{{"name": {_to_json(call.name)}, "arguments": {call.arguments}}}</tool_call>'
+        for call in message.tool_calls
+    ]
+    return Message(message.role, "\n".join([*filter(None, [message.content]), *calls]), message.name)
+
+
+def _variables(message: Message) -> dict[str, Any]:
+    """Return a message as templates expect it. The arguments of calls are objects."""
+    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name is not None:
+        found["name"] = message.name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.reasoning is not None:
+        found["reasoning_content"] = found["reasoning"] = message.reasoning
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return found
+
+
+def _until_end_of(content: str, text: str) -> str:
+    """Cut a rendered conversation after its last message, which templates may strip.
+
+    Raises `InvalidRequest` (`continue_final_message`).
+    """
+    for ending in (content, content.strip()):
+        start = text.rfind(ending)
+        if ending and start >= 0:
+            return text[: start + len(ending)]
+    raise InvalidRequest("continue_final_message", True, "false: the model's template changes the last message")
+
+
+def _tool_format(source: str) -> ToolFormat:
+    if "[TOOL_CALLS]" in source:
+        return ToolFormat.MISTRAL
+    is_llama = "<|python_tag|>" in source or ("<|start_header_id|>" in source and "tools" in source)
+    return ToolFormat.LLAMA if is_llama and "<tool_call>" not in source else ToolFormat.HERMES
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """JSON as `transformers` writes it: not escaped for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)

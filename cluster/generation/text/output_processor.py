@@ -1,0 +1,171 @@
+"""Processes one answer: converts committed tokens to text, applies stop strings, and counts the usage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cluster.core.request import Commit, FinishReason, GeneratedPart, GenerationRequest, Usage
+from cluster.core.tree import EMPTY_TREE
+from cluster.generation.events import Delta, Finished, VerifiedDraft
+from cluster.generation.text.prediction_match import PredictionMatch
+from cluster.generation.text.stop_strings import StopMatcher
+from cluster.generation.text.tokenizer import Detokenizer
+
+
+class OutputProcessor:
+    """Converts the commits of one answer to deltas. `finished` is set once the answer has ended."""
+
+    __slots__ = (
+        "_accepted",
+        "_cached",
+        "_drafted",
+        "_hidden",
+        "_includes_stop",
+        "_index",
+        "_matcher",
+        "_min_tokens",
+        "_prediction",
+        "_prompt_len",
+        "_returns_drafts",
+        "_resumed",
+        "_steps",
+        "_detokenizer",
+        "_tokens",
+        "finished",
+    )
+
+    def __init__(self, request: GenerationRequest, detokenizer: Detokenizer, index: int = 0) -> None:
+        self.finished: Finished | None = None
+        self._index = index
+        self._includes_stop = request.text.include_stop
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(request.stopping.stop_strings)
+        self._min_tokens = request.sampling.min_tokens
+        self._prediction = PredictionMatch(request.prediction) if request.prediction else None
+        self._prompt_len = len(request.input)
+        self._returns_drafts = request.returns_drafts
+        self._tokens = 0
+        self._drafted = 0
+        self._accepted = 0
+        self._steps = 0
+        self._resumed = 0
+        self._cached = 0
+        self._hidden = 0
+
+    def resume(self, part: GeneratedPart, end: FinishReason | None, hidden: int) -> Finished | None:
+        """Continue an answer after its first tokens, which the caller has. Call it before `process`.
+
+        `end` says whether a stop token or the length bound ended the answer with them. The caller also has the next
+        `hidden` tokens, which are generated again. Returns the end of an answer that has ended.
+        """
+        self._hidden = hidden
+        if part.tokens or end is not None:
+            self._process(Commit(part.tokens, 0, finish=end))
+        self._resumed = len(part.tokens)
+        self._drafted, self._accepted = part.drafted_tokens, part.accepted_tokens
+        self._steps = part.target_steps
+        if self.finished is not None:
+            self.finished = replace(self.finished, usage=self._usage())
+        return self.finished
+
+    @property
+    def token_count(self) -> int:
+        """Number of tokens of the answer so far."""
+        return self._tokens
+
+    def process(self, commit: Commit) -> tuple[Delta | Finished, ...]:
+        """Return the events of one commit without the tokens that the caller has; none once the answer has ended."""
+        count = min(self._hidden, len(commit.tokens))
+        if not count:
+            return self._process(commit)
+        self._hidden -= count
+        if count == len(commit.tokens):
+            return _ends(self._process(commit))
+        steps = self._steps
+        ends = _ends(self._process(Commit(commit.tokens[:count], min(commit.accepted, count))))
+        self._steps = steps + bool(ends)  # both parts are one step
+        accepted, logprobs = max(0, commit.accepted - count), commit.logprobs[count:]
+        return ends or self._process(
+            replace(commit, tokens=commit.tokens[count:], accepted=accepted, logprobs=logprobs, tree=EMPTY_TREE)
+        )
+
+    def _process(self, commit: Commit) -> tuple[Delta | Finished, ...]:
+        """Return the events of one commit; none once the answer has ended.
+
+        A stop string cuts the commit after the token that completes the string, unless that is one of the first
+        `min_tokens` tokens. A stop token counts as a token of the answer; it adds text only with `include_stop`.
+        """
+        if self.finished is not None:
+            return ()
+        texts, count, stop = self._read(commit)
+        end = ""
+        if stop is None and commit.finish is not None:
+            last = self._matcher.push(self._detokenizer.flush(), self._tokens + count > self._min_tokens)
+            end = last.text
+            stop = last.stop
+            if stop is None:
+                end += self._matcher.flush()
+            elif self._includes_stop:
+                end += stop
+        accepted = min(commit.accepted, count)
+        text, draft = "".join(texts) + end, self._draft(commit, texts, count, end)
+        delta = Delta(
+            text, commit.tokens[:count], accepted, commit.logprobs[:count], self._index, commit.drafted, draft
+        )
+        self._count(commit, delta)
+        self.finished = self._end(commit, stop)
+        if self.finished is not None and (match := self._prediction) is not None:
+            self.finished = replace(
+                self.finished, accepted_prediction=match.accepted, rejected_prediction=match.rejected
+            )
+        seen = (delta,) if delta.tokens or delta.text else ()
+        return seen if self.finished is None else (*seen, self.finished)
+
+    def _draft(self, commit: Commit, texts: list[str], count: int, end: str) -> VerifiedDraft | None:
+        """Return how the first `count` tokens were drafted, if requested. `end` is the text after the last token."""
+        if not self._returns_drafts or not count:
+            return None
+        texts = texts + [""] * (count - len(texts))
+        texts[-1] += end
+        accepted = commit.tree.follow(commit.tokens[: min(commit.accepted, count)])
+        return VerifiedDraft(commit.tree, accepted, tuple(texts))
+
+    def _read(self, commit: Commit) -> tuple[list[str], int, str | None]:
+        """Return the text of each token, how many tokens belong to the answer, and the stop string found."""
+        is_stopped = commit.finish is FinishReason.STOP and not self._includes_stop
+        with_text = len(commit.tokens) - 1 if is_stopped else len(commit.tokens)
+        texts: list[str] = []
+        for position, token in enumerate(commit.tokens[:with_text]):
+            may_end = self._tokens + position >= self._min_tokens
+            matched = self._matcher.push(self._detokenizer.push(token), may_end)
+            stop = matched.stop
+            texts.append(matched.text + (stop if stop is not None and self._includes_stop else ""))
+            if stop is not None:
+                return texts, position + 1, stop
+        return texts, len(commit.tokens), None
+
+    def _count(self, commit: Commit, delta: Delta) -> None:
+        self._tokens += len(delta.tokens)
+        if self._prediction is not None:
+            self._prediction.add(delta.tokens)
+        self._accepted += delta.accepted
+        self._drafted += commit.drafted
+        self._cached = max(self._cached, commit.cached_tokens)
+        self._steps += 1 if commit.tokens else 0
+
+    def _end(self, commit: Commit, stop: str | None) -> Finished | None:
+        if stop is not None:
+            return Finished(FinishReason.STOP, self._usage(), stop_string=stop, index=self._index)
+        if commit.finish is None:
+            return None
+        stop_token = commit.tokens[-1] if commit.finish is FinishReason.STOP and commit.tokens else None
+        return Finished(commit.finish, commit.usage or self._usage(), stop_token=stop_token, index=self._index)
+
+    def _usage(self) -> Usage:
+        return Usage(
+            self._prompt_len, self._tokens, self._drafted, self._accepted, self._steps, self._resumed, self._cached
+        )
+
+
+def _ends(events: tuple[Delta | Finished, ...]) -> tuple[Finished, ...]:
+    return tuple(event for event in events if isinstance(event, Finished))

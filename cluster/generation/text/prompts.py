@@ -1,0 +1,279 @@
+"""Prompts: their kinds, their checks before tokenization, and how they become tokens.
+
+For an encoder-decoder model, what a request calls its prompt is the source, which the encoder reads.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cluster.core import bounds
+from cluster.core.answer_format import TEXT_ONLY, AnswerFormat
+from cluster.core.config.sections import LimitsSection
+from cluster.core.errors import InvalidRequest
+from cluster.core.verification import TargetInfo
+from cluster.generation.text.chat_template import OWN_VARIABLES, PLAIN, CalledTool, Message, TemplateOptions
+from cluster.generation.text.tokenizer import Tokenizer
+from pilotfish.v1 import generation_pb2
+
+_ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+THINKING_START, THINKING_END = "<think>", "</think>"
+_LONGEST_THINK_TOKENS = 16
+"""Most tokens of `<think>` and the white space after it."""
+ALL_THAT_FITS = -1
+"""`PromptOptions.truncate` that keeps as many tokens as the context and `max_tokens` allow."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text that is tokenized unchanged."""
+
+    field: ClassVar[str] = "prompt"
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids that are used unchanged."""
+
+    field: ClassVar[str] = "prompt"
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation that the model's chat template renders."""
+
+    field: ClassVar[str] = "messages"
+    messages: tuple[Message, ...]
+    options: TemplateOptions = PLAIN
+    required_tool: str | None = None
+    """The name of the tool that the answer calls, or `ANY_TOOL`; `None` does not constrain the answer."""
+    single_call: bool = False
+    """Whether the answer is one call, if a tool is required."""
+
+    @property
+    def chars(self) -> int:
+        """Number of characters of the messages' contents."""
+        return sum(len(message.content) for message in self.messages)
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """How a prompt becomes tokens, and what is reported of it."""
+
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens; `None`: to text, not to conversations."""
+    truncate: int | None = None
+    """Number of tokens to keep of a longer prompt, or `ALL_THAT_FITS`; `None` refuses a prompt that is too long."""
+    keep_start: bool = False
+    """Whether truncation keeps the first tokens instead of the last ones."""
+    report: bool = False
+    """Whether the tokens of the prompt are reported."""
+    echo: bool = False
+    """Whether the client gets the prompt in front of the answer."""
+
+    def truncated(self, tokens: tuple[int, ...], max_tokens: int | None, info: TargetInfo) -> tuple[int, ...]:
+        """Return the part of the prompt that is used, given the most tokens of the answer."""
+        if self.truncate is None:
+            return tokens
+        room = info.max_source_len if info.is_encoder_decoder else max(1, info.max_context_len - (max_tokens or 1))
+        most = room if self.truncate == ALL_THAT_FITS else self.truncate
+        return tokens[:most] if self.keep_start else tokens[-most:]
+
+
+def decode_prompt(request: generation_pb2.GenerateRequest, info: TargetInfo, limits: LimitsSection) -> Prompt:
+    """Check and convert a prompt. Raises `InvalidRequest` (`prompt…` or `messages…`)."""
+    kind = request.WhichOneof("input")
+    if kind == "chat":
+        return decode_chat(request.chat, limits)
+    if kind == "token_ids":
+        ids, is_cut = request.token_ids.ids, request.prompt_options.HasField("truncate")
+        if not ids:
+            raise InvalidRequest("prompt", (), "of at least one token")
+        if len(ids) > most_prompt_tokens(info) and not is_cut:
+            raise prompt_too_long("prompt", len(ids), "tokens", info)
+        return TokenPrompt(bounds.tokens("prompt", ids, 1, bounds.MAX_TOKENS, info.vocabulary_size))
+    if kind == "text":
+        if not request.text:
+            raise InvalidRequest("prompt", "", "of at least one character")
+        return TextPrompt(request.text)
+    raise InvalidRequest("prompt", None, "given: as text, tokens or messages")
+
+
+def decode_prompt_options(message: generation_pb2.PromptOptions, info: TargetInfo) -> PromptOptions:
+    """Check and convert the options of a prompt. Raises `InvalidRequest` (`truncate_prompt_tokens`)."""
+    if message.echo and info.is_encoder_decoder:
+        raise InvalidRequest("echo", True, "false: an encoder-decoder model does not continue the text that it reads")
+    truncate = message.truncate if message.HasField("truncate") else None
+    if truncate not in (None, ALL_THAT_FITS):
+        most = info.max_source_len if info.is_encoder_decoder else info.max_context_len
+        bounds.integer("truncate_prompt_tokens", truncate, 1, most)
+    special = message.add_special_tokens if message.HasField("add_special_tokens") else None
+    return PromptOptions(special, truncate, message.keep_start, message.report, message.echo)
+
+
+def decode_chat(message: generation_pb2.ChatInput, limits: LimitsSection) -> ChatPrompt:
+    """Check and convert a conversation. Raises `InvalidRequest` (`messages…`)."""
+    bounds.count("messages", message.messages, 1, limits.max_messages, "messages")
+    messages = tuple(_chat_message(f"messages[{position}]", entry) for position, entry in enumerate(message.messages))
+    bounds.count("tools", message.tools, 0, bounds.MAX_TOOLS, "tools")
+    for position, tool in enumerate(message.tools):
+        _check_object(f"tools[{position}]", tool)
+    if message.template_arguments:
+        own = OWN_VARIABLES.intersection(_check_object("chat_template_kwargs", message.template_arguments))
+        if own:
+            raise InvalidRequest("chat_template_kwargs", min(own), "without the template's own variables")
+    begins = message.add_generation_prompt if message.HasField("add_generation_prompt") else None
+    if begins and message.continue_final_message:
+        raise InvalidRequest("add_generation_prompt", True, "false or left out with continue_final_message")
+    if begins is None:
+        begins = not message.continue_final_message
+    options = TemplateOptions(tuple(message.tools), message.template_arguments, message.continue_final_message, begins)
+    required = None
+    if message.HasField("required_tool"):
+        required = bounds.text("tool_choice", message.required_tool, bounds.MAX_NAME_BYTES)
+        if not message.tools:
+            raise InvalidRequest("tool_choice", required, "left out unless there are tools")
+    return ChatPrompt(messages, options, required, message.single_call)
+
+
+def _check_object(field: str, text: str) -> dict[str, Any]:
+    """Return a JSON object. Raises `InvalidRequest`."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequest(field, text, "a JSON object")
+    return value
+
+
+def _chat_message(field: str, message: generation_pb2.ChatMessage) -> Message:
+    if _ROLE.fullmatch(message.role) is None:
+        raise InvalidRequest(f"{field}.role", message.role, "1 to 64 letters, digits, _ or -")
+    name = None
+    if message.HasField("name"):
+        name = bounds.text(f"{field}.name", message.name, bounds.MAX_SPEAKER_NAME_BYTES)
+    call_id = None
+    if message.HasField("tool_call_id"):
+        call_id = bounds.text(f"{field}.tool_call_id", message.tool_call_id, bounds.MAX_NAME_BYTES)
+    bounds.count(f"{field}.tool_calls", message.tool_calls, 0, bounds.MAX_TOOLS, "calls")
+    calls = tuple(_called(f"{field}.tool_calls[{position}]", call) for position, call in enumerate(message.tool_calls))
+    reasoning = message.reasoning if message.HasField("reasoning") else None
+    return Message(message.role, message.content, name, calls, call_id, reasoning)
+
+
+def _called(field: str, call: generation_pb2.ToolCall) -> CalledTool:
+    _check_object(f"{field}.arguments", call.arguments)
+    call_id = bounds.text(f"{field}.id", call.id, bounds.MAX_NAME_BYTES)
+    return CalledTool(call_id, bounds.text(f"{field}.name", call.name, bounds.MAX_NAME_BYTES), call.arguments)
+
+
+async def encode_prompt(
+    tokenizer: Tokenizer, prompt: Prompt, options: PromptOptions, info: TargetInfo
+) -> tuple[int, ...]:
+    """Return the tokens of a prompt, computed in a thread.
+
+    A text that cannot fit into the context is refused without tokenizing it. Raises `InvalidRequest` (`prompt` or
+    `messages`), and `Overloaded` if too many long texts wait.
+    """
+    if isinstance(prompt, TokenPrompt):
+        return prompt.tokens
+    most_chars = (most_prompt_tokens(info) + 1) * tokenizer.longest_token_chars
+    chars = len(prompt.text) if isinstance(prompt, TextPrompt) else prompt.chars
+    if isinstance(prompt, TextPrompt) and chars > most_chars:
+        raise prompt_too_long(prompt.field, chars, "characters", info)
+
+    def encode() -> tuple[int, ...]:
+        if isinstance(prompt, ChatPrompt):
+            text, special = chat_text(tokenizer, prompt, info, most_chars)
+        else:
+            text, special = prompt.text, True
+        if len(text) > most_chars:
+            raise prompt_too_long(prompt.field, len(text), "characters", info)
+        if options.add_special_tokens is not None:
+            special = options.add_special_tokens
+        return tokenizer.encode(text, special)
+
+    return await tokenizer.texts.run(chars, encode)
+
+
+def chat_text(
+    tokenizer: Tokenizer, prompt: ChatPrompt, info: TargetInfo, most_chars: int | None = None
+) -> tuple[str, bool]:
+    """Return the text of a conversation, and whether the tokenizer adds its special tokens to it.
+
+    An encoder-decoder model without a chat template reads the last message of the user. Raises `InvalidRequest`.
+    """
+    if tokenizer.has_template or not info.is_encoder_decoder:
+        return tokenizer.render_chat(prompt.messages, prompt.options, most_chars), False
+    for field, value in (
+        ("tools", prompt.options.tools),
+        ("chat_template_kwargs", prompt.options.arguments),
+        ("continue_final_message", prompt.options.continue_final_message),
+    ):
+        if value:
+            raise InvalidRequest(field, value, "left out: this model has no chat template")
+    last = next((message for message in reversed(prompt.messages) if message.role == "user"), None)
+    if last is None:
+        roles = [message.role for message in prompt.messages]
+        raise InvalidRequest("messages", roles, "with a message of the user: this model reads the last one of them")
+    return last.content, True
+
+
+def most_prompt_tokens(info: TargetInfo) -> int:
+    """Return the most tokens of a prompt: the context without one token, or what the encoder reads."""
+    return info.max_source_len if info.is_encoder_decoder else info.max_context_len - 1
+
+
+def prompt_too_long(field: str, length: int, unit: str, info: TargetInfo) -> InvalidRequest:
+    """Return the error for a prompt that fills the whole context, or that is longer than the encoder reads."""
+    reason = f"the context holds {info.max_context_len}, one of them the answer's"
+    if info.is_encoder_decoder:
+        reason = "the model's encoder reads no more"
+    return InvalidRequest(field, f"{length} {unit}", f"at most {most_prompt_tokens(info)} tokens: {reason}")
+
+
+async def encode_prediction(
+    tokenizer: Tokenizer, prediction: str | tuple[int, ...], limits: LimitsSection
+) -> tuple[int, ...]:
+    """Return the tokens of a prediction. A text beyond the bound is refused without tokenizing it.
+
+    Raises `InvalidRequest` (`prediction`).
+    """
+    if not isinstance(prediction, str):
+        return prediction
+    if not prediction:  # nearly every request; a thread would delay it
+        return ()
+    if len(prediction) > limits.max_prediction_tokens * tokenizer.longest_token_chars:
+        raise prediction_too_long(len(prediction), "characters", limits)
+    return await tokenizer.texts.run(len(prediction), tokenizer.encode_answer, prediction)
+
+
+def prediction_too_long(length: int, unit: str, limits: LimitsSection) -> InvalidRequest:
+    """Return the error for a prediction with too many tokens, or with too many characters for that many tokens."""
+    return InvalidRequest("prediction", f"{length} {unit}", f"at most {limits.max_prediction_tokens} tokens")
+
+
+def answer_format(tokenizer: Tokenizer, prompt: Prompt, tokens: Sequence[int]) -> AnswerFormat:
+    """Return the format of the answers to a prompt with these tokens."""
+    if not isinstance(prompt, ChatPrompt):
+        return TEXT_ONLY
+    form = tokenizer.tool_format if prompt.options.tools else None
+    if not tokenizer.reasons:
+        return AnswerFormat(form)
+    return AnswerFormat(form, True, begins_thinking(tokenizer, tokens))
+
+
+def begins_thinking(tokenizer: Tokenizer, tokens: Sequence[int]) -> bool:
+    """Return whether a prompt ends after `<think>`, so that the answer begins with what the model thinks."""
+    end = tokenizer.decode(tokens[-_LONGEST_THINK_TOKENS:], skip_special_tokens=False)
+    return end.rstrip().endswith(THINKING_START)

@@ -1,0 +1,228 @@
+"""Tokenization and detokenization with the files of a model directory."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from cluster.core.answer_format import ToolFormat
+from cluster.core.errors import ConfigurationError, InvalidRequest
+from cluster.generation.text.chat_template import PLAIN, ChatTemplate, Message, TemplateOptions
+from cluster.generation.text.marian_vocabulary import MarianVocabulary, is_marian
+from cluster.generation.text.text_executor import TextExecutor
+from cluster.generation.text.token_bytes import METASPACE, PieceToBytes, reader
+from cluster.generation.text.vocabulary import JsonVocabulary, Vocabulary
+
+_SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A vocabulary, its chat template and its end-of-sequence tokens. Thread-safe."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        piece_to_bytes: PieceToBytes,
+        *,
+        strips_first_space: bool = False,
+        template: ChatTemplate | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._piece_to_bytes = piece_to_bytes
+        self._bytes: dict[int, bytes] = {}
+        """The bytes of the tokens that were asked for; most answers use the same few thousand."""
+        self._strips_first_space = strips_first_space
+        self._template = template
+        self.eos_token_ids = eos_token_ids
+        self.texts = TextExecutor()
+        """Threads for work on texts of more than a few tokens."""
+        self.longest_token_chars = vocabulary.longest_piece
+        """Most characters of a token. A text has at least its length ÷ this number of tokens."""
+
+    @classmethod
+    def load(cls, directory: Path) -> Tokenizer:
+        """Read `tokenizer.json`, or the files of a MarianMT model, and the other tokenizer files of a model directory.
+
+        Raises `ConfigurationError` if a file is missing, unreadable or of an unknown kind.
+        """
+        vocabulary: Vocabulary
+        if is_marian(directory):
+            vocabulary = MarianVocabulary(directory)
+            piece_to_bytes, strips_first_space = reader(METASPACE)
+        else:
+            vocabulary, decoder = _read_vocabulary(directory / "tokenizer.json")
+            piece_to_bytes, strips_first_space = reader(decoder)
+        settings = _read_json(directory / "tokenizer_config.json")
+        special_tokens = _special_tokens(settings)
+        template = _template_source(directory, settings)
+        return cls(
+            vocabulary,
+            piece_to_bytes,
+            strips_first_space=strips_first_space,
+            template=None if template is None else ChatTemplate(template, special_tokens),
+            eos_token_ids=_eos_token_ids(directory, vocabulary, special_tokens),
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the token ids of a text that the model reads. Special tokens in the text become their ids."""
+        return self._vocabulary.encode(text, add_special_tokens)
+
+    def encode_answer(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a text as the model writes it, without added special tokens.
+
+        A translation model reads one language and writes another, with other tokens.
+        """
+        return self._vocabulary.encode_answer(text)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model has a chat template."""
+        return self._template is not None
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the model writes what it thinks between `<think>` and `</think>`."""
+        return self._template is not None and self._template.reasons
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes calls of tools."""
+        return ToolFormat.HERMES if self._template is None else self._template.tool_format
+
+    def render_chat(
+        self, messages: Sequence[Message], options: TemplateOptions = PLAIN, most_chars: int | None = None
+    ) -> str:
+        """Return a conversation as text, see `ChatTemplate.render`. Raises `InvalidRequest` (`messages`)."""
+        if self._template is None:
+            roles = [message.role for message in messages]
+            raise InvalidRequest("messages", roles, "sent as a prompt instead: this model has no chat template")
+        return self._template.render(messages, options, most_chars)
+
+    def encode_chat(self, messages: Sequence[Message], options: TemplateOptions = PLAIN) -> tuple[int, ...]:
+        """Return the token ids of a conversation, up to where the assistant's answer begins.
+
+        The template contains the special tokens, so none are added. Raises `InvalidRequest` (`messages`).
+        """
+        return self.encode(self.render_chat(messages, options), add_special_tokens=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token adds to a text, also for special tokens; empty for an unused id."""
+        known = self._bytes.get(token)
+        if known is not None:
+            return known
+        piece = self._vocabulary.piece(token)
+        if piece is None:
+            return b""
+        found = self._bytes[token] = self._piece_to_bytes(piece)
+        return found
+
+    def special_token(self, piece: str) -> int | None:
+        """Return the id of a special token, or `None` if the vocabulary has no such special token."""
+        found = (token for token in self._vocabulary.special_ids if self._vocabulary.piece(token) == piece)
+        return next(found, None)
+
+    def is_special(self, token: int) -> bool:
+        """Whether the token is a special token."""
+        return token in self._vocabulary.special_ids
+
+    def detokenizer(self, *, skip_special_tokens: bool = True, starts_text: bool = False) -> Detokenizer:
+        """Return a detokenizer for one answer. `starts_text` removes the first space if the tokenizer adds one."""
+        return Detokenizer(self, skip_special_tokens, starts_text and self._strips_first_space)
+
+    def decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens. Bytes that are not valid UTF-8 become U+FFFD."""
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens, starts_text=True)
+        return "".join([*(detokenizer.push(token) for token in tokens), detokenizer.flush()])
+
+
+class Detokenizer:
+    """Incremental detokenization. An incomplete character is held back until its last byte.
+
+    All parts together equal `Tokenizer.decode` of all tokens, apart from the first space of a continuation.
+    """
+
+    __slots__ = ("_drop_space", "_skip_special_tokens", "_tokenizer", "_utf8")
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, drop_space: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._drop_space = drop_space
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """Add a token, and return the text that is now complete."""
+        if self._skip_special_tokens and self._tokenizer.is_special(token):
+            return ""
+        return self._first_space_dropped(self._utf8.decode(self._tokenizer.token_bytes(token)))
+
+    def flush(self) -> str:
+        """Return the text held back, at the end. An incomplete character becomes U+FFFD."""
+        return self._first_space_dropped(self._utf8.decode(b"", final=True))
+
+    def _first_space_dropped(self, text: str) -> str:
+        if not self._drop_space or not text:
+            return text
+        self._drop_space = False
+        return text.removeprefix(" ")
+
+
+def _read_vocabulary(path: Path) -> tuple[JsonVocabulary, Mapping[str, Any] | None]:
+    """Return the vocabulary and the decoder of a `tokenizer.json`. Raises `ConfigurationError`."""
+    try:
+        source = path.read_text(encoding="utf-8")
+        tokenizer = tokenizers.Tokenizer.from_str(source)
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigurationError(f"{path}: needed a tokenizer.json, found: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return JsonVocabulary(tokenizer), json.loads(source).get("decoder")
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigurationError(f"{path}: needed JSON, found: {error}") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return `bos_token` and the others. Each is a string or an object with `content`."""
+    found: dict[str, str] = {}
+    for key in _SPECIAL_TOKEN_KEYS:
+        value = settings.get(key)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            found[key] = content
+    return found
+
+
+def _template_source(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    """Return the template: from its own file, or from the settings, alone or in a list under `default`."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    source = settings.get("chat_template")
+    if isinstance(source, list):
+        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
+    return source if isinstance(source, str) else None
+
+
+def _eos_token_ids(directory: Path, vocabulary: Vocabulary, special_tokens: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the end-of-sequence tokens of the generation settings, else of the model, else of the tokenizer."""
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(directory / name).get("eos_token_id")
+        if isinstance(value, int):
+            return (value,)
+        if isinstance(value, list) and value:
+            return tuple(int(token) for token in value)
+    token = vocabulary.token(special_tokens.get("eos_token", ""))
+    return () if token is None else (token,)

@@ -1,0 +1,137 @@
+"""One log line per request: ids, counts, times and reasons, and nothing that a client wrote."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.core.errors import NotReady
+from cluster.generation.servicer import GenerationServicer
+from cluster.ingress.access.api_keys import parse_keys
+from cluster.ingress.access.key_ring import KeyRing
+from cluster.ingress.grpc import RoutedGenerationServicer
+from cluster.ingress.http import create_app
+from pilotfish.v1 import generation_pb2
+from tests.support.fakes.fake_engine import InProcessClient, Remaining
+from tests.support.fakes.http_app import LIMITS, HttpApi
+from workers.serve.logs import JsonFormatter, set_logging
+
+SECRET = "a-prompt-that-nobody-may-read"
+KEY = "sk-" + "k" * 40
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[HttpApi]:
+    api = HttpApi(tmp_path)
+    async with api.http:
+        yield api
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """The request lines as JSON."""
+    records = [record for record in caplog.records if record.name == "pilotfish.requests"]
+    formatted = [JsonFormatter().format(record) for record in records]
+    for text in (*formatted, *(record.getMessage() for record in records)):
+        assert SECRET not in text
+        assert KEY not in text
+    return [json.loads(text) for text in formatted]
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, "pilotfish.requests")
+    return caplog
+
+
+async def test_an_answer_is_one_line_with_what_its_client_sees(api: HttpApi, log: pytest.LogCaptureFixture) -> None:
+    response = await api.http.post("/v1/completions", json={"prompt": "hi", "n": 2}, headers={"x-request-id": "mine"})
+    (line,) = lines(log)
+    body = response.json()
+    assert response.headers["x-request-id"] == "mine" == line["request_id"]
+    assert body["id"].endswith(line["answer_id"])
+    assert (line["api"], line["method"], line["handler"], line["status"]) == ("http", "POST", "/v1/completions", 200)
+    assert (line["message"], line["level"]) == ("request", "info")
+    assert line["prompt_tokens"] == body["usage"]["prompt_tokens"]
+    assert line["completion_tokens"] == body["usage"]["completion_tokens"]
+    receipts = [choice["receipt"] for choice in body["choices"]]
+    assert line["drafted_tokens"] == sum(receipt["drafted"] for receipt in receipts) > 0
+    assert line["accepted_tokens"] == sum(receipt["accepted"] for receipt in receipts) > 0
+    assert line["finish"] == [choice["finish_reason"] for choice in body["choices"]] == ["stop", "stop"]
+    assert 0 <= line["first_token_seconds"] <= line["total_seconds"]
+    assert "error" not in line
+
+
+async def test_a_refusal_is_a_line_with_the_name_of_its_error(api: HttpApi, log: pytest.LogCaptureFixture) -> None:
+    await api.chat(messages=[{"role": "user", "content": SECRET}], temperature=SECRET)
+    await api.http.get(f"/{SECRET}")
+    refused, unknown = lines(log)
+    assert (refused["status"], refused["error"]) == (400, "InvalidRequest")
+    assert (unknown["status"], unknown["error"], unknown["handler"]) == (404, "UnknownRoute", "none")
+    assert "prompt_tokens" not in refused
+
+
+async def test_probes_are_not_logged(api: HttpApi, log: pytest.LogCaptureFixture) -> None:
+    for path in ("/health", "/ready", "/ping", "/metrics", "/load", "/version"):
+        await api.http.get(path)
+    assert lines(log) == []
+
+
+async def test_a_line_names_the_client_and_never_its_key(api: HttpApi, log: pytest.LogCaptureFixture) -> None:
+    app = create_app(api.client, LIMITS, keys=KeyRing(parse_keys(f"alice {KEY}", "keys")))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://pilotfish") as http:
+        await http.post("/v1/completions", json={"prompt": SECRET}, headers={"authorization": f"Bearer {KEY}"})
+        await http.post("/v1/completions", json={"prompt": SECRET}, headers={"authorization": f"Bearer {KEY}x"})
+    answered, refused = lines(log)
+    assert (answered["client"], answered["status"]) == ("alice", 200)
+    assert (refused["error"], refused["status"]) == ("Unauthenticated", 401)
+    assert "client" not in refused
+
+
+async def test_a_grpc_call_is_a_line_too(api: HttpApi, log: pytest.LogCaptureFixture) -> None:
+    servicer = RoutedGenerationServicer(_Full(api), 60.0)
+    request = generation_pb2.GenerateRequest(text="hi", request_id="mine")
+    async for _ in servicer.Generate(request, Remaining(9)):  # type: ignore[arg-type]
+        pass
+    api.engine.refusal = NotReady("starting")
+    with pytest.raises(NotReady):
+        async for _ in servicer.Generate(request, Remaining(9)):  # type: ignore[arg-type]
+            pass
+    answered, refused = lines(log)
+    assert (answered["api"], answered["request_id"], answered["finish"]) == ("grpc", "mine", ["stop"])
+    assert (refused["error"], refused["request_id"]) == ("NotReady", "mine")
+
+
+class _Full(InProcessClient):
+    """A client of all methods."""
+
+    def __init__(self, api: HttpApi) -> None:
+        super().__init__(GenerationServicer(api.client._servicer._service), lambda: True)
+
+    async def abort(self, request_id: str, client: str = "") -> bool:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_json_is_written_to_every_handler_and_has_the_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, handler = logging.RootLogger(logging.WARNING), logging.StreamHandler()
+    root.addHandler(handler)
+    monkeypatch.setattr(logging, "getLogger", lambda: root)
+    set_logging("debug", "json")
+    assert root.level == logging.DEBUG
+    try:
+        raise ValueError("wrong")
+    except ValueError as error:
+        info = (ValueError, error, error.__traceback__)
+    record = logging.LogRecord("name", logging.ERROR, "file", 1, "%s failed", ("it",), info)
+    entry = json.loads(handler.format(record))
+    assert (entry["message"], entry["level"], entry["logger"]) == ("it failed", "error", "name")
+    assert "ValueError: wrong" in entry["exception"]
+    assert entry["time"].endswith("+00:00")

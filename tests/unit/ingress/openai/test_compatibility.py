@@ -1,0 +1,152 @@
+"""Unknown fields, and the page that lists every parameter of OpenAI's API and of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+
+from cluster.core.config.sections import LimitsSection
+from cluster.generation.servicer import GenerationServicer
+from cluster.ingress.http import create_app
+from cluster.ingress.openai.compatibility import page
+from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
+from tests.support.fakes.fake_engine import InProcessClient, fake_service
+from tests.support.fakes.http_app import HI, HttpApi, error_of
+
+PAGE = Path(__file__).resolve().parents[4] / "COMPATIBILITY.md"
+VLLM_BOTH = [
+    "add_special_tokens",
+    "allowed_token_ids",
+    "bad_words",
+    "cache_salt",
+    "ec_transfer_params",
+    "frequency_penalty",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "kv_transfer_params",
+    "length_penalty",
+    "logit_bias",
+    "logprob_token_ids",
+    "logprobs",
+    "max_tokens",
+    "min_p",
+    "min_tokens",
+    "model",
+    "n",
+    "presence_penalty",
+    "priority",
+    "prompt_logprobs",
+    "repetition_detection",
+    "repetition_penalty",
+    "request_id",
+    "response_format",
+    "return_mm_kwargs",
+    "return_token_ids",
+    "return_token_offsets",
+    "return_tokens_as_token_ids",
+    "routed_experts_prompt_start",
+    "seed",
+    "session_id",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "stop",
+    "stop_token_ids",
+    "stream",
+    "stream_interval",
+    "stream_options",
+    "structured_outputs",
+    "temperature",
+    "thinking_token_budget",
+    "top_k",
+    "top_p",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "use_beam_search",
+    "user",
+    "vllm_xargs",
+    "watermarking",
+    "echo",
+]
+VLLM_CHAT = [
+    "add_generation_prompt",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "documents",
+    "include_reasoning",
+    "max_completion_tokens",
+    "media_io_kwargs",
+    "messages",
+    "mm_processor_kwargs",
+    "parallel_tool_calls",
+    "reasoning_effort",
+    "return_prompt_text",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+]
+VLLM_COMPLETIONS = ["prompt", "prompt_embeds", "suffix"]
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[HttpApi]:
+    api = HttpApi(tmp_path)
+    async with api.http:
+        yield api
+
+
+async def test_unknown_fields_are_ignored_and_named_in_a_header(api: HttpApi) -> None:
+    body = {"hue": 1, "tempo": {"a": 1}, "stream_options": {"shade": 2}, "stream": True}
+    response = await api.chat(**body, messages=[{**HI[0], "mood": "good"}])
+    assert response.status_code == 200
+    assert response.headers["x-ignored-fields"] == "hue, tempo, stream_options.shade, messages.mood"
+    whole = await api.complete(hue=1)
+    assert (whole.status_code, whole.headers["x-ignored-fields"]) == (200, "hue")
+    assert "x-ignored-fields" not in (await api.complete()).headers
+
+
+async def test_hostile_names_of_unknown_fields_are_bounded_and_harmless(api: HttpApi) -> None:
+    names = {"a\r\nset-cookie: x": 1, "ü" * 100: 1, **{f"field{number}": 1 for number in range(40)}}
+    header = (await api.complete(**names)).headers["x-ignored-fields"]
+    assert header.startswith(f"a??set-cookie??x, {'?' * 64}, field0")
+    assert header.count(",") == 15
+
+
+async def test_unknown_fields_are_refused_if_configured(tmp_path: Path) -> None:
+    limits = LimitsSection(unknown_fields="refuse")
+    generation, engine, _ = fake_service(tmp_path, limits=limits)
+    app = create_app(InProcessClient(GenerationServicer(generation), lambda: engine.ready), limits)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://pilotfish") as http:
+        for body, field in (({"temprature": 1}, "temprature"), ({"speculation": {"hue": 1}}, "speculation.hue")):
+            response = await http.post("/v1/completions", json={"prompt": "hi", **body})
+            assert (response.status_code, error_of(response)["param"]) == (400, field)
+
+
+@pytest.mark.parametrize(
+    ("model", "openai_params", "vllm_names"),
+    [
+        (ChatRequest, chat_params.CompletionCreateParamsBase, VLLM_CHAT),
+        (CompletionRequest, completion_params.CompletionCreateParamsBase, VLLM_COMPLETIONS),
+    ],
+)
+def test_every_parameter_of_openai_and_vllm_is_known(
+    model: type[Parameters], openai_params: type, vllm_names: list[str]
+) -> None:
+    known = {*model.model_fields, *model.unsupported}
+    assert {*openai_params.__annotations__, *vllm_names, *VLLM_BOTH} - known == set()
+
+
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
+def test_every_served_parameter_is_described_and_every_other_one_has_a_reason(model: type[Parameters]) -> None:
+    assert [name for name, field in model.model_fields.items() if not field.description] == []
+    assert [name for name, one in model.unsupported.items() if not one.reason] == []
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run `make compatibility`"

@@ -1,0 +1,102 @@
+"""`thinking_token_budget` and `thinking.budget_tokens` reach the engine with the tokens of `<think>` and `</think>`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.core.config.sections import LimitsSection
+from cluster.core.request import ThinkingBudget
+from cluster.generation.service import GenerationService
+from cluster.generation.servicer import GenerationServicer
+from cluster.generation.text.tokenizer import Tokenizer
+from cluster.ingress.http import create_app
+from tests.support.fakes.fake_engine import InProcessClient, ScriptedEngine, script_of
+from tests.support.fakes.http_app import HI, HttpApi, error_of
+from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE, byte_level
+
+OPENING = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>\n{% endif %}"
+SCHEMA = {"type": "json_object"}
+
+
+class ThinkingModel:
+    """The HTTP API over a scripted engine whose model thinks. `writes_start`: its prompts do not end with `<think>`."""
+
+    def __init__(self, directory: Path, *, writes_start: bool = False) -> None:
+        settings = byte_level(directory) / "tokenizer_config.json"
+        template = CHAT_TEMPLATE + ("{# </think> #}" if writes_start else OPENING)
+        settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": template}))
+        self.tokenizer = Tokenizer.load(directory)
+        self.engine = ScriptedEngine(script_of(self.tokenizer, "hm</think>hello"), 3)
+        self.engine.context = 1024
+        generation = GenerationService(self.engine, self.tokenizer, LimitsSection(), created=1)
+        client = InProcessClient(GenerationServicer(generation), lambda: self.engine.ready)
+        transport = httpx.ASGITransport(create_app(client, LimitsSection()))
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://pilotfish")
+
+    async def post(self, path: str = "/v1/chat/completions", **values: Any) -> httpx.Response:
+        return await self.http.post(path, json={"messages": HI, "max_tokens": 64, **values})
+
+    @property
+    def seen(self) -> ThinkingBudget | None:
+        return self.engine.requests[-1].sampling.thinking
+
+    def tokens(self, text: str) -> tuple[int, ...]:
+        return self.tokenizer.encode_answer(text)
+
+
+async def test_the_budget_arrives_where_the_prompt_ends_in_thinking(tmp_path: Path) -> None:
+    model = ThinkingModel(tmp_path)
+    message = (await model.post(thinking_token_budget=7)).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "hello")
+    assert model.seen == ThinkingBudget(7, (), model.tokens("</think>"))
+    assert (await model.post(thinking_token_budget=-1)).status_code == 200
+    assert model.seen is None
+    prompt = {"prompt": "why?<think>\n", "thinking_token_budget": 0}
+    assert (await model.http.post("/v1/completions", json=prompt)).status_code == 200
+    assert model.seen == ThinkingBudget(0, (), model.tokens("</think>"))
+
+
+async def test_the_model_may_write_the_start_itself_or_be_told_not_to_think(tmp_path: Path) -> None:
+    model = ThinkingModel(tmp_path, writes_start=True)
+    await model.post(thinking_token_budget=7)
+    assert model.seen == ThinkingBudget(7, model.tokens("<think>"), model.tokens("</think>"))
+
+
+async def test_anthropics_budget_is_the_same(tmp_path: Path) -> None:
+    model = ThinkingModel(tmp_path)
+    answer = await model.post("/v1/messages", thinking={"type": "enabled", "budget_tokens": 9})
+    assert [block["type"] for block in answer.json()["content"]] == ["thinking", "text"]
+    assert model.seen is not None and model.seen.max_tokens == 9
+    for thinking in ({"type": "adaptive"}, {"type": "disabled"}):
+        assert (await model.post("/v1/messages", thinking=thinking)).status_code == 200
+        assert model.seen is None
+
+
+@pytest.mark.parametrize("thinking", [{"type": "deep"}, {"type": "enabled", "budget_tokens": "9"}])
+async def test_wrong_thinking_is_refused_by_name(tmp_path: Path, thinking: dict[str, Any]) -> None:
+    answer = await ThinkingModel(tmp_path).post("/v1/messages", thinking=thinking)
+    assert answer.status_code == 400
+    assert "thinking." in answer.text
+
+
+async def test_a_budget_has_no_effect_on_a_model_that_does_not_think_and_with_a_grammar(tmp_path: Path) -> None:
+    api = HttpApi(tmp_path / "plain")
+    assert (await api.chat(thinking_token_budget=3)).status_code == 200
+    assert api.engine.requests[-1].sampling.thinking is None
+    beams = await api.chat(thinking_token_budget=3, use_beam_search=True, n=2, temperature=0)
+    assert (beams.status_code, error_of(beams)["param"]) == (400, "thinking_token_budget")
+    model = ThinkingModel(tmp_path / "thinks", writes_start=True)
+    assert (await model.post(thinking_token_budget=3, response_format=SCHEMA)).status_code == 200
+    assert model.seen is None
+
+
+async def test_budgets_out_of_bounds_are_refused_by_name(tmp_path: Path) -> None:
+    api = HttpApi(tmp_path)
+    for value in (-2, 1 << 21, 1.5):
+        refused = await api.chat(thinking_token_budget=value)
+        assert (refused.status_code, error_of(refused)["param"]) == (400, "thinking_token_budget"), value

@@ -1,0 +1,162 @@
+"""Tools, reasoning and what the model's template renders, over HTTP and with the `openai` client."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from cluster.core.answer_format import ToolFormat
+from cluster.core.errors import InvalidRequest
+from cluster.generation.text.chat_template import PLAIN, ChatTemplate, Message, TemplateOptions
+from tests.support.fakes.fake_engine import MODEL
+from tests.support.fakes.http_app import HI, HttpApi, chunks, error_of
+
+CALL = '<tool_call>\n{"name": "swim", "arguments": {"to": "the world"}}\n</tool_call>'
+TOOL = {"type": "function", "function": {"name": "swim", "parameters": {"type": "object"}}}
+
+WRONG_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "5"}}]}
+
+
+def api_that_writes(directory: Path, text: str) -> HttpApi:
+    api = HttpApi(directory, text)
+    api.engine.context = 1024
+    return api
+
+
+def client_of(api: HttpApi) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url="http://pilotfish/v1", api_key="none", http_client=api.http, max_retries=0)
+
+
+async def test_the_openai_client_gets_calls_whole_and_streamed(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, f"Yes. {CALL}")
+    body: dict[str, Any] = {"model": MODEL, "messages": HI, "tools": [TOOL], "seed": 1}
+    async with client_of(api) as client:
+        answer = await client.chat.completions.create(**body)
+        message = answer.choices[0].message
+        assert (answer.choices[0].finish_reason, message.content) == ("tool_calls", "Yes.")
+        assert message.tool_calls is not None
+        (call,) = message.tool_calls
+        assert call.type == "function"
+        assert (call.function.name, json.loads(call.function.arguments)) == ("swim", {"to": "the world"})
+        arguments, names, content, reasons = "", [], "", []
+        async for chunk in await client.chat.completions.create(**body, stream=True):
+            delta = chunk.choices[0].delta
+            content += delta.content or ""
+            reasons.append(chunk.choices[0].finish_reason)
+            for part in delta.tool_calls or ():
+                assert part.function is not None
+                names += [part.function.name] if part.function.name else []
+                arguments += part.function.arguments or ""
+        assert (names, arguments, content) == (["swim"], call.function.arguments, "Yes.")
+        assert reasons[-1] == "tool_calls"
+
+
+async def test_the_answer_of_a_tool_is_sent_back(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, CALL)
+    async with client_of(api) as client:
+        first = await client.chat.completions.create(model=MODEL, messages=HI, tools=[TOOL])  # type: ignore[arg-type, list-item]
+        called = first.choices[0].message
+        assert called.tool_calls
+        turns: list[Any] = [*HI, called, {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "done"}]
+        await client.chat.completions.create(model=MODEL, messages=turns, tools=[TOOL])  # type: ignore[list-item]
+    prompt = api.tokenizer.decode(api.engine.requests[-1].prompt, skip_special_tokens=False)
+    assert '<tool_call>{"name": "swim", "arguments": {"to": "the world"}}</tool_call>' in prompt
+    assert "<|im_start|>tool\ndone" in prompt
+    assert json.dumps(TOOL) in prompt
+
+
+async def test_tools_are_not_offered_if_the_choice_is_none(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, CALL)
+    body = (await api.chat(tools=[TOOL], tool_choice="none")).json()
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": CALL}
+    assert "swim" not in api.tokenizer.decode(api.engine.requests[0].prompt)
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "reason"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "unless there are tools"),
+        ({"tools": [TOOL], "tool_choice": {"function": {"name": "fly"}}}, "tool_choice", "one of the tools"),
+        ({"tool_choice": "auto"}, "tool_choice", "unless there are tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "a name"),
+        ({"messages": [WRONG_CALL]}, "messages.tool_calls.function.arguments", "object"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "own variables"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt", "continue_final"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template", "never run"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_kept_is_refused_by_name_and_reason(
+    tmp_path: Path, values: dict[str, Any], field: str, reason: str
+) -> None:
+    api = api_that_writes(tmp_path, "x")
+    error = error_of(await api.chat(**values))
+    assert error["param"] == field
+    assert reason in error["message"]
+
+
+async def test_the_last_message_is_continued(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, " world")
+    turns = [*HI, {"role": "assistant", "content": "hello "}]
+    assert (await api.chat(messages=turns, continue_final_message=True)).status_code == 200
+    assert (await api.chat(add_generation_prompt=False)).status_code == 200
+    prompts = [api.tokenizer.decode(one.prompt, skip_special_tokens=False) for one in api.engine.requests]
+    assert prompts[0].endswith("<|im_start|>assistant\nhello ")
+    assert prompts[1].endswith("hi<|im_end|>\n")
+
+
+async def test_a_stream_that_may_have_calls_is_not_resumed(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, CALL)
+    values = {"messages": HI, "tools": [TOOL], "stream": True}
+    response = await api.http.post("/v1/chat/completions", json=values)
+    assert chunks(response)
+    event_id = response.text.partition("\n")[0].removeprefix("id: ")
+    again = await api.http.post("/v1/chat/completions", json=values, headers={"Last-Event-ID": event_id})
+    assert error_of(again)["param"] == "Last-Event-ID"
+
+
+THINKING = (
+    "{% for message in messages %}{{ message.role }}:{{ message.reasoning_content or '' }}{{ message.content }}\n"
+    "{% endfor %}{% if documents %}{{ documents[0].text }}\n{% endif %}{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>\n{% endif %}"
+)
+
+
+async def test_reasoning_is_returned_apart_from_the_content(tmp_path: Path) -> None:
+    settings = tmp_path / "tokenizer_config.json"
+    HttpApi(tmp_path)  # writes the files
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": THINKING}))
+    from cluster.generation.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.reasons
+    template = ChatTemplate(THINKING, {})
+    documents = TemplateOptions(arguments='{"documents": [{"text": "a fish"}], "enable_thinking": false}')
+    assert template.render([Message("user", "hi")], documents) == "user:hi\na fish\n<think></think>"
+    assert template.render([Message("user", "hi")]) == "user:hi\n<think>\n"
+
+
+def test_templates_are_bounded() -> None:
+    long = ChatTemplate("{% for i in range(100000) %}{{ messages[0].content }}{% endfor %}", {})
+    with pytest.raises(InvalidRequest, match="more than 1000 characters"):
+        long.render([Message("user", "x" * 50)], PLAIN, 1000)
+    escaping = ChatTemplate("{{ messages.__class__.__mro__ }}", {})
+    with pytest.raises(InvalidRequest):
+        escaping.render([Message("user", "x")])
+
+
+@pytest.mark.parametrize(
+    ("source", "form"),
+    [
+        ("{{ '[TOOL_CALLS]' }}{{ tools }}", ToolFormat.MISTRAL),
+        ("<|start_header_id|>{{ tools }}<|python_tag|>", ToolFormat.LLAMA),
+        ("<|im_start|>{{ tools }}<tool_call>", ToolFormat.HERMES),
+        ("<|im_start|>", ToolFormat.HERMES),
+    ],
+)
+def test_the_form_of_calls_is_that_of_the_models_family(source: str, form: ToolFormat) -> None:
+    assert ChatTemplate(source, {}).tool_format is form

@@ -1,0 +1,105 @@
+"""`GET /cluster` and `pilotfish top`: what replicas do, from their metrics."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+
+from cluster.coordinator.metrics import Metrics
+from cluster.core.errors import WorkerUnavailable
+from cluster.core.request import Commit
+from cluster.ingress.endpoints.cluster_status import read_replicas
+from cluster.ingress.router.metrics_text import merged
+from deploy.commands.client.cluster_table import status_table, statuses
+from deploy.commands.client.top import print_statuses
+
+
+def coordinator(running: int = 2, waiting: int = 1, verdicts: int = 4) -> Metrics:
+    """Metrics of a coordinator whose verdicts each commit three tokens, two of five drafted ones among them."""
+    metrics = Metrics()
+    metrics.begin("tiny", True, lambda: running, lambda: waiting, lambda: 0.25)
+    metrics.watch_drafters(lambda: 1, lambda: 2)
+    for _ in range(verdicts):
+        metrics.decided([Commit(tokens=(1, 2, 3), drafted=5, accepted=2)])
+        metrics.sent(3)
+        metrics.round(tokens=6, useful=3, total=0.1, propose=None, step=0.1, target=0.1)
+    return metrics
+
+
+def test_the_status_of_one_coordinator() -> None:
+    (replica,) = read_replicas(coordinator().exposition()[0].decode())
+    assert (replica["id"], replica["model"]) == ("", "tiny")
+    assert (replica["running"], replica["waiting"], replica["kv_usage"]) == (2, 1, 0.25)
+    assert (replica["drafted_tokens_total"], replica["accepted_tokens_total"]) == (20, 8)
+    assert (replica["committed_tokens_total"], replica["verdicts_total"], replica["steps_total"]) == (12, 4, 4)
+    assert replica["generation_tokens_total"] == 12
+    assert replica["drafters"] == {"available": 1, "failed": 2}
+
+
+def test_the_status_of_several_coordinators() -> None:
+    texts = {name: coordinator(running).exposition()[0] for name, running in (("a", 1), ("b", 5))}
+    found = read_replicas(merged(texts).decode())
+    assert {replica["id"]: replica["running"] for replica in found} == {"a": 1, "b": 5}
+
+
+def test_a_text_without_known_series_has_no_replicas() -> None:
+    assert read_replicas("answers_total 1\n") == []
+
+
+def test_rates_are_those_between_two_looks() -> None:
+    before = read_replicas(coordinator(verdicts=4).exposition()[0].decode())
+    after = read_replicas(coordinator(verdicts=10).exposition()[0].decode())
+    (status,) = statuses(before, after, 2.0)
+    assert (status.tokens_per_second, status.steps_per_second) == (9.0, 3.0)
+    assert (status.acceptance, status.tokens_per_verdict) == (0.4, 3.0)
+    (idle,) = statuses(after, after, 2.0)
+    assert (idle.tokens_per_second, idle.acceptance, idle.tokens_per_verdict) == (0.0, None, None)
+    (restarted,) = statuses(after, before, 2.0)
+    assert restarted.tokens_per_second == 6.0
+
+
+def test_the_table_has_a_row_per_replica_and_their_sums() -> None:
+    texts = {name: coordinator(running).exposition()[0] for name, running in (("first", 1), ("second", 5))}
+    found = read_replicas(merged(texts).decode())
+    console = Console(file=io.StringIO(), width=120)
+    console.print(status_table(statuses(found, found, 1.0)))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "first" in text
+    assert "second" in text
+    assert "2 replicas" in text
+    assert "25 %" in text
+    assert "1 of 3" in text
+
+
+def answering(looks: list[list[dict[str, Any]]]) -> httpx.AsyncClient:
+    """A client of a server that gives these answers to `GET /cluster`, one after the other."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert request.url.path == "/cluster"
+        if not looks:
+            return httpx.Response(403, json={"error": {"message": "needs the key of an operator"}})
+        return httpx.Response(200, json={"replicas": looks.pop(0)})
+
+    return httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://pilotfish")
+
+
+async def test_top_prints_json_once() -> None:
+    looks = [read_replicas(coordinator(verdicts=count).exposition()[0].decode()) for count in (1, 7)]
+    console = Console(file=io.StringIO(), width=40)
+    async with answering(looks) as client:
+        await print_statuses(client, 0.001, console, once=True, as_json=True)
+    (replica,) = json.loads(console.file.getvalue())["replicas"]  # type: ignore[attr-defined]
+    assert replica["acceptance"] == 0.4
+    assert replica["tokens_per_second"] > 0
+    assert replica["running"] == 2
+
+
+async def test_a_refusal_names_its_reason() -> None:
+    async with answering([]) as client:
+        with pytest.raises(WorkerUnavailable, match="403: needs the key of an operator"):
+            await print_statuses(client, 0.001, Console(file=io.StringIO()), once=True, as_json=False)
