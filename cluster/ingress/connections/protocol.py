@@ -12,10 +12,12 @@ import ssl
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.types import ASGIApp
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from cluster.ingress.connections.http_versions import Http1Parser, until_closed
 from cluster.ingress.connections.tls import server_tls
 from cluster.ingress.openai.errors import ErrorResponse
 
@@ -51,7 +53,10 @@ class _Reading(enum.Enum):
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, with bounds. It also demands the certificates of clients and takes over changed files."""
+    """uvicorn's protocol, with bounds. It also demands the certificates of clients and takes over changed files.
+
+    A connection stays with HTTP/1: offers to upgrade it are ignored. Clients of HTTP/1.0 get no chunks.
+    """
 
     bounds = ConnectionBounds()
 
@@ -64,6 +69,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     ) -> None:
         """uvicorn calls this for every connection, before its TLS handshake begins."""
         super().__init__(config, server_state, app_state, _loop)
+        self._http1_parser = Http1Parser(self)
+        self.parser = self._http1_parser  # type: ignore[assignment]  # it has all that uvicorn calls
         self._tls = server_tls(config)
         if self._tls is not None:
             self._tls.renew()
@@ -130,6 +137,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Begin to wait for the body."""
+        if self._http1_parser.skips:
+            return
         self._message_bytes = 0
         self._read(_Reading.BODY)
         super().on_headers_complete()
@@ -147,10 +156,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Stop waiting: the request is complete."""
+        if self._http1_parser.skips:
+            return
         self._reading = _Reading.NOTHING
         self._message_bytes = 0
         self._stop_reading_timer()
         super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        super()._start_asgi_task(cycle, until_closed(app, cycle) if cycle.scope["http_version"] == "1.0" else app)  # type: ignore[arg-type]
 
     # --- reading ---
 
